@@ -29,16 +29,17 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_cli.training import distributed
-from rlhf_cli.training.distributed import World
-from rlhf_cli.training.gradients import GradientSum
-from rlhf_cli.training.processes import run_processes
+from rlhf_cli.processes import distributed
+from rlhf_cli.processes.distributed import World
+from rlhf_cli.processes.launcher import run_processes
+from rlhf_cli.processes.pass_loop import GradientSum
 
 SIZES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
@@ -104,11 +105,14 @@ def step(
     ddp.zero_grad(set_to_none=True)
     world.barrier()
     began = time.perf_counter()
-    total = GradientSum(world, ddp.module)
-    for number in total.passes(range(num_microbatches), last=way == "own"):
-        sums_now = way == "ddp" and number == num_microbatches - 1
+    total = GradientSum(world, torch.Tensor.backward, ddp.module)
+
+    def loss_of(piece: Sequence[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        sums_now = way == "ddp" and piece[0] == num_microbatches - 1
         with nullcontext() if sums_now else ddp.no_sync():
-            ddp(input_ids=ids, labels=ids).loss.backward()
+            return ddp(input_ids=ids, labels=ids).loss, {}
+
+    total.add([[number] for number in range(num_microbatches)], loss_of, last=way == "own")
     if way == "own":
         total.receive()
     if way == "flat":

@@ -31,10 +31,10 @@ import torch
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.ppo.update import TENSORS, UpdateBatch, from_all_processes, merge, select
+from rlhf_cli.processes import distributed
+from rlhf_cli.processes.distributed import World
+from rlhf_cli.processes.launcher import run_processes
 from rlhf_cli.rollout.distribution import Response
-from rlhf_cli.training import distributed
-from rlhf_cli.training.distributed import World
-from rlhf_cli.training.processes import run_processes
 from rlhf_cli.training.speed import peak_memory
 
 MB = 1024**2

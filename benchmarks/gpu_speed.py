@@ -38,9 +38,9 @@ from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.records import Ranking
 from rlhf_cli.models.forward import autocast
+from rlhf_cli.processes.distributed import World
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
-from rlhf_cli.training.distributed import World
 from rlhf_cli.training.loss_scale import LossScale
 from rlhf_cli.training.optimizer import build_stepper
 

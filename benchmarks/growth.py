@@ -43,12 +43,12 @@ from rlhf_cli.plan.parts import at_rest
 from rlhf_cli.plan.parts import training as training_phases
 from rlhf_cli.plan.ppo import FULL
 from rlhf_cli.plan.shapes import shape_of_loaded
+from rlhf_cli.processes.distributed import World
 from rlhf_cli.rewards.models import score_sequences
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import cut_responses
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from rlhf_cli.rollout.scoring import Models, ref_response_logprobs, response_values
-from rlhf_cli.training.distributed import World
 from rlhf_cli.training.loss_scale import LossScale
 from rlhf_cli.training.optimizer import build_stepper
 

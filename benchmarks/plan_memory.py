@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def product_of(sizes: list[str], stages: list[str], kinds: list[str], processes: list[int]) -> list[Any]:
-    """The cases. One process divides nothing."""
+    """The cases. One process shards nothing."""
     cases = ((z, s, k, n) for z in sizes for n in processes for s in stages for k in kinds)
     return [
         (size, stage, kind, processes)

@@ -261,7 +261,7 @@ def held_against() -> list[tuple[str, str, str]]:
             f"{rl_step(seven, 'A800', 16, 1024, 1024, 1024, **ppo):.0f}",
         ),
         (
-            "the same of 70 B, 32 A800, sampled from the divided policy: s",
+            "the same of 70 B, 32 A800, sampled from the sharded policy: s",
             "4,489, 10,407",
             ", with one link ".join(
                 f"{rl_step(seventy, 'A800', 32, 1024, 1024, 1024, **ppo, copies=False, links=links):,.0f}"
@@ -281,7 +281,7 @@ def gathered_bytes(shape: Shape) -> float:
 
 
 def over_ring(size: float, gpus: int, shard: Shard = True) -> Sent:
-    """What gathering or scattering `size` bytes sends among the GPUs that divide a model.
+    """What gathering or scattering `size` bytes sends among the GPUs that shard a model.
 
     In a ring of N each sends ``(N - 1) / N`` of them to the next. A ring over several machines leaves each one once.
     """

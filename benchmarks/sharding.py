@@ -33,7 +33,7 @@ from rlhf_cli.data.encode import Example
 from rlhf_cli.environment import set_up_process
 from rlhf_cli.models.load import load_policy, prepare
 from rlhf_cli.models.shard import shard_model
-from rlhf_cli.training import distributed
+from rlhf_cli.processes import distributed
 from rlhf_cli.training.loss_scale import LossScale
 from rlhf_cli.training.optimizer import build_stepper
 from stages.sft import _accumulate

@@ -164,7 +164,7 @@ def imported(name: str, lazy: Lazy) -> Any:
 
 def exit_with(work: Callable[[], object]) -> None:
     """Run a command's work. An expected error becomes one line on stderr, and the exit code says what happened."""
-    from rlhf_cli.training.launch import exit_code
+    from rlhf_cli.processes.exits import exit_code
 
     if code := exit_code(work):
         raise typer.Exit(code)

@@ -87,7 +87,7 @@ class PackedBatch:
     def last(self) -> torch.Tensor:
         """[B] index of each sequence's last token in the row, on the batch's device."""
         last = [segment.start + segment.length - 1 for segment in self.segments]
-        return send(torch.tensor(last), self.ids.device)
+        return send(torch.tensor(last, dtype=torch.int64), self.ids.device)
 
     @functools.cached_property
     def runs(self) -> list[Run]:

@@ -40,6 +40,7 @@ from functools import partial
 from typing import assert_never
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_cli.algorithms.advantages import gae, masked_whiten, reward_to_go, spread, token_rewards
@@ -61,18 +62,19 @@ from rlhf_cli.ppo.scores import measure_reference, note_reward_errors, scores_of
 from rlhf_cli.ppo.setup import Setup, load_setup, plan
 from rlhf_cli.ppo.update import (
     KLCoefs,
-    Microbatch,
     UpdateBatch,
     backward_ptx,
     batch_of_update,
     clip_gradients,
     follow_kl,
-    microbatches,
+    microbatch,
     minibatches,
+    pieces_of,
     rows_of_process,
     take_step,
     update_phase,
 )
+from rlhf_cli.processes.distributed import World
 from rlhf_cli.rewards.base import Scores
 from rlhf_cli.rewards.score import ScoreScale, shaped_score
 from rlhf_cli.rollout.distribution import Response
@@ -81,7 +83,6 @@ from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.scoring import TokenScores, response_values, score_tokens
 from rlhf_cli.tensor_ops import totals
 from rlhf_cli.training import launch
-from rlhf_cli.training.distributed import World
 from rlhf_cli.training.stage_run import StageRun
 
 
@@ -154,7 +155,7 @@ def _rollout(setup: Setup, iteration: int) -> RolloutBatch:
     config, world = setup.config, setup.world
     prompts, size = setup.prompts_of(iteration), config.ppo.rollout_batch_size
     uniforms = draw_uniforms(config.seed, "ppo rollout", iteration, size, config.rollout.max_new_tokens)
-    own = world.shard(range(size), setup.together)
+    own = world.shard(range(size), setup.adjacent)
     rollout = collect(
         [prompts[i] for i in own],
         uniforms[own],
@@ -302,12 +303,24 @@ def _backward(
 
     Returns its statistics over all processes, and this process's largest |log ratio|.
     """
-    config, ppo, stage, value_model = setup.config, setup.config.ppo, setup.stage, setup.models.value_model
+    config, ppo, value_model = setup.config, setup.config.ppo, setup.models.value_model
     num_tokens = setup.world.sum(batch.response_mask[rows].sum()).item()
-    parts: list[dict[str, Tensor]] = []
     log_ratios: list[Tensor] = []
-    gradients = setup.gradient_sum(learns_policy=learns_policy)
-    for mb in gradients.passes(microbatches(setup, batch, rows), last=config.ptx is None):
+
+    def weighting_of(mb: UpdateBatch, numbers: Tensor) -> Weighting:
+        weights = loss_weights(
+            mb.response_mask,
+            aggregation=ppo.loss_aggregation,
+            num_tokens=num_tokens,
+            num_sequences=ppo.minibatch_size,
+            max_new_tokens=config.rollout.max_new_tokens,
+            dtype=numbers.dtype,
+        )
+        return Weighting(weights=weights, num_tokens=num_tokens)
+
+    def of_policy(part: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of the policy, with that of a value head on it."""
+        mb = microbatch(batch, part)
         with torch.set_grad_enabled(learns_policy or value_model is None):
             new = score_tokens(
                 setup.models,
@@ -321,43 +334,49 @@ def _backward(
                 detach_backbone=not learns_policy,
             )
         new_logprobs = mb.pad(new.logprobs)  # [b, r]
-        log_ratios.append(((new_logprobs - mb.logprobs).detach().abs() * mb.mask).max())
-        weights = loss_weights(
-            mb.mask,
-            aggregation=ppo.loss_aggregation,
-            num_tokens=num_tokens,
-            num_sequences=ppo.minibatch_size,
-            max_new_tokens=config.rollout.max_new_tokens,
-            dtype=new_logprobs.dtype,
-        )
-        weighting = Weighting(weights=weights, num_tokens=num_tokens)
-        policy, stats = _policy_terms(mb, new, new_logprobs, config, coefs, weighting)
-        total = policy if learns_policy else torch.zeros_like(policy)
-        new_values = new.values
-        if value_model is not None:
-            # A separate value model has its own graph. Free the policy's first, so that only one exists at a time.
-            if total.requires_grad:
-                stage.loss_scale.backward(total)
-            total = torch.zeros_like(policy)
-            new_values = response_values(value_model, mb.prompts, mb.responses, config.precision)
-        if new_values is not None:
-            value, value_stats = value_loss(
-                mb.pad(new_values), mb.values, mb.returns, mb.mask, value_clip_range=ppo.value_clip_range, **weighting
-            )
-            total = total + ppo.vf_coef * value
-            stats |= value_stats | {"loss/value": value.detach()}
-        if total.requires_grad:
-            stage.loss_scale.backward(total)
-        parts.append(stats)
+        gaps = (new_logprobs - mb.logprobs).detach().abs() * mb.response_mask
+        log_ratios.append(F.pad(gaps.flatten(), (0, 1)).max())  # 0 without a row
+        loss, stats = _policy_terms(mb, new, new_logprobs, config, coefs, weighting_of(mb, new_logprobs))
+        if not learns_policy:
+            loss = torch.zeros_like(loss)
+        if new.values is not None:
+            value, value_stats = _value_term(mb, new.values, ppo, weighting_of(mb, new_logprobs))
+            loss, stats = loss + value, stats | value_stats
         count_update(setup, mb.prompts, mb.responses, learns_policy=learns_policy)
+        return loss, stats
+
+    def of_value_model(part: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
+        assert value_model is not None
+        mb = microbatch(batch, part)
+        values = response_values(value_model, mb.prompts, mb.responses, config.precision)
+        return _value_term(mb, values, ppo, weighting_of(mb, values))
+
+    gradients = setup.gradient_sum(learns_policy=learns_policy)
+    losses = (of_policy,) if value_model is None else (of_policy, of_value_model)
+    stats = gradients.add(pieces_of(setup, batch, rows), *losses, last=config.ptx is None)
     ptx = backward_ptx(setup, step, gradients) if learns_policy else {}
     gradients.receive()
     largest = max([0.0, *torch.stack(log_ratios).tolist()]) if log_ratios else 0.0
-    return summed(totals(parts) | ptx, setup.world), largest
+    return summed(totals(stats) | ptx, setup.world), largest
+
+
+def _value_term(
+    mb: UpdateBatch, new_values: Tensor, ppo: PPO, weighting: Weighting
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """``vf_coef * value loss``, and statistics."""
+    value, stats = value_loss(
+        mb.pad(new_values),
+        mb.values,
+        mb.returns,
+        mb.response_mask,
+        value_clip_range=ppo.value_clip_range,
+        **weighting,
+    )
+    return ppo.vf_coef * value, stats | {"loss/value": value.detach()}
 
 
 def _policy_terms(
-    mb: Microbatch, new: TokenScores, new_logprobs: Tensor, config: PPOConfig, coefs: KLCoefs, weighting: Weighting
+    mb: UpdateBatch, new: TokenScores, new_logprobs: Tensor, config: PPOConfig, coefs: KLCoefs, weighting: Weighting
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """``objective + kl_coef * kl (if kl_in is loss) - entropy_coef * entropy``, mixed with ptx; and statistics."""
     ppo = config.ppo
@@ -368,7 +387,7 @@ def _policy_terms(
         policy = policy + coefs.kl_coef * kl
         stats |= kl_stats | {"loss/kl": kl.detach()}
     if new.entropy is not None:
-        bonus, entropy_stats = entropy_bonus(mb.pad(new.entropy), mb.mask, **weighting)
+        bonus, entropy_stats = entropy_bonus(mb.pad(new.entropy), mb.response_mask, **weighting)
         policy = policy - ppo.entropy_coef * bonus
         stats |= entropy_stats
     if config.ptx is not None:
@@ -378,10 +397,10 @@ def _policy_terms(
 
 
 def _objective(
-    mb: Microbatch, new_logprobs: Tensor, ppo: PPO, coefs: KLCoefs, weighting: Weighting
+    mb: UpdateBatch, new_logprobs: Tensor, ppo: PPO, coefs: KLCoefs, weighting: Weighting
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped objective, or PPO-penalty."""
-    tensors = (new_logprobs, mb.logprobs, mb.advantages, mb.mask)  # [b, r] each
+    tensors = (new_logprobs, mb.logprobs, mb.advantages, mb.response_mask)  # [b, r] each
     match ppo.objective:
         case "clip":
             high, dual = ppo.clip_range_high, ppo.dual_clip
@@ -393,18 +412,18 @@ def _objective(
 
 
 def _kl_in_loss(
-    mb: Microbatch, new: TokenScores, new_logprobs: Tensor, estimator: KLEstimator, weighting: Weighting
+    mb: UpdateBatch, new: TokenScores, new_logprobs: Tensor, estimator: KLEstimator, weighting: Weighting
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The KL to ref_policy as a loss term."""
     match estimator:
         case "k2_sequence":
-            return sequence_k2_loss(new_logprobs, mb.ref_logprobs, mb.mask, **weighting)
+            return sequence_k2_loss(new_logprobs, mb.ref_logprobs, mb.response_mask, **weighting)
         case "full":
             assert new.kl_full is not None
             kl = mb.pad(new.kl_full)
         case _:  # an estimator of single tokens
             kl = kl_estimate(new_logprobs, mb.ref_logprobs, estimator=estimator)
-    return kl_loss(kl, mb.mask, **weighting)
+    return kl_loss(kl, mb.response_mask, **weighting)
 
 
 if __name__ == "__main__":

@@ -79,17 +79,16 @@ from rlhf_cli.models.load import check_vocabulary, ensure_pad_token, load_tokeni
 from rlhf_cli.models.lora import add_adapters, defers_base, prepare_base
 from rlhf_cli.models.passes import set_up_training
 from rlhf_cli.models.save import base_of, round_as_saved, save_of_stage
-from rlhf_cli.models.shard import divides, shard_for
+from rlhf_cli.models.shard import shard_for, shards
 from rlhf_cli.packing import SHORTEST_PREFIX, common_prefix
 from rlhf_cli.plan.adapters import require_adapters
 from rlhf_cli.plan.loaded import microbatch_tokens
+from rlhf_cli.processes.distributed import World, require_rows_for_all
+from rlhf_cli.processes.pass_loop import GradientSum
 from rlhf_cli.rewards.models import sequence_scores
-from rlhf_cli.sharding import in_step
 from rlhf_cli.tensor_ops import totals
 from rlhf_cli.training import launch
 from rlhf_cli.training.best import Best, require_held_out
-from rlhf_cli.training.distributed import World, require_rows_for_all
-from rlhf_cli.training.gradients import GradientSum
 from rlhf_cli.training.loop import Loop
 from rlhf_cli.training.progress import Display
 from rlhf_cli.training.speed import Speed
@@ -123,7 +122,7 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
     """Run the stage: the steps of the module's docstring, in their order."""
     with StageRun("rm", config, quiet=quiet, restart=restart, check=require_adapters) as stage:
         world = stage.world
-        if not divides(config):
+        if not shards(config):
             require_rows_for_all(world, config.training.minibatch_size, "training.minibatch_size")
 
         # 1. Rows to tokens.
@@ -199,7 +198,7 @@ def _backbone(config: RMConfig, *, deferred: bool) -> tuple[PreTrainedModel, Pre
 def _model(config: RMConfig, stage: StageRun) -> PreTrainedModel:
     """The model, ready to train."""
     lora, device = config.model.lora, stage.world.device
-    model, _, _ = _backbone(config, deferred=divides(config) or defers_base(lora, config, device))
+    model, _, _ = _backbone(config, deferred=shards(config) or defers_base(lora, config, device))
     prepare_base(model, lora, "model.lora", config, device)
     lines = [prepare(model, device), add_adapters(model, lora, base_of(config), "model.lora", config)]
     for line in filter(None, [*lines, shard_for(config, model, device)]):
@@ -255,19 +254,17 @@ def _accumulate(
     model: PreTrainedModel, batch: list[Item], scale: TargetScale, budget: Budget, config: RMConfig, stage: StageRun
 ) -> dict[str, float]:
     """The gradient of a batch, of which this process computes its share. Returns the statistics of the whole batch."""
-    mine, sums, gradients = _share(batch, stage.world), [], GradientSum(stage.world, model)
+    mine = _share(batch, stage.world)
 
-    def add(items: list[Item], weight: float = 1.0) -> None:
+    def loss_of(part: Sequence[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         with autocast(stage.world.device, config.precision):
-            loss, stats = _loss(model, items, len(batch), scale, config)
-        stage.loss_scale.backward(loss * weight)
-        sums.append({name: figure * weight for name, figure in {"loss/rm": loss, **stats}.items()})
+            loss, stats = _loss(model, [mine[i] for i in part], len(batch), scale, config)
+        return loss, {"loss/rm": loss, **stats}
 
-    cut = budget.cut([_num_tokens(i, model) for i in mine])
-    for rows in gradients.passes(in_step(model, cut, lambda: add(batch[:1], 0.0))):
-        add([mine[i] for i in rows])
+    gradients = GradientSum(stage.world, stage.loss_scale.backward, model)
+    stats = gradients.add(budget.cut([_num_tokens(item, model) for item in mine]), loss_of)
     gradients.receive()
-    return stage.world.sum_floats(totals(sums))
+    return stage.world.sum_floats(totals(stats))
 
 
 def _num_tokens(item: Item, model: PreTrainedModel) -> int:

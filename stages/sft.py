@@ -56,17 +56,16 @@ from rlhf_cli.models.passes import set_up_training
 from rlhf_cli.models.save import base_of, round_as_saved, save_of_stage
 from rlhf_cli.models.scratch import new_model, train_tokenizer
 from rlhf_cli.models.seq2seq import require_one_answer
-from rlhf_cli.models.shard import divides, shard_for
+from rlhf_cli.models.shard import shard_for, shards
 from rlhf_cli.models.vocabulary import add_tokens, embed_tokens
 from rlhf_cli.plan.adapters import require_adapters
 from rlhf_cli.plan.loaded import microbatch_tokens
+from rlhf_cli.processes.distributed import World
+from rlhf_cli.processes.pass_loop import GradientSum
 from rlhf_cli.rollout.questions import answer, first_questions
-from rlhf_cli.sharding import IDLE, in_step
 from rlhf_cli.tensor_ops import totals
 from rlhf_cli.training import launch
 from rlhf_cli.training.best import Best, require_held_out
-from rlhf_cli.training.distributed import World
-from rlhf_cli.training.gradients import GradientSum
 from rlhf_cli.training.loop import Loop
 from rlhf_cli.training.progress import Display
 from rlhf_cli.training.speed import Speed
@@ -157,24 +156,19 @@ def _accumulate(model: PreTrainedModel, batch: list[Example], budget: Budget, pr
     world = stage.world
     num_tokens = sum(sum(example.loss_mask) for example in batch)
     mine = _share(batch, world)
-    losses = []
 
-    def idle() -> None:
-        with autocast(world.device, precision):
-            logprobs = target_logprobs(model, [IDLE], [[False, True]])
-        (logprobs.sum() * 0.0).backward()
-
-    gradients = GradientSum(world, model)
-    for rows in gradients.passes(in_step(model, budget.cut([len(example.ids) for example in mine]), idle)):
-        examples = [mine[i] for i in rows]
+    def loss_of(part: Sequence[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        examples = [mine[i] for i in part]
         with autocast(world.device, precision):
             # [target tokens of the microbatch]
             logprobs = target_logprobs(model, [e.ids for e in examples], [e.loss_mask for e in examples])
         loss, _ = lm_loss(logprobs, num_tokens=num_tokens)
-        stage.loss_scale.backward(loss)
-        losses.append({"loss": loss})
+        return loss, {"loss": loss}
+
+    gradients = GradientSum(world, stage.loss_scale.backward, model)
+    stats = gradients.add(budget.cut([len(example.ids) for example in mine]), loss_of)
     gradients.receive()
-    return world.sum_floats({"loss": 0.0, **totals(losses)})["loss"]
+    return world.sum_floats({"loss": 0.0, **totals(stats)})["loss"]
 
 
 def _share(batch: list[Example], world: World) -> list[Example]:
@@ -273,7 +267,7 @@ def _model_and_tokenizer(
     assert config.model.path is not None
     path = model_directory(config.model.path)
     tokenizer = load_tokenizer(path, config.model.revision)
-    deferred = divides(config) or defers_base(config.model.lora, config, device)
+    deferred = shards(config) or defers_base(config.model.lora, config, device)
     model = load_policy(path, config.model.revision, deferred=deferred and not new_tokens)
     check_vocabulary(model, tokenizer, path)
     require_eos(tokenizer, path)

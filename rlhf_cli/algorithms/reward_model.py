@@ -110,7 +110,8 @@ def ranking_pairs(sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         worse += [j for _, j in pairs]
         weight += [1 / len(pairs)] * len(pairs)
         start += size
-    return torch.tensor(better), torch.tensor(worse), torch.tensor(weight, dtype=torch.float64)
+    indices = torch.tensor([better, worse], dtype=torch.int64)
+    return indices[0], indices[1], torch.tensor(weight, dtype=torch.float64)
 
 
 def score_loss(

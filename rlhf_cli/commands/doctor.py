@@ -325,9 +325,9 @@ def training_digest(device: torch.device, seed: int = 0) -> tuple[str, str | Non
     from rlhf_cli.algorithms.language_model import lm_loss
     from rlhf_cli.config.stage import Optimizer
     from rlhf_cli.models.forward import autocast, choose_attention, target_logits
+    from rlhf_cli.processes.distributed import World
     from rlhf_cli.seeding import generator, seeded
     from rlhf_cli.tensor_ops import token_logprobs
-    from rlhf_cli.training.distributed import World
     from rlhf_cli.training.optimizer import build_stepper
 
     config = LlamaConfig(

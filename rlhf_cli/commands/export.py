@@ -181,7 +181,7 @@ def _check(source: Source, options: Options, display: Display) -> Check | None:
         return None
     from rlhf_cli.evaluation.fidelity import check_of
     from rlhf_cli.evaluation.run import open_run
-    from rlhf_cli.training.distributed import start
+    from rlhf_cli.processes.distributed import start
 
     try:
         run = open_run(located.root, stage=None, device=start(options.device).device, seed=options.seed)

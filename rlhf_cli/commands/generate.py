@@ -39,14 +39,14 @@ from rlhf_cli.commands.output import (
     with_columns,
 )
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.training.processes import is_first_worker, is_worker, run_again
+from rlhf_cli.processes.launcher import is_first_worker, is_worker, run_again
 from rlhf_cli.training.progress import Display
 
 if TYPE_CHECKING:
     from rlhf_cli.data.records import Record
     from rlhf_cli.evaluation.generation import Answer, Decoding, Refused
     from rlhf_cli.evaluation.trained import RewardSet, TrainedModel
-    from rlhf_cli.training.distributed import World
+    from rlhf_cli.processes.distributed import World
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def generate(
 
     def start() -> Callable[[Sequence[tuple[int, Record]]], list[Outcome]]:
         from rlhf_cli.evaluation.generation import Generator
-        from rlhf_cli.training import distributed
+        from rlhf_cli.processes import distributed
 
         device = distributed.start(options.device).device
         generators = {prefix: Generator(model, decoding, rewards, device) for prefix, model in models.items()}
@@ -195,7 +195,7 @@ def generate(
         return answer
 
     def join() -> World:
-        from rlhf_cli.training import distributed
+        from rlhf_cli.processes import distributed
 
         world = distributed.start(options.device)
         distributed.at_step("generate")
@@ -209,7 +209,7 @@ def generate(
     with rows or nullcontext():
         each_item(rows, read, start, display, chunk=chunk, join=join if nproc > 1 else None)
         if nproc > 1:
-            from rlhf_cli.training import distributed
+            from rlhf_cli.processes import distributed
 
             distributed.stop()
         if rows is not None:

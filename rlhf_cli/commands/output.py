@@ -37,7 +37,7 @@ from rlhf_cli.training.progress import Display
 if TYPE_CHECKING:
     from rlhf_cli.data.formats import Purpose
     from rlhf_cli.data.records import Record
-    from rlhf_cli.training.distributed import World
+    from rlhf_cli.processes.distributed import World
 
 T = TypeVar("T")
 OutputRow = dict[str, Any]

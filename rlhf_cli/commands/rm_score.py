@@ -157,8 +157,8 @@ def _load(settings: Settings) -> tuple[RewardModel, str | None, list[str]]:
     from rlhf_cli.data.encode import require_eos
     from rlhf_cli.models.heads import reads_last_token
     from rlhf_cli.models.load import load_tokenizer
+    from rlhf_cli.processes import distributed
     from rlhf_cli.rewards.models import load_reward_source
-    from rlhf_cli.training import distributed
 
     path = reward_model_stage(settings.model)
     manifest = read_manifest_or_none(path)

@@ -165,8 +165,8 @@ def start(settings: Settings) -> RewardServer:
 
     Raises ConfigError for a host that others can reach without a token, and for a port that cannot be bound.
     """
+    from rlhf_cli.processes import distributed
     from rlhf_cli.rewards.models import load_reward_source
-    from rlhf_cli.training import distributed
 
     token = required_token(settings.host, settings.token_env)
     path = reward_model_stage(settings.model)

@@ -41,8 +41,8 @@ class PPODistributed(Distributed):
     """Several processes of one run. No key here changes the result."""
 
     keep_whole: list[PPOModelName] = []
-    """Models that `shard` does not divide. A process computes with a whole model without waiting for the others, and
-    needs the memory for all of it."""
+    """Models that stay whole although `shard` is set. A process computes with a whole model without waiting for the
+    others, and needs the memory for all of it."""
 
 
 class PolicyModel(TrainedModel):
@@ -113,7 +113,7 @@ class Rollout(Section):
     """What computes the logits while sampling. `paged` is fast for Llama-like models and GPT-2 in float32 on a CPU.
     `plain` runs the model's own forward, for any model. `auto` takes `paged` where it can and `plain` elsewhere.
     A decoder that differs from the model's own forward is refused before the first rollout. `sharded` is for a policy
-    that `distributed.shard` divides and that fits no process whole: all processes sample from the divided policy in
+    that is sharded and fits no process whole: all processes sample from the sharded policy in
     step, each its own responses. The others sample from a whole copy of such a policy."""
 
     engine: EngineName = "own"
@@ -221,7 +221,7 @@ class PPOConfig(Stage):
     offload: list[Literal["optimizer", "frozen"]] = []
     """What waits in the CPU's memory while it is not used: `optimizer` is the moments of AdamW outside of the update,
     `frozen` is ref_policy and the reward models outside of scoring. The result is the same to the last bit. Each
-    iteration moves them once in each direction. A frozen model that `distributed.shard` divides stays on the CPU, and
+    iteration moves them once in each direction. A sharded frozen model stays on the CPU, and
     each block is copied for its passes. For a GPU only."""
     num_logged_samples: NonNegativeInt = 1
     """Number of responses per iteration to write to samples.jsonl, with score and KL."""
@@ -275,8 +275,8 @@ class PPOConfig(Stage):
             )
         if decoder == "sharded" and (not self.distributed.shard or "policy" in self.distributed.keep_whole):
             raise ValueError(
-                "rollout.decoder: sharded samples from a policy that distributed.shard divides, and this one is whole. "
-                "Set it to auto, or divide the policy"
+                "rollout.decoder: sharded samples from a sharded policy, and this one is whole. "
+                "Set it to auto, or shard the policy"
             )
         return self
 

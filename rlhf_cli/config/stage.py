@@ -120,19 +120,19 @@ class Distributed(Section):
     """How long a process waits for the others in one operation. Then the run ends with the names of those that hang.
     At the start it waits for at least a minute."""
     shard: bool | Literal["hybrid"] = False
-    """Divide weights, gradients and AdamW's moments among the processes (torch's `fully_shard`, FSDP2), so that each
-    holds its share of them and gathers a block of layers at a time. `hybrid` divides among the processes of a machine,
+    """Shard weights, gradients and AdamW's moments among the processes (torch's `fully_shard`, FSDP2), so that each
+    holds its share of them and gathers a block of layers at a time. `hybrid` shards among the processes of a machine,
     and every machine holds the same: less traffic between machines for more memory. With one process nothing is
-    divided. See docs/processes.md."""
+    sharded. See docs/processes.md."""
     offload: bool = False
-    """Keep a process's share of the divided weights, of their gradients and of AdamW's moments in the CPU's memory.
+    """Keep a process's share of the sharded weights, of their gradients and of AdamW's moments in the CPU's memory.
     Each block is copied to the GPU for its passes, and AdamW steps on the CPU: slower, for a model that does not fit
     otherwise. The result of a pass is the same to the last bit. Needs `shard`."""
 
     @model_validator(mode="after")
-    def _divided(self) -> Self:
+    def _sharded(self) -> Self:
         if self.offload and not self.shard:
-            raise ValueError("offload needs shard: true, which divides the models. Set it, or remove offload")
+            raise ValueError("offload needs shard: true, which shards the models. Set it, or remove offload")
         return self
 
 

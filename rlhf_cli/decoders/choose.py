@@ -13,7 +13,7 @@ from rlhf_cli.decoders.paged import paged_decoder
 from rlhf_cli.decoders.plain import PlainDecoder, why_not_padded
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.seq2seq import is_seq2seq
-from rlhf_cli.sharding import is_sharded
+from rlhf_cli.processes.sharding import is_sharded
 
 OWN_FORWARD: tuple[DecoderName, ...] = ("plain", "sharded")
 """The names of the decoder that runs the model's own forward."""
@@ -56,7 +56,7 @@ def decoder_notes(model: PreTrainedModel, longest: int, name: DecoderName = "aut
 def _decoder(model: PreTrainedModel, longest: int, name: DecoderName) -> Decoder:
     """The decoder of this name; `auto` tries the paged one. Raises UnsupportedError."""
     if is_sharded(model) and name not in OWN_FORWARD:
-        raise UnsupportedError("its weights are divided among the processes")
+        raise UnsupportedError("its weights are sharded among the processes")
     if is_seq2seq(model):
         if name not in ("auto", *OWN_FORWARD):
             raise UnsupportedError("it is an encoder-decoder")

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_cli.models.forward import positions, vocabulary_rows
-from rlhf_cli.sharding import device_of
+from rlhf_cli.processes.sharding import device_of
 
 T = TypeVar("T")
 

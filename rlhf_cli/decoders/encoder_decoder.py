@@ -15,7 +15,7 @@ from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.forward import TOLERANCE, logits_at
 from rlhf_cli.models.seq2seq import encoder_inputs, start_of_response, with_prompts
 from rlhf_cli.packing import pack, response_positions
-from rlhf_cli.sharding import device_of
+from rlhf_cli.processes.sharding import device_of
 
 
 class Seq2SeqDecoder:

@@ -4,7 +4,7 @@ Prompts of different lengths are padded on the left. Not every family supports t
 so it counts the padding; RWKV takes neither a mask nor a cache of transformers. `supported_layout` finds out what a
 model supports at its first use, by comparing it with one forward pass per sequence.
 
-From a model that is divided among the processes all sample together, each its own rows. A process announces each pass;
+From a model that is sharded among the processes all sample together, each its own rows. A process announces each pass;
 one whose rows have ended, or that has none, makes passes over two tokens until all have ended (`join_sampling`).
 """
 
@@ -23,7 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 from rlhf_cli.decoders.decoder import gap_to_forward, once_per_model
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, autocast, held_precision
-from rlhf_cli.sharding import IDLE, announce, device_of, is_sharded, join
+from rlhf_cli.processes.sharding import announce, device_of, is_sharded, join
 
 Layout = Literal["padded", "equal", "whole"]
 PADDED: Layout = "padded"
@@ -157,7 +157,7 @@ def join_sampling(model: PreTrainedModel) -> None:
     """
     if is_sharded(model):
         supported_layout(model)  # a collective operation at the first use
-        ids = torch.tensor([IDLE], device=device_of(model))
+        ids = torch.tensor([[0, 0]], device=device_of(model))
         join(model, lambda: model(input_ids=ids, use_cache=False, logits_to_keep=1))
 
 

@@ -18,8 +18,8 @@ from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.records import Ranking, Scored
 from rlhf_cli.data.splits import HeldOutRows
 from rlhf_cli.health.baselines import Baseline, baselines
+from rlhf_cli.processes.distributed import World
 from rlhf_cli.rewards.models import score_sequences
-from rlhf_cli.training.distributed import World
 
 
 def margins_of(scores: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

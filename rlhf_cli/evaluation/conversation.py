@@ -20,11 +20,11 @@ from rlhf_cli.errors import DataError, RewardError
 from rlhf_cli.evaluation.trained import Quantize, TrainedModel, find_model, samples_of
 from rlhf_cli.files import read_text
 from rlhf_cli.models.forward import autocast, positions
+from rlhf_cli.processes.distributed import start
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.sources import total_score
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, response_text, sample, sampling_of
-from rlhf_cli.training.distributed import start
 
 NOT_YET_TEXT = "\ufffd"
 """What a tokenizer decodes the first bytes of a character to."""

@@ -25,8 +25,8 @@ from rlhf_cli.evaluation.reward_model import measure_reward_model
 from rlhf_cli.evaluation.run import Run, open_run
 from rlhf_cli.evaluation.yardstick import along_the_run, best_of_n_report
 from rlhf_cli.files import digest_file
+from rlhf_cli.processes.distributed import start
 from rlhf_cli.report.figure import Figure, Figures
-from rlhf_cli.training.distributed import start
 from rlhf_cli.training.progress import Display
 
 FOLDER = "eval"

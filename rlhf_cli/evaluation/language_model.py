@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,10 +17,11 @@ from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Example
 from rlhf_cli.evaluation.figures import mean_figure, rate_figure, ratio_figure, share_figure
 from rlhf_cli.models.forward import autocast, target_logits, vocabulary_rows
+from rlhf_cli.processes.pass_loop import over_pieces
+from rlhf_cli.processes.sharding import device_of
 from rlhf_cli.report.figure import Figure, Figures
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, response_text, sample, stop_ids
-from rlhf_cli.sharding import IDLE, device_of, in_step
 from rlhf_cli.tensor_ops import token_logprobs
 
 MAX_LOGITS = 1 << 28
@@ -43,25 +44,19 @@ class RowSums:
 
 def scored_targets(
     model: PreTrainedModel, rows: Sequence[Example], budget: Budget, precision: str
-) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-    """The targets of the rows, chunk by chunk.
-
-    Yields the row numbers of a chunk, and for each of its N targets, row by row, the log-probability and whether the
-    target is the likeliest token, [N] float64 each.
-    """
+) -> list[tuple[Sequence[int], Tensor, Tensor]]:
+    """The targets of the rows, chunk by chunk: the row numbers of a chunk, and for each of its N targets, row by row,
+    the log-probability and whether the target is the likeliest token, [N] float64 each."""
     # This needs all logits of a token, which training never holds (kernels/head.py).
     budget = replace(budget, tokens=max(1, min(budget.tokens, MAX_LOGITS // vocabulary_rows(model))))
     device = device_of(model)
-    cut = budget.cut([len(row.ids) for row in rows])
 
-    def pass_over(ids: list[list[int]], masks: list[list[bool]]) -> tuple[Tensor, Tensor]:
-        with autocast(device, precision):
-            return target_logits(model, ids, masks)
+    def score(part: Sequence[int]) -> tuple[Sequence[int], Tensor, Tensor]:
+        with autocast(device, precision):  # [N, V] and [N]
+            logits, targets = target_logits(model, [rows[i].ids for i in part], [rows[i].loss_mask for i in part])
+        return part, token_logprobs(logits, targets).cpu().double(), (logits.argmax(-1) == targets).cpu().double()
 
-    for part in in_step(model, cut, lambda: pass_over([IDLE], [[False, True]])):
-        # [N, V] and [N]
-        logits, targets = pass_over([rows[i].ids for i in part], [rows[i].loss_mask for i in part])
-        yield part, token_logprobs(logits, targets).cpu().double(), (logits.argmax(-1) == targets).cpu().double()
+    return over_pieces(budget.cut([len(row.ids) for row in rows]), score, model)
 
 
 @torch.no_grad()
@@ -70,7 +65,7 @@ def row_sums(model: PreTrainedModel, rows: Sequence[Example], budget: Budget, pr
     nll, correct = torch.zeros(len(rows), dtype=torch.float64), torch.zeros(len(rows), dtype=torch.float64)
     tokens = torch.tensor([sum(row.loss_mask) for row in rows], dtype=torch.float64)
     for part, logprobs, is_likeliest in scored_targets(model, rows, budget, precision):
-        owner = torch.repeat_interleave(torch.tensor(part), tokens[part].long())
+        owner = torch.repeat_interleave(torch.tensor(part), tokens[list(part)].long())
         nll.index_add_(0, owner, -logprobs)
         correct.index_add_(0, owner, is_likeliest)
     return RowSums(nll, correct, tokens)

@@ -33,7 +33,7 @@ from rlhf_cli.models.frozen import hold_frozen, is_held
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import is_language_model, load_policy, load_reward_model, load_tokenizer, same_tokenizer
 from rlhf_cli.models.save import save_facts
-from rlhf_cli.models.shard import divides, prepare_for
+from rlhf_cli.models.shard import prepare_for, shards
 from rlhf_cli.rewards.models import score_sequences
 from rlhf_cli.rewards.texts import closed, cut_all, encode_texts, length_limit
 from rlhf_cli.rollout.distribution import Sampling
@@ -95,7 +95,7 @@ def samples_of_sft(items: Items, config: RMConfig, stage: StageRun) -> Samples |
     samples = stage.world.of_main(lambda: _kept(stage))
     if samples is None:
         samples = _draw(path, _prompts(items, config), config, stage)
-        gc.collect()  # the parts of a divided model refer to each other
+        gc.collect()  # the parts of a sharded model refer to each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the freed model is in blocks of other sizes than the next one needs
         if stage.world.is_main:
@@ -215,13 +215,13 @@ def frozen_reward_model(directory: Path, config: RMConfig, stage: StageRun) -> P
 
 def _is_deferred(config: RMConfig, stage: StageRun) -> bool:
     """Whether `_hold` reads the weights."""
-    return divides(config) or is_held(stage.world.device, config.precision)
+    return shards(config) or is_held(stage.world.device, config.precision)
 
 
 def _hold(model: PreTrainedModel, config: RMConfig, stage: StageRun) -> None:
     """Freeze a model, hold it in the precision of the passes, and prepare it for them."""
     model.requires_grad_(False)
-    if not divides(config):
+    if not shards(config):
         hold_frozen(model, stage.world.device, config.precision, exact=False)
     prepare_for(config, model, stage.world.device)
 

@@ -29,10 +29,10 @@ from rlhf_cli.evaluation.run import Run
 from rlhf_cli.models.forward import autocast, longest_input, positions
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
+from rlhf_cli.processes.distributed import World
 from rlhf_cli.report.figure import Figure, Figures
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample, stop_ids
-from rlhf_cli.training.distributed import World
 from rlhf_cli.training.progress import Display
 
 SAMPLED_ROWS = 128

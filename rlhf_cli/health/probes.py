@@ -33,9 +33,9 @@ from rlhf_cli.health.history import paired
 from rlhf_cli.models.forward import autocast, longest_input, positions, target_logprobs
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer, prepare
+from rlhf_cli.processes.distributed import World, start
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.functions import call, load_function, named_numbers
-from rlhf_cli.training.distributed import World, start
 
 ROWS = 200
 """Held-out demonstrations."""

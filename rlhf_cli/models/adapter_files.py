@@ -34,8 +34,8 @@ from rlhf_cli.files import digest_once, read_text, stored_dtype
 from rlhf_cli.models.adapters import head_names, inject, lora_of
 from rlhf_cli.models.deferred import place_of, take
 from rlhf_cli.models.quantized import quiet_bitsandbytes
+from rlhf_cli.processes.sharding import is_first_process, is_sharded, plain_class, whole
 from rlhf_cli.program import install_extra
-from rlhf_cli.sharding import is_first_process, is_sharded, plain_class, whole
 
 WEIGHTS, MODEL_CONFIG, BASE_MODEL = "adapter_model.safetensors", "model_config.json", "base_model.json"
 """Files of an adapter's directory, beside ADAPTER_CONFIG."""

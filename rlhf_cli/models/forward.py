@@ -22,7 +22,7 @@ from rlhf_cli.kernels.head import MOST_LOGITS, linear_logprobs
 from rlhf_cli.models import seq2seq
 from rlhf_cli.models.seq2seq import is_seq2seq, with_prompts
 from rlhf_cli.packing import PackedBatch, end_to_end, pack, send
-from rlhf_cli.sharding import device_of, gathered
+from rlhf_cli.processes.sharding import device_of, gathered
 from rlhf_cli.tensor_ops import token_logprobs
 
 TOLERANCE = 1e-4
@@ -104,7 +104,7 @@ def _head_is_plain(model: PreTrainedModel, batch: PackedBatch) -> bool:
     A model is checked once, with a few tokens of the batch.
     """
     if model not in _has_plain_head:
-        head = model.get_output_embeddings()
+        head, batch = model.get_output_embeddings(), _computed(batch)
         few = pack([batch.ids[: min(8, batch.lengths[0])].tolist()], batch.ids.device)
         positions = torch.arange(len(few.ids), device=few.ids.device)
         logits = logits_at(model, few, positions) if is_packed(model) else _padded_logits(model, few)
@@ -178,7 +178,16 @@ def hidden_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tenso
     return output.last_hidden_state[real_mask][positions]
 
 
+def _computed(batch: PackedBatch) -> PackedBatch:
+    """The batch that a model computes: two tokens that nothing reads instead of no sequence.
+
+    So a pass over no rows (`processes/pass_loop.py`) uses every weight, and each has a gradient, which is 0.
+    """
+    return batch if batch.segments else pack([[0, 0]], batch.ids.device)
+
+
 def _packed_inputs(batch: PackedBatch) -> dict[str, Any]:
+    batch = _computed(batch)
     return {
         "input_ids": batch.ids[None],
         "position_ids": batch.position_ids[None],
@@ -188,6 +197,7 @@ def _packed_inputs(batch: PackedBatch) -> dict[str, Any]:
 
 def _padded_inputs(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ids, mask of real tokens, and positions of the sequences, padded on the right: [B, T] each."""
+    batch = _computed(batch)
     assert sum(batch.lengths) == len(batch.ids), "a padded batch cannot share prefixes"
     ids = pad_sequence(list(batch.ids.split(batch.lengths)), batch_first=True)
     position_ids = pad_sequence(list(batch.position_ids.split(batch.lengths)), batch_first=True)
@@ -304,7 +314,7 @@ def computes_in_bfloat16(device: torch.device, precision: str) -> bool:
 
 def held_precision(model: PreTrainedModel) -> str | None:
     """The 16-bit format in which some weights of the model are held, or in which quantized layers or the blocks of a
-    divided model compute; None if there is none."""
+    sharded model compute; None if there is none."""
     if (precision := vars(model).get("block_precision")) is not None:
         return str(precision)
     dtypes = {p.dtype for p in model.parameters()} | {vars(m).get("compute_dtype") for m in model.modules()}

@@ -19,7 +19,7 @@ from rlhf_cli.models.forward import autocast, compute_dtype, held_precision
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import load_policy, stores_int8, take_facts
 from rlhf_cli.models.quantized import quantize, quantize_int8, quantized_layers, use_inference_kernel
-from rlhf_cli.sharding import is_sharded
+from rlhf_cli.processes.sharding import is_sharded
 
 
 def frozen_policy(
@@ -172,7 +172,7 @@ def give_float32(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def release(model: nn.Module) -> None:
-    """Free the weights of a model that nothing computes with any more. A divided model keeps its share."""
+    """Free the weights of a model that nothing computes with any more. A sharded model keeps its share."""
     if not is_sharded(model):
         for tensor in [*model.parameters(), *model.buffers()]:
             tensor.data = tensor.data.new_empty(0)

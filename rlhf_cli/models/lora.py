@@ -16,23 +16,23 @@ from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.deferred import read_deferred
 from rlhf_cli.models.frozen import hold_base, is_held
 from rlhf_cli.models.quantized import quantize, quantized_layers
-from rlhf_cli.models.shard import divides
+from rlhf_cli.models.shard import shards
 from rlhf_cli.program import command
 
 
 def prepare_base(model: PreTrainedModel, lora: Lora | None, key: str, config: Stage, device: torch.device) -> None:
     """`hold_base` as the config says, before the model moves to its device.
 
-    Weights that will be divided among processes are left as they are.
+    Weights that will be sharded among processes are left as they are.
     """
-    if lora is None or divides(config):
+    if lora is None or shards(config):
         return
     hold_base(model, lora, key, device, config.precision)
 
 
 def defers_base(lora: Lora | None, config: Stage, device: torch.device) -> bool:
     """Whether `prepare_base` reads the weights that will be under adapters, because it holds them in fewer bits."""
-    return lora is not None and not divides(config) and (lora.quantize is not None or is_held(device, config.precision))
+    return lora is not None and not shards(config) and (lora.quantize is not None or is_held(device, config.precision))
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora | None, base: BaseModel, key: str, config: Stage) -> str | None:

@@ -24,7 +24,7 @@ from rlhf_cli.models.deferred import blocks
 from rlhf_cli.models.forward import autocast, computes_in_bfloat16, hidden_at, is_packed
 from rlhf_cli.models.frozen import hold_trained
 from rlhf_cli.packing import pack
-from rlhf_cli.sharding import is_sharded
+from rlhf_cli.processes.sharding import is_sharded
 
 
 @dataclass(frozen=True)

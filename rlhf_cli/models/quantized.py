@@ -171,7 +171,7 @@ def quantized_shape(weight: torch.Tensor) -> torch.Size:
 
 @torch.no_grad()
 def divisible(module: nn.Module) -> list[Any]:
-    """Make the quantized weights of a module plain bytes, which can be divided. Returns their layers.
+    """Make the quantized weights of a module plain bytes, which can be sharded. Returns their layers.
 
     A layer keeps the scales of all blocks, which are an eighth of the bytes, and bitsandbytes reads them from there.
     """

@@ -1,4 +1,4 @@
-"""Write a model as a plain Hugging Face directory: whole or divided among processes, with adapters merged or apart."""
+"""Write a model as a plain Hugging Face directory: whole or sharded among processes, with adapters merged or apart."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from rlhf_cli.models.check import reason_of
 from rlhf_cli.models.forward import PRECISIONS
 from rlhf_cli.models.heads import scalar_heads, value_model_like
 from rlhf_cli.models.quantized import quantized_shape
-from rlhf_cli.sharding import is_first_process, is_sharded, plain_class, whole
+from rlhf_cli.processes.sharding import is_first_process, is_sharded, plain_class, whole
 from rlhf_cli.tensor_ops import num_weights
 
 LARGEST_FILE = 2_000_000_000
-"""The most bytes in one file of a divided model. The first process holds this much while it writes."""
+"""The most bytes in one file of a sharded model. The first process holds this much while it writes."""
 
 PlainWeights = dict[str, tuple[torch.Size, Callable[[], Tensor]]]
 """The shape of each weight, and a function that gives it."""
@@ -58,14 +58,14 @@ def save(
     All processes must call this for a sharded model; the first one writes, and holds no more than one file of it.
     Raises ArtifactError, on every process, if a file cannot be written.
     """
-    is_divided = is_sharded(model)
-    is_writer = not is_divided or is_first_process()
+    shards = is_sharded(model)
+    is_writer = not shards or is_first_process()
     weights = plain_weights(model)
     if value_head is not None:
         model, weights = _with_value_head(model, weights, value_head)
     dtypes = _dtypes(model, weights, dtype)
     shapes = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, (shape, _) in weights.items()}
-    files = split_torch_state_dict_into_shards(shapes, max_shard_size=LARGEST_FILE if is_divided else max_shard_size)
+    files = split_torch_state_dict_into_shards(shapes, max_shard_size=LARGEST_FILE if shards else max_shard_size)
     problem, index = "", dict[str, str]()
     for file, names in files.filename_to_tensors.items():
         tensors: dict[str, Tensor] = {}
@@ -83,7 +83,7 @@ def save(
         problem = _attempt(partial(_write_index, {"metadata": total, "weight_map": index}, directory))
     if is_writer and not problem:
         problem = _attempt(partial(_write_configs, model, tokenizer, directory, dtype))
-    if is_divided:
+    if shards:
         problems = [problem]
         dist.broadcast_object_list(problems, src=0)
         problem = problems[0]
@@ -137,7 +137,7 @@ def _with_value_head(
 @torch.no_grad()
 def _merged(layer: Any, name: str) -> Tensor:
     """The weight of a layer with this name, dequantized, and with its adapters added."""
-    # The copy gets whole weights in the place of the sharded ones. They are cloned: `whole` returns an undivided weight
+    # The copy gets whole weights in the place of the sharded ones. They are cloned: `whole` returns an unsharded weight
     # itself, and merging writes into it.
     weights: dict[int, Any] = {}
     for weight in layer.parameters():

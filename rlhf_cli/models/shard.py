@@ -1,4 +1,7 @@
-"""Divide a model among the processes (`rlhf_cli.sharding`): which weights are exchanged together, in what precision."""
+"""Shard a model among the processes: which weights are exchanged together, and in what precision.
+
+`rlhf_cli.processes.sharding` has what other modules need to know of a sharded model.
+"""
 
 from __future__ import annotations
 
@@ -35,44 +38,41 @@ from rlhf_cli.models.frozen import give_float32, trained_matrices
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import prepare
 from rlhf_cli.models.quantized import divisible
-from rlhf_cli.sharding import first_row, local, run_gathered
-from rlhf_cli.waits import Mark, count, exchange, mark
+from rlhf_cli.processes.sharding import first_row, local, run_gathered
+from rlhf_cli.processes.signs_of_life import Mark, count, exchange, mark
 
 MOST_WHOLE = 0.1
 """Share of the trained numbers of a group that may stay whole on each process (`_stay_whole`)."""
 
 
-def divides(config: Stage) -> bool:
-    """Whether a run divides its models: `distributed.shard`, and more than one process."""
+def shards(config: Stage) -> bool:
+    """Whether a run shards its models: `distributed.shard`, and more than one process."""
     return bool(config.distributed.shard) and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def to_divide(config: PPOConfig, name: PPOModelName) -> Stage | None:
-    """The config if it divides this model among the processes, else None."""
-    if not divides(config) or name in config.distributed.keep_whole:
+def to_shard(config: PPOConfig, name: PPOModelName) -> Stage | None:
+    """The config if it shards this model among the processes, else None."""
+    if not shards(config) or name in config.distributed.keep_whole:
         return None
     is_sampled = name == "ref_policy" and config.ref_policy is not None and config.ppo.uses_reference_scores
     return None if is_sampled and config.rollout.decoder != "sharded" else config
 
 
 def shard_for(config: Stage, model: PreTrainedModel, device: torch.device) -> str | None:
-    """`shard_model` as the config says; None if the run does not divide its models."""
-    if not divides(config):
+    """`shard_model` as the config says; None if the run does not shard its models."""
+    if not shards(config):
         return None
-    note = None if is_deferred(model) else f"{type(model).__name__}: each process held all of it before it was divided"
+    note = None if is_deferred(model) else f"{type(model).__name__}: each process held all of it before it was sharded"
     is_hybrid = config.distributed.shard == "hybrid"
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if is_hybrid else None
-    offloads = config.distributed.offload or (_offloads_frozen(config) and not _is_trained(model))
     assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
+    offloads_frozen = isinstance(config, PPOConfig) and "frozen" in config.offload
+    offloads = config.distributed.offload or (offloads_frozen and not _is_trained(model))
     narrow = config.optimizer.precision == "bfloat16"
     line = shard_model(model, device, config.precision, per_node=per_node, offloads=offloads, narrow=narrow)
     idle = f"distributed.offload: does nothing on this {device.type}, whose memory holds everything"
     has_one_memory = config.distributed.offload and device.type == "cpu"
     return "\n".join(filter(None, [note, line, idle if has_one_memory else None])) or None
-
-
-def _offloads_frozen(config: Stage) -> bool:
-    return isinstance(config, PPOConfig) and "frozen" in config.offload
 
 
 def _is_trained(module: nn.Module) -> bool:
@@ -94,7 +94,7 @@ def shard_model(
     offloads: bool = False,
     narrow: bool = False,
 ) -> str | None:
-    """Divide the weights of a model among all processes, in place. All processes must call this.
+    """Shard the weights of a model among all processes, in place. All processes must call this.
 
     Each block of layers is exchanged as a whole, and all weights outside of the blocks together. Deferred weights are
     read now: each process reads its rows. In bfloat16 blocks are exchanged in bfloat16; embeddings, heads, gradients
@@ -104,7 +104,7 @@ def shard_model(
         model: on the CPU or on the device.
         device: of this process.
         precision: of the passes, as in the config.
-        per_node: divide among this many processes, and let all groups of that size hold the same. None: among all.
+        per_node: shard among this many processes, and let all groups of that size hold the same. None: among all.
         offloads: keep the rows of each process in the CPU's memory, with their gradients (`distributed.offload`).
         narrow: hold trained matrices in bfloat16 if the passes compute in it (`optimizer.precision: bfloat16`).
 
@@ -115,13 +115,15 @@ def shard_model(
         ArtifactError: a deferred weight is not finite.
     """
     if model.config.is_encoder_decoder:
-        raise ConfigError("distributed.shard: an encoder-decoder cannot be divided yet. Set it to false")
+        raise ConfigError("distributed.shard: an encoder-decoder cannot be sharded yet. Set it to false")
     # A pass returns a view of the logits, which nothing here changes in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     was_deferred = is_deferred(model)
     mesh = _mesh(device, per_node)
     computed = compute_dtype(device, precision)
-    lower = None if computed == torch.float32 or _is_encoder(model) else computed
+    # The passes of an encoder are in float32 whatever the precision (`sequence_scores`).
+    is_encoder = model.get_output_embeddings() is None and not reads_last_token(model)
+    lower = None if computed == torch.float32 or is_encoder else computed
     mixed = MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # A GPU copies faster from and to pinned memory. Without a GPU torch cannot pin any.
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloads else OffloadPolicy()
@@ -161,7 +163,7 @@ def _with_layer_norms(block: nn.Module, lower: torch.dtype | None) -> nn.Module:
 
 
 class TimedAllGather(DefaultAllGather):
-    """torch's exchange of the rows of a block, whose seconds are counted (`rlhf_cli.waits`)."""
+    """torch's exchange of the rows of a block, whose seconds are counted (`rlhf_cli.processes.signs_of_life`)."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
         with exchange():
@@ -191,20 +193,15 @@ def _mesh(device: torch.device, per_node: int | None) -> DeviceMesh:
     return init_device_mesh(device.type, (size // per_node, per_node), mesh_dim_names=("nodes", "processes"))
 
 
-def _is_encoder(model: PreTrainedModel) -> bool:
-    """Whether the passes of the model are in float32 whatever the precision (`sequence_scores`)."""
-    return model.get_output_embeddings() is None and not reads_last_token(model)
-
-
 @torch.no_grad()
 def _shard(
     module: nn.Module, mixed: MixedPrecisionPolicy, *, mesh: DeviceMesh, policy: OffloadPolicy, narrowed: set[int]
 ) -> list[str]:
-    """Divide the weights of a module that are not divided yet. Returns the deferred ones that are not finite.
+    """Shard the weights of a module that are not sharded yet. Returns the deferred ones that are not finite.
 
     `narrowed` are the ids of the weights to hold in bfloat16.
     """
-    managed = _undivided(module)
+    managed = _unsharded(module)
     stay_whole = _stay_whole(managed, narrowed)
     deferred: list[tuple[str, StoredWeight]] = []
     # A frozen weight is only ever used in the precision in which it is exchanged.
@@ -249,18 +246,18 @@ def _shard(
     return bad
 
 
-def _undivided(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights that a call of `fully_shard` would divide, by name: those outside of modules that are divided."""
-    divided = tuple(f"{name}." for name, part in module.named_modules() if name and isinstance(part, FSDPModule))
-    return {name: weight for name, weight in module.named_parameters() if not name.startswith(divided)}
+def _unsharded(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights that a call of `fully_shard` would shard, by name: those outside of modules that are sharded."""
+    sharded = tuple(f"{name}." for name, part in module.named_modules() if name and isinstance(part, FSDPModule))
+    return {name: weight for name, weight in module.named_parameters() if not name.startswith(sharded)}
 
 
 def _stay_whole(weights: Mapping[str, nn.Parameter], narrowed: set[int]) -> set[nn.Parameter] | None:
     """The weights that every process keeps whole, so that all others of a group that are trained are bfloat16.
 
-    torch divides only gradients of one number format together. So norms, biases and scalar heads, which are trained in
-    float32, are not divided. None if too many numbers would be whole (an embedding or experts of a class of its own):
-    then the group is divided in float32.
+    torch shards only gradients of one number format together. So norms, biases and scalar heads, which are trained in
+    float32, are not sharded. None if too many numbers would be whole (an embedding or experts of a class of its own):
+    then the group is sharded in float32.
     """
     trained = [weight for weight in weights.values() if weight.requires_grad]
     wide = {weight for weight in trained if id(weight) not in narrowed}

@@ -19,7 +19,7 @@ from rlhf_cli.kernels.rotation import use_fast_attention
 from rlhf_cli.models.check import reason_of
 from rlhf_cli.models.forward import autocast, hidden_at, is_packed
 from rlhf_cli.packing import PackedBatch, pack
-from rlhf_cli.sharding import gathered
+from rlhf_cli.processes.sharding import gathered
 
 ROW = 16
 """Tokens of each sequence in a pass whose memory is counted."""
@@ -30,7 +30,7 @@ UNFIT = (TypeError, ValueError, RuntimeError, AssertionError, AttributeError, Ke
 def activation_bytes(model: PreTrainedModel, precision: str) -> float:
     """Bytes for each token that autograd keeps in the backbone: those of two rows of ROW tokens minus those of one.
 
-    0 for a model of which nothing is trained. All processes must call this for a divided model.
+    0 for a model of which nothing is trained. All processes must call this for a sharded model.
 
     For a Llama in float32 the result is about ``4 * layers * (7 * hidden + 2 * key_value_width + 4 * intermediate)``.
     Each layer keeps the inputs and outputs of two norms; query, key and value; the output of attention twice (as

@@ -97,19 +97,19 @@ def _candidates(config: Stage, plan: StagePlan, machine: Machine) -> list[tuple[
         live = min(rows, config.evaluation.max_live_rows or rows)
         found += [([f"evaluation.max_live_rows={live // n}"], "slower sampling") for n in (4, 16) if live // n]
     found.append((["gradient_checkpointing=true"], "a third more arithmetic"))
-    divide = ["distributed.shard=true"] if machine.processes > 1 and plan.setting.divided == 1 else []
-    if divide and machine.processes > machine.per_node:
+    shard = ["distributed.shard=true"] if machine.processes > 1 and plan.setting.sharded == 1 else []
+    if shard and machine.processes > machine.per_node:
         found.append((["distributed.shard=hybrid"], "weights cross the links within a machine"))
-    if divide:
-        found.append((divide, "weights cross the network in each pass"))
+    if shard:
+        found.append((shard, "weights cross the network in each pass"))
     if is_ppo and machine.processes > 1:
-        found.append(([*divide, "rollout.decoder=sharded"], "all weights cross the network for each token"))
+        found.append(([*shard, "rollout.decoder=sharded"], "all weights cross the network for each token"))
     found.append((["optimizer.precision=8bit"], "moments in 8 bits"))
     found.append((["optimizer.precision=bfloat16"], "weights and moments rounded to 16 bits"))
     if is_ppo:
         found.append((["offload=[optimizer, frozen]"], "copies between GPU and host in each iteration"))
     if machine.processes > 1:
-        found.append(([*divide, "distributed.offload=true"], "copies in each pass, AdamW steps on the CPU"))
+        found.append(([*shard, "distributed.offload=true"], "copies in each pass, AdamW steps on the CPU"))
     found += _adapters(config)
     found += _shorter(config)
     return found

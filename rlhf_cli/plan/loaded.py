@@ -23,7 +23,7 @@ from rlhf_cli.plan.ppo import name_of_reward
 from rlhf_cli.plan.shapes import Shape, Source, shape_of_loaded
 from rlhf_cli.plan.sources import Sources
 from rlhf_cli.plan.stages import planned_tokens
-from rlhf_cli.training.distributed import World
+from rlhf_cli.processes.distributed import World
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Literal
 from rlhf_cli.config.models import Quantization
 from rlhf_cli.kernels.head import CHUNK, MOST_LOGITS
 from rlhf_cli.plan.shapes import Shape
-from rlhf_cli.training.gradients import BUCKET_BYTES
+from rlhf_cli.processes.pass_loop import BUCKET_BYTES
 
 Kept = Literal["float32", "exact", "rounded"]
 """How frozen weights are held if the passes compute in bfloat16: in float32; in bfloat16 if their file has them so; in
@@ -30,7 +30,7 @@ LIBRARIES = {"float32": 45_000_000, "bfloat16": 75_000_000}
 """Bytes of a CPU process that belong to no tensor, by the precision of its passes: code that is read at its first use,
 rows of data, and what oneDNN generates and keeps for each shape of a product (benchmarks/plan_memory.py)."""
 SHARDING = 20_000_000
-"""The same of a process that exchanges the weights of divided models: buffers of FSDP and gloo."""
+"""The same of a process that exchanges the weights of sharded models: buffers of FSDP and gloo."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Held:
     """Whether `distributed.shard` leaves it whole (`distributed.keep_whole`)."""
 
     def among(self, setting: Setting) -> int:
-        """The processes among which it is divided."""
-        return 1 if self.whole else setting.divided
+        """The processes among which it is sharded."""
+        return 1 if self.whole else setting.sharded
 
     def waits(self, setting: Setting) -> bool:
         """Whether its weights, gradients and moments are in the CPU's memory between the passes of a GPU."""
@@ -60,10 +60,10 @@ class Setting:
     device: str
     """cpu or cuda."""
     processes: int = 1
-    divided: int = 1
-    """Processes among which every model is divided (`distributed.shard`)."""
+    sharded: int = 1
+    """Processes among which every model is sharded (`distributed.shard`)."""
     offloads: bool = False
-    """Whether a GPU's share of divided models is in the CPU's memory (`distributed.offload`)."""
+    """Whether a GPU's share of sharded models is in the CPU's memory (`distributed.offload`)."""
     half: bool = False
     """Whether the passes compute in 16 bits."""
     states: str = "float32"
@@ -206,8 +206,8 @@ def pass_bytes(model: Held, batch: Batch, setting: Setting) -> dict[str, float]:
     """What a forward and backward pass over a microbatch adds at its fullest moment.
 
     Beside all activations and the gradient of the head there are either the logits and their gradient, or the
-    temporary tensors of the last layer and, of a divided model, the blocks that are gathered for it. When the backward
-    pass of a divided model ends, its activations are free and the gradient of its embeddings exists twice.
+    temporary tensors of the last layer and, of a sharded model, the blocks that are gathered for it. When the backward
+    pass of a sharded model ends, its activations are free and the gradient of its embeddings exists twice.
     """
     shape, tokens = model.shape, batch.tokens
     kept = shape.counts.kept * tokens
@@ -263,7 +263,7 @@ def forward_bytes(model: Held, batch: Batch, setting: Setting) -> dict[str, floa
 
 
 def gathered_bytes(model: Held, setting: Setting, *, trains: bool) -> tuple[float, float]:
-    """What a process gathers of a divided model: the weights outside of its blocks, and blocks.
+    """What a process gathers of a sharded model: the weights outside of its blocks, and blocks.
 
     Two blocks are gathered: one computes while the next arrives. In a backward pass there are also the gradient of a
     block, and the float32 copy of that of the block before, which is summed over the processes.
@@ -275,7 +275,7 @@ def gathered_bytes(model: Held, setting: Setting, *, trains: bool) -> tuple[floa
 
 
 def copies_of_weights(model: Held, setting: Setting) -> dict[str, float]:
-    """Weights that exist a second time during a pass, of a divided model in one without gradients.
+    """Weights that exist a second time during a pass, of a sharded model in one without gradients.
 
     Autocast keeps a bfloat16 copy of each float32 weight for the backward pass. NF4 gives one dequantized layer at a
     time.
@@ -320,7 +320,7 @@ def sampling_bytes(policy: Held, rows: int, length: int, setting: Setting) -> di
 
 
 def decoder_bytes(policy: Held, setting: Setting) -> dict[str, float]:
-    """The weights that a decoder holds beside the policy: what it gathers of a divided one, or its copy of some."""
+    """The weights that a decoder holds beside the policy: what it gathers of a sharded one, or its copy of some."""
     if policy.among(setting) > 1:
         return copies_of_weights(policy, setting)
     if setting.device == "cpu" and not setting.half and policy.shape.lora is None:

@@ -64,7 +64,7 @@ def precision_of(setting: Setting) -> str:
 
 
 def libraries(setting: Setting) -> dict[str, float]:
-    size = LIBRARIES[precision_of(setting)] + (SHARDING if setting.divided > 1 else 0)
+    size = LIBRARIES[precision_of(setting)] + (SHARDING if setting.sharded > 1 else 0)
     return {"libraries": size} if setting.device == "cpu" else {}
 
 
@@ -78,7 +78,7 @@ def load(models: list[Held], setting: Setting, *, sampler: Held | None = None, c
         models: all models.
         setting: how a process computes.
         sampler: the model that the decoder reads, if the stage samples from one of `models`.
-        copied: whether it is a whole copy of a divided one, in float32 until it has been compared.
+        copied: whether it is a whole copy of a sharded one, in float32 until it has been compared.
     """
     held, moments = 0.0, []
     for model in models:
@@ -144,11 +144,11 @@ def save(trained: list[Held], setting: Setting, static: dict[str, float]) -> Pha
 
 
 def _file_bytes(model: Held, setting: Setting) -> float:
-    """Merged weights in float32, those of one file of a divided model, and their copy in bfloat16."""
+    """Merged weights in float32, those of one file of a sharded model, and their copy in bfloat16."""
     shape = model.shape
     if shape.lora is not None and shape.lora.save == "adapter":
         return 0.0
-    is_divided = model.among(setting) > 1
-    whole = 4 * shape.counts.base if shape.lora is not None or is_divided else 0.0
+    is_sharded = model.among(setting) > 1
+    whole = 4 * shape.counts.base if shape.lora is not None or is_sharded else 0.0
     rounded = 2 * shape.counts.base if shape.stored == 2 else 0.0
-    return min(whole + rounded, 1.5 * LARGEST_FILE) if is_divided else whole + rounded
+    return min(whole + rounded, 1.5 * LARGEST_FILE) if is_sharded else whole + rounded

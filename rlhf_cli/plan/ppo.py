@@ -60,7 +60,7 @@ def plan_ppo(config: PPOConfig, sources: Sources, machine: Machine, setting: Set
     scored = _ppo_batch(config, prompt, config.ppo.rollout_batch_size, tokens, setting)
     rows = -(-config.ppo.rollout_batch_size // setting.processes)
     live = min(rows, config.rollout.max_live_rows or rows)
-    # Of a divided policy each process samples from a whole copy, unless the config says otherwise.
+    # Of a sharded policy each process samples from a whole copy, unless the config says otherwise.
     copies = config.rollout.decoder != "sharded"
     sampler = replace(models.policy, whole=True) if copies else models.policy
     rollout = sampling_bytes(sampler, live, prompt + config.rollout.max_new_tokens, setting)
@@ -135,7 +135,7 @@ def ppo_models(config: PPOConfig, sources: Sources, setting: Setting) -> PPOMode
             frozen=None,
             key=key,
         )
-        shares = setting.divided == 1 and sources.shares_backbone(config, reward)
+        shares = setting.sharded == 1 and sources.shares_backbone(config, reward)
         frozen.append(Held(shape, "rounded", shares, whole="rewards" in keep_whole))
     value = None
     if config.ppo.has_value_model and not head:
@@ -154,7 +154,7 @@ def ppo_models(config: PPOConfig, sources: Sources, setting: Setting) -> PPOMode
             key="value_model",
         )
         may_share = lora is not None and value_lora is not None and lora.quantize == value_lora.quantize
-        may_share = may_share and setting.divided == 1
+        may_share = may_share and setting.sharded == 1
         shares = may_share and (not from_reward or sources.shares_backbone(config, rewards[0][1]))
         value = Held(shape, "exact" if value_lora is not None else "float32", shares, "value_model" in keep_whole)
     return PPOModels(policy, value, frozen)
@@ -179,8 +179,8 @@ def _ppo_batch(config: PPOConfig, prompt: int, num_rows: int, tokens: int, setti
     response = config.rollout.max_new_tokens
     rows = -(-num_rows // setting.processes)
     at_once = min(rows, config.ppo.microbatch_size or rows)
-    together = min(config.rollout.samples_per_prompt, at_once)
-    total = -(-at_once // together) * prompt + at_once * response
+    adjacent = min(config.rollout.samples_per_prompt, at_once)
+    total = -(-at_once // adjacent) * prompt + at_once * response
     size = min(max(tokens, prompt + response), total)
     copies = _copies_of_logits(config)
     is_plain = copies == Batch.logits_copies
@@ -215,7 +215,7 @@ def _static(models: PPOModels, config: PPOConfig, setting: Setting) -> dict[str,
         libraries(setting),
         {
             "weights": sum(weight_bytes(model, setting) for model in kept),
-            # A divided one is never on the GPU whole.
+            # A sharded one is never on the GPU whole.
             "frozen models": sum(weight_bytes(model, setting) for model in moved if model.among(setting) == 1),
             "rollout copy": models.policy.shape.weights * float(setting.number) if is_copied else 0.0,
             "optimizer": sum(moment_bytes(model, setting) for model in models.trained),

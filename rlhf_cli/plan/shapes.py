@@ -179,7 +179,7 @@ def shape_of_loaded(
 ) -> Shape:
     """The shape of a model in memory, after its adapters were added and its other weights were frozen.
 
-    A trained model makes two short passes (`activation_bytes`). A divided model is counted whole; all processes must
+    A trained model makes two short passes (`activation_bytes`). A sharded model is counted whole; all processes must
     call this.
 
     Args:

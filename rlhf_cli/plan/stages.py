@@ -51,12 +51,12 @@ def setting_of(config: Stage, machine: Machine) -> Setting:
     is_auto = config.precision == "auto"
     half = device == "cuda" and machine.auto_is_half if is_auto else config.precision != "float32"
     shard = config.distributed.shard
-    divided = min(machine.processes, machine.per_node) if shard == "hybrid" else machine.processes if shard else 1
+    sharded = min(machine.processes, machine.per_node) if shard == "hybrid" else machine.processes if shard else 1
     assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
     return Setting(
         device=device,
         processes=machine.processes,
-        divided=divided,
+        sharded=sharded,
         offloads=config.distributed.offload and device == "cuda",
         half=half,
         states=config.optimizer.precision,

@@ -56,7 +56,7 @@ class Carried:
         length = self.recent.maxlen or 1
         for number, (iteration, batch) in enumerate(list(self.recent)[1 - length :] if length > 1 else []):
             prompts = partial(self.setup.prompts_of, iteration)
-            merged = from_all_processes(batch.to("cpu"), prompts, self.setup.world, self.setup.together)
+            merged = from_all_processes(batch.to("cpu"), prompts, self.setup.world, self.setup.adjacent)
             tensors |= {f"{number}/{name}": getattr(merged, name) for name in TENSORS}
             responses = [
                 {"ids": r.ids, "ended": r.ended, "kept": r.allowed_ids, "forbidden": r.forbidden_ids}
@@ -89,5 +89,5 @@ class Carried:
             responses = [Response(r["ids"], [], r["ended"], r["kept"], r.get("forbidden")) for r in saved["responses"]]
             own = {name: tensors[f"{number}/{name}"] for name in TENSORS}
             merged = UpdateBatch(prompts=self.setup.prompts_of(saved["iteration"]), responses=responses, **own)
-            rows = self.setup.world.shard(range(len(responses)), self.setup.together)
+            rows = self.setup.world.shard(range(len(responses)), self.setup.adjacent)
             self.recent.append((saved["iteration"], select(merged, rows)))

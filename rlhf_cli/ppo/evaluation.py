@@ -16,10 +16,11 @@ from rlhf_cli.data.splits import Drawn
 from rlhf_cli.ppo.processes import or_failure
 from rlhf_cli.ppo.scores import sampled_and_scored
 from rlhf_cli.ppo.setup import Setup
-from rlhf_cli.rewards.base import Samples
+from rlhf_cli.processes.distributed import World, gather_texts
+from rlhf_cli.rewards.base import Samples, Scores
 from rlhf_cli.rewards.functions import call, load_function, named_numbers
+from rlhf_cli.rollout.rollout import RolloutBatch
 from rlhf_cli.rollout.sampling import draw_uniforms
-from rlhf_cli.training.distributed import World, gather_texts
 
 GoldJudge = Callable[[Sequence[PromptRow], list[str], list[bool]], list[dict[str, float]]]
 """The user's judge (`evaluation.gold`): prompts, a reply to each, and whether each ended, to named numbers."""
@@ -155,12 +156,13 @@ def _own_replies(setup: Setup, prompts: Sequence[PromptRow]) -> list[Reply]:
     """This process's replies, with their figures."""
     config = setup.config
     uniforms = draw_uniforms(config.seed, "ppo evaluation", 0, len(prompts), config.rollout.max_new_tokens)
-    replies: list[Reply] = []
     if setup.engine is not None:
         setup.engine.require_current()
-    chunks = sampled_and_scored(setup, setup.models_to_sample(), prompts, uniforms, recompute=True, engine=setup.engine)
-    for rollout, texts, scores in chunks:
+
+    def read(rollout: RolloutBatch, texts: list[str], scores: Scores) -> list[Reply]:
         kl = (rollout.logprobs - rollout.ref_logprobs).sum(1).tolist()
         lengths, ended = [len(r.ids) for r in rollout.responses], [r.ended for r in rollout.responses]
-        replies += map(Reply, texts, scores.total.tolist(), kl, lengths, ended)
-    return replies
+        return list(map(Reply, texts, scores.total.tolist(), kl, lengths, ended))
+
+    models = setup.models_to_sample()
+    return sampled_and_scored(setup, models, prompts, uniforms, read, recompute=True, engine=setup.engine)

@@ -16,7 +16,7 @@ from rlhf_cli.health.running import Health
 from rlhf_cli.models.forward import compute_dtype
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.ppo.update import UpdateBatch
-from rlhf_cli.training.distributed import gather_texts
+from rlhf_cli.processes.distributed import gather_texts
 from rlhf_cli.training.zero_gradient import no_gradient
 
 TINY = 1e-6

@@ -12,19 +12,19 @@ from rlhf_cli.algorithms.advantages import group_advantages
 from rlhf_cli.algorithms.names import GroupBaseline
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RewardError
-from rlhf_cli.ppo.setup import responses_together
-from rlhf_cli.training.distributed import World, where
+from rlhf_cli.ppo.setup import adjacent_responses
+from rlhf_cli.processes.distributed import World, where
 
 T = TypeVar("T")
 
 
 def over_groups(totals: Tensor, baseline: GroupBaseline, config: PPOConfig, world: World) -> Tensor:
     """`group_advantages` of the totals [B] of this process's responses, whose groups may span processes: [B]."""
-    together = responses_together(config, world.size)
+    adjacent = adjacent_responses(config, world.size)
     shards = [part.tolist() for part in world.gather_tensors(totals.double())]
-    everyone = torch.tensor(world.interleave(shards, together), dtype=torch.float64)
+    everyone = torch.tensor(world.interleave(shards, adjacent), dtype=torch.float64)
     compared = group_advantages(everyone, samples_per_prompt=config.rollout.samples_per_prompt, baseline=baseline)
-    return compared[world.shard(range(len(compared)), together)].to(totals)
+    return compared[world.shard(range(len(compared)), adjacent)].to(totals)
 
 
 def summed(stats: dict[str, float], world: World) -> dict[str, float]:

@@ -16,11 +16,11 @@ from rlhf_cli.algorithms.value import explained_variance
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.ppo.update import UpdateBatch
+from rlhf_cli.processes.distributed import gather_texts
 from rlhf_cli.rewards.base import Scores
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import RolloutBatch, sequence_lengths, shared_prompts
 from rlhf_cli.rollout.sampling import response_text
-from rlhf_cli.training.distributed import gather_texts
 
 SHOWN = ("objective/score", "objective/kl", "response/length", "policy/entropy")
 """The figures beside the progress, the most important first."""
@@ -160,7 +160,7 @@ def log_samples(
     every = config.samples_every
     is_due = every is not None and (iteration + 1) % every == 0
     # The number of each own response in the iteration.
-    numbers = setup.world.shard(range(config.ppo.rollout_batch_size), setup.together)
+    numbers = setup.world.shard(range(config.ppo.rollout_batch_size), setup.adjacent)
     own = [
         (
             number,

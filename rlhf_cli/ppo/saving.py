@@ -7,7 +7,6 @@ import shutil
 from rlhf_cli.models.save import round_weights, save, save_trained, saved_dtype
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.rollout.sampling import generation_settings
-from rlhf_cli.sharding import is_sharded
 
 
 def save_models(setup: Setup) -> None:
@@ -25,9 +24,8 @@ def save_models(setup: Setup) -> None:
 
 
 def save_policy(setup: Setup, name: str) -> None:
-    """Write the policy, with a generation config that samples as in training: the first process, of a sharded policy
-    all together."""
-    if not (setup.world.is_main or is_sharded(setup.models.policy)):
+    """Write the policy, with a generation config that samples as in training."""
+    if not setup.world.takes_part(setup.models.policy):
         return
     policy, sampling, directory = setup.models.policy, setup.sampling, setup.stage.directory / name
     policy.generation_config.update(**generation_settings(sampling))
@@ -40,7 +38,7 @@ def save_policy(setup: Setup, name: str) -> None:
 def _save_value_model(setup: Setup) -> None:
     """Write the value model as a sequence classifier; a value head gets a copy of the policy's backbone."""
     models, config, directory = setup.models, setup.config, setup.stage.directory / "value_model"
-    if not (setup.world.is_main or is_sharded(models.value_model or models.policy)):
+    if not setup.world.takes_part(models.value_model or models.policy):
         return
     base = setup.value_base if models.value_model is not None else setup.policy_base
     dtype = saved_dtype(config, base)

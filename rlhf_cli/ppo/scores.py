@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +14,8 @@ from rlhf_cli.data.batches import chunks, stream
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.ppo.processes import or_failure
 from rlhf_cli.ppo.setup import Setup
+from rlhf_cli.processes.pass_loop import over_pieces
+from rlhf_cli.processes.sharding import is_sharded
 from rlhf_cli.rewards.base import Samples, Scores
 from rlhf_cli.rewards.functions import PythonFunction
 from rlhf_cli.rewards.models import RewardModel
@@ -19,11 +23,12 @@ from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rewards.sources import total_score
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.engine import SyncedEngine
-from rlhf_cli.rollout.rollout import RolloutBatch, collect, collect_nothing
+from rlhf_cli.rollout.rollout import RolloutBatch, collect
 from rlhf_cli.rollout.sampling import draw_uniforms, response_text
 from rlhf_cli.rollout.scoring import Models
-from rlhf_cli.sharding import first_sharded, in_step
 from rlhf_cli.tensor_ops import pad_rows
+
+T = TypeVar("T")
 
 
 def rows_at_once(setup: Setup) -> int:
@@ -59,36 +64,27 @@ def ask_rewards(setup: Setup, prompts: Sequence[PromptRow], texts: list[str], re
     return total_score(setup.rewards, samples)
 
 
-def first_sharded_of(setup: Setup) -> torch.nn.Module | None:
-    """The first of all models, with those of the rewards, that is sharded; None if all are whole."""
-    return first_sharded(setup.models.first_sharded, *(s.model for s in setup.rewards if isinstance(s, RewardModel)))
-
-
 def sampled_and_scored(
     setup: Setup,
     models: Models,
     prompts: Sequence[PromptRow],
     uniforms: Tensor,
+    read: Callable[[RolloutBatch, list[str], Scores], list[T]],
     *,
     recompute: bool,
     engine: SyncedEngine | None = None,
-) -> Iterator[tuple[RolloutBatch, list[str], Scores]]:
+) -> list[T]:
     """Sample a response to each prompt of this process's share, and score it, `rows_at_once` of them at a time.
 
-    Yields the rollout (without values), the responses as text and their scores. With sharded models all processes pass
-    over as many rollouts, and all raise RewardError if a reward fails on one.
+    `read` gets each rollout (without values), the responses as text and their scores; returns all that it returns. With
+    sharded models all processes pass over as many rollouts, and all raise RewardError if a reward fails on one.
     """
-    config, world, sharded = setup.config, setup.world, first_sharded_of(setup)
+    config, world = setup.config, setup.world
+    of_rewards = [source.model for source in setup.rewards if isinstance(source, RewardModel)]
+    computing = [*models.with_weights, *of_rewards]
+    shares_passes = any(model is not None and is_sharded(model) for model in computing)
 
-    def idle() -> None:
-        collect_nothing(models, setup.sampling, config.precision, recompute=recompute, with_values=False)
-        for source in setup.rewards:
-            if isinstance(source, RewardModel):
-                source.score_nothing()
-        or_failure(world, lambda: None)
-
-    parts = list(chunks(world.shard(list(range(len(prompts)))), rows_at_once(setup)))
-    for rows in in_step(sharded, parts, idle):
+    def score(rows: Sequence[int]) -> list[T]:
         rollout = collect(
             [prompts[i] for i in rows],
             uniforms[list(rows)],
@@ -104,12 +100,14 @@ def sampled_and_scored(
         )
         texts = texts_of(setup, rollout.responses)
 
-        def ask(rollout: RolloutBatch = rollout, texts: list[str] = texts) -> Scores:
+        def ask() -> Scores:
             return ask_rewards(setup, rollout.prompts, texts, rollout.responses)
 
         # The next rollout of a sharded policy begins with a collective operation, which a slow reward must not delay.
-        scores = ask() if sharded is None else or_failure(world, ask)
-        yield rollout, texts, scores
+        return read(rollout, texts, or_failure(world, ask) if shares_passes else ask())
+
+    parts = list(chunks(world.shard(list(range(len(prompts)))), rows_at_once(setup)))
+    return list(chain.from_iterable(over_pieces(parts, score, *computing)))
 
 
 def scores_of_rollout(setup: Setup, rollout: RolloutBatch, iteration: int) -> tuple[list[str], Scores]:
@@ -168,8 +166,9 @@ def _reference_scores(setup: Setup, total: int) -> list[float]:
         sampler=models.sampler if config.ref_policy is None else None,
     )
     prompts = [setup.train[number] for number in numbers]
-    found: list[float] = []
-    for rollout, _, scores in sampled_and_scored(setup, models, prompts, uniforms, recompute=False):
-        score, _ = split_dense(scores, [len(r.ids) for r in rollout.responses], setup.world.device)
-        found += score.tolist()
-    return found
+
+    def read(rollout: RolloutBatch, _: list[str], scores: Scores) -> list[float]:
+        score, _dense = split_dense(scores, [len(r.ids) for r in rollout.responses], setup.world.device)
+        return score.tolist()
+
+    return sampled_and_scored(setup, models, prompts, uniforms, read, recompute=False)

@@ -30,12 +30,15 @@ from rlhf_cli.models.frozen import hold_frozen, is_held
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
 from rlhf_cli.models.lora import add_adapters, defers_base, prepare_base
 from rlhf_cli.models.passes import set_up_passes
-from rlhf_cli.models.shard import divides, shard_for, to_divide
+from rlhf_cli.models.shard import shard_for, shards, to_shard
 from rlhf_cli.models.shared import Backbone, backbone_of, copy_adapters
 from rlhf_cli.models.vocabulary import require_same_tokens, require_template_tokens
 from rlhf_cli.plan.loaded import microbatch_tokens
 from rlhf_cli.plan.ppo import name_of_reward
 from rlhf_cli.ppo.value_model import ValueStart, choose_value_model
+from rlhf_cli.processes.distributed import World, require_rows_for_all
+from rlhf_cli.processes.pass_loop import GradientSum
+from rlhf_cli.processes.sharding import is_sharded, whole
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.models import RewardModel
 from rlhf_cli.rewards.sources import check_rows, load_rewards
@@ -44,10 +47,7 @@ from rlhf_cli.rollout.engine import SyncedEngine, load_engine, require_engine
 from rlhf_cli.rollout.offload import Offload
 from rlhf_cli.rollout.sampling import sampling_of
 from rlhf_cli.rollout.scoring import Models
-from rlhf_cli.sharding import is_sharded, whole
-from rlhf_cli.training.distributed import World, require_rows_for_all
 from rlhf_cli.training.ema import WeightAverage
-from rlhf_cli.training.gradients import GradientSum
 from rlhf_cli.training.optimizer import Stepper, build_stepper, float32_moments, warmup_warning
 from rlhf_cli.training.progress import epochs
 from rlhf_cli.training.stage_run import StageRun
@@ -97,9 +97,9 @@ class Setup:
         return self.stage.world
 
     @property
-    def together(self) -> int:
-        """See `responses_together`."""
-        return responses_together(self.config, self.world.size)
+    def adjacent(self) -> int:
+        """See `adjacent_responses`."""
+        return adjacent_responses(self.config, self.world.size)
 
     def models_to_sample(self) -> Models:
         """The models, after the copy that samples has got the weights of a sharded policy. A collective operation."""
@@ -139,16 +139,17 @@ class Setup:
     def gradient_sum(self, *, learns_policy: bool) -> GradientSum:
         """The sum over all processes of the gradients of one optimizer step."""
         steppers = [self.policy_stepper if learns_policy else None, self.value_stepper]
-        return GradientSum(self.world, *(stepper.model for stepper in steppers if stepper is not None))
+        trained = [stepper.model for stepper in steppers if stepper is not None]
+        return GradientSum(self.world, self.stage.loss_scale.backward, *trained, beside=self.models.with_weights)
 
 
-def responses_together(config: PPOConfig, num_processes: int) -> int:
+def adjacent_responses(config: PPOConfig, num_processes: int) -> int:
     """How many adjacent responses of an iteration stay on one process.
 
     All responses to a prompt, so that the prompt is encoded once; 1 if the prompts cannot be divided evenly.
     """
-    divides = config.num_prompts % num_processes == 0
-    return config.rollout.samples_per_prompt if divides else 1
+    is_even = config.num_prompts % num_processes == 0
+    return config.rollout.samples_per_prompt if is_even else 1
 
 
 def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
@@ -158,15 +159,15 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     require_engine(config, world)
     path = model_directory(config.stage_model(config.policy.path, "sft"))
     tokenizer = load_tokenizer(path, config.policy.revision)
-    require_dividable(config)
-    deferred = to_divide(config, "policy") is not None or defers_base(config.policy.lora, config, world.device)
+    require_shardable(config)
+    deferred = to_shard(config, "policy") is not None or defers_base(config.policy.lora, config, world.device)
     policy = load_policy(path, config.policy.revision, deferred=deferred)
     check_vocabulary(policy, tokenizer, path)
     require_eos(tokenizer, path)
     base = BaseModel(path, config.policy.revision)
     prepare_base(policy, config.policy.lora, "policy.lora", config, world.device)
     backbone = backbone_of(policy, base, config.policy.lora)
-    rewards, reward_notes = _load_rewards(config, tokenizer, world.device, None if divides(config) else backbone)
+    rewards, reward_notes = _load_rewards(config, tokenizer, world.device, None if shards(config) else backbone)
     value = choose_value_model(config, base, rewards, policy, world.device, backbone)
     if (value_path := config.value_model.path) is not None:
         require_same_tokens(tokenizer, load_tokenizer(value_path), value_path, "value_model.path")
@@ -251,7 +252,7 @@ def _load_rewards(
         config.precision,
         keep_special=config.data.special_tokens == "keep",
         backbone=backbone,
-        divided_by=to_divide(config, "rewards"),
+        sharded_by=to_shard(config, "rewards"),
     )
     for source in rewards:
         if isinstance(source, RewardModel) and source.reads_policy_tokens:
@@ -263,8 +264,8 @@ def _load_ref_policy(
     config: PPOConfig, path: str, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> PreTrainedModel | None:
     """The frozen reference, or None if it is the policy with its adapters switched off."""
-    is_divided = to_divide(config, "ref_policy") is not None
-    deferred = is_divided or is_held(device, config.precision)
+    shards = to_shard(config, "ref_policy") is not None
+    deferred = shards or is_held(device, config.precision)
     if config.ref_policy is not None:
         ref_path = model_directory(config.stage_model(config.ref_policy.path, "sft"))
         ref_policy = load_policy(ref_path, config.ref_policy.revision, deferred=deferred)
@@ -277,7 +278,7 @@ def _load_ref_policy(
     else:
         return None
     ref_policy.requires_grad_(False)
-    if not is_divided:
+    if not shards:
         hold_frozen(ref_policy, device, config.precision, exact=False)
     return ref_policy
 
@@ -297,7 +298,7 @@ def _prepare(
     notes.append(freeze(models.policy, config.policy.freeze, "policy.freeze"))
     if models.value_model is not None:
         notes.append(freeze(models.value_model, config.value_model.freeze, "value_model.freeze"))
-        if to_divide(config, "value_model") is None:
+        if to_shard(config, "value_model") is None:
             of_policy = list(models.policy.parameters())
             hold_frozen(models.value_model, device, config.precision, exact=True, others=of_policy)
     notes.append(add_adapters(models.policy, config.policy.lora, policy_base, "policy.lora", config))
@@ -399,20 +400,20 @@ def _steppers(models: Models, config: PPOConfig, stage: StageRun) -> tuple[Stepp
     return policy_stepper, value_stepper
 
 
-# -------------------------------------------------------------- models divided among processes (`distributed.shard`)
+# -------------------------------------------------------------- models sharded among processes (`distributed.shard`)
 #
-# A process samples from a whole copy of a divided policy, so that responses of different lengths do not make the
-# processes wait for each other. With `rollout.decoder: sharded` all sample from the divided policy together, without a
-# copy. All processes make every other pass together: one that has fewer microbatches makes passes that count 0.
+# A process samples from a whole copy of a sharded policy, so that responses of different lengths do not make the
+# processes wait for each other. With `rollout.decoder: sharded` all sample from the sharded policy together, without a
+# copy. All processes make every other pass together: one that has fewer microbatches makes passes over no rows.
 
 
-def require_dividable(config: PPOConfig) -> None:
-    """Raise ConfigError for a copy of a divided policy in 4 bits."""
-    divides_policy = to_divide(config, "policy") is not None
+def require_shardable(config: PPOConfig) -> None:
+    """Raise ConfigError for a copy of a sharded policy in 4 bits."""
+    shards_policy = to_shard(config, "policy") is not None
     in_4_bits = config.policy.lora is not None and config.policy.lora.quantize is not None
-    if divides_policy and in_4_bits and config.rollout.decoder != "sharded":
+    if shards_policy and in_4_bits and config.rollout.decoder != "sharded":
         raise ConfigError(
-            "policy.lora.quantize does not work with a policy that is divided among the processes, whose copy samples. "
+            "policy.lora.quantize does not work with a policy that is sharded among the processes, whose copy samples. "
             "Remove it, or set rollout.decoder: sharded or distributed.keep_whole: [policy]"
         )
 
@@ -444,11 +445,11 @@ class Sampler:
 
 
 def shard_models(models: Models, config: PPOConfig, device: torch.device) -> tuple[Sampler | None, list[str | None]]:
-    """Divide the models that the config divides.
+    """Shard the models that the config shards.
 
     Returns the copy of the policy that samples, if there is one, and notes for the user.
     """
-    needs_copy = to_divide(config, "policy") is not None and config.rollout.decoder != "sharded"
+    needs_copy = to_shard(config, "policy") is not None and config.rollout.decoder != "sharded"
     sampler = Sampler(models.policy, device, config.precision) if needs_copy else None
     notes: list[str | None] = []
     named: dict[PPOModelName, PreTrainedModel | None] = {
@@ -457,7 +458,7 @@ def shard_models(models: Models, config: PPOConfig, device: torch.device) -> tup
         "value_model": models.value_model,
     }
     for name, model in named.items():
-        if model is not None and to_divide(config, name) is not None:
+        if model is not None and to_shard(config, name) is not None:
             notes.append(shard_for(config, model, device))
     if sampler is not None:
         sampler.refresh()
@@ -540,6 +541,6 @@ def plan(setup: Setup) -> list[tuple[str, str]]:
         models = {"policy": setup.models.policy, "ref_policy": setup.models.ref_policy}
         models |= {"value_model": setup.models.value_model}
         models |= {source.name: source.model for source in setup.rewards if isinstance(source, RewardModel)}
-        if divided := [name for name, model in models.items() if model is not None and is_sharded(model)]:
-            lines.append(("sharded", f"{', '.join(divided)} (distributed.shard)"))
+        if sharded := [name for name, model in models.items() if model is not None and is_sharded(model)]:
+            lines.append(("sharded", f"{', '.join(sharded)} (distributed.shard)"))
     return lines

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Self, assert_never
 
 import torch
@@ -20,14 +20,13 @@ from rlhf_cli.data.batches import chunks, deal, stream
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.models.forward import autocast, target_logprobs
 from rlhf_cli.ppo.setup import Setup
+from rlhf_cli.processes.distributed import World
+from rlhf_cli.processes.pass_loop import GradientSum, over_pieces
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import cut_responses, gather_responses, padded_rows
-from rlhf_cli.rollout.scoring import IDLE_PROMPT, TokenScores, idle_response, score_tokens
+from rlhf_cli.rollout.scoring import TokenScores, score_tokens
 from rlhf_cli.seeding import generator
-from rlhf_cli.sharding import IDLE, in_step, num_missing
 from rlhf_cli.tensor_ops import length_mask, pad_rows, totals
-from rlhf_cli.training.distributed import World
-from rlhf_cli.training.gradients import GradientSum
 
 
 @dataclass(frozen=True)
@@ -52,17 +51,32 @@ class UpdateBatch:
         """The same batch with its tensors on another device."""
         return replace(self, **{name: getattr(self, name).to(device) for name in TENSORS})
 
+    @property
+    def lengths(self) -> list[int]:
+        """[B] tokens of each response."""
+        return [len(response.ids) for response in self.responses]
+
+    def pad(self, flat: Tensor) -> Tensor:
+        """One number per response token, end to end, as [B, R]."""
+        return pad_rows(flat, self.lengths)
+
 
 TENSORS = ("response_mask", "logprobs", "sampled_logprobs", "ref_logprobs", "values", "advantages", "returns")
 
 
-def select(batch: UpdateBatch, rows: Sequence[int]) -> UpdateBatch:
-    """Some rows of a batch, in the given order, with the same padding."""
+def select(batch: UpdateBatch, rows: Sequence[int], width: int | None = None) -> UpdateBatch:
+    """Some rows of a batch, in the given order; of `width` tokens, or with the same padding."""
+    chosen = torch.tensor(rows, dtype=torch.int64, device=batch.response_mask.device)
     return UpdateBatch(
         prompts=[batch.prompts[i] for i in rows],
         responses=[batch.responses[i] for i in rows],
-        **{name: getattr(batch, name)[list(rows)] for name in TENSORS},
+        **{name: getattr(batch, name)[chosen, :width] for name in TENSORS},
     )
+
+
+def microbatch(batch: UpdateBatch, rows: Sequence[int]) -> UpdateBatch:
+    """Some rows of a batch, padded to the longest of them."""
+    return select(batch, rows, max((len(batch.responses[i].ids) for i in rows), default=0))
 
 
 def merge(parts: Sequence[UpdateBatch]) -> UpdateBatch:
@@ -103,7 +117,7 @@ def batch_of_update(setup: Setup, recent: Recent, newest: UpdateBatch, iteration
             batch = refreshed(setup, batch)
         if made_in < iteration or setup.sampler_may_differ:
             batch = corrected(batch, cap=setup.config.ppo.importance_ratio_cap)
-        parts.append(from_all_processes(batch, partial(setup.prompts_of, made_in), setup.world, setup.together))
+        parts.append(from_all_processes(batch, partial(setup.prompts_of, made_in), setup.world, setup.adjacent))
     return merge(parts)
 
 
@@ -132,16 +146,12 @@ def current_scores(setup: Setup, batch: UpdateBatch) -> tuple[Tensor, Tensor | N
     prompts, responses = batch.prompts, batch.responses
     cut = cut_responses(setup.budget, setup.models.policy, prompts, responses)
 
-    def score(rows: list[PromptRow], answers: list[Response]) -> TokenScores:
-        return score_tokens(setup.models, rows, answers, setup.sampling, setup.config.precision)
+    def score(rows: Sequence[int]) -> TokenScores:
+        texts = [prompts[i] for i in rows], [responses[i] for i in rows]
+        return score_tokens(setup.models, *texts, setup.sampling, setup.config.precision)
 
-    scores = [
-        score([prompts[i] for i in rows], [responses[i] for i in rows])
-        for rows in in_step(
-            setup.models.first_sharded, cut, lambda: score([IDLE_PROMPT], [idle_response(setup.sampling)])
-        )
-    ]
-    lengths = [len(r.ids) for r in responses]
+    scores = over_pieces(cut, score, *setup.models.with_weights)
+    lengths = batch.lengths
     values = [part.values for part in scores if part.values is not None]
     return (
         padded_rows([part.logprobs for part in scores], cut, lengths),
@@ -176,7 +186,7 @@ def rows_of_process(batch: UpdateBatch, minibatch: Sequence[int], world: World) 
 
 
 def from_all_processes(
-    batch: UpdateBatch, prompts: Callable[[], list[PromptRow]], world: World, together: int
+    batch: UpdateBatch, prompts: Callable[[], list[PromptRow]], world: World, adjacent: int
 ) -> UpdateBatch:
     """The rows of all processes in the order of the iteration, on the device of this process's rows.
 
@@ -184,13 +194,13 @@ def from_all_processes(
     """
     if world.size == 1:
         return batch
-    responses = world.interleave(gather_responses(world, batch.responses), together)
+    responses = world.interleave(gather_responses(world, batch.responses), adjacent)
     names = [name for name in TENSORS if name != "response_mask"]
     packed = torch.stack([getattr(batch, name)[batch.response_mask] for name in names], dim=1)  # [own tokens, 6]
     lengths = [len(response.ids) for response in responses]
     table = packed.new_zeros(len(names), len(lengths), max(lengths))  # [6, B, R]
     parts = world.gather_tensors(packed)
-    for part, rows in zip(parts, _rows_by_process(len(lengths), world, together), strict=True):
+    for part, rows in zip(parts, _rows_by_process(len(lengths), world, adjacent), strict=True):
         for row, numbers in zip(rows, part.split([lengths[row] for row in rows]), strict=True):
             table[:, row, : lengths[row]] = numbers.T
     tensors = dict(zip(names, table, strict=True))
@@ -198,9 +208,9 @@ def from_all_processes(
     return UpdateBatch(prompts=prompts(), responses=responses, response_mask=mask, **tensors)
 
 
-def _rows_by_process(num_rows: int, world: World, together: int) -> list[list[int]]:
+def _rows_by_process(num_rows: int, world: World, adjacent: int) -> list[list[int]]:
     """The row numbers of an iteration that each process has (`World.shard`)."""
-    return [replace(world, rank=rank).shard(range(num_rows), together) for rank in range(world.size)]
+    return [replace(world, rank=rank).shard(range(num_rows), adjacent) for rank in range(world.size)]
 
 
 # ------------------------------------------------- minibatches, their microbatches, and the optimizer step of each
@@ -222,63 +232,10 @@ def minibatches(num_rows: int, iteration: int, config: PPOConfig) -> list[Sequen
     return chosen
 
 
-@dataclass(frozen=True)
-class Microbatch:
-    """b responses of at most r tokens, computed in one forward and backward pass. Tensors are [b, r]."""
-
-    prompts: list[PromptRow]
-    responses: list[Response]
-    mask: Tensor
-    logprobs: Tensor
-    """Old log-probabilities: the ratio compares the new ones with these."""
-    ref_logprobs: Tensor
-    values: Tensor
-    """Old values: the centre of the value clip."""
-    advantages: Tensor
-    returns: Tensor
-
-    @cached_property
-    def lengths(self) -> list[int]:
-        """[b] tokens of each response."""
-        return [len(response.ids) for response in self.responses]
-
-    def pad(self, flat: Tensor) -> Tensor:
-        """One number per response token, end to end, as [b, r]."""
-        return pad_rows(flat, self.lengths)
-
-
-def microbatches(setup: Setup, batch: UpdateBatch, rows: Sequence[int]) -> Iterator[Microbatch]:
-    """Cut rows of a batch into microbatches that fit the budget.
-
-    With sharded models all processes get the same number of them; those that one lacks have no real token.
-    """
-    models = setup.models
+def pieces_of(setup: Setup, batch: UpdateBatch, rows: Sequence[int]) -> list[list[int]]:
+    """These rows of a batch, cut into the microbatches that fit the budget."""
     prompts, responses = [batch.prompts[i] for i in rows], [batch.responses[i] for i in rows]
-    cut = cut_responses(setup.budget, models.policy, prompts, responses)
-    missing = num_missing(models.first_sharded, len(cut))
-    for part in cut:
-        chosen = [rows[i] for i in part]
-        width = max(len(batch.responses[i].ids) for i in chosen)
-        yield Microbatch(
-            [batch.prompts[i] for i in chosen],
-            [batch.responses[i] for i in chosen],
-            *(tensor[chosen, :width] for tensor in _tensors(batch)),
-        )
-    for _ in range(missing):
-        empty = (torch.zeros_like(tensor[:1, :1]) for tensor in _tensors(batch))
-        yield Microbatch([IDLE_PROMPT], [idle_response(setup.sampling)], *empty)
-
-
-def _tensors(batch: UpdateBatch) -> tuple[Tensor, ...]:
-    """The tensors of a microbatch, in its order."""
-    return (
-        batch.response_mask,
-        batch.logprobs,
-        batch.ref_logprobs,
-        batch.values,
-        batch.advantages,
-        batch.returns,
-    )
+    return [[rows[i] for i in part] for part in cut_responses(setup.budget, setup.models.policy, prompts, responses)]
 
 
 def clip_gradients(setup: Setup, *, learns_policy: bool) -> dict[str, float]:
@@ -325,24 +282,19 @@ def backward_ptx(setup: Setup, step: int, gradients: GradientSum) -> dict[str, f
     rows = [setup.ptx[i] for i in stream(len(setup.ptx), size, step - 1, config.seed, "ppo ptx")]
     num_tokens = sum(sum(row.loss_mask) for row in rows)  # of all processes
     own = [rows[i] for i in deal([len(row.ids) for row in rows], setup.world.size)[setup.world.rank]]
-    losses = []
 
-    def idle() -> None:
+    def loss_of(part: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
         with autocast(setup.world.device, config.precision):
-            (0.0 * target_logprobs(setup.models.policy, [IDLE], [[False, True]]).sum()).backward()
-
-    cuts = setup.budget.cut([len(row.ids) for row in own])
-    for cut in gradients.passes(in_step(setup.models.policy, cuts, idle)):
-        with autocast(setup.world.device, config.precision):
-            logprobs = target_logprobs(setup.models.policy, [own[i].ids for i in cut], [own[i].loss_mask for i in cut])
+            ids, masks = [own[i].ids for i in part], [own[i].loss_mask for i in part]
+            logprobs = target_logprobs(setup.models.policy, ids, masks)
         loss, _ = lm_loss(logprobs, num_tokens=num_tokens)
-        mixed = mixed_loss(torch.zeros_like(loss), loss, ptx_coef=ptx.coef, ptx_mode=ptx.mode)
-        setup.stage.loss_scale.backward(mixed)
-        losses.append({"loss": loss})
+        return mixed_loss(torch.zeros_like(loss), loss, ptx_coef=ptx.coef, ptx_mode=ptx.mode), {"loss/ptx": loss}
+
+    stats = gradients.add(setup.budget.cut([len(row.ids) for row in own]), loss_of)
     lengths = [len(row.ids) for row in own]
     flops = setup.policy_work.training(lengths, sum(sum(row.loss_mask) for row in own))
     setup.stage.speed.count("update", tokens=sum(lengths), flops=flops)
-    return {"loss/ptx": totals(losses).get("loss", 0.0)}
+    return {"loss/ptx": 0.0, **totals(stats)}
 
 
 # ------------------------------------------------------------------- KL coefficients that follow the measured KL

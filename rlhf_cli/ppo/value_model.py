@@ -20,7 +20,7 @@ from rlhf_cli.models.forward import vocabulary_rows
 from rlhf_cli.models.heads import scalar_heads, scalar_weight, value_model_like
 from rlhf_cli.models.load import load_value_model, new_value_model
 from rlhf_cli.models.lora import defers_base
-from rlhf_cli.models.shard import divides, to_divide
+from rlhf_cli.models.shard import shards, to_shard
 from rlhf_cli.models.shared import Backbone, has_adapters_of
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.models import RewardModel
@@ -57,7 +57,7 @@ def choose_value_model(
 ) -> ValueStart:
     """The value model, or a value head on the policy's backbone.
 
-    With `value_model.lora` it shares the weights of `backbone` if it starts from there. If the run divides models among
+    With `value_model.lora` it shares the weights of `backbone` if it starts from there. If the run shards models among
     processes it has weights of its own, and starts from the same values.
 
     Raises ConfigError for an `init` or a `path` that does not fit the policy or the rewards.
@@ -86,7 +86,7 @@ def choose_value_model(
             return _from_reward_model(*reward_models[0], config, device, backbone)
         case "auto" | "policy":
             note = NO_REWARD_MODEL if init == "auto" else None
-            may_share = backbone is not None and _may_share(config) and not divides(config)
+            may_share = backbone is not None and _may_share(config) and not shards(config)
             shared = backbone.classifier() if backbone is not None and may_share else None
             model = shared or _new_model(policy_base, config, device)
             return ValueStart(model, base=policy_base, note=_joined(note, SHARES if shared is not None else None))
@@ -107,8 +107,8 @@ def _from_reward_model(
     """
     lora, note = config.value_model.lora, None
     if backbone is not None and lora is not None and _may_share(config):
-        # Divided models share no weights. Only the adapters of this one are read.
-        adapted = backbone.reward_model(base.path) if divides(config) else reward_model
+        # Sharded models share no weights. Only the adapters of this one are read.
+        adapted = backbone.reward_model(base.path) if shards(config) else reward_model
         if adapted is not None and has_adapters(adapted):
             if has_adapters_of(adapted, lora):
                 return _from_adapters(adapted, config, device, backbone)
@@ -119,7 +119,7 @@ def _from_reward_model(
 def _from_adapters(adapted: PreTrainedModel, config: PPOConfig, device: torch.device, backbone: Backbone) -> ValueStart:
     """The backbone with a new head, which will get the adapters of a reward model on it."""
     base = backbone.base
-    model, note = (None, None) if divides(config) else (backbone.classifier(), SHARES)
+    model, note = (None, None) if shards(config) else (backbone.classifier(), SHARES)
     model = model or _new_model(base, config, device)
     return ValueStart(model, base=base, note=note, adapters_of=adapted)
 
@@ -130,8 +130,8 @@ def _new_model(base: BaseModel, config: PPOConfig, device: torch.device) -> PreT
 
 
 def _defers(config: PPOConfig, device: torch.device) -> bool:
-    """Whether the weights are read later: they will be divided, or held in fewer bits."""
-    return to_divide(config, "value_model") is not None or defers_base(config.value_model.lora, config, device)
+    """Whether the weights are read later: they will be sharded, or held in fewer bits."""
+    return to_shard(config, "value_model") is not None or defers_base(config.value_model.lora, config, device)
 
 
 def _may_share(config: PPOConfig) -> bool:

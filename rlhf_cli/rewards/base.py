@@ -38,6 +38,10 @@ class Samples:
     """For rows that are conversations: all messages before the response. Empty if no row is a conversation."""
 
 
+NOTHING = Samples([], [], [], [], [], [])
+"""No response."""
+
+
 @dataclass(frozen=True)
 class Scores:
     """The scores of all sources for a batch."""

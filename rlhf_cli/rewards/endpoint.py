@@ -30,8 +30,8 @@ from rlhf_cli.http_client import (
     key_from_environment,
     without_secrets,
 )
+from rlhf_cli.processes.signals import stop_requested
 from rlhf_cli.rewards.base import RewardSource, Samples, failure, finite, shown
-from rlhf_cli.training.signals import stop_requested
 
 
 @dataclass(kw_only=True)

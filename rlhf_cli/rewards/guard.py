@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_cli.training.signals import STOP_SIGNALS
+from rlhf_cli.processes.signals import STOP_SIGNALS
 
 GetAndSet = tuple[Callable[[], Any], Callable[[Any], object]]
 

@@ -15,7 +15,7 @@ from rlhf_cli.config.stage import Stage
 from rlhf_cli.data.batches import Budget, in_order
 from rlhf_cli.data.records import Message
 from rlhf_cli.data.special_tokens import SpecialTokens, special_tokens_of
-from rlhf_cli.errors import ConfigError, RewardError
+from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.forward import autocast, hidden_at, is_packed, positions, shares_prefixes
 from rlhf_cli.models.frozen import hold_frozen, is_held
 from rlhf_cli.models.heads import reads_last_token, scalar_scores
@@ -26,9 +26,10 @@ from rlhf_cli.models.shared import Backbone
 from rlhf_cli.packing import common_prefix, pack
 from rlhf_cli.plan.budget import CPU_TOKENS
 from rlhf_cli.plan.loaded import forward_tokens
+from rlhf_cli.processes.pass_loop import over_pieces
+from rlhf_cli.processes.sharding import device_of, gathered
 from rlhf_cli.rewards.base import RewardSource, Samples, shown
 from rlhf_cli.rewards.texts import closed, cut_all, encode_whole, length_limit, trained_limit, written
-from rlhf_cli.sharding import IDLE, device_of, gathered, in_step, is_sharded
 
 AT_A_TIME = Budget(CPU_TOKENS)
 
@@ -69,14 +70,12 @@ class RewardModel(RewardSource):
     def score(self, samples: Samples) -> torch.Tensor:
         """Normalized scores, [B] float32 on the CPU, each read at the last token of its response."""
         scores = torch.full((len(samples.responses),), torch.nan)
+        rows: list[int] = []
+        sequences: list[list[int]] = []
         try:
-            rows, sequences = self._sequences(samples)
-        except RewardError:
-            self.score_nothing()
-            raise
-        if not rows:
-            self.score_nothing()
-        if rows:
+            rows, sequences = self._sequences(samples) if samples.responses else ([], [])
+        finally:
+            # If no text can be encoded, too: other processes may have some.
             found = score_sequences(
                 self.model,
                 sequences,
@@ -86,17 +85,12 @@ class RewardModel(RewardSource):
                 label=self.label,
                 as_probability=self.as_probability,
             )
-            scores[rows] = (found - self.mean) / self.std
+        scores[rows] = (found - self.mean) / self.std
         for row in rows:
             if not scores[row].isfinite():
                 self.fail(samples, [row], f"returned {scores[row].item()}, it must be a finite number")
                 scores[row] = torch.nan
         return scores
-
-    def score_nothing(self) -> None:
-        """Make the passes that other processes make if the model is sharded; else nothing."""
-        if is_sharded(self.model):
-            score_sequences(self.model, [], self.precision, self.budget)
 
     def _sequences(self, samples: Samples) -> tuple[list[int], list[list[int]]]:
         """The rows that the model can score, and their token ids."""
@@ -173,15 +167,15 @@ def load_reward_source(
     key: str,
     keep_special: bool = False,
     backbone: Backbone | None = None,
-    divided_by: Stage | None = None,
+    sharded_by: Stage | None = None,
 ) -> tuple[RewardModel, list[str]]:
     """The reward model at `path`, ready to score, and notes for the user.
 
     It scores the policy's token ids if its tokenizer equals `policy_tokenizer`, and text otherwise. Adapters on
-    `backbone` share its weights. With `divided_by` the model is divided among the processes as that config says.
+    `backbone` share its weights. With `sharded_by` the model is sharded among the processes as that config says.
     """
     path = model_directory(path)
-    later = divided_by is not None or is_held(device, precision)
+    later = sharded_by is not None or is_held(device, precision)
     on_backbone = backbone.reward_model(path) if backbone is not None else None
     model = on_backbone or load_reward_model(path, reward.revision, deferred=later)
     tokenizer = load_tokenizer(path, reward.revision)
@@ -189,9 +183,9 @@ def load_reward_source(
     if reward.template == "chat" and not tokenizer.chat_template:
         raise ConfigError(f"{key}.template: is chat, but the tokenizer of {path} has no chat template. Write one")
     model.requires_grad_(False)
-    if on_backbone is None and divided_by is None:
+    if on_backbone is None and sharded_by is None:
         hold_frozen(model, device, precision, exact=False)
-    notes = [prepare_for(divided_by, model, device) if divided_by is not None else prepare(model, device)]
+    notes = [prepare_for(sharded_by, model, device) if sharded_by is not None else prepare(model, device)]
     if on_backbone is not None:
         notes.append(f"{path}: shares the policy's frozen weights")
     shares = (
@@ -256,7 +250,7 @@ def score_sequences(
 ) -> torch.Tensor:
     """Scores of token sequences, [B] float32 on the CPU: a label's logit or its probability.
 
-    See `sequence_scores` for `groups`.
+    See `sequence_scores` for `groups`. All processes must call this for a sharded model, also one without a sequence.
     """
     shared = None
     if groups is not None and shares_prefixes(model):
@@ -266,11 +260,13 @@ def score_sequences(
         prefix = {group: common_prefix(own) for group, own in members.items()}
         shared = [prefix[group] for group in groups]
     cut = budget.cut([len(ids) for ids in sequences], groups, shared)
-    with autocast(device_of(model), precision):
-        parts = [
-            sequence_scores(model, [sequences[i] for i in part], groups and [groups[i] for i in part]).float().cpu()
-            for part in in_step(model, cut, lambda: sequence_scores(model, [IDLE]))
-        ]
+
+    def score(part: Sequence[int]) -> torch.Tensor:
+        with autocast(device_of(model), precision):
+            found = sequence_scores(model, [sequences[i] for i in part], groups and [groups[i] for i in part])
+        return found.float().cpu()
+
+    parts = over_pieces(cut, score, model)
     if not sequences:
         return torch.zeros(0)
     logits = torch.stack(in_order(parts, cut))
@@ -297,6 +293,8 @@ def sequence_scores(
     if model.config.is_encoder_decoder:
         eos = end_of_text(model)  # where its score is read
         sequences = [ids if ids[-1:] == [eos] else [*ids, eos] for ids in map(list, sequences)]
+    count = len(sequences)
+    sequences = sequences or [[0]]  # a pass over no rows (`models/forward.py`)
     width = max(map(len, sequences))
     ids = torch.full((len(sequences), width), model.config.pad_token_id or 0, dtype=torch.int64)
     mask = torch.zeros(len(sequences), width, dtype=torch.int64)
@@ -306,4 +304,4 @@ def sequence_scores(
     # Float32 throughout: unlike a causal model's, an encoder's head cannot be separated from its backbone.
     with torch.autocast(device.type, enabled=False):
         output = model(input_ids=ids.to(device), attention_mask=mask.to(device))
-    return output.logits.float()
+    return output.logits[:count].float()

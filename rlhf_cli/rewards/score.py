@@ -9,7 +9,7 @@ import torch
 from rlhf_cli.algorithms.moments import Moments, merge, moments_of
 from rlhf_cli.algorithms.shaping import clip_score, length_penalty, missing_eos, overlong_penalty
 from rlhf_cli.config.ppo_update import PPO
-from rlhf_cli.training.distributed import World
+from rlhf_cli.processes.distributed import World
 
 
 class ScoreScale:

@@ -23,12 +23,12 @@ from rlhf_cli.config.rewards import (
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import DataError, RewardError
 from rlhf_cli.models.shared import Backbone
-from rlhf_cli.rewards.base import RewardSource, Samples, Scores
+from rlhf_cli.processes.sharding import is_sharded
+from rlhf_cli.rewards.base import NOTHING, RewardSource, Samples, Scores
 from rlhf_cli.rewards.endpoint import Endpoint, load_endpoint
 from rlhf_cli.rewards.functions import PythonFunction, load_function_reward
 from rlhf_cli.rewards.models import RewardModel, load_reward_source
 from rlhf_cli.rewards.rules import Rule
-from rlhf_cli.sharding import first_sharded
 
 
 def load_rewards(
@@ -40,12 +40,12 @@ def load_rewards(
     *,
     keep_special: bool = False,
     backbone: Backbone | None = None,
-    divided_by: Stage | None = None,
+    sharded_by: Stage | None = None,
 ) -> tuple[list[RewardSource], list[str]]:
     """The sources, ready to score, and notes for the user.
 
     With `keep_special`, reward models that encode text keep special tokens in it (`data.special_tokens`). Reward
-    models that are adapters on `backbone` share its weights. With `divided_by` reward models are divided among the
+    models that are adapters on `backbone` share its weights. With `sharded_by` reward models are sharded among the
     processes as that config says.
     """
     sources: list[RewardSource] = []
@@ -67,7 +67,7 @@ def load_rewards(
                     key=key,
                     keep_special=keep_special,
                     backbone=backbone,
-                    divided_by=divided_by,
+                    sharded_by=sharded_by,
                 )
             case FunctionReward():
                 source = load_function_reward(reward, name, key)
@@ -110,11 +110,10 @@ def total_score(sources: Sequence[RewardSource], samples: Samples) -> Scores:
     dense: list[list[float]] | None = None
     failed: RewardError | None = None
     # A source that fails on one process must not keep it from the passes of a sharded model: those come first, and
-    # after a failure this process still makes the passes that the others make.
-    for source in sorted(sources, key=lambda s: first_sharded(s.model if isinstance(s, RewardModel) else None) is None):
-        if failed is not None:
-            if isinstance(source, RewardModel):
-                source.score_nothing()
+    # after a failure the other models score nothing.
+    for source in sorted(sources, key=lambda s: not (isinstance(s, RewardModel) and is_sharded(s.model))):
+        if not samples.responses and not isinstance(source, RewardModel):
+            each[source.name] = torch.zeros(0)
             continue
         cut_before = source.num_cut if isinstance(source, RewardModel) else 0
         if isinstance(source, PythonFunction) and source.per_token:
@@ -133,7 +132,7 @@ def total_score(sources: Sequence[RewardSource], samples: Samples) -> Scores:
             try:
                 score = source.score(samples)
             except RewardError as error:
-                failed = error
+                failed, samples = failed or error, NOTHING
                 continue
             errors[source.name] = int(score.isnan().sum())
             each[source.name] = torch.where(score.isnan(), 0.0, score)

@@ -217,6 +217,8 @@ def allowed_logits(logits: Tensor, responses: Sequence[Response], sampling: Samp
     num_tokens = sum(len(response.ids) for response in responses)
     if num_tokens != len(logits):
         raise ValueError(f"found {len(logits)} rows of logits for {num_tokens} response tokens")
+    if not responses:
+        return logits
     if sampling.filters:
         allowed = _stored([r.allowed_ids for r in responses], "allowed_ids", num_tokens)
         return logits.masked_fill(~ids_mask(allowed, logits), -math.inf)

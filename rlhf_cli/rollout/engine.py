@@ -24,11 +24,11 @@ from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.health.history import GAP_TOLERANCE
 from rlhf_cli.models.forward import compute_dtype
 from rlhf_cli.models.save import plain_weights
+from rlhf_cli.processes.distributed import World
 from rlhf_cli.program import install_extra
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.scoring import response_logprobs
-from rlhf_cli.training.distributed import World
 
 PROBE_PROMPTS = 16
 PROBE_TOKENS = 32

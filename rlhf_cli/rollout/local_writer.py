@@ -13,11 +13,11 @@ from rlhf_cli.data.records import Prompt, transcript
 from rlhf_cli.errors import DataError
 from rlhf_cli.models.forward import positions
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
+from rlhf_cli.processes.distributed import start
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.requests import Drawing, Failure, Request, Written
 from rlhf_cli.rollout.sampling import response_text, sample, stop_ids
 from rlhf_cli.seeding import generator
-from rlhf_cli.training.distributed import start
 
 
 class LocalWriter:

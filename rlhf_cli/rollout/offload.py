@@ -7,7 +7,7 @@
 
 Moving a tensor keeps its bits, so no result changes. Frozen weights are copied to the CPU once; later they are only
 dropped from the device. The moments are copied in both directions in each iteration. Both go through pinned memory,
-from which a GPU copies faster. Of divided moments each process moves its rows. A divided frozen model is not moved
+from which a GPU copies faster. Of sharded moments each process moves its rows. A sharded frozen model is not moved
 here: torch keeps its rows on the CPU and copies each block for its passes (`rlhf_cli.models.shard`).
 """
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_cli.sharding import like, local
+from rlhf_cli.processes.sharding import like, local
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,6 @@ from rlhf_cli.data.records import Demonstration
 from rlhf_cli.models.forward import autocast, positions
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample, stop_ids
-from rlhf_cli.sharding import is_sharded
 from rlhf_cli.training.progress import Display
 from rlhf_cli.training.stage_run import StageRun
 
@@ -64,11 +63,8 @@ def answer(
     *,
     num_shown: int,
 ) -> None:
-    """Sample an answer to each question on the first process, for samples.jsonl; print the first `num_shown`.
-
-    With a sharded model all processes sample the same answers, since each has a share of the weights.
-    """
-    if not questions or not (stage.world.is_main or is_sharded(model)):
+    """Sample an answer to each question on the first process, for samples.jsonl; print the first `num_shown`."""
+    if not questions or not stage.world.takes_part(model):
         return
     settings = config.evaluation
     was_training = model.training

@@ -12,23 +12,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.data.batches import Budget, in_order
 from rlhf_cli.data.encoders import PromptRow
-from rlhf_cli.decoders.plain import join_sampling
 from rlhf_cli.models.forward import autocast, shares_prefixes
 from rlhf_cli.packing import SHORTEST_PREFIX
+from rlhf_cli.processes.distributed import World, gather_rows
+from rlhf_cli.processes.pass_loop import over_pieces
+from rlhf_cli.processes.sharding import device_of
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.engine import SyncedEngine
 from rlhf_cli.rollout.sampling import sample
 from rlhf_cli.rollout.scoring import (
-    IDLE_PROMPT,
     Models,
-    idle_response,
     ref_response_logprobs,
     response_values,
     score_tokens,
 )
-from rlhf_cli.sharding import device_of, in_step
 from rlhf_cli.tensor_ops import length_mask, pad_rows
-from rlhf_cli.training.distributed import World, gather_rows
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,8 @@ def collect(
 ) -> RolloutBatch:
     """Sample a response to each prompt, then compute log-probabilities and values.
 
-    The policy samples itself, or an `engine` that follows its weights.
+    The policy samples itself, or an `engine` that follows its weights. With sharded models all processes must call
+    this, also one that has no prompt.
 
     With `recompute`, `logprobs` come from the forward pass that training uses. Before the first step the ratio is then
     1 and the KL to an equal ref_policy is 0; both are exact to the last bit if the microbatches are the same.
@@ -92,11 +91,28 @@ def collect(
             responses = sample(policy, ids, uniforms, sampling, tokenizer, max_live_rows=max_live_rows)
     sampled = time.monotonic()
     models.offload.scoring()
-    lengths = [len(response.ids) for response in responses]
-    cut = cut_responses(budget, models.policy, prompts, responses)
-    choices = {"recompute": recompute, "with_values": with_values, "with_full_kl": with_full_kl}
-    flat = _passes(models, prompts, responses, cut, sampling, precision, **choices)
-    padded = {key: padded_rows(parts, cut, lengths) for key, parts in flat.items() if parts}  # [B, R] each
+    recompute = recompute or with_full_kl or (with_values and models.value_head is not None)
+
+    def score(rows: Sequence[int]) -> dict[str, Tensor]:
+        """One number per token of these responses, [sum of R_b] each, by name."""
+        texts = [prompts[i] for i in rows], [responses[i] for i in rows]
+        found: dict[str, Tensor] = {}
+        if not with_full_kl:
+            found["ref_logprobs"] = ref_response_logprobs(models, *texts, sampling, precision)
+        if recompute:
+            scores = score_tokens(
+                models, *texts, sampling, precision, with_values=with_values, with_full_kl=with_full_kl
+            )
+            found |= {name: numbers for name, numbers in vars(scores).items() if numbers is not None}
+        elif with_values and models.value_model is not None:
+            found["values"] = response_values(models.value_model, *texts, precision)
+        return found
+
+    cut, lengths = cut_responses(budget, models.policy, prompts, responses), [len(r.ids) for r in responses]
+    with torch.no_grad():
+        parts = over_pieces(cut, score, *models.with_weights)
+    names = parts[0] if parts else ()
+    padded = {name: padded_rows([part[name] for part in parts], cut, lengths) for name in names}  # [B, R] each
     sampled_logprobs = pad_rows(torch.tensor([x for r in responses for x in r.logprobs], device=device), lengths)
     return RolloutBatch(
         prompts=list(prompts),
@@ -104,63 +120,12 @@ def collect(
         response_mask=length_mask(torch.tensor(lengths, device=device)),
         sampled_logprobs=sampled_logprobs,
         logprobs=padded.get("logprobs", sampled_logprobs),
-        ref_logprobs=padded["ref_logprobs"],
-        values=padded.get("values", torch.zeros_like(padded["ref_logprobs"])),
+        ref_logprobs=padded.get("ref_logprobs", sampled_logprobs),  # equal without a response
+        values=padded.get("values", torch.zeros_like(sampled_logprobs)),
         kl_full=padded.get("kl_full"),
         sample_s=sampled - start,
         score_s=time.monotonic() - sampled,
     )
-
-
-def collect_nothing(models: Models, sampling: Sampling, precision: str, **choices: bool) -> None:
-    """Make the passes of a `collect` without prompts, because other processes with sharded models have some.
-
-    `choices` are `recompute`, `with_values` and `with_full_kl` as there.
-    """
-    policy = models.sampler or models.policy
-    with autocast(device_of(policy), precision):
-        join_sampling(policy)
-    _passes(models, [], [], [], sampling, precision, **choices)
-
-
-@torch.no_grad()
-def _passes(
-    models: Models,
-    prompts: Sequence[PromptRow],
-    responses: Sequence[Response],
-    cut: Sequence[list[int]],
-    sampling: Sampling,
-    precision: str,
-    *,
-    recompute: bool,
-    with_values: bool = True,
-    with_full_kl: bool = False,
-) -> dict[str, list[Tensor]]:
-    """The passes over each microbatch of `cut`: one [tokens of the microbatch] tensor for each, by name."""
-    recompute = recompute or with_full_kl or (with_values and models.value_head is not None)
-    flat: dict[str, list[Tensor]] = {"logprobs": [], "ref_logprobs": [], "values": [], "kl_full": []}
-
-    def make(mb_prompts: list[PromptRow], mb_responses: list[Response], into: dict[str, list[Tensor]]) -> None:
-        texts = (mb_prompts, mb_responses)
-        if not with_full_kl:
-            into["ref_logprobs"].append(ref_response_logprobs(models, *texts, sampling, precision))
-        if recompute:
-            scores = score_tokens(
-                models, *texts, sampling, precision, with_values=with_values, with_full_kl=with_full_kl
-            )
-            into["logprobs"].append(scores.logprobs)
-            if scores.values is not None:
-                into["values"].append(scores.values)
-            if scores.kl_full is not None and scores.ref_logprobs is not None:
-                into["kl_full"].append(scores.kl_full)
-                into["ref_logprobs"].append(scores.ref_logprobs)
-        elif with_values and models.value_model is not None:
-            into["values"].append(response_values(models.value_model, *texts, precision))
-
-    unused: dict[str, list[Tensor]] = {name: [] for name in flat}
-    for rows in in_step(models.first_sharded, cut, lambda: make([IDLE_PROMPT], [idle_response(sampling)], unused)):
-        make([prompts[i] for i in rows], [responses[i] for i in rows], flat)
-    return flat
 
 
 # ------------------------------------------------------------------------------------- microbatches

@@ -20,9 +20,9 @@ from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.decoders.choose import choose_decoder
 from rlhf_cli.decoders.plain import join_sampling
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.processes.sharding import device_of
 from rlhf_cli.rollout.distribution import NGrams, Response, Sampling, ids_mask, kept_tokens, stop_token_mask
 from rlhf_cli.seeding import generator
-from rlhf_cli.sharding import device_of
 
 REFILL = 0.25
 """Waiting prompts enter once this share of max_live_rows is free: reading many together costs less per prompt."""

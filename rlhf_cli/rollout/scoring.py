@@ -13,15 +13,14 @@ from transformers import PreTrainedModel
 
 from rlhf_cli.algorithms.kl import kl_full
 from rlhf_cli.data.encoders import PromptRow
-from rlhf_cli.data.records import Prompt
 from rlhf_cli.models.adapters import adapters_off
 from rlhf_cli.models.forward import autocast, hidden_at, logits_and_hidden_at, logits_at, logprobs_at, shares_prefixes
 from rlhf_cli.models.heads import scalar_head, scalar_scores
 from rlhf_cli.models.seq2seq import is_seq2seq, with_prompts
 from rlhf_cli.packing import PackedBatch, end_to_end, pack, response_positions
+from rlhf_cli.processes.sharding import device_of, gathered
 from rlhf_cli.rollout.distribution import Response, Sampling, allowed_logits
 from rlhf_cli.rollout.offload import Offload
-from rlhf_cli.sharding import device_of, first_sharded, gathered
 from rlhf_cli.tensor_ops import token_entropy, token_logprobs
 
 FULL_KL_CHUNK = 512
@@ -45,9 +44,9 @@ class Models:
     """Moves what a phase does not use to the CPU. By default nothing."""
 
     @property
-    def first_sharded(self) -> torch.nn.Module | None:
-        """The first of the models whose weights are divided among the processes, or None."""
-        return first_sharded(self.policy, self.ref_policy, self.value_model)
+    def with_weights(self) -> tuple[PreTrainedModel | None, ...]:
+        """The models that compute in a pass."""
+        return self.policy, self.ref_policy, self.value_model
 
     @property
     def has_values(self) -> bool:
@@ -69,16 +68,6 @@ class TokenScores:
     """Exact KL(policy, ref_policy) of that distribution, summed over the vocabulary, in nats."""
     ref_logprobs: Tensor | None = None
     """Log-probability of the sampled token under ref_policy, in nats; a by-product of the exact KL."""
-
-
-IDLE_PROMPT = PromptRow("", [0], Prompt("", ""))
-"""The prompt of a pass that a process makes only because another one makes it (rlhf_cli/sharding.py)."""
-
-
-def idle_response(sampling: Sampling) -> Response:
-    """The response of such a pass."""
-    forbids = sampling.no_repeat_ngram_size is not None and not sampling.filters
-    return Response([0], [], True, [[0]] if sampling.filters else None, [[]] if forbids else None)
 
 
 def score_tokens(

@@ -19,9 +19,9 @@ from torch.optim.adamw import adamw
 
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.processes.sharding import first_row, local
 from rlhf_cli.program import install_extra
 from rlhf_cli.seeding import derived_seed
-from rlhf_cli.sharding import first_row, local
 
 CHUNK = 1 << 24
 """Weights that `RoundedAdamW` computes with in float32 at the same time: 340 MB of temporary tensors."""
@@ -42,13 +42,13 @@ def new_adamw(groups: list[dict[str, Any]], config: Optimizer, lr: float, seed: 
             return RoundedAdamW(groups, lr=lr, betas=config.betas, eps=config.eps, seed=seed)
         case "8bit":
             try:
-                from rlhf_cli.training.adamw_8bit import DividedAdamW8bit
+                from rlhf_cli.training.adamw_8bit import ShardedAdamW8bit
             except ImportError:
                 install = install_extra("qlora", "bitsandbytes")
                 raise ConfigError(
                     f"optimizer.precision: 8bit needs the package bitsandbytes (extra qlora). Install it: {install}"
                 ) from None
-            optimizer: torch.optim.Optimizer = DividedAdamW8bit(groups, lr=lr, betas=config.betas, eps=config.eps)
+            optimizer: torch.optim.Optimizer = ShardedAdamW8bit(groups, lr=lr, betas=config.betas, eps=config.eps)
             return optimizer
 
 
@@ -59,7 +59,7 @@ class RoundedAdamW(torch.optim.Optimizer):
     every smaller step. Stochastic rounding keeps it on average (Gupta et al. 2015).
 
     The random numbers of a step depend on the seed, on the step, on the parameter and on the place in it. So processes
-    with the same gradients keep the same weights, whether these are whole or divided, and a resumed run computes the
+    with the same gradients keep the same weights, whether these are whole or sharded, and a resumed run computes the
     same bytes.
     """
 
@@ -93,7 +93,7 @@ class RoundedAdamW(torch.optim.Optimizer):
 def _noise(seed: tuple[Any, ...], total: int, which: int, count: int, *, first: int, device: torch.device) -> Tensor:
     """`count` random numbers below 2**16, int32, for the numbers of a tensor from number `first` on.
 
-    They depend on where they are in the whole tensor of `total` numbers, and not on how it is divided among processes.
+    They depend on where they are in the whole tensor of `total` numbers, and not on how it is sharded among processes.
     """
     drawn = []
     for start in range(first - first % DRAWN, first + count, DRAWN):

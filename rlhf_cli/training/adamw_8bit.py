@@ -1,4 +1,4 @@
-"""The 8-bit AdamW of bitsandbytes (Dettmers et al. 2022), which also steps weights that are divided among processes."""
+"""The 8-bit AdamW of bitsandbytes (Dettmers et al. 2022), which also steps weights that are sharded among processes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from bitsandbytes.optim import AdamW8bit
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rlhf_cli.sharding import local
+from rlhf_cli.processes.sharding import local
 from rlhf_cli.training.checkpoint_shards import has_whole_blocks
 
 
-class DividedAdamW8bit(AdamW8bit):
+class ShardedAdamW8bit(AdamW8bit):
     """bitsandbytes reads weights by their address, which a `DTensor` lacks. So it gets this process's rows.
 
     Whether a weight has 8-bit moments is decided by its whole size, as in one process (`has_whole_blocks`).

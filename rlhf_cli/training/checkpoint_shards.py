@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rlhf_cli.sharding import first_row, like, local
+from rlhf_cli.processes.sharding import first_row, like, local
 
 FIRST_ROWS = "first_rows"
 """The entry of a file's header: the number of the first row of each tensor, as JSON."""
@@ -145,7 +145,7 @@ def _is_first_copy(tensor: DTensor) -> bool:
 #
 # It is a tensor with a row for each row of the weight, so a checkpoint of several processes is that of one. In 8 bits
 # a moment is a byte and, for each block of 256 numbers, a scale. Two processes may hold two neighbouring rows of a
-# divided weight, so a block must lie within one row. A divided weight whose row length is not a multiple of 256 keeps
+# sharded weight, so a block must lie within one row. A sharded weight whose row length is not a multiple of 256 keeps
 # its moments in float32.
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rlhf_cli.sharding import like, local
+from rlhf_cli.processes.sharding import like, local
 from rlhf_cli.training.checkpoint import State
 from rlhf_cli.training.checkpoint_shards import restored
 

@@ -1,8 +1,4 @@
-"""Runs a stage for `rlhf <stage>` and `torchrun -m stages.<stage>`, and turns its errors into an exit code.
-
-Exit codes: 0 done, 1 the run failed or rlhf has a bug, 2 a mistake in the input, 130 or 143 interrupted. The config
-is read and checked before torch is imported.
-"""
+"""Runs a stage for `rlhf <stage>` and `torchrun -m stages.<stage>`. Its config is checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -16,24 +12,24 @@ import json
 import os
 import shlex
 import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rlhf_cli import artifacts
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.stage import Stage
-from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrupted, RunError, UserError
+from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrupted
 from rlhf_cli.files import KNOWN_FILE, known_digests, learn_digests
 from rlhf_cli.printing import say
+from rlhf_cli.processes.exits import exit_code
+from rlhf_cli.processes.launcher import run_processes
+from rlhf_cli.processes.signals import LAUNCHED
 from rlhf_cli.program import command, set_options, torchrun
 from rlhf_cli.training import checkpoint_files
 from rlhf_cli.training.gate import check_requirements
 from rlhf_cli.training.identity import identity, problems_of, require_files, require_inputs, require_intact_inputs
-from rlhf_cli.training.processes import launcher
-from rlhf_cli.training.signals import LAUNCHED
 
 Run = Callable[..., None]
 FULL_OR_UNWRITABLE = {
@@ -93,8 +89,9 @@ def run_stage(
         except Interrupted as error:
             if checkpoint_files.unfinished_identity(config.artifacts, stage) is None:
                 raise
-            how_to_resume = _resume(resume_with or _command(stage, config_path, overrides))
-            raise Interrupted(f"{error}. {how_to_resume}", error.exit_code) from None
+            again = resume_with or _command(stage, config_path, overrides)
+            how_to = f"To resume: {again}" if again else "To resume, run the same command on every machine"
+            raise Interrupted(f"{error}. {how_to}", error.exit_code) from None
     return True
 
 
@@ -108,7 +105,7 @@ def _check(stage: str, config: Stage, *, restart: bool, num_processes: int) -> t
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return _check_here(stage, config, restart=restart, thorough=num_processes > 1)
-    from rlhf_cli.training import distributed
+    from rlhf_cli.processes import distributed
 
     if KNOWN_FILE in os.environ:
         learn_digests(Path(os.environ[KNOWN_FILE]).read_text(encoding="utf-8"))
@@ -204,100 +201,43 @@ def _command(stage: str, config_path: str | Path, overrides: Sequence[str]) -> s
     return f"{torchrun()} --nproc-per-node {processes} -m stages.{stage} {shlex.join(arguments)}"
 
 
-def _resume(with_command: str | None) -> str:
-    return f"To resume: {with_command}" if with_command else "To resume, run the same command on every machine"
-
-
-class explained:
-    """A context that completes the error messages from inside it with what only the caller knows."""
-
-    def __init__(self, config_path: str | Path, root: str, overrides: Sequence[str] = ()):
-        self.config_path, self.root, self.overrides = Path(config_path), root, overrides
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, artifacts.MissingStageError):
-            raise ArtifactError(f"{error}. Run: {self._command_for(error.stage, error.root)}") from None
-        if isinstance(error, artifacts.DamagedStageError) and error.is_of_run:
-            rebuild = self._command_for(error.stage, error.root)
-            raise ArtifactError(f"{error}. To rebuild: {rebuild} --restart") from None
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+@contextlib.contextmanager
+def explained(config_path: str | Path, root: str, overrides: Sequence[str] = ()) -> Iterator[None]:
+    """Add the command to run, or what else to do, to errors raised inside the block."""
+    try:
+        yield
+    except artifacts.MissingStageError as error:
+        raise ArtifactError(f"{error}. Run: {_command_for(error.stage, error.root, config_path, overrides)}") from None
+    except artifacts.DamagedStageError as error:
+        if not error.is_of_run:
+            raise
+        rebuild = _command_for(error.stage, error.root, config_path, overrides)
+        raise ArtifactError(f"{error}. To rebuild: {rebuild} --restart") from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
             raise ConfigError(f"{str(error.filename)[:80]}...: the name is too long. Shorten it") from None
-        if isinstance(error, OSError) and error.errno in FULL_OR_UNWRITABLE:
+        if error.errno in FULL_OR_UNWRITABLE:
             raise ArtifactError(
-                f"{error.filename or self.root}: cannot be written ({error.strerror}); finished stages and earlier "
+                f"{error.filename or root}: cannot be written ({error.strerror}); finished stages and earlier "
                 "checkpoints are intact. Free disk space or set another `artifacts`"
             ) from None
-
-    def _command_for(self, stage: str, root: str) -> str:
-        """The command that builds a missing stage at `root`, where this stage will look for it."""
-        path = self.config_path.parent / f"{stage}.yaml"
-        if not path.is_file():
-            return command(stage, "--config", f"YOUR_{stage.upper()}.yaml", "--set", f"artifacts={root}")
-        overrides = [text for text in self.overrides if text.partition("=")[0].strip() in SHARED_KEYS]
-        try:
-            found = load_stage_config(stage, path, overrides).artifacts
-        except ConfigError:
-            found = root
-        if Path(found) != Path(root):
-            overrides = [text for text in overrides if text.partition("=")[0].strip() != "artifacts"]
-            overrides.append(f"artifacts={root}")
-        return command(stage, "--config", str(path), *set_options(overrides))
+        raise
 
 
-def exit_code(work: Callable[[], object]) -> int:
-    """Call `work`; expected errors become one line on stderr and an exit code, bugs keep their traceback."""
+def _command_for(stage: str, root: str, config_path: str | Path, given: Sequence[str]) -> str:
+    """The command that builds a missing stage at `root`, where the stage of `config_path` will look for it."""
+    path = Path(config_path).parent / f"{stage}.yaml"
+    if not path.is_file():
+        return command(stage, "--config", f"YOUR_{stage.upper()}.yaml", "--set", f"artifacts={root}")
+    overrides = [text for text in given if text.partition("=")[0].strip() in SHARED_KEYS]
     try:
-        work()
-    except (UserError, RunError) as error:
-        _say_once(f"error: {error}", error.exit_code)
-        return error.exit_code
-    except Interrupted as stop:
-        if os.environ.get("RANK", "0") == "0":
-            say(stop, error=True)
-            _leave(stop.exit_code, has_printed=True)
-        return stop.exit_code
-    except EndedElsewhere as end:
-        _leave(end.exit_code)
-        return end.exit_code
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
-        _say_once(f"error: {str(error.filename)[:80]}...: the name is too long. Shorten it", 2)
-        return 2
-    except KeyboardInterrupt:
-        say("interrupted; finished stages and the last checkpoint are intact", error=True)
-        return 130
-    except Exception:
-        if not _is_one_of_several():
-            raise
-        _say_once(traceback.format_exc().rstrip(), 1)
-        return 1
-    return 0
-
-
-def _say_once(line: str, exit_code: int) -> None:
-    """Print why the run ends. Of processes that `torchrun` or `srun` started, the first one prints."""
-    if _is_one_of_several():
-        from rlhf_cli.training import ending
-
-        ending.say_once(lambda: say(line, error=True, flush=True), exit_code)
-    else:
-        say(line, error=True)
-
-
-def _leave(exit_code: int, *, has_printed: bool = False) -> None:
-    if _is_one_of_several():
-        from rlhf_cli.training import ending
-
-        ending.leave(exit_code, has_printed=has_printed)
-
-
-def _is_one_of_several() -> bool:
-    """Whether this is one of several processes, and `--nproc`, which passes on one of their lines, did not start it."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and LAUNCHED not in os.environ
+        found = load_stage_config(stage, path, overrides).artifacts
+    except ConfigError:
+        found = root
+    if Path(found) != Path(root):
+        overrides = [text for text in overrides if text.partition("=")[0].strip() != "artifacts"]
+        overrides.append(f"artifacts={root}")
+    return command(stage, "--config", str(path), *set_options(overrides))
 
 
 def load_stage(stage: str) -> Run:
@@ -322,6 +262,28 @@ def load_stage(stage: str) -> Run:
     return run
 
 
+def launcher(stage: str, config: str, arguments: Sequence[str], count: int, resume_command: str) -> Callable[..., None]:
+    """A stage's `run` that starts `count` processes of the stage instead of computing in this one.
+
+    Args:
+        stage: sft, rm or ppo.
+        config: the stage's YAML file.
+        arguments: `--set` options.
+        count: the number of processes.
+        resume_command: the command that resumes the run, for the line that an interrupted run prints.
+    """
+
+    def run(checked: Stage, *, quiet: bool, restart: bool) -> None:
+        command = [sys.executable, "-m", f"stages.{stage}", "--config", config, *arguments]
+        command += ["--quiet"] * quiet + ["--restart"] * restart
+        in_words = partial(checkpoint_files.last_step_in_words, checked.artifacts, stage)
+        code = run_processes(command, count, resume_command, checkpoint_in_words=in_words)
+        if code:
+            raise EndedElsewhere(code)
+
+    return run
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}. {self.format_usage().strip()}")
@@ -341,7 +303,7 @@ def main(stage: str, run: Run) -> None:
 
     code = exit_code(work)
     if code == 0:
-        from rlhf_cli.training import distributed
+        from rlhf_cli.processes import distributed
 
         distributed.stop()
     sys.exit(code)

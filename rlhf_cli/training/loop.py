@@ -20,7 +20,6 @@ from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.recap import findings_of
 from rlhf_cli.health.trends import MEMORISES, memorises
 from rlhf_cli.metrics import parsed
-from rlhf_cli.sharding import is_sharded
 from rlhf_cli.tensor_ops import num_weights
 from rlhf_cli.training.best import Best
 from rlhf_cli.training.checkpoint import Weights
@@ -228,8 +227,8 @@ class Loop(Generic[T]):
         return re.sub("^eval/", "validation/", name) if self.held_out.validation else name
 
     def save(self, name: str) -> None:
-        """Write the model to a folder of the stage's directory, from one process. A sharded one is written by all."""
-        if self.stage.world.is_main or is_sharded(self.model):
+        """Write the model to a folder of the stage's directory."""
+        if self.stage.world.takes_part(self.model):
             self._save(name)
         self.stage.world.barrier(f"{name} to be saved")
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rlhf_cli.config.stage import Optimizer
-from rlhf_cli.sharding import local
+from rlhf_cli.processes.distributed import World, collective
+from rlhf_cli.processes.sharding import local
 from rlhf_cli.training.adamw import new_adamw
 from rlhf_cli.training.checkpoint import State
 from rlhf_cli.training.checkpoint_shards import BLOCK, has_whole_blocks, restored_state, saved_state
-from rlhf_cli.training.distributed import World, together
 from rlhf_cli.training.loss_scale import LossScale
 
 SMALLEST_8BIT = 4096
@@ -57,7 +57,7 @@ class Stepper:
         weights = [p for p in self.model.parameters() if p.grad is not None]
         gradients = [p.grad for p in weights if p.grad is not None]
         if any(isinstance(gradient, DTensor) for gradient in gradients):
-            norm = divided_norm(gradients, world.device)
+            norm = sharded_norm(gradients, world.device)
             scale = self.max_grad_norm / (norm + 1e-6)
             for gradient in gradients:
                 local(gradient).mul_(scale.clamp(max=1.0).to(local(gradient).device))
@@ -107,21 +107,21 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def divided_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The norm of gradients of which some are divided among the processes, and the others the same on all: [].
+def sharded_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The norm of gradients of which some are sharded among the processes, and the others the same on all: [].
 
     Rows may be in the CPU's memory. Only the sum of their squares goes to `device`, where the processes add theirs.
     All processes must call this.
     """
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # of the others, of the divided ones
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # of the others, of the sharded ones
     mesh = None
     for gradient in gradients:
         square = torch.linalg.vector_norm(local(gradient), dtype=torch.float32).double().square()
         sums[int(isinstance(gradient, DTensor))] += square.to(device)
         mesh = gradient.device_mesh if isinstance(gradient, DTensor) else mesh
     assert mesh is not None
-    divided, group = sums[1:], mesh.get_group(mesh.ndim - 1)  # machines that hold the same rows count once
-    together("the norm of the gradients", lambda: dist.all_reduce(divided, group=group))
+    sharded, group = sums[1:], mesh.get_group(mesh.ndim - 1)  # machines that hold the same rows count once
+    collective("the norm of the gradients", lambda: dist.all_reduce(sharded, group=group))
     return sums.sum().sqrt().float()
 
 
@@ -134,7 +134,7 @@ def warmup_warning(warmup_steps: int, steps: int) -> str:
 
 
 def float32_moments(config: Optimizer, *models: torch.nn.Module | None) -> list[str]:
-    """The line about large divided weights that 8-bit AdamW steps with float32 moments, if there are any."""
+    """The line about large sharded weights that 8-bit AdamW steps with float32 moments, if there are any."""
     trained = {p for model in models if model is not None for p in model.parameters() if p.requires_grad}
     # bitsandbytes keeps the moments of smaller weights in float32 everywhere.
     sizes = [p.numel() for p in trained if p.numel() >= SMALLEST_8BIT and not has_whole_blocks(p)]
@@ -142,7 +142,7 @@ def float32_moments(config: Optimizer, *models: torch.nn.Module | None) -> list[
         return []
     share = sum(sizes) / sum(p.numel() for p in trained)
     return [
-        f"optimizer.precision: 8bit keeps the moments of {len(sizes):,} divided weights ({share:.2%} of the trained "
+        f"optimizer.precision: 8bit keeps the moments of {len(sizes):,} sharded weights ({share:.2%} of the trained "
         f"numbers) in float32: their rows are no multiple of {BLOCK} numbers. One process has them in 8 bits, so its "
         "result differs"
     ]

@@ -24,7 +24,9 @@ from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrupted, RewardError, RunError, UserError
 from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.recap import at, findings_of, last_names, unit_of
-from rlhf_cli.training import checkpoint_files, distributed
+from rlhf_cli.processes import distributed
+from rlhf_cli.processes.signals import Launcher, StopRequests
+from rlhf_cli.training import checkpoint_files
 from rlhf_cli.training.bad_steps import BadSteps, append_new
 from rlhf_cli.training.checkpoint import CheckpointStore, Stateful
 from rlhf_cli.training.identity import identity, may_change, require_inputs
@@ -33,7 +35,6 @@ from rlhf_cli.training.loss_scale import LossScale
 from rlhf_cli.training.model_card import library_versions, write_cards
 from rlhf_cli.training.out_of_memory import what_is_lacking
 from rlhf_cli.training.progress import Display, figures
-from rlhf_cli.training.signals import Launcher, StopRequests
 from rlhf_cli.training.speed import Speed
 from rlhf_cli.training.stage_files import NOTHING_WRITTEN, StageFiles
 from rlhf_cli.training.trackers import Trackers

@@ -82,7 +82,7 @@ def run(folder: Path, code: str) -> tuple[int, str]:
 ESTIMATOR = """
 import torch
 from types import SimpleNamespace
-from rlhf_cli.training.distributed import World
+from rlhf_cli.processes.distributed import World
 import stages.ppo
 assert stages.ppo.__file__.startswith({folder!r}), stages.ppo.__file__
 ppo = SimpleNamespace(advantage_estimator="median", gamma=1.0, whitens_advantages=False)

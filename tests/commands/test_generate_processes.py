@@ -21,8 +21,8 @@ from rlhf_cli.commands import generate as module
 from rlhf_cli.commands.generate import ResponseOptions, generate
 from rlhf_cli.errors import RunError
 from rlhf_cli.evaluation.generation import Generator
-from rlhf_cli.training import distributed, processes
-from rlhf_cli.training.distributed import World
+from rlhf_cli.processes import distributed, launcher
+from rlhf_cli.processes.distributed import World
 from support.paths import ROOT
 from support.tiny import read_jsonl, write_jsonl
 from support.worlds import in_each_process
@@ -112,7 +112,7 @@ def test_the_command_starts_itself_with_the_same_options(
         started.append((command, count, resume_command))
         return 7
 
-    monkeypatch.setattr(processes, "run_processes", run_processes)
+    monkeypatch.setattr(launcher, "run_processes", run_processes)
     arguments = ["generate", str(run), "--prompts", str(prompts), "--out", str(tmp_path / "out"), "--nproc", "2"]
     assert CliRunner().invoke(app, arguments).exit_code == 7
     ((words, count, _),) = started

@@ -91,7 +91,7 @@ def models(root: Path) -> dict[str, Any]:
         ("static", [], "`static` does not exist any more. Set it to plain, or use rollout.engine: vllm on a GPU"),
         ("paged", ["device=cuda"], "paged needs a CPU, and device is cuda"),
         ("paged", ["precision=bfloat16"], "paged needs float32, and precision is bfloat16"),
-        ("sharded", [], "sharded samples from a policy that distributed.shard divides, and this one is whole"),
+        ("sharded", [], "sharded samples from a sharded policy, and this one is whole"),
         ("sharded", ["distributed.shard=true", "distributed.keep_whole=[policy]"], "this one is whole. Set it to auto"),
     ],
 )

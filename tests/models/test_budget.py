@@ -23,10 +23,10 @@ from rlhf_cli.models.forward import shares_prefixes
 from rlhf_cli.models.load import prepare
 from rlhf_cli.packing import pack
 from rlhf_cli.ppo.update import UpdateBatch, rows_of_process
+from rlhf_cli.processes.distributed import World
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import cut_responses, shared_prompts
 from rlhf_cli.training import speed
-from rlhf_cli.training.distributed import World
 from rlhf_cli.training.speed import Speed
 from stages import rm as rm_stage
 from stages import sft as sft_stage

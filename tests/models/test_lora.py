@@ -397,7 +397,7 @@ def adapter_copy(adapters, tmp_path) -> Path:
 
 
 def test_a_weight_that_is_read_twice_gets_its_adapter_each_time(adapters):
-    """As the parts of a divided model are: the layer that adds the adapter does not keep the sum."""
+    """As the parts of a sharded model are: the layer that adds the adapter does not keep the sum."""
     model = load_policy(str(adapters), deferred=True)
     expected = load_policy(str(adapters))
     changed = 0

@@ -201,7 +201,7 @@ def test_a_quantized_run_through_all_stages(run_stage, base, tmp_path):
 def test_a_divided_run_that_samples_from_its_shards_is_that_of_one_process(
     quantize, count, run_stage, write_config, base, tmp_path
 ):
-    """The value model starts from the reward model's adapters, although divided models share no weights."""
+    """The value model starts from the reward model's adapters, although sharded models share no weights."""
     lora = {"r": 2, "quantize": quantize}
     rm = run_stage("rm", tmp_path, model={"path": str(base), "lora": {**lora, "save": "adapter"}})
     keys = {
@@ -212,9 +212,9 @@ def test_a_divided_run_that_samples_from_its_shards_is_that_of_one_process(
     }
     one = run_stage("ppo", tmp_path / "one", **keys)
     sharded = {"distributed": {"shard": True}, "rollout": {"decoder": "sharded"}}
-    run_forked(count, "ppo", write_config("ppo", tmp_path / "divided", **keys, **sharded))
+    run_forked(count, "ppo", write_config("ppo", tmp_path / "sharded", **keys, **sharded))
     # The KL of a response is a sum over its tokens of differences of logarithms, each rounded in float32.
-    same_runs(one, tmp_path / "divided/ppo", 5e-5)
+    same_runs(one, tmp_path / "sharded/ppo", 5e-5)
 
 
 def test_policy_value_and_reward_model_share_quantized_weights(write_config, run_stage, base, tmp_path):

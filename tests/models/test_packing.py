@@ -24,11 +24,11 @@ from rlhf_cli.models.forward import choose_attention, hidden_at, is_packed, logi
 from rlhf_cli.models.load import set_dropout_off
 from rlhf_cli.models.passes import recompute_layers
 from rlhf_cli.packing import FEWEST_EQUAL, PackedBatch, Segment, end_to_end, pack, response_positions
+from rlhf_cli.processes.distributed import World
 from rlhf_cli.rewards.models import score_sequences, sequence_scores
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import collect
 from rlhf_cli.rollout.scoring import Models, ref_response_logprobs, score_tokens
-from rlhf_cli.training.distributed import World
 from stages import rm as rm_stage
 from support.worlds import in_each_process
 

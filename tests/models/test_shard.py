@@ -18,13 +18,13 @@ from rlhf_cli.plan.shapes import Source, shape_of
 from support.gpu import MARKS
 from support.paths import ROOT
 from support.runs import run_forked_code
-from support.sharded import CASES, PLANTED, interrupted, make_models, resumed
+from support.sharded import CASES, interrupted, make_models, resumed
 
 TOLERANCE = 1e-5
 HALF_TOLERANCE = 0.05
 EIGHT_BIT_TOLERANCE = 1e-3
 """A moment may be rounded to the next of 256 numbers."""
-FEW = ("llama tied", "gpt2 reward lora", "stale shard")
+FEW = ("llama tied", "gpt2 reward lora")
 
 
 def run(program, count, folder, *arguments):
@@ -37,9 +37,9 @@ def run(program, count, folder, *arguments):
 
 @pytest.mark.parametrize(
     ("count", "cases"),
-    [(2, FEW), pytest.param(4, [*CASES, *PLANTED], marks=pytest.mark.slow, id="4, all")],
+    [(2, FEW), pytest.param(4, [*CASES], marks=pytest.mark.slow, id="4, all")],
 )
-def test_sharded_models_train_as_whole_ones_and_defects_are_seen(count, cases, tmp_path):
+def test_sharded_models_train_as_whole_ones(count, cases, tmp_path):
     """Six steps with unequal rows; in one of them only the first process has any. With their rows in the memory of the
     CPU they train to the same bits."""
     make_models(tmp_path, *cases)
@@ -52,8 +52,6 @@ def test_sharded_models_train_as_whole_ones_and_defects_are_seen(count, cases, t
         assert found.get("offloaded", 1.0) == 1.0, name
         if "float16" in name:  # the norms of the blocks are rounded too
             assert max(found["loss"], found["norm"], found["weights"]) < HALF_TOLERANCE, (name, found)
-        elif name in PLANTED:
-            assert max(found["loss"], found["weights"]) > 10 * TOLERANCE, (name, found)
         else:
             figures = ("loss", "norm", "weights", "saved")
             limit = EIGHT_BIT_TOLERANCE if "8bit" in name else TOLERANCE

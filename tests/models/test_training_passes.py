@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,9 @@ def config(**settings) -> SFTConfig:
     )
 
 
-def gradients(path: Path, *, lora: bool, scores: bool, **settings) -> tuple[dict[str, torch.Tensor], int]:
+def gradients(
+    path: Path, *, lora: bool, scores: bool, sequences: Sequence[list[int]] = SEQUENCES, **settings
+) -> tuple[dict[str, torch.Tensor], int]:
     """The gradient of each weight, and how often a decoder layer ran."""
     model = new_value_model(str(path), None) if scores else load_policy(str(path))
     if scores:
@@ -56,10 +59,10 @@ def gradients(path: Path, *, lora: bool, scores: bool, **settings) -> tuple[dict
     before = {name: module.training for name, module in model.named_modules()}
     with recomputing(model):
         if scores:
-            loss = sequence_scores(model, SEQUENCES).square().sum()
+            loss = sequence_scores(model, sequences).square().sum()
         else:
-            learned = [[False] + [True] * (len(ids) - 1) for ids in SEQUENCES]
-            loss, _ = lm_loss(target_logprobs(model, SEQUENCES, learned), num_tokens=12)
+            learned = [[False] + [True] * (len(ids) - 1) for ids in sequences]
+            loss, _ = lm_loss(target_logprobs(model, sequences, learned), num_tokens=12)
         loss.backward()
     assert before == {name: module.training for name, module in model.named_modules()}
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, len(runs)
@@ -77,6 +80,19 @@ def test_recomputed_layers_give_the_same_gradient(architecture: str, lora: bool,
     assert any(gradient.abs().max() > 1e-4 for gradient in plain.values())
     for name, gradient in plain.items():
         torch.testing.assert_close(recomputed[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("scores", [False, True], ids=["policy", "value_model"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bloom"])
+def test_a_pass_over_no_rows_gives_a_gradient_of_0_to_each_weight(architecture, scores, make_model) -> None:
+    """Torch sums the gradients of a sharded model only over the weights that have one. Bloom runs on padded batches."""
+    path = make_model(architecture)
+    (some, once), (none, also_once) = (
+        gradients(path, lora=False, scores=scores, sequences=rows) for rows in (SEQUENCES, [])
+    )
+    assert once == also_once
+    assert some.keys() == none.keys()
+    assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in none.values())
 
 
 def test_sampling_with_a_cache_does_not_recompute(make_model) -> None:

@@ -23,7 +23,7 @@ from rlhf_cli.plan.loaded import Loaded, forward_tokens, microbatch_tokens
 from rlhf_cli.plan.parts import Machine
 from rlhf_cli.plan.plan import plan_of
 from rlhf_cli.plan.stages import planned_tokens
-from rlhf_cli.training.distributed import World
+from rlhf_cli.processes.distributed import World
 from stages import ppo, rm, sft
 from support.budget import CPU, llama
 from support.paths import ROOT, TESTS

@@ -200,10 +200,10 @@ def test_a_model_that_is_offloaded_needs_the_memory_of_the_cpu_and_not_of_the_gp
     options = ["configs/hh/sft.yaml", "--gpus", 4, "--gpu-memory", "24GB", "--set", f"model.path={shapes / '8b'}"]
     (sft,) = plan(*options)
     assert sft["enough"] == ["distributed.shard=true", "distributed.offload=true"]
-    (divided,) = plan(*options, "--set", "distributed.shard=true")
+    (sharded,) = plan(*options, "--set", "distributed.shard=true")
     changes = [word for text in sft["enough"] for word in ("--set", text)]
     (offloaded,) = plan(*options, *changes)
-    assert (divided["fits"], offloaded["fits"], divided["offloaded_bytes"]) == (False, True, 0)
+    assert (sharded["fits"], offloaded["fits"], sharded["offloaded_bytes"]) == (False, True, 0)
     # 16 bytes a weight, a quarter of them for each process.
     assert offloaded["offloaded_bytes"] == pytest.approx(16 * 8_030_261_248 / 4)
     assert [sum(phase["parts"].get(kind, 0) for phase in offloaded["phases"]) for kind in ("weights", "optimizer")] == [
@@ -241,7 +241,7 @@ def test_each_recipe_fits_the_machine_that_it_is_for(shapes, recipe):
         # Not by a wide margin: the recipe uses the machine, and a smaller one would not do for all of its stages.
         assert stage["peak_bytes"] > 7e9
         if stage["stage"] == "rm":
-            # At 70 B the SFT model does not fit unless it is divided.
+            # At 70 B the SFT model does not fit unless it is sharded.
             assert (stage["phases"][0]["name"] == "normalisation") == (recipe != "hh-70b")
 
 

@@ -240,7 +240,7 @@ def test_a_step_of_8_bit_adamw_computes_a_weight_in_float32_on_a_cpu():
     """As measured: 20 bytes for each number of the largest weight, here the embeddings."""
     held = Held(shape_of("model", Source(config_of("llama tied")), is_classifier=False, precision="float32"))
     assert step_bytes(held, Setting("cpu", states="8bit")) == 20 * 97 * 64
-    assert step_bytes(held, Setting("cpu", divided=2, states="8bit")) == 10 * 97 * 64
+    assert step_bytes(held, Setting("cpu", sharded=2, states="8bit")) == 10 * 97 * 64
     assert step_bytes(held, Setting("cuda", states="8bit")) == step_bytes(held, Setting("cpu")) == 0
 
 

@@ -18,8 +18,8 @@ from rlhf_cli.errors import RewardError, RunError
 from rlhf_cli.ppo.evaluation import _own_replies
 from rlhf_cli.ppo.report import log_samples
 from rlhf_cli.ppo.scores import measure_reference
+from rlhf_cli.processes.distributed import World
 from rlhf_cli.rewards.score import ScoreScale
-from rlhf_cli.training.distributed import World
 from rlhf_cli.training.progress import Display
 from stages import ppo as ppo_stage
 from support.setup import config_of, reward_calls

@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_cli import sharding
-from rlhf_cli.artifacts import read_manifest
 from rlhf_cli.errors import RewardError
 from rlhf_cli.ppo import scores
 from rlhf_cli.ppo.processes import or_failure
-from rlhf_cli.rewards import models
+from rlhf_cli.processes import distributed, pass_loop
+from rlhf_cli.rewards import models, sources
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.models import RewardModel
-from rlhf_cli.rewards.sources import total_score
-from rlhf_cli.training import distributed
 from support.compare import same_runs, same_weights
 from support.runs import run_forked
 from support.tiny import merged, read_jsonl
@@ -60,7 +57,7 @@ def compare(pipeline, write_config, run_stage, tmp_path):
 
 
 def test_sharded_ppo_is_the_ppo_of_one_process(compare):
-    """Policy, reference, value model and reward model are divided; scores are normalised by 17 samples in two chunks
+    """Policy, reference, value model and reward model are sharded; scores are normalised by 17 samples in two chunks
     on one process and one on the other."""
     compare({"ppo": {"score_normalization": "reference", "num_reference_samples": 17, "ema_decay": 0.9}})
 
@@ -105,7 +102,7 @@ def test_the_copy_that_samples_is_exact_in_bfloat16(pipeline, write_config, run_
 @pytest.mark.slow
 @pytest.mark.parametrize("decoder", ["auto", "sharded"])
 def test_two_machines_that_hold_the_same_shards(compare, pipeline, decoder):
-    """`hybrid`: two processes of each machine divide the models. Two have no row of a minibatch. Without a copy of the
+    """`hybrid`: two processes of each machine shard the models. Two have no row of a minibatch. Without a copy of the
     policy the reference policy is sampled from its shards, too."""
     compare(
         {
@@ -141,11 +138,10 @@ def test_processes_meet_after_each_scored_rollout_and_fail_together(monkeypatch,
             raise RewardError("no answer")
         return SimpleNamespace()
 
-    monkeypatch.setattr(sharding, "is_sharded", lambda _: True)
-    monkeypatch.setattr(sharding, "most", lambda count: max(worlds[threading.get_ident()].gather(count)))
-    monkeypatch.setattr(scores, "first_sharded_of", lambda _: torch.nn.Module())
+    for module in (pass_loop, scores):
+        monkeypatch.setattr(module, "is_sharded", lambda _: True)
+    monkeypatch.setattr(pass_loop, "most", lambda count: max(worlds[threading.get_ident()].gather(count)))
     monkeypatch.setattr(scores, "collect", lambda *_, **__: log("sampled") or SimpleNamespace(responses=[], prompts=[]))
-    monkeypatch.setattr(scores, "collect_nothing", lambda *_, **__: log("sampled"))
     monkeypatch.setattr(scores, "texts_of", lambda *_: [])
     monkeypatch.setattr(scores, "ask_rewards", ask)
 
@@ -155,9 +151,11 @@ def test_processes_meet_after_each_scored_rollout_and_fail_together(monkeypatch,
             ppo=SimpleNamespace(rollout_batch_size=4), precision="float32", rollout=SimpleNamespace(max_live_rows=None)
         )
         setup: Any = SimpleNamespace(config=config, world=world, sampling=None, tokenizer=None, budget=None, rewards=[])
+        models: Any = SimpleNamespace(with_weights=[torch.nn.Module()])
         prompts: Any = range(9)
+        uniforms = torch.zeros(9, 1)
         try:
-            return len(list(scores.sampled_and_scored(setup, setup, prompts, torch.zeros(9, 1), recompute=False)))
+            return len(scores.sampled_and_scored(setup, models, prompts, uniforms, lambda *_: [1], recompute=False))
         except RewardError as error:
             return str(error)
 
@@ -168,7 +166,7 @@ def test_processes_meet_after_each_scored_rollout_and_fail_together(monkeypatch,
         assert steps == [["sampled", "scored"]] * 2
         return
     assert results == [3, 2]
-    assert steps == [["sampled"] * 3 + ["scored"] * 3, ["sampled"] * 3 + ["scored"] * 2]
+    assert steps == [["sampled"] * 3 + ["scored"] * 3] * 2
     sampled, scored = ([i for i, (event, _) in enumerate(events) if event == name] for name in ("sampled", "scored"))
     assert sampled[2] > scored[1], "both have scored the first rollout before one samples the second"
     assert sampled[4] > scored[3]
@@ -187,53 +185,26 @@ def test_processes_fail_together_if_the_first_of_two_sharded_reward_models_fails
                 raise RewardError("its chat template failed")
             return [0], [[1]]
 
-    def passes(model, *_, **__):
+    def passes(model, sequences, *_, **__):
         assert world().gather(id(model)) == [id(model)] * 2, "all processes make the passes of the same model"
-        return torch.zeros(1)
+        return torch.zeros(len(sequences))
 
-    for module in (models, sharding):
-        monkeypatch.setattr(module, "is_sharded", lambda _: True)
+    monkeypatch.setattr(sources, "is_sharded", lambda _: True)
     monkeypatch.setattr(models, "score_sequences", passes)
     settings: Any = {"tokenizer": None, "reads_policy_tokens": False, "reads_prompt": True, "template": "chat"}
     settings |= {"label": 0, "as_probability": False, "mean": 0.0, "std": 1.0, "precision": "float32"}
-    sources = [Fails(name=name, model=torch.nn.Module(), **settings) for name in ("first", "second")]
+    rewards = [Fails(name=name, model=torch.nn.Module(), **settings) for name in ("first", "second")]
 
     def program(this):
         worlds[threading.get_ident()] = this
         distributed.at_step("ppo step 7")
         with pytest.raises(RewardError, match=r"^ppo step 7, process 1 of 2: its chat template failed$"):
-            or_failure(this, lambda: or_failure(this, lambda: total_score(sources, Samples([], ["a"], [], [], [], []))))
+            or_failure(
+                this, lambda: or_failure(this, lambda: sources.total_score(rewards, Samples([], ["a"], [], [], [], [])))
+            )
         return True
 
     assert in_each_process(2, program) == [True, True]
-
-
-SLOW = """
-import os, time
-
-def score(prompts, responses, rows):
-    if os.environ["RANK"] == "0":
-        time.sleep(9)
-    return [1.0] * len(responses)
-"""
-
-
-@pytest.mark.slow
-def test_a_reward_may_take_longer_than_the_others_wait_for_a_rollout(pipeline, write_config, tmp_path):
-    """In an evaluation of several rollouts each, whose policy is sampled from its shards."""
-    (tmp_path / "reward.py").write_text(SLOW)
-    changes = {
-        "policy": {"path": str(pipeline("llama") / "sft")},
-        "rewards": [{"type": "function", "function": f"{tmp_path}/reward.py:score"}],
-        "ppo": {"num_iterations": 1, "rollout_batch_size": 2, "minibatch_size": 2},
-        "evaluation": {"num_prompts": 8},
-        "rollout": {"decoder": "sharded"},
-    }
-    config = write_config("ppo", tmp_path, **changes, distributed={"shard": True, "timeout_s": 5})
-    run_forked(2, "ppo", config)
-    manifest = read_manifest(tmp_path / "ppo")
-    assert manifest is not None
-    assert manifest.metrics["ppo/score_mean"] == 1.0
 
 
 FAILS = """

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from rlhf_cli.errors import ConfigError, RewardError
+from rlhf_cli.processes.signals import StopRequests, discard_output_of_closed
 from rlhf_cli.rewards import guard
 from rlhf_cli.rewards.functions import call, load_function
 from rlhf_cli.rewards.sources import total_score
-from rlhf_cli.training.signals import StopRequests, discard_output_of_closed
 from support.rewards import batch, source_of
 from support.tiny import read_jsonl
 

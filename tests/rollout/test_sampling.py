@@ -245,6 +245,15 @@ def test_gradients_are_finite_and_0_for_tokens_that_were_not_allowed(policy, pla
     assert name == "greedy" or of_entropy.abs().max() > 1e-3
 
 
+@pytest.mark.parametrize(
+    "sampling", [Sampling(top_k=2), Sampling(min_new_tokens=2, stop=frozenset({1})), Sampling(no_repeat_ngram_size=2)]
+)
+def test_a_pass_over_no_responses_restricts_nothing(sampling):
+    logits = torch.zeros(0, 4, requires_grad=True)
+    allowed_logits(logits, [], sampling).sum().backward()
+    assert logits.grad is not None
+
+
 def test_allowed_logits_checks_the_number_of_tokens():
     sampling = Sampling(top_k=2)
     response = Response([1, 2], [0.0, 0.0], False, [[1, 3], [0, 2]])

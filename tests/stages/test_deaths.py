@@ -15,9 +15,10 @@ from support.runs import start_forked, variables
 pytestmark = pytest.mark.slow
 CODE = """
 import os, signal, torch
-from rlhf_cli.training import ending, launch, pulse
+from rlhf_cli.processes import ending, signs_of_life
+from rlhf_cli.training import launch
 from stages import {stage}
-pulse.EVERY_S, pulse.PATIENCE_S, ending.PATIENCE_S, ending.KNOWN_S = 0.2, 3.0, 3.0, 0.5
+signs_of_life.EVERY_S, signs_of_life.PATIENCE_S, ending.PATIENCE_S, ending.KNOWN_S = 0.2, 3.0, 3.0, 0.5
 work, calls = {stage}.{work}, []
 def fails(*given, **more):
     calls.append(given)

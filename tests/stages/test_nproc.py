@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_cli.artifacts import read_manifest
+from rlhf_cli.processes.launcher import run_processes
 from rlhf_cli.training import checkpoint_files
-from rlhf_cli.training.processes import run_processes
 from support.compare import same_weights
 from support.crash import wait_for
 from support.paths import ROOT

@@ -259,7 +259,7 @@ def test_no_second_model_is_in_memory_while_one_is_sampled_from_loaded_or_scored
         count("sample", policy)
         again = partial(sample, prompts=given[0], uniforms=given[1], sampling=given[2], **options)
         drawn.append((policy.model.layers[0].mlp.up_proj.weight.dtype, again, again(policy)))
-        vars(policy)["run_gathered"] = MethodType(sampled, policy)  # as of a divided model, which refers to itself
+        vars(policy)["run_gathered"] = MethodType(sampled, policy)  # as of a sharded model, which refers to itself
         return drawn[-1][-1]
 
     loads = {"new_reward_model": new_reward_model, "load_reward_model": load_reward_model}

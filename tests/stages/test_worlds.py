@@ -12,8 +12,8 @@ from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.errors import RunError
 from rlhf_cli.evaluation import normalization
+from rlhf_cli.processes import distributed
 from rlhf_cli.rollout.sampling import sample
-from rlhf_cli.training import distributed
 from support.compare import same_runs
 from support.worlds import PROGRAMS, EndedError, in_each_process, run_in_threads
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from rlhf_cli.artifacts import digest_file
-from rlhf_cli.training.processes import free_port
+from rlhf_cli.processes.launcher import free_port
 from support.forked import Forked
 from support.paths import ROOT
 

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from rlhf_cli.data.records import Message
+from rlhf_cli.processes.launcher import free_port
 from rlhf_cli.rollout.requests import Request
-from rlhf_cli.training.processes import free_port
 
 
 class Scripted:

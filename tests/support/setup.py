@@ -11,8 +11,8 @@ from rlhf_cli.data.splits import Drawn, HeldOutRows
 from rlhf_cli.models.adapter_files import BaseModel
 from rlhf_cli.models.cost import Work
 from rlhf_cli.ppo.setup import Setup
+from rlhf_cli.processes.distributed import World
 from rlhf_cli.rollout.distribution import Sampling
-from rlhf_cli.training.distributed import World
 from rlhf_cli.training.loss_scale import LossScale
 from rlhf_cli.training.speed import Speed
 from support.compare import grads

@@ -36,13 +36,14 @@ from rlhf_cli.models.frozen import hold_trained
 from rlhf_cli.models.passes import compile_passes, recompute_layers
 from rlhf_cli.models.quantized import quantize
 from rlhf_cli.models.shard import shard_model
+from rlhf_cli.processes import distributed
+from rlhf_cli.processes.distributed import World
+from rlhf_cli.processes.sharding import device_of, is_first_process, like, local, most, plain_class, whole
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.offload import Offload
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
-from rlhf_cli.sharding import device_of, is_first_process, like, local, most, plain_class, whole
-from rlhf_cli.training import adamw, distributed
+from rlhf_cli.training import adamw
 from rlhf_cli.training.checkpoint import CheckpointStore, Weights
-from rlhf_cli.training.distributed import World
 from rlhf_cli.training.loss_scale import LossScale
 from rlhf_cli.training.optimizer import build_stepper
 from stages import rm, sft
@@ -83,17 +84,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 OFFLOADED = ("llama tied", "llama bfloat16", "llama bfloat16 adamw", "llama hybrid", "llama nf4", "gpt2 reward lora")
 """Cases that are also trained with their rows in the memory of the CPU."""
-PLANTED: dict[str, dict[str, Any]] = {
-    "stale shard": {"tied": True, "defect": "stale"},
-    "dropped process": {"tied": True, "defect": "dropped"},
-    "doubled gradient": {"tied": True, "defect": "doubled"},
-}
 
 
 def make_models(folder: Path, *names: str) -> None:
     """Write the model of each of these cases, or of all."""
-    cases = CASES | PLANTED
-    for name, case in {name: cases[name] for name in names or cases}.items():
+    for name, case in {name: CASES[name] for name in names or CASES}.items():
         family = case.get("family", "llama")
         size = 64 if case.get("wide") else case.get("size")
         wide = {"hidden_size": size, "intermediate_size": 2 * size} if size else {}
@@ -119,7 +114,6 @@ class Trained:
     def __init__(self, folder: Path, case: dict[str, Any], world: World, *, sharded: bool | None = None):
         self.world, self.case, self.precision = world, case, case.get("precision", "float32")
         is_sharded = world.size > 1 if sharded is None else sharded
-        defect = case.get("defect") if is_sharded else None
         if case.get("reward"):
             self.model, _ = load.new_reward_model(str(folder), None, seed=0, head_std=None, deferred=is_sharded)
         else:
@@ -134,15 +128,10 @@ class Trained:
             offloads, per_node = case.get("offloads", False), case.get("per_node")
             shard_model(self.model, world.device, self.precision, per_node=per_node, offloads=offloads, narrow=narrow)
         self.model.train()
-        if defect == "doubled":
-            self.model.set_gradient_divide_factor(0.5)  # type: ignore[operator]
-        self.drops = defect == "dropped" and world.rank == 1
-        self.is_stale = defect == "stale" and world.rank == 1
         if narrow:
             hold_trained(self.model)
         learning = LEARNING.model_copy(update={"precision": case.get("adamw", "float32")})
         self.stepper = build_stepper(self.model, learning, STEPS)
-        self.first = {name: local(p).detach().clone() for name, p in self.model.named_parameters()}
 
     def step(self, ids: list[list[int]]) -> tuple[float, float]:
         """One optimizer step: the loss and the norm of the gradient."""
@@ -156,15 +145,9 @@ class Trained:
             loss = rm._accumulate(self.model, items, TargetScale(0.0, 1.0), budget, config, stage)["loss/rm"]
         else:
             rows = [Example(row, [False] * 2 + [True] * (len(row) - 2), "") for row in ids]
-            with pytest.MonkeyPatch.context() as patch:
-                if self.drops:
-                    patch.setattr(sft, "_share", lambda *_: [])
-                loss = sft._accumulate(self.model, rows, budget, self.precision, stage)
+            loss = sft._accumulate(self.model, rows, budget, self.precision, stage)
         norm = self.stepper.clip(self.world)
         self.stepper.advance()
-        if self.is_stale:
-            name = "model.embed_tokens.weight"
-            local(self.model.get_parameter(name)).data.copy_(self.first[name])
         return loss, norm
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -195,10 +178,10 @@ def train(folder: Path, name: str, case: dict[str, Any], world: World) -> dict[s
         assert sum(local(p).numel() for p in together.model.parameters()) < 0.7 * sum(
             p.numel() for p in alone.model.parameters()
         )
-    assert not any(divided.offload_to_cpu for divided in divided_weights(together.model))
+    assert not any(sharded.offload_to_cpu for sharded in sharded_weights(together.model))
     waiting = Trained(folder / name, {**case, "offloads": True}, world, sharded=True) if name in OFFLOADED else None
     # torch takes the way through the CPU's memory for every weight.
-    assert waiting is None or all(divided.offload_to_cpu for divided in divided_weights(waiting.model))
+    assert waiting is None or all(sharded.offload_to_cpu for sharded in sharded_weights(waiting.model))
     before = gap(alone.weights(), together.weights())
     moved = alone.weights()
     moved = {key: weight.clone() for key, weight in moved.items()}
@@ -223,8 +206,7 @@ def train(folder: Path, name: str, case: dict[str, Any], world: World) -> dict[s
         else:  # AdamW steps on another device
             found["offloaded"] = float(gap(together.weights(), waiting.weights()) < 1e-5)
         check_moments(together)
-    if "defect" not in case:
-        found["saved"] = saved_gap(folder / f"{name} saved", together.model, alone.model)
+    found["saved"] = saved_gap(folder / f"{name} saved", together.model, alone.model)
     return found
 
 
@@ -304,23 +286,23 @@ def check_moments(run: Trained) -> None:
 
 
 def check_rounding(world: World) -> None:
-    """A divided weight is rounded with the random numbers of the whole one."""
+    """A sharded weight is rounded with the random numbers of the whole one."""
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(33, 50, generator=generator).bfloat16() for _ in range(4)]
     mesh = DeviceMesh("cpu", torch.arange(world.size))
-    divided = torch.nn.Parameter(distribute_tensor(given[0], mesh, [Shard(0)]))
-    undivided = torch.nn.Parameter(given[0].clone())
+    sharded = torch.nn.Parameter(distribute_tensor(given[0], mesh, [Shard(0)]))
+    unsharded = torch.nn.Parameter(given[0].clone())
     settings: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "seed": 0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adamw, "CHUNK", 300)
         patch.setattr(adamw, "DRAWN", 256)
-        for weight in (divided, undivided):
+        for weight in (sharded, unsharded):
             optimizer = adamw.RoundedAdamW([{"params": [weight]}], **settings)
             for gradient in given[1:]:
-                weight.grad = distribute_tensor(gradient, mesh, [Shard(0)]) if weight is divided else gradient
+                weight.grad = distribute_tensor(gradient, mesh, [Shard(0)]) if weight is sharded else gradient
                 optimizer.step()
-    assert torch.equal(whole(divided), undivided)
-    assert not torch.equal(undivided, given[0])
+    assert torch.equal(whole(sharded), unsharded)
+    assert not torch.equal(unsharded, given[0])
 
 
 def compiled(folder: str) -> None:
@@ -337,20 +319,20 @@ def compiled(folder: str) -> None:
 
 
 def check_8bit(world: World) -> None:
-    """A divided weight has the bits of the whole one: the scales of its blocks are those of whole rows."""
+    """A sharded weight has the bits of the whole one: the scales of its blocks are those of whole rows."""
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(33, 512, generator=generator) for _ in range(4)]
     mesh = DeviceMesh("cpu", torch.arange(world.size))
-    divided = torch.nn.Parameter(distribute_tensor(given[0], mesh, [Shard(0)]))
-    undivided = torch.nn.Parameter(given[0].clone())
+    sharded = torch.nn.Parameter(distribute_tensor(given[0], mesh, [Shard(0)]))
+    unsharded = torch.nn.Parameter(given[0].clone())
     learning = Optimizer(learning_rate=0.1, precision="8bit")
-    for weight in (divided, undivided):
+    for weight in (sharded, unsharded):
         optimizer = adamw.new_adamw([{"params": [weight]}], learning, 0.1, seed=0)
         for gradient in given[1:]:
-            weight.grad = distribute_tensor(gradient, mesh, [Shard(0)]) if weight is divided else gradient.clone()
+            weight.grad = distribute_tensor(gradient, mesh, [Shard(0)]) if weight is sharded else gradient.clone()
             optimizer.step()
         assert optimizer.state[weight]["state1"].dtype == torch.uint8
-    assert torch.equal(whole(divided), undivided)
+    assert torch.equal(whole(sharded), unsharded)
 
 
 def check_devices(world: World) -> None:
@@ -365,10 +347,10 @@ def check_devices(world: World) -> None:
     assert device_of(model) == whole(weight).device == torch.device("meta")
 
 
-def divided_weights(model: PreTrainedModel) -> list[Any]:
-    """What torch keeps of each divided weight."""
+def sharded_weights(model: PreTrainedModel) -> list[Any]:
+    """What torch keeps of each sharded weight."""
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-    return [divided for state in states for group in state._fsdp_param_groups for divided in group.fsdp_params]
+    return [sharded for state in states for group in state._fsdp_param_groups for sharded in group.fsdp_params]
 
 
 def frozen(folder: str, case: str) -> None:
@@ -490,7 +472,7 @@ def checkpoints_of(run: Trained, folder: Path) -> CheckpointStore:
 
 
 def compare(folder: str, device: str = "cpu") -> None:
-    """The program of each process that compares whole and sharded training. One process may divide among itself."""
+    """The program of each process that compares whole and sharded training. One process may shard among itself."""
     world = distributed.start(device)
     if world.size == 1:
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -498,7 +480,7 @@ def compare(folder: str, device: str = "cpu") -> None:
     if device == "cpu":
         check_devices(world)
         check_rounding(world)
-    gaps = {name: train(Path(folder), name, (CASES | PLANTED)[name], world) for name in cases}
+    gaps = {name: train(Path(folder), name, CASES[name], world) for name in cases}
     if world.is_main:
         Path(folder, "gaps.json").write_text(json.dumps(gaps), encoding="utf-8")
     world.barrier()

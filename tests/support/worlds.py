@@ -19,8 +19,8 @@ import torch
 
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.training import distributed
-from rlhf_cli.training.distributed import World
+from rlhf_cli.processes import distributed
+from rlhf_cli.processes.distributed import World
 from stages import ppo, rm, sft
 
 T = TypeVar("T")

@@ -70,21 +70,21 @@ def test_eps_bounds_the_first_step(precision):
 
 @pytest.fixture
 def mesh():
-    """One process that divides among itself."""
+    """One process that shards among itself."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield DeviceMesh("cpu", [0])
     dist.destroy_process_group()
 
 
 def test_divided_weights_that_keep_float32_moments_are_named(mesh):
-    """Rows of 96 and of 250 numbers, of which the first weight is small; a frozen one, and one that is not divided."""
+    """Rows of 96 and of 250 numbers, of which the first weight is small; a frozen one, and one that is not sharded."""
     sizes = {"small": (40, 96), "odd": (64, 250), "even": (64, 256), "frozen": (64, 250)}
     model = torch.nn.ParameterDict({name: distribute_tensor(torch.ones(size), mesh) for name, size in sizes.items()})
     model["frozen"].requires_grad_(False)
     model["whole"] = torch.nn.Parameter(torch.ones(64, 250))
     (line,) = float32_moments(config(precision="8bit"), model, None)
     share = 64 * 250 / (40 * 96 + 2 * 64 * 250 + 64 * 256)
-    assert f"moments of 1 divided weights ({share:.2%} of the trained numbers) in float32" in line
+    assert f"moments of 1 sharded weights ({share:.2%} of the trained numbers) in float32" in line
     assert float32_moments(config(), model) == []
     del model["odd"]
     assert float32_moments(config(precision="8bit"), model) == []

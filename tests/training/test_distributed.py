@@ -16,8 +16,8 @@ import pytest
 
 from rlhf_cli.artifacts import read_manifest
 from rlhf_cli.config.by_stage import load_stage_config
-from rlhf_cli.training.processes import LOST
-from rlhf_cli.training.pulse import Seen, missing
+from rlhf_cli.processes.launcher import LOST
+from rlhf_cli.processes.signs_of_life import Seen, missing
 from support.crash import wait_for
 from support.forked import Forked
 from support.paths import ROOT
@@ -26,8 +26,9 @@ from support.runs import slurm_variables, start_forked, variables
 PROGRAM = """
 import os, sys, time, torch
 from rlhf_cli.errors import RunError
-from rlhf_cli.training import distributed, ending, launch, pulse
-pulse.EVERY_S, pulse.PATIENCE_S, ending.KNOWN_S = 0.1, {patience_s}, 0.5
+from rlhf_cli.processes import distributed, ending, signs_of_life
+from rlhf_cli.training import launch
+signs_of_life.EVERY_S, signs_of_life.PATIENCE_S, ending.KNOWN_S = 0.1, {patience_s}, 0.5
 distributed.at_step("sft start")
 world = distributed.start("cpu", {timeout_s})
 def program():
@@ -112,7 +113,7 @@ def test_a_process_that_stops_for_less_than_the_timeout_is_waited_for(start, tmp
 def test_a_process_that_is_told_to_stop_does_not_wait_the_whole_timeout_for_one_that_has_ended(start):
     """torchrun tells it so when another one has ended, and kills it half a minute later."""
     body = """
-    from rlhf_cli.training.signals import StopRequests
+    from rlhf_cli.processes.signals import StopRequests
     StopRequests().install()
     world.barrier()
     os.kill(os.getpid(), 9 if world.rank == 1 else 15)
@@ -135,7 +136,7 @@ def test_a_process_that_hangs_is_named_where_operations_return_at_once(start, fa
     world.barrier()
     open(f"{tmp_path}/ready{{world.rank}}", "w")
     if world.rank != {rank}:
-        distributed.together("the gradients", lambda: None)
+        distributed.collective("the gradients", lambda: None)
     time.sleep(600)
     """
     processes = start(body, 3, timeout_s=2.0, patience_s=1.0)
@@ -257,7 +258,7 @@ def test_an_error_of_one_process_is_the_only_line_also_without_a_command_of_ours
 
 EXITS = """
 import sys
-from rlhf_cli.training import distributed, ending, pulse
+from rlhf_cli.processes import distributed, ending, signs_of_life
 {short}
 world = distributed.start("cpu", 60.0)
 world.barrier()
@@ -267,7 +268,7 @@ sys.exit(5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("short", ["pulse.EVERY_S = 0.0", "ending.POLL_S = 0.0"], ids=["signs", "questions"])
+@pytest.mark.parametrize("short", ["signs_of_life.EVERY_S = 0.0", "ending.POLL_S = 0.0"], ids=["signs", "questions"])
 def test_threads_that_ask_the_store_do_not_abort_a_process_that_exits(short, tmp_path):
     """Not forked, as a forked process has no finalization. A thread in the C++ code of the store would abort about half
     of these processes there, since they make no pause between two signs or questions."""

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_cli.training import gradients
-from rlhf_cli.training.distributed import ALONE
-from rlhf_cli.training.gradients import GradientSum
+from rlhf_cli.processes import pass_loop
+from rlhf_cli.processes.distributed import ALONE
+from rlhf_cli.processes.pass_loop import GradientSum
 from support.worlds import ThreadWorld, in_each_process
 
 
@@ -23,8 +23,17 @@ def model_of(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return layers
 
 
-def add_gradient(model: nn.Sequential, rows: torch.Tensor) -> None:
-    model[1](model[0](rows).tanh()).square().sum().backward()
+def loss_of(model: nn.Sequential, rows: torch.Tensor) -> torch.Tensor:
+    return model[1](model[0](rows).tanh()).square().sum()
+
+
+def losses_of(rows: torch.Tensor, *models: nn.Sequential):
+    """For each model the loss of a piece, the number of one of the `rows`."""
+    return [lambda piece, model=model: (loss_of(model, rows[piece]), {}) for model in models]
+
+
+def sum_of(world, *models):
+    return GradientSum(world, torch.Tensor.backward, *models)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 40, 10**6], ids=["one each", "several", "one"])
@@ -32,22 +41,21 @@ def add_gradient(model: nn.Sequential, rows: torch.Tensor) -> None:
 @pytest.mark.parametrize("last", [True, False])
 def test_gradients_are_summed_and_a_missing_one_counts_as_zero(bucket_bytes, dtype, last, monkeypatch):
     """Process 0 makes two passes, process 1 one, process 2 none."""
-    monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(pass_loop, "BUCKET_BYTES", bucket_bytes)
     rows = torch.randn(3, 5, 3, generator=torch.Generator().manual_seed(1)).to(dtype)
     shares = [[0, 1], [2], []]
 
     def program(world):
         model = model_of(dtype)
-        total = GradientSum(world, model)
-        for number in total.passes(shares[world.rank], last=last):
-            add_gradient(model, rows[number])
+        total = sum_of(world, model)
+        total.add([[number] for number in shares[world.rank]], *losses_of(rows, model), last=last)
         total.receive()
         return [weight.grad for weight in model.parameters()]
 
     alone = [model_of(dtype) for _ in shares]
     for model, share in zip(alone, shares, strict=True):
         for number in share:
-            add_gradient(model, rows[number])
+            loss_of(model, rows[number]).backward()
     for found in in_each_process(3, program):
         for sums, *weights in zip(found, *(model.parameters() for model in alone), strict=True):
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in weights]
@@ -69,21 +77,23 @@ class Noting(ThreadWorld):
 
 def test_sums_begin_in_the_last_pass_and_in_the_same_order_on_every_process(monkeypatch):
     """A process without rows begins all at the end. A layer that no pass uses delays the first of the second model."""
-    monkeypatch.setattr(gradients, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(pass_loop, "BUCKET_BYTES", 1)
 
     def program(world):
         world = Noting(world.rank, world.size, world.device, world.meeting, [])
         first, second = model_of()[:2], model_of()
-        total = GradientSum(world, first, second)
-        for number in total.passes([0, 1] * (1 - world.rank)):
-            for model in (first, second):
-                add_gradient(model, torch.ones(1, 3))
-            world.noted.append(f"after {number}")
+        total = sum_of(world, first, second)
+
+        def last(piece):
+            world.noted.append(f"after {piece}")
+            return torch.zeros(()), {}
+
+        total.add([[0], [1]] * (1 - world.rank), *losses_of(torch.ones(2, 3), first, second), last)
         total.receive()
         return world.noted
 
     one, other = in_each_process(2, program)
-    assert one == ["after 0", 2, 8, 4, 12, "after 1", 2, 4, 2, 8, 4, 12]
+    assert one == ["after [0]", 2, 8, 4, 12, "after [1]", 2, 4, 2, 8, 4, 12]
     assert other == [2, 8, 4, 12, 2, 4, 2, 8, 4, 12]
 
 
@@ -91,17 +101,15 @@ def test_a_frozen_weight_is_left_out_and_one_process_sums_nothing():
     def program(world):
         model = model_of()
         model[0].requires_grad_(False)
-        total = GradientSum(world, model)
-        for _ in total.passes([0]):
-            add_gradient(model, torch.ones(1, 3))
+        total = sum_of(world, model)
+        total.add([[0]], *losses_of(torch.ones(1, 3), model))
         total.receive()
         return model[0].weight.grad
 
     assert in_each_process(2, program) == [None, None]
     model = model_of()
-    total = GradientSum(ALONE, model)
-    for _ in total.passes([0]):
-        add_gradient(model, torch.ones(1, 3))
+    total = sum_of(ALONE, model)
+    total.add([[0]], *losses_of(torch.ones(1, 3), model))
     before = model[0].weight.grad
     total.receive()
     assert model[0].weight.grad is before
@@ -113,10 +121,7 @@ def test_a_second_backward_pass_after_the_sums_have_begun_is_refused():
 
     def program(world):
         model = model_of()
-        total = GradientSum(world, model)
-        for _ in total.passes([0]):
-            add_gradient(model, torch.ones(1, 3))
-            with pytest.raises(RuntimeError, match="second backward pass"):
-                add_gradient(model, torch.ones(1, 3))
+        with pytest.raises(RuntimeError, match="second backward pass"):
+            sum_of(world, model).add([[0]], *losses_of(torch.ones(1, 3), model, model))
 
     in_each_process(2, program)

@@ -282,7 +282,8 @@ def test_a_change_of_a_helper_module_is_a_change_of_the_reward(modules, changed,
 @pytest.mark.usefixtures("here")
 def test_a_refused_start_ends_every_process_with_one_message(monkeypatch, capsys):
     """The first process tells the others before it raises; they end silently with the same exit code."""
-    from rlhf_cli.training import distributed, launch
+    from rlhf_cli.processes import distributed
+    from rlhf_cli.training import launch
     from rlhf_cli.training.lock import Lock
     from rlhf_cli.training.stage_run import StageRun
 

@@ -143,7 +143,7 @@ SEEN = """
 import time
 from pathlib import Path
 
-from rlhf_cli.training.signals import stop_requested
+from rlhf_cli.processes.signals import stop_requested
 
 METRICS = Path("{root}/.ppo.partial/metrics.jsonl")
 

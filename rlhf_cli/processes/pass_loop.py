@@ -1,15 +1,19 @@
-"""The sum of the gradients over the processes, which begins while the last backward pass of a step still computes.
+"""The loop over passes: every process makes equally many, and the sums of their gradients begin in the last one.
+
+A process cuts its rows into pieces, one for each pass. All processes take part in each pass of a sharded model, so one
+that has fewer pieces than another gets empty ones. A pass over no rows computes two tokens that nothing reads
+(`models/forward.py`): its sums are 0, and its gradient is 0 for each trained weight. So a caller writes one function
+from rows to numbers, and does not ask whether a model is sharded. Pieces must not depend on each other.
 
 As in torch's DDP, gradients are sent in buckets, from the last layer to the first, and a bucket is sent as soon as its
 gradients are complete. DDP itself averages them, and needs a backward pass on every process. Here a loss is a sum
-divided by a count over all processes, and a process without a row in a step sends zeros.
-
-The sums take the place of the gradients. So they need the memory of one bucket beside them.
+divided by a count over all processes, and a process without a row in a step sends zeros. The sums take the place of the
+gradients, so they need the memory of one bucket beside them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,13 +23,36 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rlhf_cli.sharding import first_sharded
-from rlhf_cli.training.distributed import World
+from rlhf_cli.processes.distributed import World
+from rlhf_cli.processes.sharding import is_sharded, most
 
-T = TypeVar("T")
+R = TypeVar("R")
+Rows = Sequence[int]
+"""The numbers of the rows of a piece."""
+Loss = Callable[[Rows], tuple[Tensor, Mapping[str, Tensor]]]
+"""From the rows of a piece to a loss and its statistics."""
 
 BUCKET_BYTES = 25 * 2**20
 """The largest bucket in float32, as in DDP. A larger gradient is sent alone."""
+
+
+def over_pieces(pieces: Sequence[Rows], compute: Callable[[Rows], R], *models: nn.Module | None) -> list[R]:
+    """The result of each piece, in order. With sharded models among those that compute, all processes must call this.
+
+    >>> over_pieces([[4, 1], [2]], sum)
+    [5, 2]
+    """
+    missing = _num_missing(len(pieces), models)
+    results = [compute(rows) for rows in pieces]
+    for _ in range(missing):
+        compute([])
+    return results
+
+
+def _num_missing(count: int, models: Sequence[nn.Module | None]) -> int:
+    """How many passes another process makes more than this one, which makes `count`; 0 if no model is sharded."""
+    shares_passes = any(model is not None and is_sharded(model) for model in models)
+    return most(count) - count if shares_passes else 0
 
 
 @dataclass
@@ -59,26 +86,37 @@ class _Bucket:
 
 
 class GradientSum:
-    """Sums the gradients of models over the processes, once.
+    """Adds up the gradients of pieces, then sums them over the processes.
 
-        gradients = GradientSum(world, model)
-        for rows in gradients.passes(microbatches):
-            ...  # add the gradients of this microbatch
+        gradients = GradientSum(world, loss_scale.backward, model)
+        stats = gradients.add(pieces, loss_of_rows)
         gradients.receive()
 
     A bucket is sent when all before it are, so that every process sends them in the same order. Weights of a sharded
-    model are left out: FSDP sums their gradients. With one process nothing happens.
+    model are left out: FSDP sums their gradients. With one process nothing is sent.
+
+    Args:
+        world: the processes.
+        backward: computes the gradient of a loss.
+        models: those whose gradients are summed.
+        beside: further models that compute in the passes.
     """
 
-    def __init__(self, world: World, *models: nn.Module):
-        self._world = world
+    def __init__(
+        self,
+        world: World,
+        backward: Callable[[Tensor], None],
+        *models: nn.Module,
+        beside: Sequence[nn.Module | None] = (),
+    ):
+        self._world, self._backward, self._models = world, backward, (*models, *beside)
         self._buckets: list[_Bucket] = []
         self._num_sent = 0
         self._overlaps = False
         if world.size == 1:
             return
         # The passes of a sharded model exchange weights, and all exchanges must be in the same order everywhere.
-        self._overlaps = first_sharded(*models) is None
+        self._overlaps = not any(model is not None and is_sharded(model) for model in self._models)
         for weight in (p for model in models for p in reversed(list(model.parameters()))):
             if not weight.requires_grad or isinstance(weight, DTensor):
                 continue
@@ -88,18 +126,25 @@ class GradientSum:
             self._buckets[-1].weights.append(weight)
             self._buckets[-1].num_bytes += num_bytes
 
-    def passes(self, items: Iterable[T], *, last: bool = True) -> Iterator[T]:
-        """Each item. For each the caller makes at most one backward pass per model.
+    def add(self, pieces: Sequence[Rows], *losses: Loss, last: bool = True) -> list[dict[str, Tensor]]:
+        """Add the gradients of each piece; returns the statistics of each.
 
-        Sums begin in the passes of the last item, unless `last` is false: then other backward passes follow.
+        The graph of each of `losses` is freed before the next one is computed. Each may make one backward pass of a
+        model. The sums begin in the last piece, unless `last` is false: then further pieces follow.
         """
-        if not (self._overlaps and last):
-            yield from items
-            return
-        parts = list(items)
-        for number, item in enumerate(parts, start=1):
-            with self._sending() if number == len(parts) else nullcontext():
-                yield item
+        everything = [*pieces, *[()] * _num_missing(len(pieces), self._models)]
+        found: list[dict[str, Tensor]] = []
+        for number, rows in enumerate(everything, start=1):
+            sends = self._overlaps and last and number == len(everything)
+            stats: dict[str, Tensor] = {}
+            with self._sending() if sends else nullcontext():
+                for loss_of in losses:
+                    loss, figures = loss_of(rows)
+                    if loss.requires_grad:
+                        self._backward(loss)
+                    stats |= figures
+            found.append(stats)
+        return found
 
     @contextmanager
     def _sending(self) -> Iterator[None]:
@@ -119,7 +164,7 @@ class GradientSum:
         """Count a gradient of the last backward pass, and send what is complete."""
         bucket.num_complete += 1
         if bucket.num_complete > len(bucket.weights):
-            raise RuntimeError("a second backward pass of a model in the last item of GradientSum.passes")
+            raise RuntimeError("a second backward pass of a model in the last piece of GradientSum.add")
         while self._num_sent < len(self._buckets):
             bucket = self._buckets[self._num_sent]
             if bucket.num_complete < len(bucket.weights):

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from rlhf_cli.errors import ConfigError, EndedElsewhere, RunError, UserError
-from rlhf_cli.training.ending import connect
-from rlhf_cli.training.pulse import Pulse
+from rlhf_cli.processes.ending import connect
+from rlhf_cli.processes.sharding import is_sharded
+from rlhf_cli.processes.signs_of_life import Pulse
 
 T = TypeVar("T")
 
@@ -37,20 +38,24 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def shard(self, items: Sequence[T], together: int = 1) -> list[T]:
-        """This process's share of a global list, cut into pieces of `together` items that are dealt in turn.
+    def takes_part(self, model: torch.nn.Module) -> bool:
+        """Whether this process joins what the first one does with a model: all must with a sharded one."""
+        return self.is_main or is_sharded(model)
 
-        >>> World(1, 2, torch.device("cpu")).shard("aabbcc", together=2)
+    def shard(self, items: Sequence[T], adjacent: int = 1) -> list[T]:
+        """This process's share of a global list, cut into pieces of `adjacent` items that are dealt in turn.
+
+        >>> World(1, 2, torch.device("cpu")).shard("aabbcc", adjacent=2)
         ['b', 'b']
         """
-        return [item for i, item in enumerate(items) if i // together % self.size == self.rank]
+        return [item for i, item in enumerate(items) if i // adjacent % self.size == self.rank]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor summed over all processes: a new tensor, or the same one with one process."""
         if self.size == 1:
             return tensor
         total = tensor.detach().clone()
-        together("the sums", lambda: dist.all_reduce(total))
+        collective("the sums", lambda: dist.all_reduce(total))
         return total
 
     def sum_floats(self, values: dict[str, float]) -> dict[str, float]:
@@ -65,7 +70,7 @@ class World:
         if self.size == 1:
             return [item]
         items: list[Any] = [None] * self.size
-        together("the figures", lambda: dist.all_gather_object(items, item))
+        collective("the figures", lambda: dist.all_gather_object(items, item))
         return items
 
     def gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -84,7 +89,7 @@ class World:
         if len(own) < longest:  # a collective operation needs equal shapes
             own = torch.cat([own, own.new_zeros(longest - len(own), *own.shape[1:])])
         everyone = [torch.empty_like(own) for _ in range(self.size)]
-        together("the figures", lambda: dist.all_gather(everyone, own))
+        collective("the figures", lambda: dist.all_gather(everyone, own))
         parts = [part[:length].to(tensor.device) for part, length in zip(everyone, lengths, strict=True)]
         return [part.bool() for part in parts] if is_bool else parts
 
@@ -116,14 +121,14 @@ class World:
         """
         return next(filter(None, self.gather(failure)), None)
 
-    def interleave(self, shards: Sequence[Sequence[T]], together: int = 1) -> list[T]:
+    def interleave(self, shards: Sequence[Sequence[T]], adjacent: int = 1) -> list[T]:
         """The global list from the shards of all processes: the inverse of `shard`.
 
-        >>> World(0, 2, torch.device("cpu")).interleave(["aacc", "bb"], together=2)
+        >>> World(0, 2, torch.device("cpu")).interleave(["aacc", "bb"], adjacent=2)
         ['a', 'a', 'b', 'b', 'c', 'c']
         """
         remaining = [iter(shard) for shard in shards]
-        return [next(remaining[i // together % self.size]) for i in range(sum(map(len, shards)))]
+        return [next(remaining[i // adjacent % self.size]) for i in range(sum(map(len, shards)))]
 
     def barrier(self, what: str = "the arrival") -> None:
         """Wait until every process is here, for as long as those that are missing give signs of life.
@@ -133,18 +138,18 @@ class World:
         if self.size > 1 and _pulse is not None:
             _pulse.meet(what)
             # The first process may hold the store: it must not end before the others have seen that all are here.
-            together(what, dist.barrier)
+            collective(what, dist.barrier)
 
     def start_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Begin to sum a tensor over all processes, in place; returns what waits until it is done.
 
         All processes must begin their sums and other exchanges in the same order.
         """
-        work = together("the gradients", lambda: dist.all_reduce(tensor, async_op=True))
+        work = collective("the gradients", lambda: dist.all_reduce(tensor, async_op=True))
         assert work is not None
 
         def wait() -> None:
-            together("the gradients", work.wait)
+            collective("the gradients", work.wait)
 
         return wait
 
@@ -161,7 +166,7 @@ _pulse: Pulse | None = None
 _step = "start"
 
 
-def together(what: str, work: Callable[[], T]) -> T:
+def collective(what: str, work: Callable[[], T]) -> T:
     """Run a collective operation over `what`. A process that hangs or has ended is named (`Pulse.waiting`)."""
     return _pulse.waiting(what, work) if _pulse is not None else work()
 

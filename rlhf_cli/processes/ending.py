@@ -2,7 +2,7 @@
 
 The processes find each other through a store, even if they never form a process group. The first one that has an error
 claims a key of the store and prints its line; the others end silently. The processes of `rlhf --nproc` all print: that
-command passes on what one of them printed (`processes.py`).
+command passes on what one of them printed (`launcher.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models whose weights are divided among the processes, by torch's `fully_shard` (FSDP2).
+"""Models whose weights are sharded among the processes, by torch's `fully_shard` (FSDP2).
 
 Each process holds some rows of every weight. Before a block of layers computes, the processes exchange its rows, so
 that each has the whole block for a moment. A weight outside of such a moment is a `DTensor`, of which `local` is this
@@ -6,7 +6,7 @@ process's rows. A backward pass sums the gradients over the processes and leaves
 CPU's memory (`distributed.offload`) while the model computes on a GPU: ask `device_of` where that is.
 
 Everything that computes with a sharded model is a collective operation: all processes must make the same number of
-passes, in the same order. `in_step` adds the passes that a process lacks. If their number is not known in advance, as
+passes, in the same order. The loop over passes (`pass_loop.py`) sees to it. If their number is not known in advance, as
 in sampling, each is announced (`announce`), and a process that has made its last one joins the others' (`join`).
 Whatever reads weights in a pass besides the model's own forward, such as a head, must run inside of `gathered`.
 """
@@ -14,7 +14,7 @@ Whatever reads weights in a pass besides the model's own forward, such as a head
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -24,20 +24,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rlhf_cli.waits import exchange
+from rlhf_cli.processes.signs_of_life import exchange
 
 P = ParamSpec("P")
-T = TypeVar("T")
 R = TypeVar("R")
 M = TypeVar("M", bound=nn.Module)
-IDLE = [0, 0]
-"""The tokens of a pass that a process makes only because another one makes it."""
 _open: set[int] = set()
 """The ids of the sharded models that a function under `gathered` now computes with."""
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether the weights of the model are divided among the processes."""
+    """Whether the weights of the model are sharded among the processes."""
     return isinstance(model, FSDPModule)
 
 
@@ -73,28 +70,6 @@ def run_gathered(model: Any, compute: Callable[..., R], *args: Any, **kwargs: An
     finally:
         model.set_reshard_after_forward(True, recurse=False)
         _open.discard(id(model))
-
-
-def first_sharded(*models: nn.Module | None) -> nn.Module | None:
-    """The first of the models that is sharded; None if all are whole."""
-    return next((model for model in models if model is not None and is_sharded(model)), None)
-
-
-def in_step(model: nn.Module | None, items: Sequence[T], idle: Callable[[], object]) -> Iterator[T]:
-    """Each item, for which the caller makes one pass; then `idle` for each pass that another process makes more.
-
-    `idle` must make a pass of the same kind: if the others compute a gradient, one with a gradient of 0 for every
-    trained weight. With a model that is not sharded the items are all there is.
-    """
-    missing = num_missing(model, len(items))
-    yield from items
-    for _ in range(missing):
-        idle()
-
-
-def num_missing(model: nn.Module | None, count: int) -> int:
-    """How many passes another process makes more than this one, which makes `count`; 0 if the model is not sharded."""
-    return most(count) - count if model is not None and is_sharded(model) else 0
 
 
 def announce(model: nn.Module) -> None:
@@ -161,10 +136,11 @@ def first_row(tensor: Tensor) -> int:
     """The number of the first row of `local`: of a sharded tensor of this process's rows, else 0."""
     if not isinstance(tensor, DTensor):
         return 0
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return int(offset[0])
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    # As `torch.chunk` cuts them, among the processes of the last dimension of the mesh.
+    return min(coordinate[-1] * -(-len(tensor) // mesh.size(mesh.ndim - 1)), len(tensor))
 
 
 def like(tensor: Tensor, local_rows: Tensor) -> Tensor:

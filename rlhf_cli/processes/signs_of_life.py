@@ -6,6 +6,13 @@ reads there which one is missing. Over NCCL such an operation returns at once, a
 queue, until NCCL aborts it. So the thread of signs compares the numbers itself (`missing`), and ends the process first.
 Work that only one process does, such as saving a model, may take longer: the others wait in `Pulse.meet`, for as long
 as the missing process gives signs of life.
+
+The seconds in exchanges (`waited_s`) tell which process is slow. Between two exchanges a process computes, so the one
+that spends the least time in them is the one that the others wait for. Processor time would not tell: a process that
+gets fewer processor seconds needs as many of them as the others. On a CPU an exchange blocks, and a clock measures it.
+On GPUs it is queued: an exchange lasts from the moment when this GPU has reached it until all have (two events on the
+stream that is current). A clock would measure how long the GPU needs for the work that was queued before, which is
+longest on the slowest.
 """
 
 from __future__ import annotations
@@ -16,18 +23,20 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
-from rlhf_cli import waits
 from rlhf_cli.errors import EndedElsewhere, RunError
-from rlhf_cli.training.ending import STORE_THREAD, Ending, in_time, pause
-from rlhf_cli.training.processes import LOST, another_has_failed, note_hanging, note_wait
-from rlhf_cli.training.signals import stop_requested
+from rlhf_cli.processes.ending import STORE_THREAD, Ending, in_time, pause
+from rlhf_cli.processes.launcher import LOST, another_has_failed, note_hanging, note_wait
+from rlhf_cli.processes.signals import stop_requested
 
 T = TypeVar("T")
 
@@ -82,6 +91,69 @@ def missing(seen: Mapping[int, Seen], now: float, limit: float) -> tuple[list[in
     return (silent, behind) if behind or waits else ([], [])
 
 
+# ------------------------------------------------------------------------------------------- seconds in exchanges
+
+
+MANY = 4096
+"""Pairs of events that are kept before those in the past are counted."""
+Mark = float | torch.cuda.Event
+"""A moment: seconds of the clock, or an event of a GPU."""
+_queued: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+_seconds = 0.0
+_begun = 0
+
+
+def mark() -> Mark:
+    """This moment of the process, or of its GPU."""
+    if not dist.is_initialized() or "nccl" not in dist.get_backend():
+        return time.monotonic()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def count(begin: Mark, end: Mark) -> None:
+    """Count the time between two moments of the same kind as an exchange."""
+    global _seconds
+    if isinstance(begin, float) and isinstance(end, float):
+        _seconds += end - begin
+    elif isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        _queued.append((begin, end))
+        if len(_queued) > MANY:
+            _count_queued()
+
+
+@contextmanager
+def exchange() -> Iterator[None]:
+    """Count the time in the block as an exchange. One that fails is not counted."""
+    global _begun
+    _begun += 1
+    begin = mark()
+    yield
+    count(begin, mark())
+
+
+def num_begun() -> int:
+    """Exchanges that this process has begun. Every process of a run begins the same ones in the same order."""
+    return _begun
+
+
+def waited_s() -> float:
+    """Seconds in exchanges so far. On a GPU those that are not over are counted later."""
+    _count_queued()
+    return _seconds
+
+
+def _count_queued() -> None:
+    global _seconds
+    while _queued and _queued[0][1].query():
+        begin, end = _queued.popleft()
+        _seconds += begin.elapsed_time(end) / 1000
+
+
+# -------------------------------------------------------------------------------------------------- signs of life
+
+
 class Pulse(threading.Thread):
     """Writes this process's sign of life, and reads those of the others."""
 
@@ -108,6 +180,7 @@ class Pulse(threading.Thread):
         self._last_what = "the arrival"
         self._meets = False
         self._seen: dict[int, Seen] = {}
+        """What the thread of signs has seen of each process, by its last judgement."""
         self._signs_read: dict[int, dict[str, Any]] = {rank: dict(NO_SIGN) for rank in range(self.size)}
         self._is_store_gone = False
         self._next_read = 0.0
@@ -152,7 +225,7 @@ class Pulse(threading.Thread):
 
     def _own_sign(self) -> dict[str, Any]:
         sign = {"number": self._num_signs, "step": self.step, "waits": self.waits_for is not None}
-        return sign | {"met": self._num_met, "begun": waits.num_begun()}
+        return sign | {"met": self._num_met, "begun": num_begun()}
 
     def _judge(self, *, is_there: bool) -> Exception | None:
         """What ends this process if another one waits for a `missing` one, for `distributed.timeout_s`; else None.
@@ -183,7 +256,7 @@ class Pulse(threading.Thread):
 
     def _end_with(self, error: Exception) -> None:
         """End this process with one line. Its main thread hangs in the queue of a GPU, or computes for too long."""
-        from rlhf_cli.training.launch import exit_code
+        from rlhf_cli.processes.exits import exit_code
 
         def fail() -> None:
             raise error
@@ -209,7 +282,7 @@ class Pulse(threading.Thread):
         self.waits_for, began = what, time.monotonic()
         self._last_what = what
         try:
-            with waits.exchange():
+            with exchange():
                 return work()
         except RuntimeError as error:
             raise self.failure(what, error, time.monotonic() - began) from error
@@ -224,63 +297,59 @@ class Pulse(threading.Thread):
         """
         self._num_met += 1
         self.waits_for, began, self._meets = what, time.monotonic(), True
+        errors: list[RuntimeError] = []
+        # In a thread: if the process that holds the store hangs, so does every request to it.
+        arrival = threading.Thread(target=self._arrive, args=(errors,), name=STORE_THREAD, daemon=True)
+        arrival.start()
         try:
-            self._wait_for_all(what, self._num_met, began)
+            while arrival.is_alive():
+                arrival.join(EVERY_S)
+                if arrival.is_alive() and (self.ending.is_anothers or another_has_failed()):
+                    raise self._lost(what)
+                if arrival.is_alive() and (silent := self._silent_since(began)):
+                    raise self._explained(what, time.monotonic() - began, silent)
+            if errors:
+                raise self._lost(what) from errors[0]
         finally:
             self.waits_for, self._meets = None, False
-        waits.count(began, time.monotonic())
+        count(began, time.monotonic())
 
-    def _wait_for_all(self, what: str, number: int, began: float) -> None:
-        """Wait until every process has arrived at meeting `number`."""
-        arrival = _Arrival(self._meetings, number, self.size)
-        arrival.start()
-        look_every = max(EVERY_S, self.timeout_s / 4)
-        patience = max(self.timeout_s, 3 * EVERY_S)  # a sign comes every two seconds, or later on a busy machine
-        known: dict[int, object] = {}
-        heard = {rank: time.monotonic() for rank in range(self.size)}
-        next_look = began + look_every
-        while True:
-            arrival.join(min(look_every, EVERY_S))
-            if not arrival.is_alive():
-                break
-            if self.ending.is_anothers or another_has_failed():
-                raise self._lost(what)
-            now = time.monotonic()
+    def _arrive(self, errors: list[RuntimeError]) -> None:
+        """Tell the others that this process has arrived at the meeting, and return when all have."""
+        arrived, complete, seen = (f"{self._num_met} {name}" for name in ("arrived", "complete", "seen"))
+        store, began = self._meetings, time.monotonic()
+        try:
+            if store.add(arrived, 1) == self.size:
+                store.set(complete, "")
+            # `Store.wait` would print a warning whenever it times out.
+            while not store.check([complete]):
+                pause(min(SLOWEST_POLL_S, 0.001 + (time.monotonic() - began) / 20))
+            if store.add(seen, 1) == self.size:
+                for key in (arrived, complete, seen):  # no process reads them again
+                    store.delete_key(key)
+        except RuntimeError as error:
+            errors.append(error)
+
+    def _silent_since(self, began: float) -> list[int]:
+        """The processes that have not arrived at the meeting, and give no sign of life for too long."""
+        limit = max(self.timeout_s, 3 * EVERY_S)  # a sign comes every two seconds, or later on a busy machine
+        if stop_requested():
             # torchrun sends SIGTERM when a process has ended, and kills the others half a minute later.
-            hurries = stop_requested()
-            if now < next_look and not hurries:
-                continue
-            next_look = now + look_every
-            for rank, sign in self._signs().items():
-                if sign.get("number") != known.get(rank) or int(str(sign.get("met", 0))) >= number:
-                    known[rank], heard[rank] = sign.get("number"), time.monotonic()
-            limit = 3 * EVERY_S if hurries else patience
-            silent = [rank for rank in range(self.size) if rank != self.rank and now - heard[rank] > limit]
-            if silent:
-                raise self._explained(what, now - began, silent)
-        if arrival.error is not None:
-            raise self._lost(what) from arrival.error
+            limit, self._next_read = 3 * EVERY_S, 0.0
+        # If this process was stopped itself, the thread of signs has not judged since. It ends if the store is gone.
+        now = self._judged if self.is_alive() else time.monotonic()
+        others = {rank: one for rank, one in list(self._seen.items()) if rank != self.rank}
+        return [
+            rank
+            for rank, one in others.items()
+            if one.sign.get("met", 0) < self._num_met and now - max(one.heard, began) > limit
+        ]
 
     def _connected(self, prefix: str, timeout_s: float) -> dist.Store:
         """A new connection to the store of the process group, whose keys begin with `prefix`."""
         store = dist.PrefixStore(prefix, self._group_store.clone())  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=timeout_s))
         return store
-
-    def _signs(self) -> dict[int, dict[str, object]]:
-        """The last sign of life of every other process; {} if the store does not answer."""
-        signs: dict[int, dict[str, object]] = {}
-
-        def read() -> None:
-            with contextlib.suppress(RuntimeError):
-                # A connection that timed out cannot be used again.
-                store = self._connected("rlhf", PATIENCE_S)
-                signs.update({rank: self._sign(rank, store) for rank in range(self.size) if rank != self.rank})
-
-        reader = threading.Thread(target=read, name=STORE_THREAD, daemon=True)
-        reader.start()
-        reader.join(PATIENCE_S)
-        return dict(signs)
 
     def failure(self, what: str, error: RuntimeError, waited_s: float = 0.0) -> Exception:
         """What to raise instead of the error of a collective operation over `what`."""
@@ -329,42 +398,35 @@ class Pulse(threading.Thread):
         note_hanging([*silent, *busy])
         found = [f"{_name(rank, signs)} gives no sign of life" for rank in silent]
         found += [f"process {rank} still computes {signs[rank].get('step', 'start')}" for rank in busy]
-        network = "every process waits, so the network between them failed"
-        return RunError(self._sentence(what, waited_s, "; ".join(found) or network))
+        in_words = "; ".join(found) or "every process waits, so the network between them failed"
+        return RunError(
+            f"{self.step}: process {self.rank} waited {waited_s:.0f} s for {what} of all {self.size} processes: "
+            f"{in_words}. {self._outcome()} If a step takes that long, raise distributed.timeout_s"
+        )
 
     def _signs_twice(self) -> tuple[dict[int, dict[str, object]], dict[int, dict[str, object]]] | None:
         """The last sign of life of every other process, now and after two of the intervals; None if the store does not
         answer. On a busy machine a sign may be late: while several processes are silent, they get more time."""
         others = [rank for rank in range(self.size) if rank != self.rank]
 
+        def signs() -> dict[int, dict[str, object]]:
+            known = [rank for rank in others if self.store.check([str(rank)])]
+            return {rank: json.loads(self.store.get(str(rank))) if rank in known else {} for rank in others}
+
         def read() -> tuple[dict[int, dict[str, object]], dict[int, dict[str, object]]]:
-            before = {rank: self._sign(rank) for rank in others}
+            before = signs()
             pause(2 * EVERY_S)
-            after, deadline = {rank: self._sign(rank) for rank in others}, time.monotonic() + PATIENCE_S
+            after, deadline = signs(), time.monotonic() + PATIENCE_S
             while len(_silent(before, after)) > 1 and time.monotonic() < deadline:
                 pause(EVERY_S / 4)
-                after = {rank: self._sign(rank) for rank in others}
+                after = signs()
             return before, after
 
         # The first process holds the store, unless torchrun does.
         return in_time(read, None, 2 * EVERY_S + 2 * PATIENCE_S)
 
-    def _sentence(self, what: str, waited_s: float, found: str) -> str:
-        return (
-            f"{self.step}: process {self.rank} waited {waited_s:.0f} s for {what} of all {self.size} processes: "
-            f"{found}. {self._outcome()} If a step takes that long, raise distributed.timeout_s"
-        )
-
     def _outcome(self) -> str:
         return f"The run ends. {self.checkpoint_in_words()}".strip()
-
-    def _sign(self, rank: int, store: dist.Store | None = None) -> dict[str, object]:
-        """The last sign of life of a process; {} if it gave none."""
-        store = store or self.store
-        if not store.check([str(rank)]):
-            return {}
-        sign: dict[str, object] = json.loads(store.get(str(rank)))
-        return sign
 
 
 def _silent(before: Mapping[int, Mapping[str, object]], after: Mapping[int, Mapping[str, object]]) -> list[int]:
@@ -376,30 +438,3 @@ def _name(rank: int, signs: Mapping[int, Mapping[str, object]]) -> str:
     """`process 1 (last seen at ppo step 12)`. Its last sign of life may be two seconds older than its end."""
     sign = signs.get(rank)
     return f"process {rank} (last seen at {sign['step']})" if sign else f"process {rank}"
-
-
-class _Arrival(threading.Thread):
-    """Tells the others that this process has arrived at a meeting, and ends when all have.
-
-    In a thread: if the process that holds the store hangs, so does every request to it.
-    """
-
-    def __init__(self, store: dist.Store, number: int, size: int):
-        super().__init__(name=STORE_THREAD, daemon=True)
-        self.store, self.number, self.size = store, number, size
-        self.error: RuntimeError | None = None
-
-    def run(self) -> None:
-        arrived, complete, seen = (f"{self.number} {name}" for name in ("arrived", "complete", "seen"))
-        began = time.monotonic()
-        try:
-            if self.store.add(arrived, 1) == self.size:
-                self.store.set(complete, "")
-            # `Store.wait` would print a warning whenever it times out.
-            while not self.store.check([complete]):
-                pause(min(SLOWEST_POLL_S, 0.001 + (time.monotonic() - began) / 20))
-            if self.store.add(seen, 1) == self.size:
-                for key in (arrived, complete, seen):  # no process reads them again
-                    self.store.delete_key(key)
-        except RuntimeError as error:
-            self.error = error

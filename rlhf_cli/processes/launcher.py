@@ -19,15 +19,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from rlhf_cli.config.stage import Stage
+from rlhf_cli.errors import EndedElsewhere
 from rlhf_cli.files import KNOWN_FILE, known_digests
 from rlhf_cli.printing import say
-from rlhf_cli.training.signals import LAUNCHED, STOP_SIGNALS
+from rlhf_cli.processes.signals import LAUNCHED, STOP_SIGNALS
+from rlhf_cli.program import command
 
 LOST = 87
 """The exit code of a process that ends because it lost the connection to another one."""
@@ -252,34 +252,7 @@ def run_again(arguments: Sequence[str], count: int) -> None:
 
     Raises EndedElsewhere with the exit code of a run that failed.
     """
-    from rlhf_cli.errors import EndedElsewhere
-    from rlhf_cli.program import command
-
     again = [sys.executable, "-m", "rlhf_cli", *arguments]
     code = run_processes(again, count, command(*arguments), grace_s=SHORT_GRACE_S)
     if code:
         raise EndedElsewhere(code)
-
-
-def launcher(stage: str, config: str, arguments: Sequence[str], count: int, resume_command: str) -> Callable[..., None]:
-    """A stage's `run` that starts `count` processes of the stage instead of computing in this one.
-
-    Args:
-        stage: sft, rm or ppo.
-        config: the stage's YAML file.
-        arguments: `--set` options.
-        count: the number of processes.
-        resume_command: the command that resumes the run, for the line that an interrupted run prints.
-    """
-    from rlhf_cli.errors import EndedElsewhere
-    from rlhf_cli.training.checkpoint_files import last_step_in_words
-
-    def run(checked: Stage, *, quiet: bool, restart: bool) -> None:
-        command = [sys.executable, "-m", f"stages.{stage}", "--config", config, *arguments]
-        command += ["--quiet"] * quiet + ["--restart"] * restart
-        in_words = partial(last_step_in_words, checked.artifacts, stage)
-        code = run_processes(command, count, resume_command, checkpoint_in_words=in_words)
-        if code:
-            raise EndedElsewhere(code)
-
-    return run
