@@ -27,6 +27,17 @@ def printable(text: str, *, keep: str = "") -> str:
     )
 
 
+def is_utf8(text: str) -> bool:
+    """Whether a text can be written as UTF-8: it has no half of a surrogate pair, which "\\ud800" in JSON gives."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def say(text: object, *, error: bool = False, flush: bool = False, end: str = "\n") -> None:
     """Print a text of one or more lines, and `end` behind it, to stdout or, with `error`, to stderr.
 

@@ -7,7 +7,7 @@ import json
 import sys
 import textwrap
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
@@ -211,10 +211,7 @@ def _print_rows(console: Console, sides: dict[str, Any], unit: str, used: str) -
         line(f"skipped: {reason}"[:36], [side["skipped"].get(reason, 0) for side in each], "yellow")
     line(used, [side["used"] for side in each])
     line("exact duplicates", [side["duplicates"]["rows"] for side in each], "yellow")
-    for name, side in sides.items():
-        if side["duplicates"]["rows"]:
-            of = f"{name}: " if several else ""
-            console.print(Text(f"    {of}{_examples(side['duplicates']['first'], side['duplicates']['rows'])}"))
+    _print_places(console, {name: side["duplicates"] for name, side in sides.items()})
     line("prompts with several different rows", [side["prompts_of_several_rows"]["prompts"] for side in each])
     line("  rows of these", [side["prompts_of_several_rows"]["rows"] for side in each])
     line("empty prompts", [side["empty_prompts"] for side in each], "yellow")
@@ -222,7 +219,9 @@ def _print_rows(console: Console, sides: dict[str, Any], unit: str, used: str) -
         ("special tokens in the text", "special_tokens"),
         ("answer meets prompt without space", "glued"),
     ):
-        _print_remarkable(console, line, label, {name: side[key] for name, side in sides.items()})
+        if any(side[key]["rows"] for side in each):
+            line(label, [side[key]["rows"] for side in each], "yellow")
+            _print_places(console, {name: side[key] for name, side in sides.items()})
     lengths = {side["max_length"] for side in each} - {None}
     for length in sorted(lengths):
         line(f"longer than {length:,} {unit}", [s["too_long"] * (s["max_length"] == length) for s in each], "yellow")
@@ -233,18 +232,13 @@ def _print_rows(console: Console, sides: dict[str, Any], unit: str, used: str) -
         console.print(Text("    a word is one token or more: pass --tokenizer to count tokens"))
 
 
-def _print_remarkable(
-    console: Console, line: Callable[..., None], label: str, by_side: dict[str, dict[str, Any]]
-) -> None:
-    """A line with the rows of each side and, below it, the first places; nothing if no side has such rows."""
-    if not any(found["rows"] for found in by_side.values()):
-        return
-    line(label, [found["rows"] for found in by_side.values()], "yellow")
+def _print_places(console: Console, by_side: dict[str, dict[str, Any]]) -> None:
+    """The first places of each side that has some, with an example."""
     for name, found in by_side.items():
         if found["rows"]:
             of = f"{name}: " if len(by_side) > 1 else ""
-            places = _examples(found["first"], found["rows"])
-            console.print(Text(f"    {of}{places} ({printable(found['example'])})"))
+            example = f" ({printable(found['example'])})" if "example" in found else ""
+            console.print(Text(f"    {of}{_examples(found['first'], found['rows'])}{example}"))
 
 
 def _examples(first: Sequence[str], number: int) -> str:
@@ -265,7 +259,7 @@ def _print_lengths(console: Console, title: str, lengths: dict[str, Any]) -> Non
     shown = {name: values for name, values in shown.items() if values["max"] or name != "prompt"}
     scale = max(1, max(values["p99"] for values in shown.values())) if shown else 1
     room = WIDTH - 11 - 7 * len(columns) - 3
-    thin, thick, middle = ("─", "━", "┃") if is_unicode(console) else ("-", "=", "|")
+    thin, thick, middle = ("─", "━", "┃") if has_unicode(console) else ("-", "=", "|")
     legend = f"({thin} p1 to p99, {thick} p10 to p90, {middle} p50; 0 to {scale:,})"
     console.print(Text.assemble(("\n" + title, "bold"), (f"  {legend}", "dim")))
     console.print(Text(f"{'':11}" + "".join(f"{name:>7}" for name in columns), "dim"))
@@ -303,7 +297,7 @@ def _print_scores(console: Console, title: str, scores: dict[str, Any]) -> None:
     if "counts" not in scores:
         console.print(f"  smallest {scores['min']:g}, median {scores['median']:g}, largest {scores['max']:g}")
         return
-    block = "█" if is_unicode(console) else "#"
+    block = "█" if has_unicode(console) else "#"
     for score, times in scores["counts"].items():
         bar = block * round(30 * times / number)
         console.print(Text.assemble(f"  {score:>12}{times:>12,}{percent(times / number):>9}   ", (bar, "cyan")))
@@ -327,6 +321,6 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def is_unicode(console: Console) -> bool:
+def has_unicode(console: Console) -> bool:
     """Whether the output can hold more than ASCII."""
     return console.encoding.lower().startswith("utf")

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from rlhf_cli.artifacts import model_directory
 from rlhf_cli.commands.data_check import parts_of
-from rlhf_cli.commands.data_report import is_unicode, new_console
+from rlhf_cli.commands.data_report import has_unicode, new_console
 from rlhf_cli.commands.options import ConfigOrNone, Format, ForOrNone, Keys, SourceOrConfigSet, SourceOrNone, Tokenizer
 from rlhf_cli.config.data import Rows
 from rlhf_cli.console import Console
@@ -225,7 +225,7 @@ class Screen:
     def __init__(self, console: Console, part: StageRows):
         self.console, self.word = console, TARGET[part.purpose]
         self.coloured = console.color_system is not None and not console.no_color
-        self.marks = ("⟦", "⟧") if is_unicode(console) else ("[[", "]]")
+        self.marks = ("⟦", "⟧") if has_unicode(console) else ("[[", "]]")
 
     def legend(self) -> None:
         """Print what the marks mean."""

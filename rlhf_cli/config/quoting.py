@@ -44,8 +44,3 @@ def dotted(keys: Keys) -> str:
 def clipped(text: str) -> str:
     """Keep the beginning and the end of a text that is too long for a message."""
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]} ... {text[-MAX_SHOWN // 2 :]}"
-
-
-def is_unicode(text: str) -> bool:
-    """False for text with an unpaired surrogate (``"\\uD800"``), which neither JSON nor a file can hold."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)

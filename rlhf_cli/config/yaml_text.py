@@ -18,8 +18,9 @@ from typing import Any
 
 import yaml
 
-from rlhf_cli.config.quoting import is_unicode, shown
+from rlhf_cli.config.quoting import shown
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.printing import is_utf8
 
 MAX_BYTES = 256 * 1024  # PyYAML reads about 100 kB a second
 MAX_DEPTH = 40
@@ -98,7 +99,7 @@ def scalar(node: yaml.ScalarNode) -> Any:
     """The value of a scalar by its written or resolved tag; raises ValueError if the text does not fit it."""
     text, kind = node.value, node.tag.removeprefix(TAG)
     if kind in ("str", "merge"):
-        if not is_unicode(text):
+        if not is_utf8(text):
             raise ValueError("half of a surrogate pair, must be Unicode text")
         if "\0" in text:
             raise ValueError("a null character, which no path can hold")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from rlhf_cli.config.base import expand_home
-from rlhf_cli.config.quoting import Keys, clipped, dotted, found, is_unicode, shown
+from rlhf_cli.config.quoting import Keys, clipped, dotted, found, shown
 from rlhf_cli.config.yaml_text import (
     MAX_DEPTH,
     SCALARS,
@@ -30,7 +30,7 @@ from rlhf_cli.config.yaml_text import (
     shown_tag,
 )
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.printing import printable
+from rlhf_cli.printing import is_utf8, printable
 
 MAX_NODES = 100_000  # after aliases are expanded; 64 characters of text count as one more
 MAX_PROBLEMS = 40
@@ -245,7 +245,7 @@ class Tree:
                 first = pairs[key_node.value][0]
                 both = f"first on line {first.number}" if start.source != OVERRIDE else "in one mapping"
                 self.report(place, (*keys, key_node.value), f"written twice, {both}; keep one")
-            elif not is_unicode(key_node.value):
+            elif not is_utf8(key_node.value):
                 self.report(place, keys, "the key has half of a surrogate pair, must be Unicode text")
             else:
                 pairs[key_node.value] = (place, child)
@@ -270,7 +270,7 @@ class Tree:
             return self.problems.append((place, "no equals sign, must be key=value"))
         if not all(names):
             return self.problems.append((place, "the key has an empty part, must be key=value or a.b=value"))
-        if not is_unicode(name_text):
+        if not is_utf8(name_text):
             return self.problems.append((place, "the key has half of a surrogate pair, must be Unicode text"))
         if len(names) > MAX_DEPTH:
             return self.problems.append((place, f"nested more than {MAX_DEPTH} deep"))

@@ -16,6 +16,7 @@ from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.records import Answer, Message, Record, kind_of, number, shown, shown_name, transcript
 from rlhf_cli.data.rows import Row
 from rlhf_cli.errors import DataError
+from rlhf_cli.printing import is_utf8
 
 PROMPT_KEYS = ("prompt", "question", "user_input", "query")
 RESPONSE_KEYS = ("response", "completion", "answer", "output")
@@ -128,11 +129,8 @@ def checked(value: Any, what: str, where: str, *, empty: bool = False) -> str:
         raise DataError(f"{where}: {what} is {kind_of(value)}, it must be text")
     if not empty and not value.strip():
         raise DataError(f"{where}: {what} is empty, it must contain text. Remove the row")
-    if not value.isascii():
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:
-            raise DataError(f"{where}: {what} contains a lone surrogate (half a character). Fix the row") from None
+    if not is_utf8(value):
+        raise DataError(f"{where}: {what} contains a lone surrogate (half a character). Fix the row")
     return value
 
 

@@ -22,12 +22,12 @@ from rlhf_cli.data.rows import (
     Fault,
     Row,
     is_deep,
-    is_utf8,
     json_fault,
     json_message,
     object_fault,
 )
 from rlhf_cli.errors import DataError
+from rlhf_cli.printing import is_utf8
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 

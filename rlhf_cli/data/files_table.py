@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from rlhf_cli.data.rows import BLOCK, MAX_ROW, BadRow, Row, is_utf8, short
+from rlhf_cli.data.records import shown
+from rlhf_cli.data.rows import BLOCK, MAX_ROW, BadRow, Row
 from rlhf_cli.data_files import reason
 from rlhf_cli.errors import DataError
+from rlhf_cli.printing import is_utf8
 
 if TYPE_CHECKING:
     import pyarrow
@@ -91,7 +93,7 @@ def _check_header(name: str, header: list[str]) -> None:
         raise DataError(f"{name}: column {empty[0]} of {len(header)} has no name in the header. {advice}")
     column, times = Counter(header).most_common(1)[0]
     if times > 1:
-        raise DataError(f"{name}: the header names column {short(column)} {times} times. {advice}")
+        raise DataError(f"{name}: the header names column {shown(column)} {times} times. {advice}")
 
 
 # ------------------------------------------------------------------------------------- Parquet, Arrow
@@ -112,7 +114,7 @@ def table_rows(name: str, kind: str, file: BinaryIO, compression: str) -> Iterat
             for batch in _parquet_batches(file) if kind == ".parquet" else _arrow_batches(file):
                 column, times = Counter(batch.schema.names).most_common(1)[0] if batch.num_columns else ("", 0)
                 if times > 1:
-                    raise DataError(f"{name}: has {times} columns named {short(column)}. Rename them")
+                    raise DataError(f"{name}: has {times} columns named {shown(column)}. Rename them")
                 for start in range(0, batch.num_rows, 1000):
                     for values in _python_rows(batch.slice(start, 1000)):
                         number += 1

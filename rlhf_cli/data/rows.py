@@ -73,19 +73,3 @@ def is_deep(value: dict[str, Any], text: str, start: int, end: int) -> bool:
         children = [child for item in level for child in (item.values() if type(item) is dict else item)]
         level = [child for child in children if type(child) in _CONTAINERS]
     return bool(level)
-
-
-def is_utf8(text: str) -> bool:
-    """Was text that was decoded with surrogateescape valid UTF-8?"""
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def short(text: str) -> str:
-    """A column's name for a message, in ASCII and shortened."""
-    return ascii(text[:40]) + ("..." if len(text) > 40 else "")
