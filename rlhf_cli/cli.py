@@ -60,7 +60,7 @@ COMMANDS: dict[str, dict[str, Lazy | None]] = {
             "Say which of two replies is better, with one key; writes preference rows for `rlhf rm`.",
             SourceCommand,
         ),
-        "serve": Lazy("serve_model.serve_command", "Serve a trained model with OpenAI's API: chat and completions."),
+        "serve": Lazy("serve.serve_command", "Serve a trained model with OpenAI's API: chat and completions."),
         "push": Lazy(
             "push.push",
             "Upload a trained model with its card to the Hugging Face hub. Shows what it would upload without --yes.",
@@ -73,9 +73,7 @@ COMMANDS: dict[str, dict[str, Lazy | None]] = {
         "config": None,
     },
     "rm": {
-        "serve": Lazy(
-            "serve.serve_command", "Serve a reward model over HTTP, for `type: http` rewards and for OpenRLHF."
-        ),
+        "serve": Lazy("rm_serve.serve", "Serve a reward model over HTTP, for `type: http` rewards and for OpenRLHF."),
         "score": Lazy(
             "rm_score.rm_score",
             "Score the answers of a file with a reward model; of pairs, show good beside bad.",

@@ -64,7 +64,7 @@ from rlhf_cli.evaluation.agreement import (
 )
 from rlhf_cli.evaluation.normalization import (
     Items,
-    Samples,
+    Sample,
     frozen_reward_model,
     samples_of_sft,
     texts_to_score,
@@ -388,7 +388,7 @@ def _show(figures: dict[str, float], rows: TokenRows, display: Display) -> None:
 def _normalize(
     model: PreTrainedModel,
     rows: TokenRows,
-    samples: Samples | None,
+    samples: Sequence[Sample],
     budget: Budget,
     config: RMConfig,
     stage: StageRun,

@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,12 +24,12 @@ from rich.table import Table
 from rlhf_cli.commands.options import Quantized, WhereToRun, WritingStage
 from rlhf_cli.console import Console
 from rlhf_cli.data.records import Message
-from rlhf_cli.errors import ConfigError, DataError, RunError, UserError
+from rlhf_cli.errors import ConfigError, DataError, RewardError, RunError, UserError
 from rlhf_cli.printing import printable, say
 
 if TYPE_CHECKING:
-    from rlhf_cli.evaluation.conversation import ChatModel, Drawing, Reply
     from rlhf_cli.rewards.base import RewardSource
+    from rlhf_cli.rollout.speaker import Reply, Speaker
 
 HELP = """\
 /regenerate         another reply to the last message
@@ -45,38 +45,49 @@ LONGEST_WORD = 20
 """Columns after which a word is printed before its end: some languages write without spaces."""
 
 
+@dataclass(frozen=True)
+class ChatSettings:
+    """How replies are drawn. None leaves a value to the model."""
+
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", min=0.0, help="0 is greedy. The run's own by default.")
+    ] = None
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", min=1, help="Longest reply. The run's own by default.")
+    ] = None
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the replies.")] = 0
+
+
 def chat(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or that of any language model.")],
+    settings: ChatSettings,
     stage: WritingStage = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="sft and ppo answer side by side, with the score of each reward.")
     ] = False,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", min=0.0, help="0 is greedy. The run's own by default.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", min=1, help="Longest reply. The run's own by default.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the replies.")] = 0,
     device: WhereToRun = "auto",
     quantize: Quantized = None,
 ) -> None:
     """Talk to a model that you trained. /help lists the commands of the conversation."""
-    from rlhf_cli.evaluation.conversation import Drawing, open_comparison, open_models
+    from rlhf_cli.processes.distributed import start
+    from rlhf_cli.trained.model import find_model
 
     if compare and stage is not None:
         raise ConfigError("--stage: --compare shows both stages. Remove one of the options")
-    if temperature is not None:
-        check_temperature(temperature)
-    sources, notes = None, list[str]()
+    if settings.temperature is not None:
+        check_temperature(settings.temperature)
+    trained = find_model(directory, stage)
+    both = [trained.compared(name) for name in ("sft", "ppo")] if compare else [trained]
+    where = start(device).device
+    models, sources = [model.speaker(where, quantize) for model in both], None
     if compare:
-        models, sources, notes = open_comparison(directory, device, quantize)
-    else:
-        models = open_models(directory, stage, device, quantize)
-    for note in notes:
-        say(note, error=True)
+        rewards = trained.rewards()
+        assert rewards is not None
+        sources, notes = rewards.load(models[1].tokenizer, where, models[1].precision)
+        for note in notes:
+            say(note, error=True)
     interactive = sys.stdin.isatty()
-    session = Session(models, sources, Drawing(seed, temperature, max_new_tokens), interactive=interactive)
+    session = Session(models, sources, settings, interactive=interactive)
     session.introduce()
     failed = sum(not session.take(line) for line in (typed() if interactive else piped()))
     if failed and not interactive:
@@ -88,14 +99,14 @@ class Session:
 
     def __init__(
         self,
-        models: Sequence[ChatModel],
+        models: Sequence[Speaker],
         sources: Sequence[RewardSource] | None,
-        drawing: Drawing,
+        settings: ChatSettings,
         *,
         interactive: bool,
     ):
         """sources: the rewards that score two models side by side; None for a single model."""
-        self.models, self.sources, self.drawing, self.interactive = models, sources, drawing, interactive
+        self.models, self.sources, self.settings, self.interactive = models, sources, settings, interactive
         self.console = Console()
         self.system: list[Message] = []
         self.histories: list[list[Message]] = [[] for _ in models]
@@ -165,13 +176,29 @@ class Session:
         self.last = replies
         return replies
 
+    def reply(
+        self,
+        model: Speaker,
+        messages: Sequence[Message],
+        on_text: Callable[[str], None],
+        *,
+        keep_partial: bool = False,
+    ) -> Reply:
+        """A model's next reply of the session; see `Speaker.stream`. Raises DataError for a conversation that does not
+        fit, or that the chat template refuses."""
+        from rlhf_cli.rollout.sampling import draw_uniforms
+
+        settings, ids = self.settings, model.form.encode(model.tokenizer, messages)
+        room = model.room(ids, "Shorten the message, or start over with /clear")
+        longest = settings.max_new_tokens or model.max_new_tokens
+        uniforms = draw_uniforms(settings.seed, "chat", self.num_replies, 1, longest)[:, :room]
+        return model.at(settings.temperature).stream(ids, uniforms, on_text, keep_partial=keep_partial)
+
     def stream(self, messages: Sequence[Message]) -> Reply:
         """The reply of the only model."""
         words = Words(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
         try:
-            reply = self.models[0].reply(
-                messages, self.drawing, self.num_replies, words.grow, keep_partial=self.interactive
-            )
+            reply = self.reply(self.models[0], messages, words.grow, keep_partial=self.interactive)
         finally:
             words.end()
         if not reply.text:
@@ -182,8 +209,6 @@ class Session:
 
     def side_by_side(self, prompts: Sequence[Sequence[Message]], sources: Sequence[RewardSource]) -> list[Reply]:
         """The replies of both models in two columns, with their scores below."""
-        from rlhf_cli.evaluation.conversation import reply_scores
-
         texts = ["" for _ in self.models]
         replies: list[Reply] = []
         live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
@@ -195,7 +220,7 @@ class Session:
                     if live is not None:
                         live.update(self.table(texts, []), refresh=True)
 
-                replies.append(model.reply(messages, self.drawing, self.num_replies, show))
+                replies.append(self.reply(model, messages, show))
             judged = [reply_scores(sources, *each) for each in zip(self.models, prompts, replies, strict=True)]
             table = self.table([cut_note(reply) for reply in replies], [scores for scores, _ in judged])
             if live is not None:
@@ -241,21 +266,21 @@ class Session:
             case "":
                 pass
             case "temperature":
-                self.drawing = replace(self.drawing, temperature=check_temperature(value))
+                self.settings = replace(self.settings, temperature=check_temperature(value))
             case "max_new_tokens":
-                self.drawing = replace(self.drawing, max_new_tokens=_whole_number(name, value, least=1))
+                self.settings = replace(self.settings, max_new_tokens=_whole_number(name, value, least=1))
             case "seed":
-                self.drawing = replace(self.drawing, seed=_whole_number(name, value, least=0))
+                self.settings = replace(self.settings, seed=_whole_number(name, value, least=0))
             case _:
                 raise ConfigError(f"/set {name}: must be temperature, max_new_tokens or seed")
         self.show_settings()
 
     def show_settings(self) -> None:
         """Print how replies are drawn."""
-        drawing, own = self.drawing, self.models[0]
-        temperature = own.sampling.temperature if drawing.temperature is None else drawing.temperature
-        longest = drawing.max_new_tokens or own.max_new_tokens
-        say(f"temperature {temperature:g}, at most {longest} new tokens, seed {drawing.seed}", error=True)
+        settings, own = self.settings, self.models[0]
+        temperature = own.sampling.temperature if settings.temperature is None else settings.temperature
+        longest = settings.max_new_tokens or own.max_new_tokens
+        say(f"temperature {temperature:g}, at most {longest} new tokens, seed {settings.seed}", error=True)
 
     def show_history(self) -> None:
         """Print the conversation of each model."""
@@ -292,6 +317,37 @@ class Session:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(f"/save: {path} cannot be written ({reason}). Give another file") from None
         say(f"saved to {path}", error=True)
+
+
+def reply_scores(
+    sources: Sequence[RewardSource], model: Speaker, messages: Sequence[Message], reply: Reply
+) -> tuple[dict[str, float], list[str]]:
+    """Each source's score of a reply, before its weight, and a line for each source that has none.
+
+    With several sources, `sum` is their weighted sum, unless one has no score.
+    """
+    from rlhf_cli.data.encoders import PromptRow
+    from rlhf_cli.rewards.sources import samples_of, total_score
+
+    form, tokenizer = model.form, model.tokenizer
+    row = form.row(messages)
+    prompt = PromptRow(form.row_text(tokenizer, row), form.encode(tokenizer, messages), row)
+    samples = samples_of(sources, tokenizer, [prompt], [model.text(reply.response)], [reply.response])
+    found: dict[str, float] = {}
+    problems: list[str] = []
+    for source in sources:
+        try:
+            scores = total_score([source], samples)
+        except RewardError as error:
+            problems.append(str(error))
+            continue
+        if scores.errors.get(source.name):
+            problems.append(f"{source.name}: has no score, which counts as 0.0 (on_error: zero)")
+        else:
+            found[source.name] = scores.each[source.name].item()
+    if len(sources) > 1 and not problems:
+        found["sum"] = sum(source.weight * found[source.name] for source in sources)
+    return found, problems
 
 
 def cut_note(reply: Reply) -> str:

@@ -1,4 +1,4 @@
-"""OpenAI's chat and completions over the model of `rlhf chat`, for `rlhf serve`.
+"""OpenAI's chat and completions over a model that speaks, for `rlhf serve`.
 
     POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /health
 
@@ -7,14 +7,13 @@ One request at a time uses the model. A field that would change the answer and t
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
-import threading
+import socket
 import time
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -23,13 +22,12 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from rlhf_cli.commands.serving import JSONLine, Refused, Server
+from rlhf_cli.commands.serving import JSONLine, Put, Refused, Server
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import DataError
 
 if TYPE_CHECKING:
-    from rlhf_cli.evaluation.conversation import ChatModel, Reply
-    from rlhf_cli.rollout.distribution import Sampling
+    from rlhf_cli.rollout.speaker import Reply, Speaker
 
 MAX_WAITING = 128
 """Requests that wait for the model. Further ones are answered 503."""
@@ -108,15 +106,17 @@ class _Ask(_Strict):
     def num_characters(self) -> int:
         raise NotImplementedError
 
-    def ids(self, chat_model: ChatModel) -> list[int]:
+    def ids(self, speaker: Speaker) -> list[int]:
         """The prompt's tokens."""
         raise NotImplementedError
 
-    def sampling(self, chat_model: ChatModel) -> Sampling:
-        sampling = chat_model.sampling_at(self.temperature)
+    def drawn(self, speaker: Speaker) -> Speaker:
+        """The speaker, which draws as the request says."""
         given = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p} if self.temperature != 0 else {}
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        return replace(sampling, stop_strings=(*sampling.stop_strings, *self.stop), **changes)
+        speaker = speaker.at(self.temperature)
+        stops = (*speaker.sampling.stop_strings, *self.stop)
+        return replace(speaker, sampling=replace(speaker.sampling, stop_strings=stops, **changes))
 
 
 class _ChatAsk(_Ask):
@@ -127,12 +127,12 @@ class _ChatAsk(_Ask):
     def num_characters(self) -> int:
         return sum(len(turn.message().content) for turn in self.messages)
 
-    def ids(self, chat_model: ChatModel) -> list[int]:
-        if chat_model.form.kind == "single":
+    def ids(self, speaker: Speaker) -> list[int]:
+        if speaker.form.kind == "single":
             raise Refused(400, "the model was not trained on chats. Send its prompt as text to /v1/completions")
         if self.messages[-1].role == "assistant":
             raise Refused(400, "messages: the last one is the assistant's. End with the user's")
-        return chat_model.form.encode(chat_model.tokenizer, [turn.message() for turn in self.messages])
+        return speaker.form.encode(speaker.tokenizer, [turn.message() for turn in self.messages])
 
 
 class _TextAsk(_Ask):
@@ -142,10 +142,10 @@ class _TextAsk(_Ask):
     def num_characters(self) -> int:
         return len(self.prompt)
 
-    def ids(self, chat_model: ChatModel) -> list[int]:
+    def ids(self, speaker: Speaker) -> list[int]:
         from rlhf_cli.data.encode import encode_prompts
 
-        return encode_prompts(chat_model.tokenizer, [self.prompt], None, keep_special=True)[0]
+        return encode_prompts(speaker.tokenizer, [self.prompt], None, keep_special=True)[0]
 
 
 def parse(body: bytes, kind: type[_Ask], name: str) -> _Ask:
@@ -176,35 +176,26 @@ def parse(body: bytes, kind: type[_Ask], name: str) -> _Ask:
     return ask
 
 
-class _LeftError(Exception):
-    """The client does not wait for the rest of its answer."""
-
-
-class ChatServer:
+class ChatAPI(Server):
     """The server of one loaded model under a name."""
 
-    def __init__(self, name: str, chat_model: ChatModel, token: str | None):
+    def __init__(self, listener: socket.socket, name: str, speaker: Speaker, token: str | None):
         from rlhf_cli.models.forward import positions
 
-        self.name, self.chat_model, self.started = name, chat_model, int(time.time())
-        self.max_characters = min(MAX_CHARACTERS, CHARACTERS_PER_TOKEN * positions(chat_model.model))
+        self.name, self.speaker, self.started = name, speaker, int(time.time())
+        self.max_characters = min(MAX_CHARACTERS, CHARACTERS_PER_TOKEN * positions(speaker.model))
         self.seed, self.num_requests = secrets.randbits(62), 0
         """What a request without a seed draws from."""
         routes = [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/models", self.models),
-            Route("/health", self.health),
         ]
 
         def error(text: str) -> dict[str, Any]:
             return {"error": {"message": text, "type": "invalid_request_error"}}
 
-        self.server = Server(routes, token, error, max_waiting=MAX_WAITING)
-
-    async def health(self, _request: Request) -> Response:
-        """Say that the server runs."""
-        return JSONLine({"status": "ok"})
+        super().__init__(listener, routes, token, error, max_waiting=MAX_WAITING)
 
     async def models(self, _request: Request) -> Response:
         """The list of the only model."""
@@ -220,63 +211,39 @@ class ChatServer:
         return await self._answer(request, _TextAsk)
 
     async def _answer(self, request: Request, kind: type[_Ask]) -> Response:
-        ask = parse(await self.server.read(request, MAX_BODY_BYTES), kind, self.name)
+        ask = parse(await self.read(request, MAX_BODY_BYTES), kind, self.name)
         if ask.num_characters > self.max_characters:
             rule = f"at most {self.max_characters} are read. Shorten it"
             raise Refused(400, f"the prompt has {ask.num_characters} characters, {rule}")
-        texts = self._texts(ask)
-        if ask.stream:
-            await self.server.until_left(request, anext(texts))  # a prompt that is refused begins no stream
-            return StreamingResponse(self._events(ask, texts), media_type="text/event-stream")
-
-        async def last() -> Any:
-            return [item async for item in texts][-1]
-
-        length, reply = await self.server.until_left(request, last())
-        return JSONLine({**self._choice(ask, reply.text, reply), "usage": _usage(length, reply)})
-
-    async def _texts(self, ask: _Ask) -> AsyncIterator[Any]:
-        """The text so far each time it grows, first "", at last (the prompt's length, the reply)."""
-        grown: asyncio.Queue[Any] = asyncio.Queue()
-        loop, left = asyncio.get_running_loop(), threading.Event()
-
-        def take(text: str) -> None:
-            if left.is_set():
-                raise _LeftError
-            loop.call_soon_threadsafe(grown.put_nowait, text)
-
         self.num_requests += 1
         number = self.num_requests
-        work = asyncio.ensure_future(self.server.model.run(lambda: self._speak(ask, number, take)))
-        work.add_done_callback(grown.put_nowait)
-        try:
-            while (text := await grown.get()) is not work:
-                yield text
-            yield work.result()
-        finally:
-            left.set()
-            work.cancel()
+        if ask.stream:
+            pieces = self.model.stream(lambda put: self.speak(ask, number, put))
+            await self.until_left(request, anext(pieces))  # a prompt that is refused begins no stream
+            return StreamingResponse(self._events(ask, pieces), media_type="text/event-stream")
+        answer = self.model.run(lambda put: self.speak(ask, number, put))
+        length, reply = await self.until_left(request, answer)
+        return JSONLine({**self._choice(ask, reply.text, reply), "usage": _usage(length, reply)})
 
-    def _speak(self, ask: _Ask, number: int, take: Callable[[str], None]) -> tuple[int, Reply]:
-        """The reply, in the model's thread."""
+    def speak(self, ask: _Ask, number: int, put: Put) -> tuple[int, Reply]:
+        """Put "" once the prompt is read, then the text so far each time it grows; returns the prompt's length and the
+        reply."""
         from rlhf_cli.rollout.sampling import draw_uniforms
 
-        chat_model = self.chat_model
         try:
-            ids = ask.ids(chat_model)
-            room = chat_model.room(ids, "Shorten the prompt")
+            ids = ask.ids(self.speaker)
+            room = self.speaker.room(ids)
         except DataError as error:
             raise Refused(400, str(error)) from None
-        take("")
-        given = ask.max_tokens or getattr(ask, "max_completion_tokens", None) or chat_model.max_new_tokens
+        put("")
+        given = ask.max_tokens or getattr(ask, "max_completion_tokens", None) or self.speaker.max_new_tokens
         seed, number = (ask.seed, 0) if ask.seed is not None else (self.seed, number)
         uniforms = draw_uniforms(seed, "serve", number, 1, min(given, room))
-        as_message = isinstance(ask, _ChatAsk)
-        return len(ids), chat_model.respond(ids, uniforms, ask.sampling(chat_model), take, as_message=as_message)
+        return len(ids), ask.drawn(self.speaker).stream(ids, uniforms, put, as_message=isinstance(ask, _ChatAsk))
 
     # ---------------------------------------------------------------------------------------- answers
 
-    async def _events(self, ask: _Ask, texts: AsyncIterator[Any]) -> AsyncIterator[str]:
+    async def _events(self, ask: _Ask, pieces: AsyncIterator[Any]) -> AsyncIterator[str]:
         """The server-sent events of a stream."""
         made = self._choice(ask, "", None)
         if isinstance(ask, _ChatAsk):
@@ -284,7 +251,7 @@ class ChatServer:
         yield _event(made)
         sent = 0
         try:
-            async for item in texts:
+            async for item in pieces:
                 text, reply = (item, None) if isinstance(item, str) else (item[1].text, item[1])
                 if len(text) > sent or reply is not None:
                     yield _event({**self._choice(ask, text[sent:], reply), "id": made["id"]})
@@ -297,7 +264,7 @@ class ChatServer:
             # The head is sent, so the error is an event.
             yield _event({"error": {"message": f"the model failed ({type(error).__name__})", "type": "server_error"}})
         finally:
-            await texts.aclose()  # type: ignore[attr-defined]
+            await pieces.aclose()  # type: ignore[attr-defined]
 
     def _choice(self, ask: _Ask, text: str, reply: Reply | None) -> dict[str, Any]:
         """An answer with a text; `reply` is given with the last one."""

@@ -23,13 +23,17 @@ NAMES = OptionNames("--judge", "--judge-key-env", "The other figures are written
 class JudgeOptions:
     """The `--judge` options of `rlhf eval`."""
 
-    url: str | None = None
-    model: str | None = None
-    template: Path | None = None
-    """A text with {prompt}, {a} and {b}; None uses that of `rlhf data score --compare`."""
-    key_env: str | None = None
-    """The environment variable that holds the API key."""
-    max_new_tokens: int = 16
+    url: Annotated[
+        str | None, typer.Option("--judge", metavar="URL", help="A chat server that compares SFT's and PPO's replies.")
+    ] = None
+    model: Annotated[str | None, typer.Option("--judge-model", help="The model's name on that server.")] = None
+    key_env: Annotated[
+        str | None, typer.Option("--judge-key-env", help="The environment variable with its API key.")
+    ] = None
+    template: Annotated[
+        Path | None, typer.Option("--judge-template", help="The question, with {prompt}, {a} and {b}.")
+    ] = None
+    max_new_tokens: Annotated[int, typer.Option("--judge-tokens", min=1, help="Longest answer of the judge.")] = 16
     attempts: int = 3
     """Requests until an answer names exactly one of A and B."""
     retries: int = 5
@@ -38,6 +42,7 @@ class JudgeOptions:
 
 def evaluate(
     directory: Annotated[Path, typer.Argument(help="A run's directory, for example artifacts/support.")],
+    judge: JudgeOptions,
     stage: Annotated[
         Literal["sft", "rm", "ppo"] | None, typer.Option("--stage", help="Only this stage.", show_default=False)
     ] = None,
@@ -52,17 +57,6 @@ def evaluate(
     rm_bench: Annotated[
         Path | None, typer.Option("--rm-bench", help="Rows of RewardBench 2 for the reward model.")
     ] = None,
-    judge: Annotated[
-        str | None, typer.Option("--judge", metavar="URL", help="A chat server that compares SFT's and PPO's replies.")
-    ] = None,
-    judge_model: Annotated[str | None, typer.Option("--judge-model", help="The model's name on that server.")] = None,
-    judge_key_env: Annotated[
-        str | None, typer.Option("--judge-key-env", help="The environment variable with its API key.")
-    ] = None,
-    judge_template: Annotated[
-        Path | None, typer.Option("--judge-template", help="The question, with {prompt}, {a} and {b}.")
-    ] = None,
-    judge_tokens: Annotated[int, typer.Option("--judge-tokens", min=1, help="Longest answer of the judge.")] = 16,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the replies and of the intervals.")] = 0,
     device: WhereToRun = "auto",
     quiet: Quiet = False,
@@ -72,8 +66,7 @@ def evaluate(
     from rlhf_cli.evaluation.evaluate import evaluate as measure
 
     chosen = [name.strip() for name in (tasks or "").split(",") if name.strip()]
-    model = judge_of(JudgeOptions(judge, judge_model, judge_template, judge_key_env, judge_tokens))
-    settings = Settings(stage, samples, sampled_prompts, seed, device, chosen, rm_bench, model)
+    settings = Settings(stage, samples, sampled_prompts, seed, device, chosen, rm_bench, judge_of(judge))
     measure(directory, settings, quiet=quiet)
 
 

@@ -15,14 +15,14 @@ import typer
 from rlhf_cli.artifacts import MANIFEST, model_directory, new_folder, require_new, stage_directory
 from rlhf_cli.commands.options import Device, Quiet, StageOfRun
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
-from rlhf_cli.evaluation.locate import StageModel, is_model, locate
 from rlhf_cli.files import digest_file
+from rlhf_cli.trained.locate import StageModel, is_model, locate
 from rlhf_cli.training.progress import Display
 
 if TYPE_CHECKING:
     from rlhf_cli.evaluation.fidelity import Check, Comparison
-    from rlhf_cli.evaluation.prompting import Prompting
     from rlhf_cli.models.exporting import Dtype
+    from rlhf_cli.trained.model import Prompting
 
 Format = Literal["safetensors", "adapter", "gguf"]
 Quantization = Literal["int8", "int4", "q8_0", "q6_k", "q5_k_m", "q4_k_m"]
@@ -115,8 +115,8 @@ def export(
     require_new(out)
     display = Display("export", quiet=quiet)
 
-    from rlhf_cli.evaluation.prompting import prompting_of
     from rlhf_cli.models.exporting import adapter_directory
+    from rlhf_cli.trained.model import prompting_of
 
     if options.format == "adapter":
         adapter_directory(source.path)
@@ -180,8 +180,8 @@ def _check(source: Source, options: Options, display: Display) -> Check | None:
             display.note(f"{source.path} is not compared: it is not a language model or reward model of a run")
         return None
     from rlhf_cli.evaluation.fidelity import check_of
-    from rlhf_cli.evaluation.run import open_run
     from rlhf_cli.processes.distributed import start
+    from rlhf_cli.trained.run import open_run
 
     try:
         run = open_run(located.root, stage=None, device=start(options.device).device, seed=options.seed)
@@ -247,7 +247,7 @@ def _write(
 
 def _write_chat_template(folder: Path, prompting: Prompting | None) -> None:
     """Write how conversations are written, for a model that was trained on transcripts."""
-    from rlhf_cli.evaluation.prompting import TEMPLATE_FILE
+    from rlhf_cli.trained.model import TEMPLATE_FILE
 
     if prompting is not None and prompting.chat_template is not None:
         (folder / TEMPLATE_FILE).write_text(prompting.chat_template, encoding="utf-8")

@@ -7,6 +7,8 @@ before it is needed.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -31,6 +33,7 @@ from rlhf_cli.commands.output import (
     Dropped,
     Outcome,
     Output,
+    OutputRow,
     data_digest,
     each_item,
     items,
@@ -38,15 +41,20 @@ from rlhf_cli.commands.output import (
     refuse_own_output,
     with_columns,
 )
-from rlhf_cli.errors import ConfigError
+from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.processes.launcher import is_first_worker, is_worker, run_again
 from rlhf_cli.training.progress import Display
 
 if TYPE_CHECKING:
-    from rlhf_cli.data.records import Record
-    from rlhf_cli.evaluation.generation import Answer, Decoding, Refused
-    from rlhf_cli.evaluation.trained import RewardSet, TrainedModel
+    import torch
+
+    from rlhf_cli.config.ppo import Rollout
+    from rlhf_cli.data.encoders import PromptRow
+    from rlhf_cli.data.records import Prompt, Record
     from rlhf_cli.processes.distributed import World
+    from rlhf_cli.rewards.base import RewardSource
+    from rlhf_cli.rollout.distribution import Response
+    from rlhf_cli.trained.model import RewardSet, TrainedLanguageModel
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,16 @@ class ResponseOptions:
     device: Device = "auto"
     quantization: Quantized = None
 
+    @property
+    def search(self) -> str | None:
+        """The option that finds a response by a search; None if responses are sampled."""
+        return "--beams" if self.beams > 1 else "--penalty-alpha" if self.penalty_alpha is not None else None
+
+    @property
+    def num_candidates(self) -> int:
+        """Tokens among which contrastive search chooses."""
+        return self.top_k or 4
+
     def check(self) -> None:
         """Raise ConfigError for options that exclude each other."""
         if self.best_of > 1 and self.temperature == 0:
@@ -91,38 +109,32 @@ class ResponseOptions:
         given |= {"--top-k": self.top_k is not None, "--top-p": self.top_p is not None}
         if self.beams > 1 and self.penalty_alpha is not None:
             raise ConfigError("--penalty-alpha: does nothing with --beams. Remove one of them")
-        search = "--beams" if self.beams > 1 else "--penalty-alpha" if self.penalty_alpha is not None else None
         for option, is_given in given.items():
-            if search is not None and is_given and (search, option) != ("--penalty-alpha", "--top-k"):
-                raise ConfigError(f"{option}: does nothing with {search}, which draws no samples. Remove one of them")
+            if self.search is not None and is_given and (self.search, option) != ("--penalty-alpha", "--top-k"):
+                raise ConfigError(
+                    f"{option}: does nothing with {self.search}, which draws no samples. Remove one of them"
+                )
             if self.temperature == 0 and is_given and option in ("--top-k", "--top-p"):
                 raise ConfigError(f"{option}: does nothing at --temperature 0. Remove one of them")
 
-    def decoding(self, model: TrainedModel) -> Decoding:
-        """How `model` decodes: its run's rollout with the options that were given."""
-        from rlhf_cli.evaluation.generation import Decoding
-
-        rollout, contrastive = model.rollout(), self.penalty_alpha is not None
-        given = {"temperature": self.temperature or None, "top_k": None if contrastive else self.top_k}
-        given |= {"top_p": self.top_p, "max_new_tokens": self.max_new_tokens}
+    def rollout(self, model: TrainedLanguageModel) -> Rollout:
+        """The model's own rollout with the options that were given."""
+        own = model.rollout()
+        top_k = self.top_k if self.penalty_alpha is None else None
+        given = {"temperature": self.temperature or None, "top_k": top_k, "top_p": self.top_p}
+        given["max_new_tokens"] = self.max_new_tokens
         changes = {key: value for key, value in given.items() if value is not None}
-        shortest = min(rollout.min_new_tokens, self.max_new_tokens or rollout.min_new_tokens)
-        return Decoding(
-            rollout.model_copy(update={**changes, "min_new_tokens": shortest}),
-            takes_what_fits=model.run is None and self.max_new_tokens is None,
-            greedy=self.temperature == 0,
-            num_samples=self.best_of,
-            num_beams=self.beams,
-            penalty_alpha=self.penalty_alpha,
-            num_candidates=self.top_k or 4,
-            seed=self.seed,
-            batch_size=self.batch_size,
-            quantization=self.quantization,
-        )
+        shortest = min(own.min_new_tokens, self.max_new_tokens or own.min_new_tokens)
+        return own.model_copy(update={**changes, "min_new_tokens": shortest})
 
-    def rewards(self, model: TrainedModel, directory: str) -> RewardSet | None:
+    def takes_what_fits(self, model: TrainedLanguageModel) -> bool:
+        """Whether a response also ends at the model's last position. Otherwise a prompt that leaves less room than the
+        maximum length is refused."""
+        return model.run is None and self.max_new_tokens is None
+
+    def rewards(self, model: TrainedLanguageModel, directory: str) -> RewardSet | None:
         """What scores the responses; None if nothing does. Raises ConfigError if there is nothing to choose by."""
-        from rlhf_cli.evaluation.trained import RewardSet
+        from rlhf_cli.trained.model import RewardSet
 
         if self.reward_model is not None:
             return RewardSet.of_model(self.reward_model, "--reward-model")
@@ -132,6 +144,97 @@ class ResponseOptions:
         if rewards is None:
             raise ConfigError(f"--best-of: {directory} has no rewards to choose by. Give --reward-model")
         return rewards
+
+
+class Generator:
+    """A loaded language model that responds to numbered prompts.
+
+    Response k to the prompt with number n is drawn from the uniforms of (seed, n, k), so it does not depend on the
+    other prompts, except for rounding.
+
+    Raises ArtifactError for a directory without a language model, ConfigError for rewards that do not fit it, and for
+    contrastive search with a model whose cache is a state.
+    """
+
+    def __init__(
+        self, source: TrainedLanguageModel, options: ResponseOptions, rewards: RewardSet | None, device: torch.device
+    ):
+        self.options, self.takes_what_fits = options, options.takes_what_fits(source)
+        speaker = source.speaker(device, options.quantization, options.rollout(source))
+        self.speaker = speaker.at(0) if options.temperature == 0 else speaker
+        if options.penalty_alpha is not None and speaker.model._is_stateful:
+            raise ConfigError(f"--penalty-alpha: a {type(speaker.model).__name__} has no keys and values. Use --beams")
+        self.rewards: list[RewardSource] = []
+        if rewards is not None:
+            self.rewards, _ = rewards.load(speaker.tokenizer, device, source.precision)
+
+    def respond(self, numbered: Sequence[tuple[int, Prompt]]) -> list[Outcome]:
+        """The columns `response`, `ended` and `score` of each prompt, or why it has none. The numbers identify draws.
+
+        Raises RewardError if a score cannot be computed, RunError if a score is NaN.
+        """
+        from rlhf_cli.data.encoders import PromptRow
+        from rlhf_cli.rollout.speaker import PromptRefused
+
+        speaker, count = self.speaker, self.options.best_of
+        rows: list[PromptRow] = []
+        counters: list[tuple[int, int]] = []
+        refused: dict[int, Outcome] = {}
+        for number, prompt in numbered:
+            try:
+                ids = speaker.encode(prompt, takes_what_fits=self.takes_what_fits)
+            except PromptRefused as error:
+                refused[number] = Dropped(error.reason, {"detail": str(error)})
+                continue
+            rows += [PromptRow(speaker.form.row_text(speaker.tokenizer, prompt), ids, prompt)] * count
+            counters += [(number, k) for k in range(count)]
+        found = self._scored(rows, self._responses(rows, counters)) if rows else []
+        best = iter(_best(found[first : first + count]) for first in range(0, len(found), count))
+        return [refused[number] if number in refused else next(best) for number, _ in numbered]
+
+    def _responses(self, rows: Sequence[PromptRow], counters: Sequence[tuple[int, int]]) -> list[Response]:
+        import torch
+
+        from rlhf_cli.rollout.search import search
+        from rlhf_cli.seeding import generator
+
+        options, speaker, longest = self.options, self.speaker, self.speaker.max_new_tokens
+        limits = [min(longest, speaker.room(row.ids)) for row in rows]
+        if options.search is not None:
+            how = functools.partial(
+                search,
+                num_beams=options.beams,
+                penalty_alpha=options.penalty_alpha,
+                num_candidates=options.num_candidates,
+            )
+            return [how(speaker, row.ids, limit) for row, limit in zip(rows, limits, strict=True)]
+        draws = [torch.rand(longest, generator=generator(options.seed, "generate", *c)) for c in counters]
+        return speaker.respond(
+            [row.ids for row in rows],
+            torch.stack(draws),  # [B, R]
+            limits=limits if min(limits) < longest else None,
+            max_live_rows=options.batch_size,
+        )
+
+    def _scored(self, rows: Sequence[PromptRow], responses: Sequence[Response]) -> list[OutputRow]:
+        from rlhf_cli.rewards.sources import samples_of, total_score
+
+        texts = list(map(self.speaker.text, responses))
+        found: list[OutputRow] = [{"response": t, "ended": r.ended} for t, r in zip(texts, responses, strict=True)]
+        if self.rewards:
+            samples = samples_of(self.rewards, self.speaker.tokenizer, rows, texts, responses)
+            for columns, score in zip(found, total_score(self.rewards, samples).total.tolist(), strict=True):
+                columns["score"] = score
+        return found
+
+
+def _best(responses: Sequence[OutputRow]) -> OutputRow:
+    """Of a prompt's responses the one with the highest score; the first of equal ones."""
+    if len(responses) == 1:
+        return responses[0]
+    if any(math.isnan(response["score"]) for response in responses):
+        raise RunError("a score is NaN, so there is no best response. Check the rewards")
+    return max(responses, key=lambda response: response["score"])
 
 
 def generate(
@@ -158,7 +261,7 @@ def generate(
         run_again(["generate", *context.meta[ARGUMENTS]], nproc)
         return
     from rlhf_cli.data.views import prompt
-    from rlhf_cli.evaluation.trained import find_model
+    from rlhf_cli.trained.model import find_model
 
     source = reading.source(prompts)
     options.check()
@@ -170,7 +273,7 @@ def generate(
         raise ConfigError(f"--compare {compared}: the responses are those of {compared} already. Remove the option")
     if compared is not None:
         models[f"{compared}_"] = model.compared(compared)
-    rewards, decoding = options.rewards(model, directory), options.decoding(model)
+    rewards = options.rewards(model, directory)
     prompt_words = model.config.data.prompt_words if model.config is not None else 0
 
     def read() -> Iterator[Record | Dropped]:
@@ -178,17 +281,16 @@ def generate(
         return islice(map(_with_prompt, islice(rows, output.num)), number, None, count)
 
     def start() -> Callable[[Sequence[tuple[int, Record]]], list[Outcome]]:
-        from rlhf_cli.evaluation.generation import Generator
         from rlhf_cli.processes import distributed
 
         device = distributed.start(options.device).device
-        generators = {prefix: Generator(model, decoding, rewards, device) for prefix, model in models.items()}
+        generators = {prefix: Generator(model, options, rewards, device) for prefix, model in models.items()}
 
         def answer(numbered: Sequence[tuple[int, Record]]) -> list[Outcome]:
             prompts = [(n * count + number, prompt(record)) for n, record in numbered]
-            replies = {prefix: generator.respond(prompts) for prefix, generator in generators.items()}
+            found = {prefix: generator.respond(prompts) for prefix, generator in generators.items()}
             return [
-                _row(record, {prefix: found[n] for prefix, found in replies.items()})
+                _row(record, {prefix: outcomes[n] for prefix, outcomes in found.items()})
                 for n, (_, record) in enumerate(numbered)
             ]
 
@@ -201,7 +303,7 @@ def generate(
         distributed.at_step("generate")
         return world
 
-    settings = {"data": data_digest(source), "shard": f"{number + 1}/{count}", **_settings(models, decoding, rewards)}
+    settings = {"data": data_digest(source), "shard": f"{number + 1}/{count}", **_settings(models, options, rewards)}
     is_main = nproc == 1 or is_first_worker()
     display = Display("generate", quiet=output.quiet, silent=not is_main)
     rows = Output(output.out, settings, restart=output.restart, keep_dropped=False) if is_main else None
@@ -213,10 +315,12 @@ def generate(
 
             distributed.stop()
         if rows is not None:
-            _report(rows, decoding, display)
+            _report(rows, options, model, display)
 
 
-def _settings(models: dict[str, TrainedModel], decoding: Decoding, rewards: RewardSet | None) -> dict[str, Any]:
+def _settings(
+    models: dict[str, TrainedLanguageModel], options: ResponseOptions, rewards: RewardSet | None
+) -> dict[str, Any]:
     """What a resumed run must have in common with the run that it resumes, apart from the data."""
     named = {
         prefix or "response": {"path": source.path, "digest": source.digest(), "template": source.template}
@@ -224,23 +328,23 @@ def _settings(models: dict[str, TrainedModel], decoding: Decoding, rewards: Rewa
     }
     return {
         "models": named,
-        "rollout": decoding.rollout.model_dump(mode="json"),
-        **({"takes_what_fits": True} if decoding.takes_what_fits else {}),
-        **({"quantize": decoding.quantization} if decoding.quantization is not None else {}),
-        "greedy": decoding.greedy,
-        "best_of": decoding.num_samples,
-        "beams": decoding.num_beams,
-        "contrastive": [decoding.penalty_alpha, decoding.num_candidates],
-        "seed": decoding.seed,
+        "rollout": options.rollout(models[""]).model_dump(mode="json"),
+        **({"takes_what_fits": True} if options.takes_what_fits(models[""]) else {}),
+        **({"quantize": options.quantization} if options.quantization is not None else {}),
+        "greedy": options.temperature == 0,
+        "best_of": options.best_of,
+        "beams": options.beams,
+        "contrastive": [options.penalty_alpha, options.num_candidates],
+        "seed": options.seed,
         "judges": rewards.settings() if rewards is not None else None,
     }
 
 
-def _report(output: Output, decoding: Decoding, display: Display) -> None:
+def _report(output: Output, options: ResponseOptions, model: TrainedLanguageModel, display: Display) -> None:
     """Say what was written. Raises RunError if that is nothing."""
     num_cut = sum(row["ended"] is False for row in output.rows())
-    where = f"{decoding.rollout.max_new_tokens} tokens"
-    where += " or at the model's last position" if decoding.takes_what_fits else ""
+    where = f"{options.rollout(model).max_new_tokens} tokens"
+    where += " or at the model's last position" if options.takes_what_fits(model) else ""
     cut = f", {num_cut} responses cut at {where} (their `ended` is false)" if num_cut else ""
     display.note(f"{output.path}: {output.num_rows} rows{cut}{output.summary_of_dropped()}")
     output.require_rows()
@@ -253,17 +357,13 @@ def _with_prompt(item: Record | Dropped) -> Record | Dropped:
     return replace(item, prompt=item.key)
 
 
-def _row(record: Record, answers: dict[str, Answer | Refused]) -> Outcome:
+def _row(record: Record, found: dict[str, Outcome]) -> Outcome:
     """The columns of a row, or why it has none: a prompt that one of the models cannot take."""
-    from rlhf_cli.evaluation.generation import Refused
-
     columns: dict[str, Any] = {"prompt": prompt_column(record)}
-    for prefix, answer in answers.items():
-        if isinstance(answer, Refused):
-            return Dropped(answer.reason, {"detail": answer.detail})
-        columns |= {f"{prefix}response": answer.text, f"{prefix}ended": answer.ended}
-        if answer.score is not None:
-            columns[f"{prefix}score"] = answer.score
+    for prefix, outcome in found.items():
+        if not isinstance(outcome, dict):
+            return outcome
+        columns |= {prefix + name: value for name, value in outcome.items()}
     return with_columns(record, columns)
 
 

@@ -12,7 +12,7 @@ import typer
 
 from rlhf_cli.algorithms.rates import cohen_kappa
 from rlhf_cli.commands.labelling import SKIPPED, TIE, Labelling, pair_digest, pairs_of, rate
-from rlhf_cli.commands.options import SOURCE_HELP, Format, Keys, OnBadRow, RestartOut, SourceSet, source_of
+from rlhf_cli.commands.options import SOURCE_HELP, RestartOut, SourceOptions
 from rlhf_cli.commands.output import Dropped, Output, data_digest, items, read_lines, refuse_own_output
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data_files import COMPRESSIONS, find_files
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 def label(
     path: Annotated[str, typer.Argument(metavar="FILE", help=SOURCE_HELP)],
+    reading: SourceOptions,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="The .jsonl file to write or to continue; beside FILE by default."),
@@ -42,10 +43,6 @@ def label(
     ] = None,
     num: Annotated[int | None, typer.Option("--num", min=1, help="Maximum pairs.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Another seed shows the pairs in another order.")] = 0,
-    overrides: SourceSet = None,
-    format: Format = None,
-    keys: Keys = None,
-    on_bad_row: OnBadRow = "error",
     restart: RestartOut = False,
 ) -> None:
     """Say which of two replies is better, with one key; writes preference rows for `rlhf rm`."""
@@ -58,40 +55,10 @@ def label(
                 raise ConfigError(f"{option}: does nothing with --agreement, which only reads. Remove it")
         show_agreement(Path(path), agreement)
         return
-    ask_for_labels(
-        source_of(path, overrides, format, keys),
-        out,
-        labeller=labeller,
-        page=page,
-        port=port or 0,
-        num=num,
-        seed=seed,
-        on_bad_row=on_bad_row,
-        restart=restart,
-    )
-
-
-def ask_for_labels(
-    source: DataSource,
-    out: Path | None,
-    *,
-    labeller: str | None = None,
-    page: bool = False,
-    port: int = 0,
-    num: int | None = None,
-    seed: int = 0,
-    on_bad_row: OnBadRow = "error",
-    restart: bool = False,
-) -> None:
-    """Ask which reply of each pair is better, and write the answers to `out`, or resume.
-
-    Raises DataError for rows that cannot be read and for a source without pairs, ArtifactError for an `out` that cannot
-    be written or resumed, ConfigError for settings other than those of the existing answers. After the keys of a pipe,
-    DataError if some of them failed or they ended early. The answers before are kept.
-    """
+    source = reading.source(path)
     out = out or default_out(source, labeller)
     refuse_own_output(source, out)
-    pairs, unseen = pairs_of(source, on_bad_row)
+    pairs, unseen = pairs_of(source, reading.on_bad_row)
     for reason, count in unseen.items():
         say(f"label: {count} {'pair is' if count == 1 else 'pairs are'} not shown: {reason}", error=True)
     if not pairs:
@@ -103,7 +70,7 @@ def ask_for_labels(
         if page:
             from rlhf_cli.commands.label_page import serve
 
-            serve(labelling, port)
+            serve(labelling, port or 0)
         else:
             from rlhf_cli.commands.label_terminal import ask
 

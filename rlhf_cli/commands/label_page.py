@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import hmac
 import json
-import os
 import secrets
-import signal
-import socket
 import threading
 from dataclasses import asdict
 from importlib import resources
@@ -26,9 +23,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rlhf_cli.commands.labelling import KEYS, Labelling
-from rlhf_cli.commands.serving import Server
-from rlhf_cli.errors import ArtifactError, ConfigError
-from rlhf_cli.printing import say
+from rlhf_cli.commands.serving import Server, bind
+from rlhf_cli.errors import ArtifactError
 
 MAX_BODY_BYTES = 1024
 HEADERS = {
@@ -43,36 +39,16 @@ POLICY = (
 )
 
 
-class Page:
-    """The page of one labeller, bound to its port. `run` serves until `ended`, in a thread."""
+class Page(Server):
+    """The page of one labeller."""
 
     def __init__(self, labelling: Labelling, port: int):
         self.labelling, self.token = labelling, secrets.token_urlsafe(16)
-        try:
-            self.listener = socket.create_server(("127.0.0.1", port))
-        except OSError as error:
-            raise ConfigError(
-                f"--port {port}: cannot be bound ({os.strerror(error.errno or 0)}). Choose another"
-            ) from None
-        self.port = self.listener.getsockname()[1]
         self.ended = threading.Event()
         self.error: ArtifactError | None = None
         """Why answers cannot be written any more."""
         routes = [Route("/{token}/{name:path}", self.respond, methods=["GET", "POST"])]
-        self.server = Server(routes, None, lambda text: {"error": text})
-
-    @property
-    def url(self) -> str:
-        """What to open in a browser."""
-        return f"http://127.0.0.1:{self.port}/{self.token}/"
-
-    def run(self) -> None:
-        """Serve until `stop`."""
-        self.server.run(self.listener)
-
-    def stop(self) -> None:
-        """Let `run` return; may be called from another thread."""
-        self.server.stop()
+        super().__init__(bind(None, port), routes, None, lambda text: {"error": text})
 
     async def respond(self, request: Request) -> Response:
         """Answer a request that has the token and comes from the page."""
@@ -89,7 +65,7 @@ class Page:
                 own = f"http://{request.headers['Host']}"
                 if request.headers.get("Origin") != own or not is_json:
                     return JSONResponse({"error": "answers come from the page"}, 403, HEADERS)
-                return self.answer(await self.server.read(request, MAX_BODY_BYTES))
+                return self.answer(await self.read(request, MAX_BODY_BYTES))
         return JSONResponse({"error": "not found"}, 404, HEADERS)
 
     def answer(self, content: bytes) -> Response:
@@ -136,14 +112,7 @@ def serve(labelling: Labelling, port: int) -> None:
     Raises ConfigError for a port that cannot be bound, ArtifactError when an answer cannot be written.
     """
     server = Page(labelling, port)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: server.ended.set())
-    # In a thread, because uvicorn in the main thread ends with the signal's own exit code.
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    say(f"label: open {server.url} in a browser on this machine; Ctrl-C ends", flush=True)
-    server.ended.wait()
-    server.stop()
-    thread.join()
+    line = f"label: open {server.url}/{server.token}/ in a browser on this machine; Ctrl-C ends"
+    server.run_until_signal(line, server.ended)
     if server.error is not None:
         raise server.error

@@ -19,11 +19,11 @@ from rlhf_cli.artifacts import is_adapter, require_intact, stage_directory
 from rlhf_cli.commands.options import StageOfRun
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.errors import ArtifactError, ConfigError, RunError
-from rlhf_cli.evaluation.locate import StageModel, is_model, locate
 from rlhf_cli.files import read_text
 from rlhf_cli.hub import is_local, is_offline
 from rlhf_cli.printing import say, size
 from rlhf_cli.program import command
+from rlhf_cli.trained.locate import StageModel, is_model, locate
 
 CARD = "README.md"
 UPLOADED = (
@@ -157,7 +157,7 @@ def _is_from_scratch(located: StageModel) -> bool:
 
 def _prompting(located: StageModel | None, folder: Path) -> dict[str, bytes]:
     """The chat template and the card of a language model of a run, which say how it is prompted."""
-    from rlhf_cli.evaluation.prompting import HEADING, TEMPLATE_FILE, prompting_of
+    from rlhf_cli.trained.model import HEADING, TEMPLATE_FILE, prompting_of
 
     prompting = prompting_of(located)
     if prompting is None:

@@ -39,7 +39,7 @@ from rlhf_cli.commands.output import (
     text_of,
     with_columns,
 )
-from rlhf_cli.commands.serve import Settings, as_reward
+from rlhf_cli.commands.rm_serve import RewardModelOptions, as_reward
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.console import Console
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
@@ -77,7 +77,9 @@ def rm_score(
     follows it.
     """
 
-    settings = Settings(model, raw=raw, label=label, probability=probability, template=template, device=device)
+    settings = RewardModelOptions(
+        model, raw=raw, label=label, probability=probability, template=template, device=device
+    )
     if path == "-":
         given: dict[str, object] = {"--out": out, "--num": num, "--set": reading.overrides}
         given |= {"--format": reading.format, "--keys": reading.keys}
@@ -88,7 +90,7 @@ def rm_score(
     score_file(settings, reading.source(path), out, num=num, on_bad_row=reading.on_bad_row, quiet=quiet)
 
 
-def score_typed(settings: Settings, *, quiet: bool = False) -> None:
+def score_typed(settings: RewardModelOptions, *, quiet: bool = False) -> None:
     """Score each line of standard input, a prompt and an answer with a tab between, or an answer alone.
 
     A terminal shows the score below the line; a pipe gets a JSON line with prompt, response and score for each.
@@ -114,7 +116,7 @@ def score_typed(settings: Settings, *, quiet: bool = False) -> None:
 
 
 def score_file(
-    settings: Settings,
+    settings: RewardModelOptions,
     source: DataSource,
     out: Path | None,
     *,
@@ -152,7 +154,7 @@ def score_file(
     summary.show(display, model.report())
 
 
-def _load(settings: Settings) -> tuple[RewardModel, str | None, list[str]]:
+def _load(settings: RewardModelOptions) -> tuple[RewardModel, str | None, list[str]]:
     """The reward model, the prompt template of its training if that is known, and notes for the user."""
     from rlhf_cli.data.encode import require_eos
     from rlhf_cli.models.heads import reads_last_token

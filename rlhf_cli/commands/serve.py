@@ -1,229 +1,229 @@
-"""`rlhf rm serve`: a reward model behind an HTTP endpoint, so that other machines can use it.
-
-    POST /get_reward (or /)  {"query": [text, ...], "prompts": [...], "ended": [...]}  ->  {"rewards": [number, ...]}
-    GET  /health             {"status": "ok"}
-
-`type: http` of a PPO config posts to it (docs/rewards.md), and so do OpenRLHF's clients. Starlette routes, uvicorn
-speaks HTTP, one thread runs the model. The server is meant for your own machines. To expose it to others, put a
-proxy with TLS and rate limits in front of it.
-"""
+"""`rlhf serve`: a trained model behind OpenAI's API, here or by vLLM, and a reward model by `rlhf rm serve`."""
 
 from __future__ import annotations
 
-import contextlib
+import importlib.util
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+import os
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from pydantic import ValidationError
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from rlhf_cli.artifacts import reward_model_stage
-from rlhf_cli.commands.options import Device, Host, Label, Probability, Raw, RewardTemplate, TokenEnv
-from rlhf_cli.commands.serving import JSONLine, Refused, Server, address, bind, required_token
-from rlhf_cli.config.rewards import ModelReward
-from rlhf_cli.errors import ConfigError, RewardError
+from rlhf_cli.artifacts import is_adapter
+from rlhf_cli.commands import rm_serve
+from rlhf_cli.commands.options import Device, Host, Quantized, StageOfRun, TokenEnv
+from rlhf_cli.commands.serving import TOKEN_VARIABLE, RequireToken, bind, required_token
+from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.printing import say
+from rlhf_cli.program import command, install_extra
+from rlhf_cli.trained.locate import StageModel, locate
 
 if TYPE_CHECKING:
-    import socket
+    from rlhf_cli.models.adapter_files import AdapterDirectory
+    from rlhf_cli.rollout.prompt_form import PromptForm
+    from rlhf_cli.trained.model import TrainedLanguageModel
 
-    from rlhf_cli.rewards.models import RewardModel
-
-PATHS = ("/", "/get_reward")
-MAX_WAITING = 32
-"""Requests that wait for the model. Further ones are answered 503, and the six attempts of `type: http` span 31 s."""
-MAX_BODY_BYTES = 16 * 1024 * 1024
-MAX_TEXT_LENGTH = 400_000
-"""Characters of a text: more than the context of any reward model, and few enough to tokenise in a second."""
-MAX_CHARACTERS = 4_000_000
-"""Characters of all texts and prompts of a request, so that none holds the model for long."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to serve, and where."""
-
-    model: str
-    """A model directory or hub id, a finished `rm` stage, or an artifact root with one."""
-    host: str = "127.0.0.1"
-    port: int = 5000
-    """0 picks a free port."""
-    token_env: str | None = None
-    """The environment variable with the token that requests must bring."""
-    max_batch: int = 1024
-    """Maximum texts in a request."""
-    raw: bool = False
-    """Return scores without normalizing them by the stored mean and standard deviation."""
-    label: str | None = None
-    probability: bool = False
-    template: str | None = None
-    device: str = "auto"
-    keep_special: bool = False
-    """Read special tokens in all texts as special, not as the plain text that they are."""
-
-
-class RewardServer:
-    """The endpoint of one reward model, bound to its port. `run` serves until `stop`, and can run in any thread."""
-
-    def __init__(self, listener: socket.socket, source: RewardModel, *, token: str | None, max_batch: int):
-        self.listener, self.source, self.max_batch = listener, source, max_batch
-        self.host, self.port = listener.getsockname()[:2]
-        routes = [Route("/health", health), *(Route(path, self.get_reward, methods=["POST"]) for path in PATHS)]
-        self.http = Server(routes, token, lambda text: {"error": text}, max_waiting=MAX_WAITING)
-
-    def run(self) -> None:
-        """Serve until `stop`, then finish the running requests."""
-        self.http.run(self.listener)
-
-    def stop(self) -> None:
-        """Let `run` return; may be called from another thread."""
-        self.http.stop()
-
-    async def get_reward(self, request: Request) -> Response:
-        """Score the texts of a request."""
-        texts = parse_request(await self.http.read(request, MAX_BODY_BYTES), self.max_batch)
-        try:
-            rewards = self.http.model.run(lambda: self.rewards(*texts))
-            return JSONLine({"rewards": await self.http.until_left(request, rewards)})
-        except RewardError as error:
-            raise Refused(500, str(error)) from None
-
-    def rewards(self, queries: list[str], prompts: list[str], ended: list[bool]) -> list[float]:
-        """The model's scores. A query is a prompt with its response; without its prompt it counts as a response."""
-        from rlhf_cli.rewards.base import Samples
-
-        if not queries:
-            return []
-        pairs = [(p, q[len(p) :]) if q.startswith(p) else ("", q) for p, q in zip(prompts, queries, strict=True)]
-        before, responses = map(list, zip(*pairs, strict=True))
-        scores: list[float] = self.source.score(
-            Samples(before, responses, [], [], ended, [{} for _ in queries])
-        ).tolist()
-        return scores
-
-
-async def health(_request: Request) -> Response:
-    """Say that the server runs."""
-    return JSONLine({"status": "ok"})
-
-
-def parse_request(body: bytes, max_batch: int) -> tuple[list[str], list[str], list[bool]]:
-    """(queries, prompts, whether each response ended) from a request's body; raises Refused.
-
-    >>> parse_request(b'{"query": ["Hi! Hello."], "prompts": ["Hi!"]}', 8)
-    (['Hi! Hello.'], ['Hi!'], [True])
-    """
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        raise Refused(400, "the body is not JSON") from None
-    if not isinstance(value, dict) or "query" not in value:
-        raise Refused(400, 'the body must be an object with a list "query"')
-    queries = value["query"]
-    if not isinstance(queries, list):
-        raise Refused(400, '"query" must be a list of texts')
-    if len(queries) > max_batch:
-        raise Refused(413, f"{len(queries)} texts, at most {max_batch} are scored per request. Send fewer")
-
-    def checked(key: str, default: Any, is_valid: Callable[[Any], bool], name: str) -> list[Any]:
-        items = value.get(key)
-        items = [default] * len(queries) if items is None else items
-        if not isinstance(items, list) or len(items) != len(queries) or not all(map(is_valid, items)):
-            raise Refused(400, f'"{key}" must be a list of {name}, one for each item of "query"')
-        return items
-
-    texts, prompts = checked("query", None, is_text, "texts"), checked("prompts", "", is_text, "texts")
-    longest = max(map(len, (*texts, *prompts)), default=0)
-    if longest > MAX_TEXT_LENGTH:
-        raise Refused(413, f"a text has {longest} characters, at most {MAX_TEXT_LENGTH} are read. Shorten it")
-    total = sum(map(len, (*texts, *prompts)))
-    if total > MAX_CHARACTERS:
-        raise Refused(413, f"the texts have {total} characters, at most {MAX_CHARACTERS} are read. Send fewer texts")
-    return texts, prompts, checked("ended", True, lambda item: isinstance(item, bool), "true and false")
-
-
-def is_text(value: Any) -> bool:
-    """Is it text that a tokenizer can read, without lone surrogates?"""
-    if not isinstance(value, str):
-        return False
-    with contextlib.suppress(UnicodeEncodeError):
-        value.encode()
-        return True
-    return False
-
-
-# ------------------------------------------------------------------------------------------- the command
-
-
-def start(settings: Settings) -> RewardServer:
-    """Load the reward model and bind its port.
-
-    Raises ConfigError for a host that others can reach without a token, and for a port that cannot be bound.
-    """
-    from rlhf_cli.processes import distributed
-    from rlhf_cli.rewards.models import load_reward_source
-
-    token = required_token(settings.host, settings.token_env)
-    path = reward_model_stage(settings.model)
-    device = distributed.start(settings.device).device
-    reward = as_reward(settings, path)
-    source, notes = load_reward_source(
-        reward, path, None, device, "auto", name=settings.model, key="--model", keep_special=settings.keep_special
-    )
-    source.prompts_are_rendered = True
-    for note in notes:
-        say(note, error=True)
-    listener = bind(settings.host, settings.port)
-    return RewardServer(listener, source, token=token, max_batch=settings.max_batch)
-
-
-def as_reward(settings: Settings, path: str) -> ModelReward:
-    """The model as an entry of `rewards` in a PPO config; raises ConfigError for an invalid template."""
-    template = settings.template
-    response_only = template is not None and template != "chat" and "{prompt}" not in template
-    try:
-        return ModelReward(
-            type="reward_model",
-            path=path,
-            label=settings.label,
-            output="probability" if settings.probability else "logit",
-            template=template,
-            reads="response" if response_only else "prompt_and_response",
-            normalize=not settings.raw,
-        )
-    except ValidationError as error:
-        raise ConfigError(f"--template: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
-
-
-def serve(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT, then answer the running requests."""
-    server = start(settings)
-    line = f"serving {settings.model} at {address(server.listener)}/get_reward"
-    server.http.run_until_signal(server.listener, line)
+Engine = Literal["auto", "transformers", "vllm"]
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM accepts as --max-lora-rank."""
 
 
 def serve_command(
-    model: Annotated[str, typer.Argument(help="A model directory, a finished rm stage, or a run's directory.")],
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or that of a model.")],
+    stage: StageOfRun = None,
+    engine: Annotated[
+        Engine,
+        typer.Option("--engine", help="vLLM, the default where it is installed, or this process."),
+    ] = "auto",
     host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 chooses a free port.")] = 5000,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 chooses a free port.")] = 8000,
     token_env: TokenEnv = None,
-    max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Maximum texts per request.")] = 1024,
-    raw: Raw = False,
-    label: Label = None,
-    probability: Probability = False,
-    template: RewardTemplate = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="The model's name in requests; RUN-STAGE by default.")
+    ] = None,
     device: Device = "auto",
-    keep_special: Annotated[
-        bool, typer.Option("--keep-special", help="Read special tokens in texts as special, not as plain text.")
+    quantize: Quantized = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the command line of vLLM and start nothing.")
     ] = False,
 ) -> None:
-    """Serve a reward model over HTTP, for `type: http` rewards and for OpenRLHF."""
-    settings = Settings(
-        model, host, port, token_env, max_batch, raw, label, probability, template, device, keep_special
-    )
-    serve(settings)
+    """Serve a trained model with OpenAI's API: chat and completions."""
+    located = locate(directory, stage, ("ppo", "sft", "rm"))
+    token = required_token(host, token_env)
+    if not dry_run:
+        bind(host, port).close()  # a port that is taken is found before the model is loaded
+    if stage == "rm" or (located is not None and located.stage == "rm"):
+        if engine != "auto" or dry_run or name is not None or quantize is not None:
+            raise ConfigError(
+                "--stage rm: a reward model is served as `rlhf rm serve` does, without --engine, --name, --quantize "
+                "and --dry-run. Remove the option (docs/use.md has the line for vLLM)"
+            )
+        path = located.path.removesuffix("/model") if located is not None else directory
+        rm_serve.serve(rm_serve.RewardModelOptions(path, host, port, token_env, device=device))
+        return
+    from rlhf_cli.trained.model import find_model
+
+    name = name or name_of(directory, located)
+    if choose_engine(engine, dry_run=dry_run) == "vllm":
+        for option, given in {"--quantize": quantize is not None, "--device": device != "auto"}.items():
+            if given:
+                why = "reads a quantized export" if option == "--quantize" else "chooses its device"
+                raise ConfigError(f"{option}: vLLM {why}. Remove the option, or give --engine transformers")
+        _start_vllm(find_model(directory, stage), name, host, port, token_env, token, dry_run=dry_run)
+        return
+    from rlhf_cli.commands.chat_api import ChatAPI
+    from rlhf_cli.processes.distributed import start
+
+    speaker = find_model(directory, stage).speaker(start(device).device, quantize)
+    say_prompts(speaker.form, speaker.sampling.stop_strings)
+    server = ChatAPI(bind(host, port), name, speaker, token)
+    server.run_until_signal(f"serving {name} at {server.url}/v1")
+    say("stopped", flush=True)
+
+
+def choose_engine(engine: Engine, *, dry_run: bool) -> str:
+    """The engine that was asked for, or vLLM where it is installed. Raises ConfigError if it is not installed."""
+    if dry_run and engine == "transformers":
+        raise ConfigError("--dry-run: prints the command line of vLLM. Remove it, or give --engine vllm")
+    if dry_run:
+        return "vllm"
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    if engine == "vllm" and not has_vllm:
+        raise ConfigError(f"--engine vllm: needs vllm. Run: {install_extra('vllm', 'vllm')}")
+    return "vllm" if has_vllm and engine == "auto" else engine.replace("auto", "transformers")
+
+
+def name_of(directory: str, located: StageModel | None) -> str:
+    """The name of a model in requests: run and stage, or the directory's name. It has no @ and no colon.
+
+    >>> name_of("gpt2", None), name_of("my:model", None)
+    ('gpt2', 'my-model')
+    """
+    if located is not None:
+        name = f"{located.root.resolve().name}-{located.name}"
+    else:
+        name = Path(directory).resolve().name if Path(directory).is_dir() else directory
+    return re.sub(r"[@:\s]", "-", name.replace("/", "-") if located is not None else name)
+
+
+def say_prompts(form: PromptForm, stops: tuple[str, ...]) -> None:
+    """Say how the model is prompted, and by which of the two routes."""
+    say(f"prompts: {form.sentence}", error=True)
+    if form.kind == "single":
+        say("use /v1/completions with the prompt as text; the model was not trained on chats", error=True)
+    if stops:
+        say(f"stop strings of the run: {json.dumps(list(stops))}", error=True)
+
+
+# ------------------------------------------------------------------------------------------------ vLLM
+
+
+def _start_vllm(
+    trained: TrainedLanguageModel,
+    name: str,
+    host: str,
+    port: int,
+    token_env: str | None,
+    token: str | None,
+    *,
+    dry_run: bool,
+) -> None:
+    """Replace this process by vLLM's server, or print its command line."""
+    from rlhf_cli.models.load import load_tokenizer
+
+    _refuse_encoder_decoder(trained)
+    tokenizer = load_tokenizer(trained.path, trained.revision)
+    form = trained.form(tokenizer)
+    words = vllm_command(trained, name, host, port, with_token=token is not None)
+    if form.kind == "transcript":
+        words += ["--chat-template", str(form.chat_template(tokenizer))]
+    say_prompts(form, ())
+    if dry_run:
+        before = f'{TOKEN_VARIABLE}="${token_env}" ' if token is not None else ""
+        say(before + shlex.join(words))
+        return
+    stops = trained.rollout().stop_strings
+    if stops:
+        say(f"send the run's stop strings with each request: stop={json.dumps(stops)}", error=True)
+    say(f"starting {shlex.join(words)}", error=True)
+    sys.stdout.flush()
+    os.execve(vllm_program(), words, os.environ | ({TOKEN_VARIABLE: token} if token is not None else {}))
+
+
+def _refuse_encoder_decoder(trained: TrainedLanguageModel) -> None:
+    """Raise ArtifactError for a model that vLLM does not serve."""
+    from transformers import AutoConfig
+
+    from rlhf_cli.models.check import check_directory
+    from rlhf_cli.models.seq2seq import is_seq2seq_config
+
+    if is_adapter(trained.path):
+        return  # LoRA is not offered for encoder-decoders
+    check_directory(trained.path, trained.revision, weights=False)
+    if is_seq2seq_config(AutoConfig.from_pretrained(trained.path, revision=trained.revision, trust_remote_code=False)):
+        raise ArtifactError(
+            f"{trained.path}: is an encoder-decoder, which vLLM does not serve. Use --engine transformers"
+        )
+
+
+def vllm_program() -> str:
+    """The `vllm` beside this Python, or that on the PATH. Raises ConfigError without one."""
+    beside = Path(sys.executable).with_name("vllm")
+    program = str(beside) if beside.is_file() else shutil.which("vllm")
+    if program is None:
+        raise ConfigError(f"--engine vllm: {beside} is missing. Run: {install_extra('vllm', 'vllm')}")
+    return program
+
+
+def vllm_command(trained: TrainedLanguageModel, name: str, host: str, port: int, *, with_token: bool) -> list[str]:
+    """The command that serves a model with vLLM, which draws by default as the run does.
+
+    Adapters stay adapters. Raises ArtifactError for adapters that vLLM does not read.
+    """
+    from rlhf_cli.models.adapter_files import read_adapter
+
+    adapter = read_adapter(trained.path) if is_adapter(trained.path) else None
+    model, revision = trained.path, trained.revision
+    if adapter is not None:
+        model, revision = adapter.base.path, adapter.base.revision
+    words = ["vllm", "serve", model, "--host", host, "--port", str(port)]
+    if revision is not None:
+        words += ["--revision", revision]
+    if adapter is not None:
+        words += ["--served-model-name", f"{name}-base", *_lora_words(adapter, name)]
+    else:
+        words += ["--served-model-name", name]
+    rollout = trained.rollout()
+    drawing: dict[str, Any] = {
+        "temperature": rollout.temperature,
+        "top_k": rollout.top_k,
+        "top_p": rollout.top_p,
+        "min_p": rollout.min_p,
+    }
+    words += ["--dtype", "float32" if trained.precision == "float32" else "bfloat16"]
+    words += ["--override-generation-config", json.dumps({k: v for k, v in drawing.items() if v is not None})]
+    if with_token:
+        words += ["--middleware", f"{RequireToken.__module__}.{RequireToken.__qualname__}"]
+    return words
+
+
+def _lora_words(adapter: AdapterDirectory, name: str) -> list[str]:
+    """The options with which vLLM applies adapters to their base."""
+    rank = int(adapter.lora.get("r", 0))
+    reasons = {
+        "are DoRA": bool(adapter.lora.get("use_dora")),
+        "were trained on a quantized base": adapter.quantization is not None,
+        f"have rank {rank}": rank > LORA_RANKS[-1],
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            merge = command("merge", adapter.path, "merged")
+            raise ArtifactError(f"{adapter.path}: the adapters {reason}, which vLLM does not serve. Run: {merge}")
+    largest = next(size for size in LORA_RANKS if size >= rank)
+    words = ["--enable-lora", "--lora-modules", f"{name}={Path(adapter.path).resolve()}"]
+    return [*words, "--max-lora-rank", str(largest), "--tokenizer", adapter.path]

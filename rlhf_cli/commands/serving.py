@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import hmac
 import json
+import os
 import queue
 import signal
 import socket
@@ -25,9 +27,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rlhf_cli.commands.serve_token import RequireToken
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.http_client import is_loopback, key_from_environment
 from rlhf_cli.printing import say
@@ -47,8 +48,12 @@ LAST_REQUESTS_S = 10.0
 """Seconds that running requests may take to finish when the server stops."""
 BACKLOG = 128
 """Connections that the system keeps until they are accepted."""
+TOKEN_VARIABLE = "RLHF_SERVE_TOKEN"
+"""The environment variable that vLLM's processes read the token from."""
 
 T = TypeVar("T")
+Put = Callable[[Any], None]
+"""Sends on a piece of a result. Raises Left if nobody waits for it any more."""
 
 
 class Refused(Exception):
@@ -68,6 +73,29 @@ class JSONLine(Response):
         super().__init__(json.dumps(value).encode() + b"\n", status, headers)
 
 
+class RequireToken:
+    """Middleware that answers 401 to requests without `Authorization: Bearer TOKEN`, except to /health.
+
+    vLLM takes it with `--middleware`: its own `--api-key` protects only some of its paths (vLLM's page "Security").
+    Without an argument the token is that of the environment, and a missing one is an error.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None = None):
+        self.app, self.expected = app, f"Bearer {token or os.environ[TOKEN_VARIABLE]}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = scope["type"] == "lifespan" or scope["path"] == "/health"
+        given = b"" if is_open else dict(scope["headers"]).get(b"authorization", b"")
+        if is_open or hmac.compare_digest(given, self.expected):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            message = "the token is missing or wrong. Send it as Authorization: Bearer TOKEN"
+            error = {"message": message, "type": "invalid_request_error", "code": "invalid_api_key"}
+            await JSONLine({"error": error}, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+
+
 class Server:
     """The routes of one server with its limits. `run` serves until `stop`, and can run in any thread.
 
@@ -76,25 +104,27 @@ class Server:
     """
 
     def __init__(
-        self, routes: Sequence[Route], token: str | None, error: Callable[[str], Any], *, max_waiting: int = 0
+        self,
+        listener: socket.socket,
+        routes: Sequence[Route],
+        token: str | None,
+        error: Callable[[str], Any],
+        *,
+        max_waiting: int = 0,
     ):
         """error: the JSON that tells a client what is wrong. max_waiting: the requests that may wait for the model."""
-        self._error, self._own_hosts_only = error, token is None
+        self.listener, self.port = listener, listener.getsockname()[1]
         self.model = ModelThread(max_waiting)
+        self._error, self._own_hosts_only = error, token is None
         self._bodies: dict[asyncio.Timeout, int] = {}  # in the order of their beginning -> the declared length
-        app = Starlette(
-            routes=routes,
-            exception_handlers={
-                Refused: self._refused,
-                HTTPException: self._refused,
-                ClientDisconnect: self._refused,
-                Exception: self._failed,
-            },
+        self._routes = Starlette(
+            routes=[Route("/health", _health), *routes],
+            exception_handlers=dict.fromkeys((Refused, HTTPException, ClientDisconnect), self._refused)
+            | {Exception: self._failed},
             lifespan=self._lifespan,
         )
         if token is not None:
-            app.add_middleware(RequireToken, token=token)
-        self._routes = app
+            self._routes.add_middleware(RequireToken, token=token)
         config = uvicorn.Config(
             self.app,
             interface="asgi3",
@@ -110,27 +140,32 @@ class Server:
         )
         self._uvicorn = uvicorn.Server(config)
 
-    def run(self, listener: socket.socket) -> None:
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host = self.listener.getsockname()[0]
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    def run(self) -> None:
         """Serve until `stop`, then finish the running requests."""
-        self._uvicorn.run(sockets=[listener])
+        self._uvicorn.run(sockets=[self.listener])
 
     def stop(self) -> None:
         """Let `run` return; may be called from another thread."""
         self._uvicorn.should_exit = True
 
-    def run_until_signal(self, listener: socket.socket, line: str) -> None:
-        """Print the line and serve until SIGTERM or SIGINT, then finish the running requests."""
-        stop = threading.Event()
+    def run_until_signal(self, line: str, ended: threading.Event | None = None) -> None:
+        """Print the line and serve until SIGTERM, SIGINT or `ended`, then finish the running requests."""
+        stop = ended or threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
         # In a thread, because uvicorn in the main thread ends with the signal's own exit code instead of 0.
-        thread = threading.Thread(target=self.run, args=(listener,), daemon=True)
+        thread = threading.Thread(target=self.run, daemon=True)
         thread.start()
         say(line, flush=True)
         stop.wait()
         self.stop()
         thread.join()
-        say("stopped", flush=True)
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""
@@ -237,6 +272,10 @@ class Server:
             await asyncio.sleep(0.2)
 
 
+class Left(Exception):
+    """The client does not wait for the rest of its answer."""
+
+
 class ModelThread:
     """The only thread that uses the model. A daemon: a model that computes cannot keep a stopped server alive."""
 
@@ -247,17 +286,39 @@ class ModelThread:
         self._jobs = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
 
-    async def run(self, work: Callable[[], T]) -> T:
-        """Await `work`, behind what waits already. Raises Refused if that is too much."""
+    async def stream(self, work: Callable[[Put], Any]) -> AsyncIterator[Any]:
+        """What `work` puts, as it grows, and at last its result. It waits behind the work of others.
+
+        Raises Refused if too much waits. What was not begun is dropped when the iteration ends early.
+        """
         if self.num_waiting >= self.max_waiting:
             raise Refused(503, f"{self.num_waiting} requests are waiting", {"Retry-After": "1"})
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        loop, left = asyncio.get_running_loop(), threading.Event()
+        pieces: asyncio.Queue[Any] = asyncio.Queue()
+
+        def put(piece: Any) -> None:
+            if left.is_set():
+                raise Left
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        job: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        result = asyncio.wrap_future(job)
+        result.add_done_callback(pieces.put_nowait)
         self.num_waiting += 1
+        self._jobs.put((job, lambda: work(put)))
         try:
-            self._jobs.put((future, work))
-            return await asyncio.wrap_future(future)
+            while (piece := await pieces.get()) is not result:
+                yield piece
+            yield result.result()
         finally:
             self.num_waiting -= 1
+            left.set()
+            result.cancel()
+
+    async def run(self, work: Callable[[Put], T]) -> T:
+        """The result of `work`, as `stream` gives it at last."""
+        result: T = [piece async for piece in self.stream(work)][-1]
+        return result
 
     def stop(self) -> None:
         """Let the thread end behind the work that waits."""
@@ -274,6 +335,10 @@ class ModelThread:
                 future.set_exception(error)
 
 
+async def _health(_request: Request) -> Response:
+    return JSONLine({"status": "ok"})
+
+
 def _is_here(url: str) -> bool:
     """Does a URL name this machine by its loopback address?
 
@@ -284,9 +349,6 @@ def _is_here(url: str) -> bool:
         return is_loopback(urlsplit(url).hostname or "")
     except ValueError:
         return False
-
-
-# ------------------------------------------------------------------------------------------- the port
 
 
 def required_token(host: str, variable: str | None) -> str | None:
@@ -303,18 +365,18 @@ def required_token(host: str, variable: str | None) -> str | None:
     return token
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises ConfigError for a port that is taken and for another machine's address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def bind(host: str | None, port: int) -> socket.socket:
+    """A socket that listens there; None is this machine alone, of a command without --host.
+
+    Raises ConfigError for a port that is taken and for another machine's address.
+    """
+    place = host or "127.0.0.1"
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        return socket.create_server(
+            (place, port), family=socket.AF_INET6 if ":" in place else socket.AF_INET, backlog=BACKLOG
+        )
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         reason = str(reason).partition(" (while attempting")[0]  # create_server repeats the address
-        raise ConfigError(f"--host {host} --port {port}: cannot be bound ({reason}). Choose another") from None
-
-
-def address(listener: socket.socket) -> str:
-    """The URL of a socket that listens."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        option = f"--host {host} --port {port}" if host is not None else f"--port {port}"
+        raise ConfigError(f"{option}: cannot be bound ({reason}). Choose another") from None

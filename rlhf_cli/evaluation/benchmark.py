@@ -27,10 +27,10 @@ from rlhf_cli.data.sources import read_rows
 from rlhf_cli.data.views import StageRows, answered
 from rlhf_cli.errors import DataError
 from rlhf_cli.evaluation.figures import rate_figure
-from rlhf_cli.evaluation.run import Run
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.report.figure import Figure, Figures
 from rlhf_cli.rewards.texts import cut_all, length_limit
+from rlhf_cli.trained.run import Run
 
 TIES = "ties"
 RESAMPLES = 2000

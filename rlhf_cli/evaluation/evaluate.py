@@ -22,11 +22,11 @@ from rlhf_cli.evaluation.harness import Harness
 from rlhf_cli.evaluation.judging import Judge, judge_replies
 from rlhf_cli.evaluation.replies import Arena, Replies
 from rlhf_cli.evaluation.reward_model import measure_reward_model
-from rlhf_cli.evaluation.run import Run, open_run
 from rlhf_cli.evaluation.yardstick import along_the_run, best_of_n_report
 from rlhf_cli.files import digest_file
 from rlhf_cli.processes.distributed import start
 from rlhf_cli.report.figure import Figure, Figures
+from rlhf_cli.trained.run import Run, open_run
 from rlhf_cli.training.progress import Display
 
 FOLDER = "eval"
@@ -140,7 +140,7 @@ def _replies(
     """A sampled reply to each of some prompts, and the figures of their form; both empty without prompts."""
     assert run.sft is not None
     drawn = Drawn(rows, REPLIES, run.seed)
-    (texts, lengths, ended), prompts = language_model.replies(model, tokenizer, drawn, run.sft, run.device)
+    (texts, lengths, ended), prompts = language_model.replies(model, tokenizer, drawn, run.sft)
     if not texts:
         return [], {}
     found = [{"prompt": prompt, "reply": text} for prompt, text in zip(prompts, texts, strict=True)]

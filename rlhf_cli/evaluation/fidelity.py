@@ -7,7 +7,6 @@ own rounding.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,16 +27,16 @@ from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import ppo_rows
 from rlhf_cli.evaluation.figures import difference_figure, mean_figure, ratio_figure, share_figure
 from rlhf_cli.evaluation.language_model import MAX_LOGITS, loss_difference, row_sums
-from rlhf_cli.evaluation.locate import StageModel
 from rlhf_cli.evaluation.reward_model import Scorer, rows_of_stage, scorer_of
-from rlhf_cli.evaluation.run import Run
-from rlhf_cli.evaluation.trained import samples_of
 from rlhf_cli.models.forward import positions, target_logits, vocabulary_rows
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
 from rlhf_cli.report.figure import Figure, Figures
-from rlhf_cli.rewards.sources import load_rewards, total_score
+from rlhf_cli.rewards.sources import load_rewards, samples_of, total_score
 from rlhf_cli.rollout.distribution import Response
-from rlhf_cli.rollout.sampling import draw_uniforms, sample, sampling_of
+from rlhf_cli.rollout.sampling import draw_uniforms
+from rlhf_cli.rollout.speaker import Speaker
+from rlhf_cli.trained.locate import StageModel
+from rlhf_cli.trained.run import Run
 
 PROMPTS = 256
 """Held-out prompts that a language model responds to."""
@@ -81,28 +80,10 @@ def _small(figure: Figure) -> str:
     return f"{figure.value:.2g} [{figure.low:.2g}, {figure.high:.2g}]"
 
 
-class Check(ABC):
-    """A model of a run with its held-out rows, to compare an exported one with."""
-
-    model: PreTrainedModel
-    """The model as it was trained."""
-    about: str
-    """What the figures are computed on; "" without held-out rows."""
-
-    @abstractmethod
-    def compare(self, exported: PreTrainedModel) -> Comparison:
-        """The figures of both models. `exported` is on the CPU, as it was loaded."""
-
-
-def check_of(run: Run, located: StageModel) -> Check:
-    """The comparison for a model. Raises DataError or ArtifactError if rows or the reward model cannot be read."""
-    return RewardModelCheck(run, located.path) if located.stage == "rm" else PolicyCheck(run, located.path)
-
-
 # ------------------------------------------------------------------------------------------- language models
 
 
-class PolicyCheck(Check):
+class PolicyCheck:
     """Loss on SFT's held-out rows; exact KL and reward on responses to held-out prompts."""
 
     def __init__(self, run: Run, path: str):
@@ -110,7 +91,7 @@ class PolicyCheck(Check):
         self.model, self.tokenizer = run.load(path)
         self.rows = run.demonstrations(self.model, self.tokenizer)
         rollout, self.prompts = _prompts(run, self.model, self.tokenizer, self.rows)
-        self.longest, self.sampling = rollout.max_new_tokens, sampling_of(rollout, self.model, self.tokenizer)
+        self.speaker = Speaker.of(rollout, self.model, self.tokenizer, PRECISION)
         rewards = [reward for reward in run.ppo.rewards if isinstance(reward, ModelReward)] if run.ppo else []
         if not rewards and run.rm is not None:
             rewards = [ModelReward(type="reward_model")]
@@ -141,11 +122,12 @@ class PolicyCheck(Check):
 
     def _respond(self, model: PreTrainedModel) -> list[Response]:
         """A response of a model to each prompt. Both models use the same uniforms."""
-        uniforms = draw_uniforms(self.run.seed, "export", 0, len(self.prompts), self.longest)
-        return sample(model, [prompt.ids for prompt in self.prompts], uniforms, self.sampling, self.tokenizer)
+        uniforms = draw_uniforms(self.run.seed, "export", 0, len(self.prompts), self.speaker.max_new_tokens)
+        return replace(self.speaker, model=model).respond([prompt.ids for prompt in self.prompts], uniforms)
 
     def _score(self, responses: Sequence[Response]) -> Tensor:
-        samples = samples_of(self.tokenizer, self.sampling, self.prompts, responses, self.rewards)
+        texts = list(map(self.speaker.text, responses))
+        samples = samples_of(self.rewards, self.tokenizer, self.prompts, texts, responses)
         return total_score(self.rewards, samples).total.double()
 
     def _distance(self, exported: PreTrainedModel, responses: Sequence[Response]) -> Figures:
@@ -213,7 +195,7 @@ def _prompts(
 # ------------------------------------------------------------------------------------------- reward models
 
 
-class RewardModelCheck(Check):
+class RewardModelCheck:
     """Scores of the held-out answers, and which of two answers they prefer."""
 
     def __init__(self, run: Run, path: str):
@@ -259,3 +241,13 @@ class RewardModelCheck(Check):
         found.difference["change_of_a_score"] = mean_figure(moved, seed=seed)
         found.difference["largest_change"] = Figure(moved.max().item())
         return found
+
+
+Check = PolicyCheck | RewardModelCheck
+"""A model of a run with its held-out rows, to compare an exported one with. `about` says what the figures are computed
+on, "" without held-out rows. `compare` takes the exported model on the CPU, as it was loaded."""
+
+
+def check_of(run: Run, located: StageModel) -> Check:
+    """The comparison for a model. Raises DataError or ArtifactError if rows or the reward model cannot be read."""
+    return RewardModelCheck(run, located.path) if located.stage == "rm" else PolicyCheck(run, located.path)

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.statistics import distinct_n, distinct_n_interval
+from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Example
@@ -20,8 +21,8 @@ from rlhf_cli.models.forward import autocast, target_logits, vocabulary_rows
 from rlhf_cli.processes.pass_loop import over_pieces
 from rlhf_cli.processes.sharding import device_of
 from rlhf_cli.report.figure import Figure, Figures
-from rlhf_cli.rollout.distribution import Sampling
-from rlhf_cli.rollout.sampling import draw_uniforms, response_text, sample, stop_ids
+from rlhf_cli.rollout.sampling import draw_uniforms
+from rlhf_cli.rollout.speaker import Speaker
 from rlhf_cli.tensor_ops import token_logprobs
 
 MAX_LOGITS = 1 << 28
@@ -95,7 +96,6 @@ def replies(
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[Example],
     config: SFTConfig,
-    device: torch.device,
 ) -> tuple[tuple[list[str], Tensor, Tensor], list[str]]:
     """A sampled reply to the prompt of each row: (texts, lengths in tokens, whether each ended), and the prompts.
 
@@ -103,12 +103,10 @@ def replies(
     """
     prompts = [row.ids[: row.loss_mask.index(True)] for row in rows]
     prompts = [ids for ids in prompts if ids]
-    longest = config.evaluation.max_new_tokens
-    uniforms = draw_uniforms(config.seed, "sft evaluation", 0, len(prompts), longest)
-    sampling = Sampling(stop=frozenset(stop_ids(model, tokenizer)))
-    with autocast(device, config.precision):
-        found = sample(model, prompts, uniforms, sampling) if prompts else []
-    texts = [response_text(tokenizer, one, sampling) for one in found]
+    speaker = Speaker.of(Rollout(max_new_tokens=config.evaluation.max_new_tokens), model, tokenizer, config.precision)
+    uniforms = draw_uniforms(config.seed, "sft evaluation", 0, len(prompts), speaker.max_new_tokens)
+    found = speaker.respond(prompts, uniforms)
+    texts = list(map(speaker.text, found))
     lengths = torch.tensor([float(len(one.ids)) for one in found])
     ended = torch.tensor([one.ended for one in found])
     shown = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in prompts]

@@ -23,22 +23,27 @@ from rlhf_cli.artifacts import MANIFEST, model_directory, stage_directory
 from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.data.answers import AnswerEncoder, RankedIds, ScoredIds
 from rlhf_cli.data.batches import Budget
-from rlhf_cli.data.encode import Skipped, encode_rows
+from rlhf_cli.data.encode import Skipped
 from rlhf_cli.data.formats import first_words
 from rlhf_cli.data.records import Prompt, Ranking, Scored
 from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.data.views import answered
-from rlhf_cli.models.forward import autocast, positions
 from rlhf_cli.models.frozen import hold_frozen, is_held
 from rlhf_cli.models.heads import reads_last_token
-from rlhf_cli.models.load import is_language_model, load_policy, load_reward_model, load_tokenizer, same_tokenizer
+from rlhf_cli.models.load import (
+    is_language_model,
+    load_policy,
+    load_reward_model,
+    load_tokenizer,
+    same_tokenizer,
+)
 from rlhf_cli.models.save import save_facts
 from rlhf_cli.models.shard import prepare_for, shards
 from rlhf_cli.rewards.models import score_sequences
 from rlhf_cli.rewards.texts import closed, cut_all, encode_texts, length_limit
-from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.rollout import gather_responses
-from rlhf_cli.rollout.sampling import draw_uniforms, sample, stop_ids
+from rlhf_cli.rollout.sampling import draw_uniforms
+from rlhf_cli.rollout.speaker import Speaker
 from rlhf_cli.training.checkpoint_files import write_text
 from rlhf_cli.training.stage_run import StageRun
 
@@ -68,14 +73,6 @@ class Sample:
     ended: bool
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Fresh samples of the SFT model at `path`."""
-
-    path: str
-    samples: list[Sample]
-
-
 Items = Sequence[RankedIds] | Sequence[ScoredIds]
 """The rows of the stage as tokens."""
 
@@ -83,15 +80,15 @@ Items = Sequence[RankedIds] | Sequence[ScoredIds]
 # ----------------------------------------------------------------------------------------- samples
 
 
-def samples_of_sft(items: Items, config: RMConfig, stage: StageRun) -> Samples | None:
+def samples_of_sft(items: Items, config: RMConfig, stage: StageRun) -> list[Sample]:
     """Fresh samples of the SFT model, which answer the prompts of `items` (`_prompts`).
 
     Call it on all processes, while no other model is in memory. A resumed run reads the samples that it has drawn
-    before. None if no samples are needed, if there is no SFT model, or if every prompt is too long for the model.
+    before. Empty if no samples are needed, if there is no SFT model, or if every prompt is too long for the model.
     """
     path = _sft_model(config)
     if config.evaluation.num_normalization_samples == 0 or path is None:
-        return None
+        return []
     samples = stage.world.of_main(lambda: _kept(stage))
     if samples is None:
         samples = _draw(path, _prompts(items, config), config, stage)
@@ -102,7 +99,7 @@ def samples_of_sft(items: Items, config: RMConfig, stage: StageRun) -> Samples |
             # Without the file a resumed run draws the same samples again.
             with contextlib.suppress(OSError):
                 write_text(stage.checkpoints_directory / KEPT, json.dumps([asdict(s) for s in samples]))
-    return Samples(path, samples) if samples else None
+    return samples
 
 
 def _kept(stage: StageRun) -> list[Sample] | None:
@@ -117,23 +114,18 @@ def _draw(path: str, prompts: Sequence[Prompt], config: RMConfig, stage: StageRu
     """A sample for each prompt that fits. Each process samples its share."""
     world, settings = stage.world, config.evaluation
     tokenizer, policy = load_tokenizer(path), load_policy(path, deferred=_is_deferred(config, stage))
-    keep_special = config.data.special_tokens == "keep"
-    encoded = encode_rows(tokenizer, prompts, config.data.prompt_template, keep_special=keep_special)
-    room = positions(policy) - settings.max_new_tokens
-    fitting = [(prompt.prompt, ids) for prompt, ids in zip(prompts, encoded, strict=True) if len(ids) <= room]
+    speaker = Speaker.at_evaluation(config, policy, tokenizer)
+    fitting = list(speaker.fitting(prompts))
     if not fitting:
         return []
     _hold(policy, config, stage)
     rows = world.shard(range(len(fitting)))
     uniforms = draw_uniforms(config.seed, "rm normalization", 0, len(fitting), settings.max_new_tokens)[rows]
-    sampling = Sampling(temperature=settings.temperature, stop=frozenset(stop_ids(policy, tokenizer)))
-    mine = [fitting[i][1] for i in rows]
-    with autocast(world.device, config.precision):
-        share = sample(policy, mine, uniforms, sampling, max_live_rows=settings.max_live_rows)
+    share = speaker.respond([fitting[i][1] for i in rows], uniforms, max_live_rows=settings.max_live_rows)
     responses = world.interleave(gather_responses(world, share))
     return [
-        Sample(text, ids, response.ids, response.ended)
-        for (text, ids), response in zip(fitting, responses, strict=True)
+        Sample(prompt.prompt, ids, response.ids, response.ended)
+        for (prompt, ids), response in zip(fitting, responses, strict=True)
     ]
 
 
@@ -181,7 +173,7 @@ def texts_to_score(
     model: PreTrainedModel,
     encoder: AnswerEncoder,
     items: Items,
-    samples: Samples | None,
+    samples: Sequence[Sample],
     config: RMConfig,
     stage: StageRun,
 ) -> list[list[int]]:
@@ -190,14 +182,15 @@ def texts_to_score(
     The first eight samples go to samples.jsonl. Without samples a line on the screen says so. Empty if the config asks
     for none.
     """
-    if samples is not None:
-        tokenizer = load_tokenizer(samples.path)
-        for one in samples.samples[:8]:
+    path = _sft_model(config)
+    if samples and path is not None:
+        tokenizer = load_tokenizer(path)
+        for one in samples[:8]:
             reply = tokenizer.decode(one.ids, skip_special_tokens=True)
             stage.sample({"prompt": one.prompt, "response": reply, "ended": one.ended})
-        prompts = [one.prompt_ids for one in samples.samples]
+        prompts = [one.prompt_ids for one in samples]
         keep_special = config.data.special_tokens == "keep"
-        return sequences_of(model, encoder.tokenizer, tokenizer, prompts, samples.samples, keep_special=keep_special)
+        return sequences_of(model, encoder.tokenizer, tokenizer, prompts, samples, keep_special=keep_special)
     rows = _rows(items, config)
     if rows:
         stage.display.note("no SFT model to sample from: the score is normalised over the data's own answers")

@@ -17,16 +17,15 @@ from rlhf_cli.data.splits import Drawn, held_out_rows
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import ppo_rows
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.evaluation.run import Run
-from rlhf_cli.evaluation.trained import samples_of
-from rlhf_cli.models.forward import autocast, positions
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.functions import call, load_function, named_numbers
-from rlhf_cli.rewards.sources import load_rewards, total_score
+from rlhf_cli.rewards.sources import load_rewards, samples_of, total_score
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import collect
-from rlhf_cli.rollout.sampling import draw_uniforms, sample, sampling_of
+from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.scoring import Models
+from rlhf_cli.rollout.speaker import Speaker
+from rlhf_cli.trained.run import Run
 
 ROWS = 512
 """Replies that are sampled and scored at the same time."""
@@ -79,8 +78,8 @@ class Arena:
 
     def __init__(self, run: Run, config: PPOConfig, reference: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.run, self.config, self.reference, self.tokenizer = run, config, reference, tokenizer
-        room = positions(reference) - config.rollout.max_new_tokens
-        rows = tokenise(PromptEncoder(tokenizer, ppo_rows(config)), longest=room)
+        self.speaker = Speaker.of(config.rollout, reference, tokenizer, config.precision)
+        rows = tokenise(PromptEncoder(tokenizer, ppo_rows(config)), longest=self.speaker.longest_prompt)
         self.prompts: Drawn[PromptRow] = held_out_rows(rows, config.data, config.evaluation.num_prompts, run.seed).test
         if not self.prompts:
             raise ConfigError(f"{run.root}/ppo: the stage has no held-out prompts. Set data.test or data.test_fraction")
@@ -88,7 +87,6 @@ class Arena:
             config.rewards, config.artifacts, tokenizer, run.device, config.precision
         )[0]
         self.judge = load_function(config.evaluation.gold) if config.evaluation.gold is not None else None
-        self.sampling = sampling_of(config.rollout, reference, tokenizer)
 
     def replies(self, policy: PreTrainedModel, count: int) -> Replies:
         """`count` replies of the policy to each prompt.
@@ -115,7 +113,7 @@ class Arena:
             part = range(start, min(start + ROWS, len(numbered)))
             prompts = [self.prompts[numbered[i][0]] for i in part]
             found, distances = self._sample(policy, prompts, uniforms[start : start + ROWS])
-            samples = samples_of(self.tokenizer, self.sampling, prompts, found, self.rewards)
+            samples = samples_of(self.rewards, self.tokenizer, prompts, list(map(self.speaker.text, found)), found)
             judged = total_score(self.rewards, samples)
             scores.append(judged.total)
             for name, values in judged.each.items():
@@ -151,19 +149,17 @@ class Arena:
         self, policy: PreTrainedModel, prompts: Sequence[PromptRow], uniforms: Tensor
     ) -> tuple[list[Response], list[list[float]]]:
         """A reply to each prompt, and for each of its tokens log-probability minus that under the reference."""
-        precision = self.config.precision
         if policy is self.reference:
-            with autocast(self.run.device, precision):
-                found = sample(policy, [p.ids for p in prompts], uniforms, self.sampling, self.tokenizer)
+            found = self.speaker.respond([p.ids for p in prompts], uniforms)
             return found, [[0.0] * len(one.ids) for one in found]
         rollout = collect(
             prompts,
             uniforms,
             Models(policy, self.reference),
-            sampling=self.sampling,
+            sampling=self.speaker.sampling,
             tokenizer=self.tokenizer,
             budget=self._budget(policy),
-            precision=precision,
+            precision=self.config.precision,
             recompute=True,
             with_values=False,
         )

@@ -14,7 +14,6 @@ from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.data.answers import AnswerEncoder, RankedIds, ScoredIds, ScoreEncoder, answer_encoder, labelled_pairs
 from rlhf_cli.data.batches import Budget
-from rlhf_cli.data.encode import encode_rows
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.data.splits import Drawn, held_out_rows
 from rlhf_cli.data.tokens import tokenise
@@ -25,14 +24,14 @@ from rlhf_cli.evaluation.benchmark import Bench, bench_figures, encode_bench, is
 from rlhf_cli.evaluation.figures import Sentences, as_json, correlation_figure, mean_figure, share_figure, show
 from rlhf_cli.evaluation.invariance import position_figures, prefix_figures
 from rlhf_cli.evaluation.normalization import sequences_of
-from rlhf_cli.evaluation.run import Run
-from rlhf_cli.models.forward import autocast, longest_input, positions
+from rlhf_cli.models.forward import longest_input
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.report.figure import Figure, Figures
-from rlhf_cli.rollout.distribution import Sampling
-from rlhf_cli.rollout.sampling import draw_uniforms, sample, stop_ids
+from rlhf_cli.rollout.sampling import draw_uniforms
+from rlhf_cli.rollout.speaker import Speaker
+from rlhf_cli.trained.run import Run
 from rlhf_cli.training.progress import Display
 
 SAMPLED_ROWS = 128
@@ -197,24 +196,24 @@ def policy_scores(run: Run, scorer: Scorer, prompts: Sequence[Prompt]) -> dict[s
 
     Both draw with the same random numbers. {} if rows have no prompt, or no prompt leaves room for a sample.
     """
-    settings, template = scorer.config.evaluation, scorer.config.data.prompt_template
-    keep_special = scorer.config.data.special_tokens == "keep"
     prompts = Drawn([prompt for prompt in prompts if prompt.prompt.strip()], SAMPLED_ROWS, run.seed)
     found = {}
     for stage in ("sft", "ppo"):
         if not run.is_finished(stage) or not prompts:
             continue
         policy, tokenizer = run.load(run.model_path(stage), scorer.config.precision)
-        encoded = encode_rows(tokenizer, prompts, template, keep_special=keep_special)
-        fitting = [ids for ids in encoded if len(ids) <= positions(policy) - settings.max_new_tokens]
+        speaker = Speaker.at_evaluation(scorer.config, policy, tokenizer)
+        fitting = [ids for _, ids in speaker.fitting(prompts)]
         if not fitting:
             continue
-        sampling = Sampling(temperature=settings.temperature, stop=frozenset(stop_ids(policy, tokenizer)))
-        uniforms = draw_uniforms(run.seed, "rm samples", 0, len(fitting), settings.max_new_tokens)
-        with autocast(run.device, scorer.config.precision):
-            responses = sample(policy, fitting, uniforms, sampling)
+        uniforms = draw_uniforms(run.seed, "rm samples", 0, len(fitting), speaker.max_new_tokens)
         sequences = sequences_of(
-            scorer.model, scorer.tokenizer, tokenizer, fitting, responses, keep_special=keep_special
+            scorer.model,
+            scorer.tokenizer,
+            tokenizer,
+            fitting,
+            speaker.respond(fitting, uniforms),
+            keep_special=speaker.form.keep_special,
         )
         found[stage.upper()] = scorer.score([[ids] for ids in sequences])
     return found

@@ -18,9 +18,9 @@ from rlhf_cli.artifacts import stage_directory
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.evaluation.figures import Sentences, as_json, bootstrapped, mean_figure, show
 from rlhf_cli.evaluation.replies import Arena, Replies
-from rlhf_cli.evaluation.run import Run
 from rlhf_cli.report.figure import Figure, Figures
 from rlhf_cli.report.read import evaluations_of
+from rlhf_cli.trained.run import Run
 
 MOST_SHOWN = 10
 """Rows of the table of a run, beside its start."""

@@ -27,7 +27,6 @@ from rlhf_cli.data.views import ppo_rows, rm_rows, sft_rows
 from rlhf_cli.errors import RunError, UserError
 from rlhf_cli.evaluation.agreement import scores_of_rows
 from rlhf_cli.evaluation.language_model import row_sums
-from rlhf_cli.evaluation.run import Run, open_run
 from rlhf_cli.health.evidence import common_start
 from rlhf_cli.health.history import paired
 from rlhf_cli.models.forward import autocast, longest_input, positions, target_logprobs
@@ -36,6 +35,7 @@ from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer,
 from rlhf_cli.processes.distributed import World, start
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.functions import call, load_function, named_numbers
+from rlhf_cli.trained.run import Run, open_run
 
 ROWS = 200
 """Held-out demonstrations."""

@@ -16,11 +16,10 @@ from rlhf_cli.ppo.processes import or_failure
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.processes.pass_loop import over_pieces
 from rlhf_cli.processes.sharding import is_sharded
-from rlhf_cli.rewards.base import Samples, Scores
-from rlhf_cli.rewards.functions import PythonFunction
+from rlhf_cli.rewards.base import Scores
 from rlhf_cli.rewards.models import RewardModel
 from rlhf_cli.rewards.score import ScoreScale
-from rlhf_cli.rewards.sources import total_score
+from rlhf_cli.rewards.sources import samples_of, total_score
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.engine import SyncedEngine
 from rlhf_cli.rollout.rollout import RolloutBatch, collect
@@ -47,20 +46,7 @@ def ask_rewards(setup: Setup, prompts: Sequence[PromptRow], texts: list[str], re
     ``total = sum of weight * score`` (`total_score`). A reward model gives ``(logit - score_mean) / score_std``, with
     the logit of its head at the last token (`RewardModel.score` in rewards/models.py). Raises RewardError.
     """
-    dense = any(isinstance(source, PythonFunction) and source.per_token for source in setup.rewards)
-    tokens = [[str(setup.tokenizer.decode([i])) for i in r.ids] for r in responses] if dense else None
-    samples = Samples(
-        [p.text for p in prompts],
-        texts,
-        [p.ids for p in prompts],
-        [r.ids for r in responses],
-        [r.ended for r in responses],
-        [p.row.columns for p in prompts],
-        tokens,
-        [p.row.where for p in prompts],
-        [p.row.prompt for p in prompts],
-        [p.row.messages for p in prompts],
-    )
+    samples = samples_of(setup.rewards, setup.tokenizer, prompts, texts, responses)
     return total_score(setup.rewards, samples)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, assert_never
+from typing import Any, Protocol, assert_never
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +21,7 @@ from rlhf_cli.config.rewards import (
     reward_names,
 )
 from rlhf_cli.config.stage import Stage
+from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.errors import DataError, RewardError
 from rlhf_cli.models.shared import Backbone
 from rlhf_cli.processes.sharding import is_sharded
@@ -97,6 +98,38 @@ def check_rows(sources: Sequence[RewardSource], rows: Iterable[tuple[str, Mappin
             except ValueError as error:
                 advice = "Fix the row, or count such scores as 0.0 with on_error: zero"
                 raise DataError(f"{where}: reward {source.name}: {error}. {advice}") from None
+
+
+class Spoken(Protocol):
+    """A response of a policy."""
+
+    @property
+    def ids(self) -> list[int]: ...
+    @property
+    def ended(self) -> bool: ...
+
+
+def samples_of(
+    sources: Sequence[RewardSource],
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[PromptRow],
+    texts: list[str],
+    responses: Sequence[Spoken],
+) -> Samples:
+    """The responses as the sources read them. Their tokens have texts only if a source scores every token."""
+    dense = any(isinstance(source, PythonFunction) and source.per_token for source in sources)
+    return Samples(
+        [p.text for p in prompts],
+        texts,
+        [p.ids for p in prompts],
+        [r.ids for r in responses],
+        [r.ended for r in responses],
+        [p.row.columns for p in prompts],
+        [[str(tokenizer.decode([i])) for i in r.ids] for r in responses] if dense else None,
+        [p.row.where for p in prompts],
+        [p.row.prompt for p in prompts],
+        [p.row.messages for p in prompts],
+    )
 
 
 def total_score(sources: Sequence[RewardSource], samples: Samples) -> Scores:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,17 @@ from transformers import AutoModelForSequenceClassification
 from typer.testing import CliRunner, Result
 
 from rlhf_cli.cli import app
-from rlhf_cli.commands.chat import Session, Words
+from rlhf_cli.commands.chat import Words
 from rlhf_cli.data import encode
 from rlhf_cli.data.records import Message
-from rlhf_cli.evaluation import conversation
-from rlhf_cli.evaluation.conversation import Drawing, PromptForm, open_comparison, open_models, prompt_form
-from rlhf_cli.evaluation.trained import find_model
 from rlhf_cli.models.load import load_tokenizer
 from rlhf_cli.models.quantized import Int8Linear
 from rlhf_cli.printing import printable
-from rlhf_cli.rollout.sampling import sample
+from rlhf_cli.rollout import speaker
+from rlhf_cli.rollout.prompt_form import PromptForm, prompt_form
+from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from rlhf_cli.trained.model import find_model
+from support.speaking import reply, session, speaker_at
 
 TURNS = "Human: the tent\n\nAssistant: is late\n\nHuman: the lamp\n\nAssistant:"
 ASKED = [Message("user", "the tent"), Message("assistant", "is late"), Message("user", "the lamp")]
@@ -35,10 +37,6 @@ ASKED = [Message("user", "the tent"), Message("assistant", "is late"), Message("
 
 def chat(*arguments: object, lines: str | bytes) -> Result:
     return CliRunner().invoke(app, ["chat", *map(str, arguments)], input=lines)
-
-
-def ignore(text: str) -> None:
-    """Show nothing."""
 
 
 def one_error(result: Result) -> str:
@@ -58,7 +56,7 @@ def read_prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         prompts.extend(batch)
         return sample(model, batch, *arguments, **options)
 
-    monkeypatch.setattr(conversation, "sample", spy)
+    monkeypatch.setattr(speaker, "sample", spy)
     return prompts
 
 
@@ -101,7 +99,7 @@ def test_the_form_of_prompts_is_that_of_the_stage(
 def test_a_conversation_is_read_as_its_form_says(chat_model: Path, form: PromptForm, text: str) -> None:
     tokenizer = load_tokenizer(str(chat_model))
     ids = form.encode(tokenizer, ASKED)
-    assert form.text(tokenizer, ASKED) == text
+    assert form.row_text(tokenizer, form.row(ASKED)) == text
     assert ids == tokenizer(text, add_special_tokens=form.kind != "chat")["input_ids"]
 
 
@@ -152,44 +150,28 @@ def test_the_model_reads_the_earlier_turns(chat_model: Path, read_prompts: list[
 
 
 def test_a_reply_is_that_of_the_runs_own_sampling(finished: Path) -> None:
-    (model,) = open_models(str(finished / "run"), None, "cpu")
-    shown: list[str] = []
-    reply = model.reply([Message("user", "the tent is")], Drawing(seed=3), 0, shown.append)
-    uniforms = conversation.draw_uniforms(3, "chat", 0, 1, 4)
+    model, shown = speaker_at(finished / "run"), list[str]()
+    found = reply(model, [Message("user", "the tent is")], shown.append, seed=3)
+    uniforms = draw_uniforms(3, "chat", 0, 1, 4)
     ids = load_tokenizer(model.tokenizer.name_or_path)("the tent is")["input_ids"]
     (response,) = sample(model.model, [ids], uniforms, model.sampling)
     assert model.name == "ppo"
-    assert reply.response == response
-    assert shown[-1] == reply.text
+    assert found.response == response
+    assert shown[-1] == found.text
     assert len(shown) == len(response.ids) + 1  # after each token, and the whole
 
 
 def test_what_is_shown_only_grows(chat_model: Path) -> None:
     """Stop strings and characters of several bytes are held back until they are known."""
-    (model,) = open_models(str(chat_model), None, "cpu")
-    drawing = Drawing(max_new_tokens=40)
-    whole = model.reply(ASKED, drawing, 0, ignore).text
+    model = speaker_at(chat_model)
+    whole = reply(model, ASKED, max_new_tokens=40).text
     stop = whole[len(whole) // 2 :][:3]
     assert len(stop) == 3
-    stopping = conversation.replace(model.sampling, stop_strings=(stop,))
-    model = conversation.replace(model, sampling=stopping)
+    model = replace(model, sampling=replace(model.sampling, stop_strings=(stop,)))
     shown: list[str] = []
-    reply = model.reply(ASKED, drawing, 0, shown.append)
-    assert reply.text == whole.partition(stop)[0].strip()
+    assert reply(model, ASKED, shown.append, max_new_tokens=40).text == whole.partition(stop)[0].strip()
     assert all(longer.startswith(text) for text, longer in itertools.pairwise(shown))
     assert len(set(shown)) > 3
-
-
-def test_tokens_behind_the_end_are_not_shown(chat_model: Path) -> None:
-    """A decoder may draw for a finished row until it notices the end."""
-    (model,) = open_models(str(chat_model), None, "cpu")
-    tent, eos = model.tokenizer("tent", add_special_tokens=False)["input_ids"][0], model.tokenizer.eos_token_id
-    for ids, longest in (([tent, eos, tent], 9), ([tent, tent, tent], 1)):
-        shown: list[str] = []
-        stream = conversation._Stream(model.tokenizer, model.sampling, longest, shown.append)
-        for token in ids:
-            stream.take(torch.tensor([token]))
-        assert shown[-1] == model.tokenizer.decode([tent]).strip()
 
 
 def test_a_seed_repeats_the_conversation_and_0_is_greedy(finished: Path) -> None:
@@ -201,9 +183,9 @@ def test_a_seed_repeats_the_conversation_and_0_is_greedy(finished: Path) -> None
 
 
 def test_ctrl_c_keeps_what_was_written(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = Session(open_models(str(chat_model), None, "cpu"), None, Drawing(max_new_tokens=30), interactive=True)
-    assert session.take("the tent")
-    before = list(session.histories[0])
+    talk = session(speaker_at(chat_model), interactive=True, max_new_tokens=30)
+    assert talk.take("the tent")
+    before = list(talk.histories[0])
     seen: list[str] = []
     grow = Words.grow
 
@@ -214,8 +196,8 @@ def test_ctrl_c_keeps_what_was_written(chat_model: Path, monkeypatch: pytest.Mon
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Words, "grow", interrupted)
-    assert session.take("the lamp")
-    assert session.histories[0] == [*before, Message("user", "the lamp"), Message("assistant", seen[-1])]
+    assert talk.take("the lamp")
+    assert talk.histories[0] == [*before, Message("user", "the lamp"), Message("assistant", seen[-1])]
     assert seen[-1]
 
 
@@ -267,8 +249,8 @@ def test_a_conversation_survives_bad_input(finished: Path, tmp_path: Path) -> No
 def test_a_full_disk_leaves_no_half_file_and_the_conversation(
     chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session = Session(open_models(str(chat_model), None, "cpu"), None, Drawing(max_new_tokens=4), interactive=True)
-    assert session.take("the tent")
+    talk = session(speaker_at(chat_model), interactive=True, max_new_tokens=4)
+    assert talk.take("the tent")
     open_file = Path.open
 
     def full(self: Path, *arguments: Any, **options: Any) -> Any:
@@ -283,10 +265,10 @@ def test_a_full_disk_leaves_no_half_file_and_the_conversation(
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", full)
-        assert not session.take(f"/save {tmp_path / 'talk.jsonl'}")
+        assert not talk.take(f"/save {tmp_path / 'talk.jsonl'}")
     assert "No space left on device" in capsys.readouterr().err
-    assert session.take(f"/save {tmp_path / 'talk.jsonl'}")
-    assert len(session.histories[0]) == 2
+    assert talk.take(f"/save {tmp_path / 'talk.jsonl'}")
+    assert len(talk.histories[0]) == 2
 
 
 def test_a_saved_conversation_is_data(chat_model: Path, tmp_path: Path) -> None:
@@ -344,7 +326,7 @@ def test_a_model_outside_of_a_run_draws_as_its_generation_config_says(chat_model
     (model / "generation_config.json").write_text(json.dumps(values), encoding="utf-8")
     rollout = find_model(str(model)).rollout()
     assert (rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p) == (0.5, 7, None, 0.1)
-    (opened,) = open_models(str(model), None, "cpu")
+    opened = speaker_at(Path(model))
     assert (opened.sampling.temperature, opened.sampling.top_k, opened.sampling.min_p) == (0.5, 7, 0.1)
 
 
@@ -357,14 +339,13 @@ def test_two_stages_answer_side_by_side_with_scores(finished: Path) -> None:
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
     printed = [float(score) for score in re.findall(r"reward_model ([+-]\d+\.\d\d)", result.stdout)]
 
-    models, _, _ = open_comparison(str(finished / "run"), "cpu")
+    models = [speaker_at(finished / "run", stage) for stage in ("sft", "ppo")]
     reward_model = AutoModelForSequenceClassification.from_pretrained(finished / "run" / "rm" / "model").eval()
     facts = reward_model.config
     expected = []
     for model in models:
-        message = Message("user", "the tent is")
-        reply = model.reply([message], Drawing(), 0, ignore)
-        ids = model.tokenizer("the tent is")["input_ids"] + reply.response.ids
+        found = reply(model, [Message("user", "the tent is")])
+        ids = model.tokenizer("the tent is")["input_ids"] + found.response.ids
         logit = reward_model(input_ids=torch.tensor([ids])).logits.item()
         expected.append((logit - facts.score_mean) / facts.score_std)
     assert printed == pytest.approx(expected, abs=0.006)
@@ -387,11 +368,10 @@ def test_a_reward_without_a_score_is_named_and_the_replies_stay(finished: Path, 
 def test_a_quantized_model_answers_with_its_rounded_weights(chat_model: Path) -> None:
     result = chat(chat_model, "--quantize", "int8", "--max-new-tokens", "3", "--temperature", "0", lines="hi\n")
     assert result.exit_code == 0, result.output
-    (model,) = open_models(str(chat_model), None, "cpu", "int8")
+    model = speaker_at(chat_model, quantization="int8")
     layers = [m for m in model.model.modules() if isinstance(m, Int8Linear)]
     assert len(layers) == 14
-    reply = model.reply([Message("user", "hi")], Drawing(0, 0.0, 3), 0, ignore)
-    assert result.stdout.strip() == reply.text
+    assert result.stdout.strip() == reply(model, [Message("user", "hi")], temperature=0.0, max_new_tokens=3).text
     error = one_error(chat(chat_model, "--quantize", "nf4", lines="hi\n"))
     assert "--quantize nf4: no layer of this LlamaForCausalLM can be quantized" in error
 

@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 from rlhf_cli.cli import app
 from rlhf_cli.commands.push import collect
 from rlhf_cli.data.records import Message
-from rlhf_cli.evaluation.conversation import open_models
 from rlhf_cli.evaluation.fidelity import PolicyCheck, token_distances
-from rlhf_cli.evaluation.run import open_run
 from rlhf_cli.models.gguf import pre_tokenizer
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
+from rlhf_cli.trained.run import open_run
+from support.speaking import speaker_at
 from support.tiny import CPU, random_ids
 
 IDS = torch.tensor(random_ids(11))
@@ -94,11 +94,11 @@ def test_an_export_and_an_upload_are_prompted_with_the_transcripts_of_the_run(ru
     for stage in ("sft", "ppo"):
         (copy / stage / "samples.jsonl").write_text(json.dumps({"prompt": "Human: the tent\n\nAssistant:"}) + "\n")
     messages = [Message("user", "the tent"), Message("assistant", "is late"), Message("user", "the lamp")]
-    (trained,) = open_models(str(copy), "sft", "cpu")
+    trained = speaker_at(copy, "sft")
     assert trained.form.kind == "transcript"
     facts = done(copy, tmp_path / "out", "--stage", "sft", "--no-check")
     assert facts["prompts"] == 'turns as in training, "Human: ...\\n\\nAssistant:"'
-    (exported,) = open_models(str(tmp_path / "out"), None, "cpu")
+    exported = speaker_at(tmp_path / "out")
     wanted = trained.form.encode(trained.tokenizer, messages)
     assert exported.form.encode(exported.tokenizer, messages) == wanted
     turns = [{"role": m.role, "content": m.content} for m in messages]

@@ -16,18 +16,16 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
-from rlhf_cli.commands.generate import ResponseOptions, generate
-from rlhf_cli.config.ppo import Rollout
+from rlhf_cli.commands.generate import Generator, ResponseOptions, generate
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.errors import ArtifactError, ConfigError, RunError, UserError
-from rlhf_cli.evaluation.generation import Answer, Decoding, Generator
-from rlhf_cli.evaluation.trained import TrainedModel, find_model
 from rlhf_cli.models import frozen
 from rlhf_cli.models.load import load_tokenizer
+from rlhf_cli.trained.model import TrainedLanguageModel, find_model
 from support.contrastive import ALPHA, CANDIDATES, LENGTH, contrastive_response
 from support.paths import ROOT
 from support.tiny import CPU, read_jsonl, write_jsonl
-from support.writers import contents, failing_after, nine_prompts, run_command
+from support.writers import nine_prompts, run_command
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +70,8 @@ def test_a_response_depends_on_seed_and_row_alone(run: Path, prompts: Path, tmp_
     assert [row["number"] for row in second] == [1, 7], "row 4 is too long"
     assert sorted(first + second + third, key=lambda row: row["number"]) == rows
     row = read_jsonl(prompts)[7]
-    rollout = Rollout(max_new_tokens=8)
-    generator = Generator(find_model(str(run)), Decoding(rollout), None, torch.device("cpu"))
-    [answer] = generator.respond([(7, Prompt(row["prompt"], "here"))])
-    assert isinstance(answer, Answer)
-    assert answer.text == rows[6]["response"]
+    generator = Generator(find_model(str(run)), ResponseOptions(max_new_tokens=8), None, CPU)
+    assert generator.respond([(7, Prompt(row["prompt"], "here"))]) == [{k: rows[6][k] for k in ("response", "ended")}]
     other = write(run, prompts, tmp_path / "seed.jsonl", batch_size=3, seed=1)
     assert [row["response"] for row in other] != [row["response"] for row in rows]
 
@@ -107,10 +102,11 @@ def test_a_stage_that_was_trained_on_messages_reads_a_prompt_as_a_message(
     assert model.run is not None
     moved = replace(model, path=str(chat_model), run=replace(model.run, root=tmp_path))
     (tmp_path / "sft").mkdir()
-    for logged, template in (("<user>the tent\n<assistant>", "chat"), ("the tent is", None)):
+    for logged, text in (("<user>the tent\n<assistant>", "<user>hi\n<assistant>"), ("the tent is", "hi")):
         write_jsonl(tmp_path / "sft" / "samples.jsonl", [{"prompt": logged}])
-        generator = Generator(moved, Decoding(Rollout()), None, torch.device("cpu"))
-        assert generator.template == template
+        speaker = Generator(moved, ResponseOptions(), None, CPU).speaker
+        ids = speaker.encode(Prompt("hi", "here"))
+        assert ids == speaker.tokenizer(text, add_special_tokens=text == "hi")["input_ids"]
 
 
 def test_the_base_model_is_what_the_run_started_from(run: Path) -> None:
@@ -127,38 +123,6 @@ def test_a_model_that_cannot_be_had_is_one_line_without_retries(monkeypatch: pyt
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ArtifactError, match="nobody/nothing: no such directory, and HF_HUB_OFFLINE is set"):
         find_model("nobody/nothing").rollout()
-
-
-@pytest.mark.parametrize("lines", [0, 4, 5])
-def test_a_killed_run_resumes_to_the_bytes_of_an_uninterrupted_one(
-    run: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: int
-) -> None:
-    write(run, prompts, tmp_path / "once.jsonl")
-    with failing_after(monkeypatch, lines):
-        write(run, prompts, tmp_path / "twice.jsonl")
-    assert contents(tmp_path / "twice.jsonl") != contents(tmp_path / "once.jsonl")
-    write(run, prompts, tmp_path / "twice.jsonl")
-    assert contents(tmp_path / "twice.jsonl") == contents(tmp_path / "once.jsonl")
-
-
-def test_a_full_disk_is_one_line_and_the_rows_remain(
-    run: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from rlhf_cli.commands import output
-
-    written = iter(range(9))
-
-    def full(values: dict[str, Any], indent: int | None = None) -> bytes:
-        if indent is None and next(written) == 5:  # a row, not the settings
-            raise OSError(28, "No space left on device")
-        return json.dumps(values, indent=indent).encode() + b"\n"
-
-    with monkeypatch.context() as patch:
-        patch.setattr(output, "json_line", full)
-        with pytest.raises(ArtifactError, match="No space left on device"):
-            write(run, prompts, tmp_path / "out.jsonl")
-    assert len(read_jsonl(tmp_path / "out.jsonl")) == 4
-    assert write(run, prompts, tmp_path / "out.jsonl") == write(run, prompts, tmp_path / "whole.jsonl")
 
 
 def test_another_seed_or_model_does_not_continue_the_rows(run: Path, prompts: Path, tmp_path: Path) -> None:
@@ -200,9 +164,7 @@ def test_the_default_length_takes_what_fits_and_a_given_length_is_refused(
         alone = write(model, prompts, tmp_path / f"{n}.jsonl", shard=f"{n + 1}/3", **options)
         assert alone[0] == row
     [dropped] = read_jsonl(tmp_path / "out.jsonl.dropped")
-    assert dropped["detail"].endswith(
-        "tokens leave no room for a response in the model's 128 positions. Shorten the prompt"
-    )
+    assert dropped["detail"].endswith("tokens and the model reads 128, reply included. Shorten the prompt")
     with pytest.raises(RunError, match=r"no row was written; 3 dropped \(3 prompt too long\)"):
         write(model, prompts, tmp_path / "given.jsonl", max_new_tokens=256)
 
@@ -215,17 +177,17 @@ def test_weights_are_held_in_the_format_of_the_passes_and_no_response_changes(
     in_16_bits = replace(trained, config=trained.config.model_copy(update={"precision": "bfloat16"}))
     numbered = [(n, Prompt(row["prompt"], "here")) for n, row in enumerate(read_jsonl(prompts))]
 
-    def generator(model: TrainedModel) -> Generator:
-        return Generator(model, Decoding(Rollout(max_new_tokens=8)), None, torch.device("cpu"))
+    def generator(model: TrainedLanguageModel) -> Generator:
+        return Generator(model, ResponseOptions(max_new_tokens=8), None, CPU)
 
     held = generator(in_16_bits)
-    layers = [module for module in held.model.modules() if isinstance(module, torch.nn.Linear)]
+    layers = [module for module in held.speaker.model.modules() if isinstance(module, torch.nn.Linear)]
     assert {layer.weight.dtype for layer in layers} == {torch.bfloat16}
-    assert {p.dtype for p in generator(trained).model.parameters()} == {torch.float32}
+    assert {p.dtype for p in generator(trained).speaker.model.parameters()} == {torch.float32}
     monkeypatch.setattr(frozen, "is_held", lambda *_: False)
     monkeypatch.setattr(frozen, "hold_frozen", lambda *_, **__: None)
     plain = generator(in_16_bits)
-    assert {p.dtype for p in plain.model.parameters()} == {torch.float32}
+    assert {p.dtype for p in plain.speaker.model.parameters()} == {torch.float32}
     assert held.respond(numbered) == plain.respond(numbered)
 
 
@@ -334,11 +296,10 @@ def test_a_quantized_model_responds_and_another_does_not_continue_its_rows(
 ) -> None:
     out = tmp_path / "out.jsonl"
     rows = write(run, prompts, out, quantization="int8")
-    model, tokenizer = find_model(str(run)).load(torch.device("cpu"), "int8")
-    generator = Generator(find_model(str(run)), Decoding(find_model(str(run)).rollout(), batch_size=3), None, CPU)
-    generator.model, generator.tokenizer = model, tokenizer
+    generator = Generator(find_model(str(run)), ResponseOptions(batch_size=3), None, CPU)
+    generator.speaker = find_model(str(run)).speaker(CPU, "int8")
     numbered = [(n, Prompt(row["prompt"], "")) for n, row in enumerate(read_jsonl(prompts)) if n != 4]
-    assert [row["response"] for row in rows] == [getattr(a, "text", None) for a in generator.respond(numbered)]
+    assert [row["response"] for row in rows] == [columns["response"] for columns in generator.respond(numbered)]  # type: ignore[index]
     arguments = ["generate", str(run), "--prompts", str(prompts), "--out", str(out), "--device", "cpu"]
     result = CliRunner().invoke(app, [*arguments, "--batch-size", "3"])
     assert "other settings" in result.output or "--restart" in result.output, result.output

@@ -18,9 +18,8 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands import generate as module
-from rlhf_cli.commands.generate import ResponseOptions, generate
+from rlhf_cli.commands.generate import Generator, ResponseOptions, generate
 from rlhf_cli.errors import RunError
-from rlhf_cli.evaluation.generation import Generator
 from rlhf_cli.processes import distributed, launcher
 from rlhf_cli.processes.distributed import World
 from support.paths import ROOT

@@ -18,9 +18,9 @@ from typer.testing import CliRunner, Result
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands.init import Template
-from rlhf_cli.commands.label import ask_for_labels
+from rlhf_cli.commands.label import label as ask_for_labels
+from rlhf_cli.commands.options import SourceOptions
 from rlhf_cli.config.by_stage import load_stage_config
-from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.loader import dump_config
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.models.load import load_tokenizer
@@ -215,7 +215,7 @@ def test_the_bilingual_prompts_are_answered_and_labelled_as_the_template_says(
         name, path = shlex.split(label)
         assert name == "label"
         capsys.readouterr()
-        ask_for_labels(DataSource(path=path), None)
+        ask_for_labels(path, SourceOptions())
     pairs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     labels = (ran / "with space/samples.labels.jsonl").read_text(encoding="utf-8")
     assert [row["prompt"] for row in map(json.loads, labels.splitlines())] == [pair["prompt"] for pair in pairs[:6]]

@@ -24,10 +24,11 @@ from typing import Any
 import httpx2
 import pytest
 
-from rlhf_cli.commands.label import ask_for_labels, labels_in, show_agreement
+from rlhf_cli.commands.label import label, labels_in, show_agreement
 from rlhf_cli.commands.label_page import Page
 from rlhf_cli.commands.label_terminal import Screen
 from rlhf_cli.commands.labelling import Labelling, pairs_of
+from rlhf_cli.commands.options import SourceOptions
 from rlhf_cli.commands.output import Output, items
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.console import Console
@@ -62,7 +63,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         os.close(writing)
         with os.fdopen(reading) as stdin, monkeypatch.context() as patch:
             patch.setattr("sys.stdin", stdin)
-            ask_for_labels(DataSource(path=str(path)), out, **options)
+            label(str(path), SourceOptions(), out, **options)
         return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
     return run
@@ -366,7 +367,7 @@ def test_a_terminal_sends_single_keys_and_is_restored(
         patch.setattr("sys.stdin", stdin)
         typist.start()
         with pytest.raises(SystemExit, match="143") if end == "SIGTERM" else contextlib.nullcontext():
-            ask_for_labels(DataSource(path=str(source)), out)
+            label(str(source), SourceOptions(), out)
     ended.set()
     typist.join()
     assert [row["side"] for row in read_jsonl(out)] == [1]
@@ -457,7 +458,9 @@ def served(source: Path, tmp_path: Path) -> Iterator[tuple[Page, httpx2.Client]]
         server = Page(Labelling(pairs, output, 0, None, 3), 0)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
-        with httpx2.Client(base_url=server.url, headers={"Origin": f"http://127.0.0.1:{server.port}"}) as client:
+        with httpx2.Client(
+            base_url=f"{server.url}/{server.token}/", headers={"Origin": f"http://127.0.0.1:{server.port}"}
+        ) as client:
             yield server, client
         server.stop()
         thread.join()

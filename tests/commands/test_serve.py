@@ -1,712 +1,414 @@
-"""`rlhf rm serve`: the real server with real models, tested by sockets, by `type: http` rewards and by PPO runs."""
+"""`rlhf serve`: a model of ours by OpenAI's client; vLLM's command line as text."""
 
 from __future__ import annotations
 
-import http.client
+import asyncio
+import contextlib
 import json
-import math
 import os
 import re
-import select
-import shutil
-import signal
+import shlex
 import socket
-import subprocess
-import sys
 import threading
-import time
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from types import SimpleNamespace
-from urllib.parse import urlsplit
+from typing import Any
 
+import httpx2
+import openai
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from rlhf_cli.artifacts import digest_file
 from rlhf_cli.cli import app
-from rlhf_cli.commands import serve, serving
-from rlhf_cli.commands.serve import Settings
-from rlhf_cli.config.models import ScratchModel
-from rlhf_cli.errors import ConfigError
-from rlhf_cli.http_client import JSONClient
-from rlhf_cli.models.load import new_reward_model
-from rlhf_cli.models.save import save
-from rlhf_cli.models.scratch import new_model
+from rlhf_cli.commands import serve
+from rlhf_cli.commands.chat_api import ChatAPI, _TextAsk, parse
+from rlhf_cli.commands.serve import name_of, vllm_command
+from rlhf_cli.commands.serving import TOKEN_VARIABLE, RequireToken, bind
+from rlhf_cli.data.records import Message
+from rlhf_cli.errors import ArtifactError
+from rlhf_cli.rollout.prompt_form import PromptForm
+from rlhf_cli.rollout.speaker import Speaker
+from rlhf_cli.trained.model import find_model
 from support import crash
-from support.rewards import CHAT, batch, source_of
-from support.tiny import encoder, merged, read_jsonl
+from support.speaking import reply as chat_reply
+from support.speaking import speaker_at
+from support.tiny import read_jsonl, write_jsonl
 
-GUARD_S = 120
-"""A wait that takes longer than this hangs."""
+PROMPTS = ["the tent is", "the lamp", "a map and a tent"]
 
 
-@contextmanager
-def served(model, **settings):
-    """A server in a thread; the result has a `url`."""
-    server = serve.start(Settings(str(model), **{"port": 0, **settings}))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    try:
-        yield SimpleNamespace(server=server, thread=thread, port=server.port, url=f"http://127.0.0.1:{server.port}/")
-    finally:
-        server.stop()
-        thread.join(GUARD_S)
-
-
-@contextmanager
-def busy_model(server):
-    """The model does not answer before the block ends."""
-    score, free = server.source.score, threading.Event()
-    server.source.score = lambda samples: (free.wait(10 * GUARD_S), score(samples))[1]
-    try:
-        yield
-    finally:
-        free.set()
-
-
-@pytest.fixture(scope="module")
-def reward_model(pipeline):
-    """A reward model of another architecture than the policy's, with its own tokenizer."""
-    return pipeline("gpt2") / "rm"
-
-
-def ask(port, body=None, *, method="POST", path="/get_reward", headers=None):
-    """(status, parsed answer, headers) of one request."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=GUARD_S)
-    content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    connection.request(method, path, content, headers or {})
-    response = connection.getresponse()
-    text = response.read()
-    connection.close()
-    assert text.count(b"\n") == 1, "one line"
-    return response.status, json.loads(text), response.headers
-
-
-def talk(port, data):
-    """The answer to these bytes: (status, text); (None, "") if the server closes the connection without one."""
-    with socket.create_connection(("127.0.0.1", port), timeout=GUARD_S) as connection:
-        try:
-            connection.sendall(data)
-            response = http.client.HTTPResponse(connection)
-            response.begin()
-            return response.status, response.read().decode()
-        except (ConnectionError, http.client.RemoteDisconnected):
-            return None, ""
-
-
-def plain_scores(place, texts, ended):
-    """Scores by plain transformers: the logit at the last token; EOS follows a response that ended."""
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(place), AutoTokenizer.from_pretrained(place)
-    found = []
-    for text, end in zip(texts, ended, strict=True):
-        ids = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * end
-        with torch.no_grad():
-            hidden = model.base_model(torch.tensor([ids])).last_hidden_state[0, -1]
-            found.append(model.score(hidden).item())
-    return found, model.config
-
-
-TEXTS = ["Q: tent lamp\nA: thank you", "Q: map\nA:", "sorry", "a" * 300]
-
-
-# --------------------------------------------------------------------------------------------- scores
-
-
-def test_a_model_whose_classifier_is_ours_is_served(tokenizer, tmp_path):
-    """transformers has no sequence classifier for CodeGen."""
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 4, "n_inner": 48}
-    scratch = ScratchModel(architecture="codegen", config={**sizes, "initializer_range": 0.2})
-    save(new_model(scratch, tokenizer, seed=3), tokenizer, tmp_path / "lm")
-    model, _ = new_reward_model(str(tmp_path / "lm"), None, seed=0, head_std=0.5)
-    model.config.pad_token_id = tokenizer.pad_token_id
-    save(model.eval(), tokenizer, tmp_path / "rm")
-    with served(tmp_path / "rm", raw=True, device="cpu") as at:
-        answer = ask(at.port, {"query": TEXTS[:3]})[1]
-    with torch.no_grad():
-        rows = [torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]) for text in TEXTS[:3]]
-        wanted = [model.score(model.base_model(ids).last_hidden_state[0, -1]).item() for ids in rows]
-    assert answer["rewards"] == pytest.approx(wanted, abs=1e-4)
-
-
-@pytest.mark.parametrize("path", ["/get_reward", "/"])
-def test_scores_equal_normalized_scores_of_plain_transformers(reward_model, path):
-    ended = [True, False, True, True]
-    wanted, config = plain_scores(reward_model / "model", TEXTS[:3], ended[:3])
-    assert config.score_std != 1.0
-    with served(reward_model.parent) as at:  # the artifact root
-        status, answer, _ = ask(at.port, {"query": TEXTS[:3], "ended": ended[:3]}, path=path)
-    assert status == 200
-    assert answer["rewards"] == pytest.approx([(w - config.score_mean) / config.score_std for w in wanted], abs=1e-4)
-    with served(reward_model, raw=True) as at:  # the stage
-        raw = ask(at.port, {"query": TEXTS[:3], "ended": ended[:3]}, path=path)[1]["rewards"]
-        all_ended = ask(at.port, {"query": TEXTS[:3], "labels": ["a", None, 3], "prompts": None}, path=path)[1]
-    assert raw == pytest.approx(wanted, abs=1e-4)
-    assert all_ended["rewards"][1] != pytest.approx(raw[1], abs=1e-3)
-    assert all_ended["rewards"][2] == pytest.approx(raw[2], abs=1e-6)
-
-
-def test_an_overlong_text_is_cut_and_scored(reward_model):
-    with served(reward_model / "model") as at:
-        assert math.isfinite(ask(at.port, {"query": ["tent " * 5000]})[1]["rewards"][0])
-        assert at.server.source.num_cut == 1
-
-
-def test_a_classifier_with_labels_is_served(word_piece, tmp_path):
-    model = encoder(tmp_path, word_piece, 2, id2label={0: "bad", 1: "good"}, label2id={"bad": 0, "good": 1})
-    with pytest.raises(ConfigError, match="bad, good"):
-        serve.start(Settings(str(tmp_path), port=0))
-    request = {"query": ["p tent", "q map"], "prompts": ["p", "q"]}
-    for settings, texts in (
-        ({}, ["p tent", "q map"]),
-        ({"template": "{response} to {prompt}"}, [" tent to p", " map to q"]),
-        ({"template": "only {response}"}, ["only  tent", "only  map"]),
-    ):
-        with served(tmp_path, label="good", probability=True, **settings) as at:
-            found = ask(at.port, request)[1]["rewards"]
-        with torch.no_grad():
-            wanted = [model(**word_piece(t, return_tensors="pt")).logits[0].softmax(0)[1].item() for t in texts]
-        assert found == pytest.approx(wanted, abs=1e-5)
-
-
-def test_a_chat_template_is_served(chat_reward_model):
-    path = chat_reward_model(CHAT)
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-    with served(path, template="chat") as at:
-        (found,) = ask(at.port, {"query": ["map late"], "prompts": ["map"]})[1]["rewards"]
-    turns = [{"role": "user", "content": "map"}, {"role": "assistant", "content": " late"}]
-    ids = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)["input_ids"]
-    with torch.no_grad():
-        wanted = model.score(model.model(ids).last_hidden_state[0, -1]).item()
-    assert found == pytest.approx(wanted, abs=1e-5)
-
-
-def test_ppo_with_the_endpoint_equals_ppo_with_the_model(reward_model, make_model, run_stage, tmp_path):
-    """The same run with the reward model in the process and behind the endpoint, three texts per request."""
-    own = {
-        "policy": {"path": str(make_model("llama"))},
-        "num_logged_samples": 8,
-        "ppo": {"num_iterations": 2, "missing_eos_penalty": 0.0},
-    }
-    here = run_stage("ppo", tmp_path / "here", rewards=[{"type": "reward_model", "path": str(reward_model)}], **own)
-    with served(reward_model) as at:
-        reward = {"type": "http", "url": at.url, "batch_size": 3}
-        there = run_stage("ppo", tmp_path / "there", rewards=[reward], **own)
-    first, second = (json.loads((place / "evaluation.json").read_text()) for place in (here, there))
-    assert second["sft"]["score_mean"] == pytest.approx(first["sft"]["score_mean"], abs=1e-4)
-    rows, others = (read_jsonl(place / "samples.jsonl")[:8] for place in (here, there))
-    assert [row["response"] for row in rows] == [row["response"] for row in others]
-    assert [row["score"] for row in others] == pytest.approx([row["score"] for row in rows], abs=1e-4)
-    assert len({round(row["score"], 3) for row in rows}) > 4
-    # The policy that learned from them is the same but for rounding.
-    for a, b in zip(*(read_jsonl(place / "metrics.jsonl")[:2] for place in (here, there)), strict=True):
-        for key in ("objective/score", "objective/kl", "loss/policy"):
-            assert b[key] == pytest.approx(a[key], abs=1e-3)
-
-
-# ------------------------------------------------------------------------------------------- requests
-
-
-QUERY = {"query": ["a"]}
-BAD = {
-    "no JSON": (b"{", 400, "the body is not JSON"),
-    "no UTF-8": (b'{"query": ["\xff"]}', 400, "the body is not JSON"),
-    "deep": (b'{"query": ' + b"[" * 100_000, 400, "the body is not JSON"),
-    "long number": (b'{"query": ' + b"9" * 10_000 + b"}", 400, "the body is not JSON"),
-    "empty": (b"", 400, "the body is not JSON"),
-    "list": ([1], 400, "must be an object"),
-    "no query": ({"texts": ["a"]}, 400, "an object with a list"),
-    "query is text": ({"query": "a"}, 400, '"query" must be a list of texts'),
-    "query is null": ({"query": None}, 400, '"query" must be a list of texts'),
-    "a number among texts": ({"query": ["a", 1]}, 400, '"query" must be a list of texts, one for each'),
-    "half a character": (b'{"query": ["\\ud800"]}', 400, '"query" must be a list of texts'),
-    "prompts of another length": ({**QUERY, "prompts": []}, 400, '"prompts" must be a list of texts, one for each'),
-    "prompts of numbers": ({**QUERY, "prompts": [1]}, 400, '"prompts" must be'),
-    "ended of numbers": ({**QUERY, "ended": [1]}, 400, '"ended" must be a list of true and false'),
-    "too many": ({"query": ["a"] * 9}, 413, "9 texts, at most 8 are scored per request. Send fewer"),
-}
-
-
-@pytest.fixture(scope="module")
-def small(reward_model):
-    with served(reward_model, max_batch=8) as at:
-        yield at
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_request_gets_an_error_and_the_server_continues(small, name):
-    body, status, message = BAD[name]
-    found, answer, _ = ask(small.port, body)
-    assert found == status
-    assert message in answer["error"]
-    assert ask(small.port, QUERY)[0] == 200
-
-
-BYTES = {
-    "no HTTP": (b"hello\r\n\r\n", 400),
-    "another protocol": (b"POST / HTTP/7.0\r\nHost: 127.0.0.1\r\n\r\n", 411),
-    "a long line": (b"GET /" + b"a" * 1_000_000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400),
-    "many headers": (b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n" + b"a: b\r\n" * 200_000 + b"\r\n", 400),
-    "PUT": (b"PUT / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n", 405),
-    "no length": (b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 411),
-    "negative length": (b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: -1\r\n\r\n", 400),
-    "no number": (b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: ten\r\n\r\n", 400),
-    "two lengths": (b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 2\r\nContent-Length: 30\r\n\r\n{}", 400),
-    "chunks": (b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 411),
-    "huge length": (b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99999999999\r\n\r\n", 413),
-    "endless length": (b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n", 400),
-    "elsewhere": (b"POST /admin HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 2\r\n\r\n{}", 404),
-    "GET": (b"GET /get_reward HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 405),
-    "no Host": (b"GET /health HTTP/1.1\r\n\r\n", 400),
-}
-
-
-@pytest.mark.parametrize("name", BYTES)
-def test_invalid_http_is_refused_and_the_server_continues(small, name, capfd):
-    data, status = BYTES[name]
-    found, answer = talk(small.port, data)
-    assert found in ((status, None) if len(data) > 10_000 else (status,)), "one that sends more may lose its answer"
-    assert answer.count("\n") <= 1
-    assert ask(small.port, QUERY)[0] == 200
-    err = capfd.readouterr().err
-    assert "Traceback" not in err, err
-
-
-@pytest.mark.parametrize(
-    "named", [{"Host": "example.org"}, {"Host": "a:5000"}, {"Origin": "http://a"}, {"Origin": "null"}]
-)
-def test_a_page_of_another_site_cannot_ask(small, named):
-    """Its name may point to this machine."""
-    status, answer, _ = ask(small.port, QUERY, headers=named)
-    assert status == 403
-    assert answer["error"].startswith("the Host or the Origin header names another machine")
-    for own in ("localhost", "[::1]:80", "127.0.0.1:9"):
-        assert ask(small.port, QUERY, headers={"Host": own, "Origin": f"http://{own}"})[0] == 200
-
-
-def test_an_oversized_body_is_answered_while_it_is_sent(small, monkeypatch):
-    monkeypatch.setattr(serve, "MAX_BODY_BYTES", 1_000_000)
-    for _ in range(3):
-        status, answer, _ = ask(small.port, {"query": ["x" * 40_000_000]})
-        assert status == 413
-        assert "at most 1000000 are read" in answer["error"]
-
-
-def test_a_connection_stays_open_for_the_next_request(small):
-    connection = http.client.HTTPConnection("127.0.0.1", small.port, timeout=GUARD_S)
-    for query, status in (({"query": []}, 200), ({"query": 1}, 400), ({"query": ["a"]}, 200)):
-        connection.request("POST", "/", json.dumps(query))
-        own = connection.sock
-        response = connection.getresponse()
-        assert (response.status, response.read()[:1]) == (status, b"{")
-        assert connection.sock is own
-
-
-def test_a_client_that_stops_sending_is_disconnected(reward_model, monkeypatch):
-    """In the middle of a body, in the middle of the headers, and before the first byte."""
-    monkeypatch.setattr(serving, "IDLE_S", 1)
-    monkeypatch.setattr(serving, "BODY_S", 1)
-    monkeypatch.setattr(serve, "MAX_WAITING", 1)
-    with served(reward_model) as at:
-        for data, answer in (
-            (b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{", b"HTTP/1.1 408 "),
-            (b"GET", b""),
-            (b"", b""),
-        ):
-            started = time.monotonic()
-            with socket.create_connection(("127.0.0.1", at.port), timeout=GUARD_S) as connection:
-                connection.sendall(data)
-                assert connection.recv(65536).startswith(answer) if answer else connection.recv(65536) == b""
-                assert time.monotonic() - started > 0.9
-            assert ask(at.port, QUERY)[0] == 200
-
-
-def test_slow_clients_do_not_block_others(reward_model, monkeypatch):
-    """Bodies and heads that never stop to arrive, a byte at a time. They take no place of those that wait."""
-    monkeypatch.setattr(serving, "IDLE_S", 1)
-    monkeypatch.setattr(serving, "BODY_S", 2)
-    monkeypatch.setattr(serve, "MAX_WAITING", 1)
-    monkeypatch.setattr(serving, "MAX_BODIES", 4)
-    with served(reward_model) as at:
-        begin = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10000\r\n\r\n"
-        answers, threads = [], []
-        for head in [begin] * 6 + [b"GET / HTTP/1.1\r\nX: "]:
-            connection = socket.create_connection(("127.0.0.1", at.port), timeout=20)
-            threads.append(threading.Thread(target=drip, args=(connection, head, answers), daemon=True))
-            threads[-1].start()
-        until(lambda: len(answers) >= 2)  # those that began first, before their time is over
-        for _ in range(5):
-            assert ask(at.port, QUERY)[0] == 200
-        for thread in threads:
-            thread.join(20)
-        assert sorted(answer[:13] for answer in answers) == [b"", *[b"HTTP/1.1 408 "] * 6]
-
-
-def test_many_open_connections_close_the_oldest(reward_model, monkeypatch):
-    monkeypatch.setattr(serving, "MAX_CONNECTIONS", 3)
-    with served(reward_model) as at:
-        idle = [socket.create_connection(("127.0.0.1", at.port), timeout=GUARD_S) for _ in range(3)]
-        time.sleep(0.5)
-        idle += [socket.create_connection(("127.0.0.1", at.port), timeout=GUARD_S) for _ in range(2)]
-        until(lambda: len(select.select(idle[:3], [], [], 0)[0]) == 2)
-        for connection in idle[3:]:
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert connection.recv(12) == b"HTTP/1.1 200"
-        for connection in idle:
-            connection.close()
-
-
-def test_a_half_sent_body_does_not_hold_the_server_when_it_stops(reward_model):
-    with served(reward_model) as at:
-        halves = [socket.create_connection(("127.0.0.1", at.port), timeout=GUARD_S) for _ in range(20)]
-        for half in halves:
-            half.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10000\r\n\r\n{")
-        until(lambda: len(at.server.http._bodies) == 20)
-        at.server.stop()
-        at.thread.join(serving.LAST_REQUESTS_S / 2)
-        assert not at.thread.is_alive()
-        assert halves[0].recv(12) == b"HTTP/1.1 408"
-        for half in halves:
-            half.close()
-
-
-def drip(connection, head, answers):
-    """Send the head, and then a byte every 20 ms until the server closes the connection; append its answer."""
-    answer = b""
-    with connection:
-        connection.sendall(head)
-        connection.settimeout(0.02)
-        for _ in range(1000):
-            try:
-                connection.sendall(b"x")
-                part = connection.recv(65536)
-            except TimeoutError:
-                continue
-            except OSError:
-                break
-            if not part:
-                break
-            answer += part
-    answers.append(answer)
-
-
-@pytest.mark.parametrize("key", ["query", "prompts"])
-def test_a_text_that_is_too_long_is_refused_before_it_is_tokenised(small, monkeypatch, key):
-    monkeypatch.setattr(serve, "MAX_TEXT_LENGTH", 1000)
-    monkeypatch.setattr(small.server.source, "score", None)
-    status, answer, _ = ask(small.port, {"query": ["a", "b"], key: ["a", "x" * 1001]})
-    assert status == 413
-    assert answer["error"] == "a text has 1001 characters, at most 1000 are read. Shorten it"
-    monkeypatch.setattr(serve, "MAX_CHARACTERS", 3000)
-    status, answer, _ = ask(small.port, {"query": ["x" * 1000] * 2, "prompts": ["x" * 501] * 2})
-    assert status == 413
-    assert answer["error"] == "the texts have 3002 characters, at most 3000 are read. Send fewer texts"
-
-
-def test_stopping_waits_for_the_model_only_for_a_limited_time(reward_model, monkeypatch):
-    monkeypatch.setattr(serving, "LAST_REQUESTS_S", 1)
-    with served(reward_model) as at, busy_model(at.server):
-        data = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 16\r\n\r\n" + json.dumps(QUERY).encode()
-        asks = threading.Thread(target=talk, args=(at.port, data))
-        asks.start()
-        until(lambda: at.server.http.model.num_waiting == 1)
-        at.server.stop()
-        at.thread.join(GUARD_S)
-        assert not at.thread.is_alive()
-        asks.join(GUARD_S)
-
-
-def test_health(small):
-    assert ask(small.port, method="GET", path="/health")[:2] == (200, {"status": "ok"})
-
-
-def test_a_failing_model_is_status_500_and_the_server_continues(reward_model, capfd):
-    with served(reward_model) as at:
-        model = at.server.source.model
-        at.server.source.model = None
-        status, answer, _ = ask(at.port, QUERY)
-        assert (status, list(answer)) == (500, ["error"])
-        assert "Traceback" in capfd.readouterr().err
-        at.server.source.model = model
-        assert ask(at.port, QUERY)[0] == 200
-        with torch.no_grad():
-            model.score.weight[0, 0] = math.nan
-        status, answer, _ = ask(at.port, QUERY)
-        assert status == 500
-        assert "response 1: returned nan" in answer["error"]
-
-
-def test_concurrent_requests_get_their_own_scores(reward_model):
-    texts = [f"tent {'lamp ' * (i % 5)}{i}" for i in range(30)]
-    with served(reward_model) as at:
-        one_by_one = [ask(at.port, {"query": [text]})[1]["rewards"][0] for text in texts]
-        found = {}
-        threads = [
-            threading.Thread(target=lambda i=i: found.update({i: ask(at.port, {"query": [texts[i]]})[1]["rewards"][0]}))
-            for i in range(30)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert [found[i] for i in range(30)] == pytest.approx(one_by_one, abs=1e-5)
-    assert len({round(score, 4) for score in one_by_one}) > 20
-
-
-def test_connections_queue_until_they_are_accepted(reward_model):
-    """As when many runs connect at the same moment. Nothing accepts them here."""
-    server = serve.start(Settings(str(reward_model), port=0))
-    connections = [socket.create_connection(("127.0.0.1", server.port), timeout=GUARD_S) for _ in range(64)]
-    for connection in connections:
-        connection.close()
-    server.listener.close()
-
-
-def refuses_connections(port):
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=GUARD_S).close()
-    except ConnectionRefusedError:
-        return True
-    return False
-
-
-def until(condition):
-    end = time.monotonic() + GUARD_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def test_requests_beyond_the_limit_get_503_and_are_retried(reward_model, monkeypatch):
-    """The http source retries."""
-    is_refused, refusal = threading.Event(), JSONClient._refusal
-    monkeypatch.setattr(JSONClient, "_refusal", lambda *given: (refusal(*given), is_refused.set())[0])
-    monkeypatch.setattr(serve, "MAX_WAITING", 2)
-    with served(reward_model) as at:
-        found, retried = [], []
-        with busy_model(at.server):
-            threads = [threading.Thread(target=lambda: found.append(ask(at.port, QUERY)[0])) for _ in range(2)]
-            for thread in threads:
-                thread.start()
-            until(lambda: at.server.http.model.num_waiting == 2)
-            status, answer, headers = ask(at.port, QUERY)
-            assert (status, headers["Retry-After"]) == (503, "1")
-            assert "2 requests are waiting" in answer["error"]
-            source = source_of({"type": "http", "url": at.url, "backoff_s": 0.05})
-            asks = threading.Thread(target=lambda: retried.append(source.score(batch(["a"]))))
-            asks.start()
-            assert is_refused.wait(GUARD_S)
-        for thread in (*threads, asks):
-            thread.join()
-    assert found == [200, 200]
-    assert retried[0].isfinite().all()
-
-
-def test_running_requests_are_answered_before_the_server_stops(reward_model):
-    with served(reward_model) as at:
-        found = []
-        with busy_model(at.server):
-            asks = threading.Thread(target=lambda: found.append(ask(at.port, QUERY)[0]))
-            asks.start()
-            until(lambda: at.server.http.model.num_waiting == 1)
-            at.server.stop()
-            time.sleep(0.5)
-            assert at.thread.is_alive()
-        at.thread.join(GUARD_S)
-        asks.join(GUARD_S)
-        assert found == [200]
-        with pytest.raises(ConnectionRefusedError):
-            ask(at.port, QUERY)
-
-
-# ----------------------------------------------------------------------------------------------- token
-
-
-def test_requests_need_the_token(reward_model, monkeypatch):
-    monkeypatch.setenv("RLHF_TEST_TOKEN", "4711")
-    with served(reward_model, token_env="RLHF_TEST_TOKEN", host="0.0.0.0") as at:
-        for given in (None, "4711", "Bearer 471", "Bearer 47111", "Bearer", "bearer 4711", "Basic 4711", "Bearer é"):
-            headers = {} if given is None else {"Authorization": given.encode()}
-            status, answer, back = ask(at.port, QUERY, headers=headers)
-            assert status == 401, given
-            assert back["WWW-Authenticate"] == "Bearer"
-            assert "4711" not in json.dumps(answer)
-        assert ask(at.port, QUERY, headers={"Authorization": "Bearer 4711"})[0] == 200
-        assert ask(at.port, {"query": 7}, path="/elsewhere")[0] == 401, "nothing is told before it"
-        assert ask(at.port, method="GET", path="/health")[0] == 200
-        right = source_of({"type": "http", "url": at.url, "api_key_env": "RLHF_TEST_TOKEN"})
-        assert right.score(batch(["a"])).isfinite().all()
-
-
-REFUSED = {
-    "elsewhere without a token": (["--host", "0.0.0.0"], "other machines could use this model without a token"),
-    "everywhere": (["--host", "::"], "other machines could use this model without a token"),
-    "a name": (["--host", "example.org"], "other machines could use this model without a token"),
-    "no such token": (["--token-env", "RLHF_NO_TOKEN"], "the environment variable RLHF_NO_TOKEN is not set"),
-    "no such address": (["--host", "127.0.0.1.2", "--token-env", "HOME"], "cannot be bound"),
-    "bad template": (["--template", "x"], "--template: must be `chat` or contain"),
-    "label": (["--label", "good"], "the model has a single score"),
-    "device": (["--device", "cuda"], "torch finds no GPU"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_settings_that_cannot_be_served_are_refused_in_one_line(reward_model, name):
-    arguments, message = REFUSED[name]
-    if name == "device" and torch.cuda.is_available():
-        pytest.skip("there is one")
-    result = CliRunner().invoke(app, ["rm", "serve", str(reward_model), "--port", "0", *arguments])
+def one_error(*arguments: object) -> str:
+    """The only line of a `rlhf serve` that was refused."""
+    result = CliRunner().invoke(app, ["serve", *map(str, arguments)])
     assert result.exit_code == 2, result.output
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) <= 2  # and what is remarked of the model
-
-
-def test_a_port_in_use_and_a_missing_model_are_refused(reward_model, small, tmp_path):
-    result = CliRunner().invoke(app, ["rm", "serve", str(reward_model), "--port", str(small.port)])
-    assert result.exit_code == 2
-    assert "Address already in use" in result.stderr
-    for path in (tmp_path, reward_model.parent / "sft", "/nowhere/at/all"):
-        assert CliRunner().invoke(app, ["rm", "serve", str(path)]).exit_code == 2
-
-
-# ------------------------------------------------------------------------------------- command line
-
-
-def test_rm_is_still_the_stage(write_config, pipeline, tmp_path):
-    shutil.copytree(pipeline("llama") / "sft", tmp_path / "sft")
-    config = ["--config", str(write_config("rm", tmp_path))]
-    for arguments, code, said in (
-        (["rm", *config, "--quiet"], 0, ""),
-        (["rm", *config], 0, "skipped"),
-        (["rm", *config, "--set", "loss=x"], 2, "loss=x: found the text 'x'"),
-        (["rm"], 2, "FILE"),
-        (["rm", *config, "serve", "x"], 2, "not before it"),
-        (["rm", "--help"], 0, "serve"),
-    ):
-        result = CliRunner().invoke(app, arguments)
-        assert result.exit_code == code, result.output
-        assert said in result.output
-    assert (tmp_path / "rm/manifest.json").is_file()
-
-
-@contextmanager
-def process(model, *arguments, **environment):
-    """`rlhf rm serve` in its own process; the result has a `url`."""
-    with TemporaryDirectory() as folder:
-        running = crash.Attempt(["rm", "serve", str(model), *arguments], Path(folder, "log"), **environment)
-        try:
-            crash.wait_for(lambda: re.search("^(serving|error:) .*\n", running.output, re.M))
-            lines = [line for line in running.output.splitlines() if line.startswith("serving ")]
-            assert lines, running.output
-            url = lines[0].split()[-1]
-            yield SimpleNamespace(process=running, url=url, port=urlsplit(url).port)
-        finally:
-            crash.end_all()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_stops_the_server_with_exit_code_0(reward_model, number):
-    wanted, config = plain_scores(reward_model / "model", TEXTS[:2], [True, True])
-    with process(reward_model, "--port", "0", "--token-env", "TOKEN", TOKEN="s3cret") as at:
-        headers = {"Authorization": "Bearer s3cret"}
-        assert ask(at.port, {"query": TEXTS[:2]})[0] == 401
-        answer = ask(at.port, {"query": TEXTS[:2]}, headers=headers)[1]["rewards"]
-        assert answer == pytest.approx([(w - config.score_mean) / config.score_std for w in wanted], abs=1e-4)
-        at.process.send(number)
-        code, output = at.process.wait(GUARD_S), at.process.output
-    assert code == 0
-    assert "\nstopped\n" in output
-    assert "s3cret" not in output
-    assert "Traceback" not in output
-
-
-# ------------------------------------------------------------------------------- a server that goes away
-
-
-LATER = {
-    "ppo": {"num_iterations": 4},
-    "data": {"test": None, "test_fraction": 0.0},
-}
-
-
-def weights(root):
-    return {path.name: digest_file(path) for path in sorted(root.glob("ppo/*/*.safetensors"))} | {
-        path.parent.name: digest_file(path) for path in sorted(root.glob("ppo/*/model.safetensors"))
-    }
-
-
-def test_a_run_whose_server_stopped_resumes_to_the_same_bytes(reward_model, make_model, write_config, tmp_path):
-    """The server answers twice and stops. The run ends with one line, and the same command finishes it."""
-    changes = merged(LATER, {"policy": {"path": str(make_model("llama"))}})
-    with served(reward_model) as at:
-        port = at.port
-        reward = {"type": "http", "url": at.url, "retries": 1, "backoff_s": 0.05, "name": "remote"}
-        command = {
-            name: ["ppo", "--config", str(write_config("ppo", tmp_path / name, rewards=[reward], **changes)), "--quiet"]
-            for name in ("undisturbed", "stopped")
-        }
-        assert CliRunner().invoke(app, command["undisturbed"]).exit_code == 0
-        score, calls = at.server.source.score, []
-
-        def mortal(samples):
-            calls.append(1)
-            if len(calls) == 2:
-                at.server.stop()
-                until(lambda: refuses_connections(port))  # it still answers this request
-            return score(samples)
-
-        at.server.source.score = mortal
-        result = CliRunner().invoke(app, command["stopped"])
-    assert result.exit_code == 1
+    assert result.stdout == ""
     (line,) = result.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert f": reward remote, responses 1 to 8: {reward['url']} cannot be reached" in line
-    assert "prompts.jsonl:" in line
-    assert len(calls) == 2
-    assert not (tmp_path / "stopped/ppo").exists()
-    with served(reward_model, port=port) as at:
-        score, calls = at.server.source.score, []
-        at.server.source.score = lambda samples: (calls.append(1), score(samples))[1]
-        result = CliRunner().invoke(app, command["stopped"])
-    assert result.exit_code == 0, result.output
-    assert len(calls) == 2, "it went on from the second of four iterations, which was saved before it stopped"
-    steps = [row["step"] for row in read_jsonl(tmp_path / "stopped/ppo/metrics.jsonl")]
-    assert steps == [1, 2, 3, 4]
-    assert weights(tmp_path / "stopped") == weights(tmp_path / "undisturbed")
-    assert len(weights(tmp_path / "stopped")) >= 2
+    return line.removeprefix("error: ")
+
+
+# --------------------------------------------------------------------------- the application, in process
+
+
+def requests(model: Speaker, ask: Callable[[openai.AsyncOpenAI], Coroutine[Any, Any, None]], token: str = "x") -> None:
+    """Run `ask` with OpenAI's client against the application with this model, whose token is x."""
+
+    async def run() -> None:
+        transport = httpx2.ASGITransport(app=ChatAPI(listener, "mine", model, "x").app)
+        async with httpx2.AsyncClient(transport=transport) as http:
+            url = "http://server/v1"
+            await ask(openai.AsyncOpenAI(base_url=url, api_key=token, max_retries=0, http_client=http))
+
+    with bind(None, 0) as listener:
+        asyncio.run(run())
+
+
+@pytest.fixture
+def model(chat_model: Path) -> Speaker:
+    return replace(speaker_at(chat_model), max_new_tokens=12)
+
+
+async def text_of(chunks: AsyncIterator[Any]) -> str:
+    """The text of a streamed response."""
+    pieces = []
+    async for chunk in chunks:
+        choice = chunk.choices[0]
+        pieces.append((choice.delta.content if hasattr(choice, "delta") else choice.text) or "")
+    return "".join(pieces)
+
+
+def test_replies_are_those_of_the_chat_and_end_where_its_settings_say(model: Speaker) -> None:
+    messages = [{"role": "user", "content": "the tent"}]
+
+    def shown(text: str) -> str:
+        return text.strip().rstrip("\ufffd")  # a stream does not end in half a character
+
+    def greedy(longest: int) -> str:
+        return shown(chat_reply(model, [Message("user", "the tent")], temperature=0, max_new_tokens=longest).text)
+
+    found = re.search("[!-~]{2}", greedy(40)[3:])
+    assert found is not None
+    stop = found.group()
+
+    async def ask(client: openai.AsyncOpenAI) -> None:
+        async def reply(**fields: Any) -> str:
+            answer: Any = await client.chat.completions.create(model="mine", messages=messages, **fields)  # type: ignore[arg-type]
+            return shown(await text_of(answer) if fields.get("stream") else answer.choices[0].message.content)
+
+        answer = await client.chat.completions.create(model="mine", messages=messages, temperature=0)  # type: ignore[arg-type]
+        assert answer.usage is not None
+        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 12)
+        for stream in (False, True):
+            assert await reply(temperature=0, stream=stream) == greedy(12)
+            cut = await reply(temperature=0, stream=stream, max_tokens=40, stop=stop)
+            assert cut == shown(greedy(40).partition(stop)[0])
+        assert await reply(seed=1) == await reply(seed=1) != await reply(seed=2)
+        assert [one.id for one in (await client.models.list()).data] == ["mine"]
+
+    requests(model, ask)
+
+
+def test_a_request_that_cannot_be_answered_is_status_400_in_one_line(model: Speaker) -> None:
+    """In a stream too, where transformers would begin to answer."""
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"prompt": "the tent " * 600}, "tokens and the model reads 512, reply included. Shorten the prompt"),
+        ({"prompt": "the tent " * 600, "stream": True}, "the model reads 512"),
+        ({"prompt": "x" * 8193}, "the prompt has 8193 characters, at most 8192 are read"),
+        ({"n": 2}, "n is not supported by this server. Remove the field"),
+        ({"logprobs": 3}, "logprobs is not supported"),
+        ({"tools": [{"type": "function"}]}, "tools is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
+        ({"temprature": 1}, "temprature is not supported"),
+        ({"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
+        ({"temperature": "hot"}, "temperature: Input should be a valid number"),
+        ({"top_p": 2}, "top_p: Input should be less than or equal to 1"),
+        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+        ({"max_tokens": 10**12}, "max_tokens: Input should be less than"),
+        ({"max_tokens": True}, "max_tokens: Input should be a valid integer"),
+        ({"stop": [1]}, "stop.0: Input should be a valid string"),
+        ({"stop": [""]}, "stop.0: String should have at least 1 character"),
+        ({"stop": ["x"] * 17}, "stop: List should have at most 16 items"),
+        ({"stream": "yes"}, "stream: Input should be a valid boolean"),
+        ({"prompt": ["the tent"]}, "prompt: Input should be a valid string"),
+        ({"prompt": None}, "prompt: Input should be a valid string"),
+        ({"model": "another"}, "model: this server has mine and no other"),
+    ]
+    user = {"role": "user", "content": "hi"}
+    picture = {"type": "image_url", "image_url": {"url": "data:,"}}
+    wrong_chats: list[tuple[Any, str]] = [
+        ([], "messages: List should have at least 1 item"),
+        (None, "messages: Input should be a valid list"),
+        ([user, {"role": "user", "content": None}], "messages.1.content: Input should be a valid string"),
+        ([{"role": "user", "content": [picture]}], "messages.0.content: "),
+        ([{"role": "tool", "content": "hi"}], "messages.0.role: Input should be 'system', 'developer', 'user' or"),
+        ([{**user, "tool_calls": [{}]}], "messages.0.tool_calls is not supported"),
+        ([user, {"role": "assistant", "content": "hi"}], "the last one is the assistant's"),
+        ([{"role": "user", "content": "x" * 5000}] * 2, "the prompt has 10000 characters"),
+        ([user] * 1001, "messages: List should have at most 1000 items"),
+    ]
+
+    async def ask(client: openai.AsyncOpenAI) -> None:
+        for fields, message in wrong:
+            body = {"model": "mine", "prompt": "the tent", **fields}
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.post("/completions", body=body, cast_to=object)
+            assert message in str(caught.value)
+            assert "\n" not in str(caught.value)
+            assert list(caught.value.body) == ["message", "type"]  # type: ignore[call-overload]
+        for messages, message in wrong_chats:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.post("/chat/completions", body={"model": "mine", "messages": messages}, cast_to=object)
+            assert message in str(caught.value)
+        for content in (b"{", b"[]", b"[" * 100_000, b'{"prompt": "\\ud800"}', b'{"prompt": "\xff"}'):
+            headers = {"Authorization": "Bearer x", "Content-Type": "application/json"}
+            answer = await client._client.post(f"{client.base_url}completions", content=content, headers=headers)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+        huge = await client._client.post(f"{client.base_url}completions", content=b" " * 2**23, headers=headers)
+        assert (huge.status_code, "at most 4194304 are read" in huge.text) == (413, True)
+        long = await client.completions.create(model="mine", prompt="the tent " * 250, max_tokens=100)
+        assert long.usage is not None
+        assert long.usage.total_tokens <= 512
+        ignored = {"user": "me", "n": 1, "tools": [], "logprobs": None, "response_format": {"type": "text"}}
+        parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}], "refusal": None}]
+        body = {"model": "mine", "messages": parts, "max_tokens": 1, **ignored}
+        await client.post("/chat/completions", body=body, cast_to=object)
+
+    async def chat(client: openai.AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match="the model was not trained on chats"):
+            await client.chat.completions.create(model="mine", messages=[user])  # type: ignore[list-item]
+
+    requests(model, ask)
+    requests(replace(model, form=PromptForm("single")), chat)
+
+
+def test_the_server_answers_others_while_the_tokenizer_works(model: Speaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, read = threading.Event(), threading.Event()
+    encode = PromptForm.encode
+
+    def slow(*arguments: Any) -> Any:
+        reading.set()
+        assert read.wait(60)
+        return encode(*arguments)
+
+    monkeypatch.setattr(PromptForm, "encode", slow)
+
+    async def ask(client: openai.AsyncOpenAI) -> None:
+        chat = client.chat.completions.create(model="mine", messages=[{"role": "user", "content": "hi"}])
+        first = asyncio.create_task(chat)
+        await asyncio.to_thread(reading.wait, 60)
+        assert [one.id for one in (await client.models.list()).data] == ["mine"]
+        read.set()
+        assert (await first).choices[0].message.content
+
+    requests(model, ask)
+
+
+def test_a_client_that_leaves_ends_its_response(model: Speaker) -> None:
+    """What waits behind it is answered, and nothing is drawn for one that left before."""
+    spoken: list[int] = []
+
+    def ask(server: ChatAPI, body: dict[str, Any]) -> Any:
+        wanted = parse(json.dumps({"prompt": "the", **body}).encode(), _TextAsk, "mine")
+
+        def counted(put: Callable[[str], None]) -> Any:
+            spoken.append(0)
+
+            def counting(text: str) -> None:
+                spoken[-1] += 1
+                put(text)
+
+            return server.speak(wanted, 1, counting)
+
+        return server.model.stream(counted)
+
+    async def run(server: ChatAPI) -> None:
+        for _ in range(2):
+            texts = ask(server, {"max_tokens": 500})
+            await anext(texts)
+            waits = asyncio.ensure_future(anext(ask(server, {})))
+            await asyncio.sleep(0)
+            waits.cancel()
+            await texts.aclose()
+            assert [text async for text in ask(server, {"max_tokens": 3})][-1][1].response.ids
+        assert server.model.num_waiting == 0
+
+    with bind(None, 0) as listener:
+        asyncio.run(run(ChatAPI(listener, "mine", model, None)))
+    assert len(spoken) == 4, "two that waited were dropped"
+    assert max(spoken[0::2]) < 400
+    assert spoken[1::2] == [5, 5]
+
+
+def test_every_route_but_health_needs_the_token_and_loads_no_other_model(model: Speaker) -> None:
+    async def ask(client: openai.AsyncOpenAI) -> None:
+        for call in (client.models.list(), client.completions.create(model="mine", prompt="the tent")):
+            with pytest.raises(openai.AuthenticationError, match="the token is missing or wrong"):
+                await call
+        server = client.with_options(base_url="http://server")
+        assert await server.get("/health", cast_to=object) == {"status": "ok"}
+        for path in ("/load_model", "/reset", "/v1/responses", "/v1/audio/transcriptions", "/docs"):
+            with pytest.raises(openai.NotFoundError):
+                await server.with_options(api_key="x").post(path, body={"model": "owner/name"}, cast_to=object)
+
+    requests(model, ask, token="y")
+
+
+def test_vllm_gets_the_same_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM makes the middleware without arguments, and has websockets."""
+    monkeypatch.setenv(TOKEN_VARIABLE, "x")
+    seen: list[Any] = []
+
+    async def inner(scope: Any, _receive: Any, _send: Any) -> None:
+        seen.append(scope["path"])
+
+    async def send(event: Any) -> None:
+        seen.append((event["type"], event.get("status")))
+
+    guard = RequireToken(inner)
+    for kind, given in (("websocket", b"Bearer y"), ("websocket", b"Bearer x"), ("http", b"x"), ("http", b"Bearer x")):
+        scope = {"type": kind, "path": "/invocations", "headers": [(b"authorization", given)]}
+        asyncio.run(guard(scope, None, send))  # type: ignore[arg-type]
+    assert seen == [
+        ("websocket.close", None),
+        "/invocations",
+        ("http.response.start", 401),
+        ("http.response.body", None),
+        "/invocations",
+    ]
+
+
+# ------------------------------------------------------------------------------------- refusals, vLLM
+
+
+def test_what_cannot_be_served_is_one_line(finished: Path, chat_model: Path, tmp_path: Path) -> None:
+    run = finished / "run"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        message = one_error(run, "--engine", "transformers", "--port", port)
+        assert message == f"--host 127.0.0.1 --port {port}: cannot be bound (Address already in use). Choose another"
+        assert "Address already in use" in one_error(run, "--stage", "rm", "--port", port)
+    for host in ("0.0.0.0", "::", "example.org"):
+        assert "other machines could use this model without a token" in one_error(run, "--host", host)
+        assert "without a token" in one_error(run, "--host", host, "--stage", "rm")
+    assert "NOPE is not set or is empty. Set it to the token" in one_error(run, "--token-env", "NOPE")
+    assert "vLLM chooses its device" in one_error(run, "--dry-run", "--device", "cpu")
+    assert "without --engine" in one_error(run, "--stage", "rm", "--engine", "vllm")
+    assert "--dry-run. Remove the option" in one_error(run, "--stage", "rm", "--quantize", "int8")
+    assert "--quantize: vLLM reads" in one_error(run, "--dry-run", "--quantize", "int8")
+    error = one_error(run, "--engine", "transformers", "--quantize", "nf4", "--port", "0")
+    assert "--quantize nf4: no layer of this LlamaForCausalLM can be quantized" in error
+    assert "no stage is finished" in one_error(tmp_path)
+    assert "is a model and not a run" in one_error(chat_model, "--stage", "sft", "--port", 0)
+    assert "prints the command line of vLLM" in one_error(run, "--engine", "transformers", "--dry-run")
+    assert "--engine vllm: needs vllm. Run: " in one_error(run, "--engine", "vllm")
+
+
+def test_vllm_is_started_with_the_name_the_dtype_and_the_sampling_of_the_run(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, started = finished / "run", list[Any]()
+    arguments = ["serve", str(run), "--host", "0.0.0.0", "--port", "8124", "--token-env", "MINE"]
+    monkeypatch.setenv("MINE", "s3cret")
+    printed = CliRunner().invoke(app, [*arguments, "--dry-run"])
+    assert printed.exit_code == 0, printed.output
+    words = ["vllm", "serve", str(run / "ppo" / "model"), "--host", "0.0.0.0", "--port", "8124"]
+    words += ["--served-model-name", "run-ppo", "--dtype", "bfloat16"]
+    words += ["--override-generation-config", '{"temperature": 1.0}']
+    words += ["--middleware", "rlhf_cli.commands.serving.RequireToken"]
+    assert shlex.split(printed.stdout) == [f"{TOKEN_VARIABLE}=$MINE", *words]
+    monkeypatch.setattr(serve, "choose_engine", lambda *_, **__: "vllm")
+    monkeypatch.setattr(serve, "vllm_program", lambda: "/bin/vllm")
+    monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
+    CliRunner().invoke(app, arguments)
+    ((program, started_words, environment),) = started
+    assert (Path(program).name, started_words, environment[TOKEN_VARIABLE]) == ("vllm", words, "s3cret")
+
+
+def test_vllm_applies_adapters_to_their_base(chat_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    save_file({"a": torch.zeros(1)}, folder / "adapter_model.safetensors")
+
+    def words(**changes: Any) -> list[str]:
+        values = {"peft_type": "LORA", "base_model_name_or_path": str(chat_model), "r": 12, **changes}
+        (folder / "adapter_config.json").write_text(json.dumps(values), encoding="utf-8")
+        return vllm_command(find_model(str(folder)), "mine", "127.0.0.1", 8000, with_token=False)
+
+    found = words()
+    assert found[2] == str(chat_model)
+    after = found[found.index("--served-model-name") :]
+    lora = ["--enable-lora", "--lora-modules", f"mine={folder}", "--max-lora-rank", "16", "--tokenizer", str(folder)]
+    assert after[: 2 + len(lora)] == ["--served-model-name", "mine-base", *lora]
+    for changes, reason in (({"use_dora": True}, "are DoRA"), ({"r": 999}, "have rank 999")):
+        with pytest.raises(ArtifactError, match=f"{reason}, which vLLM does not serve. Run: .* merge .* merged"):
+            words(**changes)
+
+
+def test_names_are_those_of_run_and_stage(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlhf_cli.trained.locate import locate
+
+    monkeypatch.chdir(finished / "run" / "sft")
+    for directory in (".", "model"):
+        assert name_of(directory, locate(directory)) == "run-sft"
+    assert name_of(str(tmp_path), None) == tmp_path.name
+    assert name_of("owner/name", None) == "owner/name"
+
+
+# ------------------------------------------------------------------------------------- the real server
+
+
+@contextlib.contextmanager
+def served(*arguments: object, log: Path, **environment: str) -> Iterator[str]:
+    """`rlhf serve` in its own process; yields its URL."""
+    running = crash.Attempt(["serve", *map(str, arguments), "--port", "0"], log, **environment)
+    try:
+        crash.wait_for(lambda: re.search("^(serving|error:) .*\n", running.output, re.M))
+        (url,) = re.findall(r"^serving .* at (\S+)$", running.output, re.M) or [running.output]
+        yield url
+    finally:
+        crash.end_all()
 
 
 @pytest.mark.slow
-def test_a_run_whose_server_is_killed_resumes_to_the_same_bytes(reward_model, make_model, write_config, tmp_path):
-    """Every part runs in its own process, and the server is killed during the run."""
-    changes = merged(LATER, {"policy": {"path": str(make_model("llama"))}, "ppo": {"num_iterations": 25}})
-    with process(reward_model, "--port", "0") as at:
-        reward = {"type": "http", "url": at.url, "retries": 2, "backoff_s": 0.05}
-        command = {
-            name: [
-                *(sys.executable, "-m", "rlhf_cli", "ppo", "--quiet", "--config"),
-                str(write_config("ppo", tmp_path / name, rewards=[reward], **changes)),
-            ]
-            for name in ("undisturbed", "stopped")
-        }
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        assert subprocess.run(command["undisturbed"], env=env, check=False).returncode == 0
-        with subprocess.Popen(command["stopped"], stderr=subprocess.PIPE, text=True, env=env) as running:
-            rows = tmp_path / "stopped/.ppo.partial/metrics.jsonl"
-            end = time.monotonic() + GUARD_S
-            while not (rows.is_file() and rows.read_bytes().count(b"\n") >= 3):
-                assert time.monotonic() < end
-                time.sleep(0.01)
-            at.process.send(signal.SIGKILL)
-            err = running.communicate(timeout=GUARD_S)[1]
-    assert running.returncode == 1
-    assert len(err.splitlines()) == 1
-    assert "reward http, responses 1 to 8: http://127.0.0.1" in err
-    done = len(read_jsonl(rows))
-    assert 3 <= done < 25
-    with process(reward_model, "--port", str(at.port)):
-        assert subprocess.run(command["stopped"], env=env, check=False).returncode == 0
-    assert weights(tmp_path / "stopped") == weights(tmp_path / "undisturbed")
+def test_the_real_server_answers_100_requests_at_the_same_time_and_survives_killed_clients(
+    finished: Path, tmp_path: Path
+) -> None:
+    run, rows = finished / "run", [{"prompt": PROMPTS[n % 3] + " tent" * (n % 7)} for n in range(100)]
+    prompts, out = write_jsonl(tmp_path / "prompts.jsonl", rows), tmp_path / "out.jsonl"
+    arguments = ["generate", str(run), "--prompts", str(prompts), "--out", str(out), "--temperature", "0"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    wanted = [row["response"] for row in read_jsonl(out)]
+    with served(run, "--engine", "transformers", "--token-env", "TOKEN", log=tmp_path / "log", TOKEN="s3cret") as url:
+        client = openai.OpenAI(base_url=url, api_key="s3cret", max_retries=0)
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=url, api_key="wrong", max_retries=0).models.list()
+
+        def ask(n: int) -> str:
+            return client.completions.create(model="run-ppo", prompt=rows[n]["prompt"], temperature=0).choices[0].text
+
+        with ThreadPoolExecutor(100) as pool:
+            assert list(pool.map(ask, range(100))) == wanted
+        port = int(re.findall(r":(\d+)/v1", url)[0])
+        body = json.dumps({"model": "run-ppo", "prompt": "the tent", "stream": True, "max_tokens": 100}).encode()
+        lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Authorization: Bearer s3cret"]
+        lines += ["Content-Type: application/json", f"Content-Length: {len(body)}", "", ""]
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", port)) as killed:
+                killed.sendall("\r\n".join(lines).encode() + body)
+                assert b"200 OK" in killed.recv(100)
+        stream = client.completions.create(model="run-ppo", prompt=rows[0]["prompt"], temperature=0, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in stream) == wanted[0]
+    assert "Traceback" not in (tmp_path / "log").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_reward_model_is_served_as_by_rm_serve(finished: Path, tmp_path: Path) -> None:
+    with served(finished / "run", "--stage", "rm", log=tmp_path / "log") as url:
+        assert url.endswith("/get_reward")
+        answer = httpx2.post(url, json={"query": ["the tent is late"]}).json()
+    assert len(answer["rewards"]) == 1

@@ -125,7 +125,7 @@ def test_a_request_that_the_local_model_cannot_take_fails_alone(make_model: Any,
     assert isinstance(second, Written)
 
     local = LocalWriter(str(chat_model), Drawing(max_new_tokens=4), device="cpu")
-    local.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    local.speaker.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     [failure] = local.write([short])
     assert isinstance(failure, Failure)
     assert "roles must alternate" in failure.reason

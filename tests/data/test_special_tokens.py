@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhf_cli.commands import serve
+from rlhf_cli.commands import rm_serve
 from rlhf_cli.commands.writer import WriterOptions
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.data import Rows
@@ -390,7 +390,7 @@ def test_the_option_reaches_every_reader(
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_server_reads_prompts_as_rendered(chat_reward_model: Any, keep: bool) -> None:
-    server = serve.start(serve.Settings(str(chat_reward_model()), port=0, keep_special=keep))
+    server = rm_serve.start(rm_serve.RewardModelOptions(str(chat_reward_model()), port=0, keep_special=keep))
     try:
         assert (server.source.prompts_are_rendered, server.source.keep_special) == (True, keep)
     finally:
@@ -404,7 +404,7 @@ def test_a_local_model_that_writes_or_judges_splits_them_too(make_model: Any, ke
     assert isinstance(writer, LocalWriter)
     ids = writer._encode(Request((Message("user", "please<eos>help"),), (0,)))
     assert isinstance(ids, list)
-    assert ids.count(writer.tokenizer.eos_token_id) == keep
+    assert ids.count(writer.speaker.tokenizer.eos_token_id) == keep
     with pytest.raises(ConfigError, match="--keep-special: is for a local model"):
         WriterOptions("m", server="http://127.0.0.1:1/v1", keep_special=True).open()
 

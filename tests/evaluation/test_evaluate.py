@@ -35,7 +35,6 @@ from rlhf_cli.evaluation.preferences import (
 )
 from rlhf_cli.evaluation.replies import Arena, Replies
 from rlhf_cli.evaluation.reward_model import rows_of_stage, scorer_of
-from rlhf_cli.evaluation.run import Run, _seen_from, open_run
 from rlhf_cli.evaluation.scores import error_groups, score_figures, worst_answers
 from rlhf_cli.evaluation.yardstick import (
     TILT_POINTS,
@@ -48,6 +47,7 @@ from rlhf_cli.evaluation.yardstick import (
 )
 from rlhf_cli.models.load import load_reward_model, load_tokenizer
 from rlhf_cli.report.figure import Figure
+from rlhf_cli.trained.run import Run, _seen_from, open_run
 from rlhf_cli.training.progress import Display
 from support.formulas import close
 from support.servers import ChatServer, completion

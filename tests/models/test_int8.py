@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.evaluation.trained import TrainedModel
 from rlhf_cli.models.frozen import frozen_policy
 from rlhf_cli.models.load import load_policy, load_reward_model, new_reward_model
 from rlhf_cli.models.quantized import Int8Linear
+from rlhf_cli.trained.model import TrainedLanguageModel
 from support.tiny import CPU, random_ids
 
 IDS = torch.tensor(random_ids(11))
@@ -68,7 +68,7 @@ def test_an_export_in_int8_is_read_without_torchao(make_model: Any, tmp_path: Pa
     loaded = load_policy(str(integers))
     assert all(torch.equal(weight, loaded.get_parameter(name)) for name, weight in expected.named_parameters())
     assert not hasattr(loaded.config, "quantization_config")
-    held, _ = TrainedModel("mine", str(integers)).load(CPU)
+    held, _ = TrainedLanguageModel("mine", str(integers)).load(CPU)
     layers = {name: layer for name, layer in held.named_modules() if isinstance(layer, Int8Linear)}
     assert len(layers) == 2 * 7
     for name, layer in layers.items():

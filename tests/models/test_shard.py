@@ -188,7 +188,7 @@ def test_a_frozen_block_is_kept_in_the_precision_in_which_it_is_exchanged(tmp_pa
     assert figures["bytes"][1] == figures["bytes"][0] / 2
 
 
-NEVER_DIVIDED = {"conversation.py", "activations.py", "network.py"}
+NEVER_DIVIDED = {"activations.py", "network.py"}
 BEFORE_IT_IS_DIVIDED = {"heads.py", "rotation.py"}
 THE_WHOLE_COPY = {"setup.py"}
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
-from rlhf_cli.commands import serve
+from rlhf_cli.commands import rm_serve
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.answers import answer_encoder
@@ -122,8 +122,8 @@ def test_training_evaluation_ppo_and_serve_give_one_score(run, chats):
     assert source_of(reward).score(samples).tolist() == pytest.approx(wanted, abs=1e-4)
     assert source_of(reward, template="chat").score(samples).tolist() == pytest.approx(wanted, abs=1e-4)
 
-    settings = serve.Settings(str(run), port=0, raw=True, keep_special=True)
-    server = serve.start(settings)
+    settings = rm_serve.RewardModelOptions(str(run), port=0, raw=True, keep_special=True)
+    server = rm_serve.start(settings)
     queries = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     whole = [f"{query}<eos>\n" for query in queries]
     try:

@@ -341,12 +341,12 @@ def test_every_example_of_the_documentation_is_a_config():
 
 
 def test_the_numbers_of_the_documentation_are_those_of_the_code():
-    from rlhf_cli.commands import serve
+    from rlhf_cli.commands import rm_serve
 
     http = TypeAdapter(Reward).validate_python({"type": "http", "url": "http://a/"})
     for key in ("batch_size", "concurrency", "timeout_s", "retries", "backoff_s"):
         assert f"| `{key}` | {getattr(http, key):g} |" in DOCS
-    assert f"{serve.MAX_WAITING} may wait" in DOCS
-    assert f"`--max-batch` texts ({serve.Settings('m').max_batch})" in DOCS
-    assert serve.MAX_BODY_BYTES == 16 * 2**20
+    assert f"{rm_serve.MAX_WAITING} may wait" in DOCS
+    assert f"`--max-batch` texts ({rm_serve.RewardModelOptions('m').max_batch})" in DOCS
+    assert rm_serve.MAX_BODY_BYTES == 16 * 2**20
     assert (http_client.LONGEST_BACKOFF_S, http_client.LONGEST_WAIT_S) == (60, 600)

@@ -7,13 +7,11 @@ import math
 import pytest
 import torch
 
-from rlhf_cli.decoders.paged import PagedDecoder
-from rlhf_cli.decoders.plain import PlainDecoder
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw, draw_uniforms, sample
 from support.compare import close
 from support.oracles import check_sampled_logprobs
-from support.tiny import LONGEST, PROMPTS, STOP, VOCAB, random_ids
+from support.tiny import LONGEST, PROMPTS, STOP, VOCAB
 
 # -------------------------------------------------------------------------------------------- sampling
 
@@ -37,27 +35,6 @@ def test_the_fixture_has_responses_of_several_lengths(responses):
 def test_sampled_logprobs_equal_those_of_a_plain_forward(policy, plain, uniforms, temperature):
     """[7, 12, 13] Left padding, cache and compaction, compared with one forward pass over the whole sequence."""
     check_sampled_logprobs(policy, plain, uniforms, temperature)
-
-
-def test_a_response_does_not_depend_on_the_split_into_batches(policy, uniforms, responses):
-    for size in (1, 3, 4):
-        parts = [
-            response
-            for at in range(0, len(PROMPTS), size)
-            for response in sample(policy, PROMPTS[at : at + size], uniforms[at : at + size], Sampling(stop=STOP))
-        ]
-        assert ids_of(parts) == ids_of(responses)
-        assert [r.ended for r in parts] == [r.ended for r in responses]
-        for actual, expected in zip(parts, responses, strict=True):
-            close(torch.tensor(actual.logprobs), torch.tensor(expected.logprobs))
-
-
-def test_other_prompts_in_the_batch_change_nothing(policy, uniforms, responses):
-    """A prompt of 60 tokens adds padding to all other rows."""
-    other_prompts = random_ids(60, 1, 30, seed=9)
-    more_uniforms = torch.cat([draw_uniforms(7, "strangers", 0, 3, LONGEST), uniforms])
-    beside = sample(policy, other_prompts + PROMPTS, more_uniforms, Sampling(stop=STOP))
-    assert ids_of(beside[3:]) == ids_of(responses)
 
 
 def test_responses_end_with_the_first_stop_token(policy, uniforms, responses):
@@ -101,28 +78,6 @@ def test_one_uniform_per_row_gives_responses_of_one_token(policy, uniforms):
     one = sample(policy, PROMPTS, uniforms[:, :1], Sampling(stop=STOP))
     assert [len(r.ids) for r in one] == [1] * len(PROMPTS)
     assert [r.ended for r in one] == [r.ids[-1] in STOP for r in one]
-
-
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("max_live_rows", [None, 3])
-def test_responses_do_not_depend_on_when_finished_rows_leave(
-    policy, uniforms, responses, monkeypatch, share, max_live_rows
-):
-    """What is drawn for a finished row that stays is ignored, also if it is a stop token.
-
-    The uniform behind the last place of a row is 0, which draws the first token. It is a stop token in some models.
-    """
-    for decoder in (PagedDecoder, PlainDecoder):
-        monkeypatch.setattr(decoder, "leaves_below", share)
-    moved = sample(policy, PROMPTS, uniforms, Sampling(stop=STOP), max_live_rows=max_live_rows)
-    assert ids_of(moved) == ids_of(responses)
-    assert [r.ended for r in moved] == [r.ended for r in responses]
-    for a, b in zip(moved, responses, strict=True):
-        close(torch.tensor(a.logprobs), torch.tensor(b.logprobs))
-    stop = frozenset({0, *range(10, 25)})
-    some_ended = sample(policy, PROMPTS, uniforms, Sampling(stop=stop), max_live_rows=max_live_rows)
-    assert [r.ended for r in some_ended] == [r.ids[-1] in stop for r in some_ended]
-    assert {r.ended for r in some_ended} == {True, False}
 
 
 def test_iterations_and_rows_get_different_uniforms(policy):

@@ -17,14 +17,13 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_cli.decoders.paged import PagedDecoder
 from rlhf_cli.decoders.plain import PlainDecoder
-from rlhf_cli.models.load import load_policy, prepare
 from rlhf_cli.rollout import distribution
 from rlhf_cli.rollout import sampling as sampling_module
 from rlhf_cli.rollout.distribution import Response, Sampling, allowed_logits, kept_tokens
 from rlhf_cli.rollout.sampling import draw, draw_uniforms, response_text, sample, stop_string_start
 from rlhf_cli.tensor_ops import token_entropy, token_logprobs
+from support.tiny import random_ids
 
-CPU = torch.device("cpu")
 STOP = frozenset(range(10, 40))
 FILTERS = {
     "plain": Sampling(),
@@ -40,11 +39,6 @@ FILTERS = {
 LONGEST = 12
 
 
-def random_ids(*lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 256, (n,), generator=generator).tolist() for n in lengths]
-
-
 PROMPTS = random_ids(1, 7, 3, 12, 5, 2, 9, 4, seed=1)
 
 
@@ -52,19 +46,6 @@ PROMPTS = random_ids(1, 7, 3, 12, 5, 2, 9, 4, seed=1)
 def arch(request):
     """Two models that the fast decoder supports, and one that it does not."""
     return request.param
-
-
-@pytest.fixture(scope="module")
-def plain(arch, make_model):
-    """The model as transformers loads it."""
-    return load_policy(str(make_model(arch))).eval()
-
-
-@pytest.fixture(scope="module")
-def policy(arch, make_model):
-    model = load_policy(str(make_model(arch))).eval()
-    assert prepare(model, CPU) is None
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -417,10 +398,21 @@ def test_other_prompts_in_the_batch_change_nothing(policy, uniforms, tok, all_re
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_responses_do_not_depend_on_when_finished_rows_leave(policy, uniforms, tok, all_responses, monkeypatch, share):
+@pytest.mark.parametrize("max_live_rows", [None, 3])
+def test_responses_do_not_depend_on_when_finished_rows_leave(
+    policy, uniforms, tok, all_responses, monkeypatch, share, max_live_rows
+):
+    """What is drawn for a finished row that stays is ignored, also if it is a stop token.
+
+    The uniform behind the last place of a row is 0, which draws the first token. It is a stop token in some models.
+    """
     for decoder in (PagedDecoder, PlainDecoder):
         monkeypatch.setattr(decoder, "leaves_below", share)
-    same(sample(policy, PROMPTS, uniforms, EVERYTHING, tok), all_responses)
+    same(sample(policy, PROMPTS, uniforms, EVERYTHING, tok, max_live_rows=max_live_rows), all_responses)
+    stop = frozenset({0, *range(10, 25)})
+    some_ended = sample(policy, PROMPTS, uniforms, Sampling(stop=stop), max_live_rows=max_live_rows)
+    assert [r.ended for r in some_ended] == [r.ids[-1] in stop for r in some_ended]
+    assert {r.ended for r in some_ended} == {True, False}
 
 
 # --------------------------------------------------------------------------------------- stop strings

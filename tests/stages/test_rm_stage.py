@@ -23,6 +23,7 @@ from rlhf_cli.evaluation.agreement import label_figures, score_figures, verdict
 from rlhf_cli.health.baselines import weak_reward
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.load import load_policy, load_reward_model, new_reward_model, prepare
+from rlhf_cli.rollout import speaker
 from rlhf_cli.rollout.sampling import sample
 from stages import rm as rm_stage
 from support.tiny import BAD, CPU, GOOD, encoder, read_jsonl, sentence, write_jsonl
@@ -265,7 +266,7 @@ def test_no_second_model_is_in_memory_while_one_is_sampled_from_loaded_or_scored
     loads = {"new_reward_model": new_reward_model, "load_reward_model": load_reward_model}
     for program, name in ((rm_stage, "new_reward_model"), (normalization, "load_reward_model")):
         monkeypatch.setattr(program, name, partial(watched, name))
-    monkeypatch.setattr(normalization, "sample", sampled)
+    monkeypatch.setattr(speaker, "sample", sampled)
     model = {"path": str(root / "sft"), "lora": lora}
     evaluation = {"every_steps": 2, "keep_best": True, "max_live_rows": 4}
     run_stage("rm", tmp_path, model=model, evaluation=evaluation, precision="bfloat16")

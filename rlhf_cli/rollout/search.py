@@ -1,7 +1,8 @@
-"""Contrastive search: likely tokens whose hidden states differ from those of all tokens before."""
+"""Beam search and contrastive search, by `generate` of transformers."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,11 +10,68 @@ from torch import Tensor
 from transformers import (
     DynamicCache,
     EncoderDecoderCache,
+    GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 from transformers.modeling_outputs import BaseModelOutput
+
+from rlhf_cli.models.seq2seq import encoder_inputs, is_seq2seq, start_of_response
+from rlhf_cli.processes.sharding import device_of
+from rlhf_cli.rollout.distribution import Response
+from rlhf_cli.rollout.sampling import stop_string_start
+from rlhf_cli.rollout.speaker import Speaker
+
+
+def search(
+    speaker: Speaker,
+    ids: list[int],
+    limit: int,
+    *,
+    num_beams: int = 1,
+    penalty_alpha: float | None = None,
+    num_candidates: int = 4,
+) -> Response:
+    """The response of at most `limit` tokens that a search finds: by beams or, with `penalty_alpha`, contrastive.
+
+    One prompt at a time: padding would change the last bits.
+    """
+    model, sampling = speaker.model, speaker.sampling
+    stops, strings = sorted(sampling.stop), list(sampling.stop_strings)
+    config = GenerationConfig(
+        num_beams=num_beams,
+        do_sample=False,
+        max_new_tokens=limit,
+        min_new_tokens=sampling.min_new_tokens or None,
+        no_repeat_ngram_size=sampling.no_repeat_ngram_size,
+        eos_token_id=stops,
+        pad_token_id=stops[0],
+    )
+    method: dict[str, Any] = {}
+    if penalty_alpha is not None:
+        method["custom_generate"] = functools.partial(
+            contrastive_search, penalty_alpha=penalty_alpha, num_candidates=num_candidates
+        )
+    prompt, num_before = torch.tensor([ids], device=device_of(model)), len(ids)
+    if is_seq2seq(model):
+        # Its output begins with the decoder's start token.
+        prompt, num_before = encoder_inputs(model, [prompt[0]])[0], 1
+        config.decoder_start_token_id = start_of_response(model)
+    with speaker.autocast():
+        output: Tensor = model.generate(  # type: ignore[operator]
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            generation_config=config,
+            stopping_criteria=StoppingCriteriaList([StopStringCriteria(speaker.tokenizer, strings)] if strings else []),
+            **method,
+        )
+    new = output[0, num_before:].tolist()
+    end = next((n for n, token in enumerate(new, 1) if token in sampling.stop), None)
+    new = new[:end]
+    stopped = bool(strings) and stop_string_start(speaker.tokenizer, new, sampling.stop_strings) is not None
+    return Response(new, [], end is not None or stopped)
 
 
 def contrastive_search(

@@ -1,6 +1,6 @@
 """A language model that was trained: where it is, how its prompts were written, how it draws, and what scores it.
 
-`rlhf chat`, `generate`, `serve` and `label` find their models and rewards here.
+`rlhf chat`, `generate`, `serve`, `export` and `push` find their models and rewards here.
 """
 
 from __future__ import annotations
@@ -18,28 +18,30 @@ from rlhf_cli.config.ppo import PPOConfig, Rollout
 from rlhf_cli.config.rewards import ModelReward, Reward
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.encode import require_eos
-from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.errors import ArtifactError, ConfigError
-from rlhf_cli.evaluation.locate import MODEL, StageModel, locate
-from rlhf_cli.evaluation.run import Run, open_run
 from rlhf_cli.models.adapter_files import read_adapter
 from rlhf_cli.models.check import check_directory
 from rlhf_cli.models.frozen import frozen_policy
 from rlhf_cli.models.load import check_vocabulary, load_tokenizer, prepare
-from rlhf_cli.rewards.base import RewardSource, Samples
+from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.models import load_reward_source
 from rlhf_cli.rewards.sources import load_rewards
-from rlhf_cli.rollout.distribution import Response, Sampling
-from rlhf_cli.rollout.sampling import response_text
+from rlhf_cli.rollout.prompt_form import PromptForm, logged_prompts, prompt_form
+from rlhf_cli.rollout.speaker import Speaker
+from rlhf_cli.trained.locate import MODEL, StageModel, locate
+from rlhf_cli.trained.run import Run, open_run
 
 Quantize = Literal["nf4", "nf4_double", "int8"]
 """How `rlhf chat`, `generate` and `serve` hold the linear layers of a language model with --quantize."""
 NEW_TOKENS = 256
 """Longest response of a model that belongs to no run, if the model has as many positions left."""
+TEMPLATE_FILE = "chat_template.jinja"
+"""Where transformers, vLLM and llama.cpp's converter look for a chat template."""
+HEADING = "## How it is prompted"
 
 
 @dataclass(frozen=True)
-class TrainedModel:
+class TrainedLanguageModel:
     """A language model on disk, and the run that it belongs to."""
 
     name: str
@@ -88,6 +90,22 @@ class TrainedModel:
         prepare(model, device)
         return model, tokenizer
 
+    def form(self, tokenizer: PreTrainedTokenizerBase) -> PromptForm:
+        """The form of the model's prompts, as its stage wrote them."""
+        logged = logged_prompts(self.stage_directory) if self.stage_directory is not None else []
+        return prompt_form(tokenizer, self.template, logged, keep_special=self.keep_special)
+
+    def speaker(
+        self, device: torch.device, quantization: Quantize | None = None, rollout: Rollout | None = None
+    ) -> Speaker:
+        """The loaded model, prompted as in its run, which draws as `rollout` says, or else as in its run.
+
+        Raises the errors of `load`.
+        """
+        model, tokenizer = self.load(device, quantization)
+        form = self.form(tokenizer)
+        return Speaker.of(rollout or self.rollout(), model, tokenizer, self.precision, form, self.name)
+
     def rollout(self) -> Rollout:
         """How responses are drawn: as in PPO, as the samples of SFT without it, else as generation_config.json says."""
         if self.run is None:
@@ -108,7 +126,7 @@ class TrainedModel:
             return RewardSet([ModelReward(type="reward_model")], str(run.root))
         return None
 
-    def compared(self, name: str) -> TrainedModel:
+    def compared(self, name: str) -> TrainedLanguageModel:
         """The `sft` or `ppo` stage of the same run, or `base`, the model that the run started from. The base model
         gets the prompts of this one.
 
@@ -124,7 +142,7 @@ class TrainedModel:
         start = first.policy if isinstance(first, PPOConfig) else first.model
         if start.path is None:
             raise ConfigError("--compare base: the run started from random weights. Give --compare sft")
-        return TrainedModel(name, model_directory(start.path), start.revision, self.run, self.config)
+        return TrainedLanguageModel(name, model_directory(start.path), start.revision, self.run, self.config)
 
     def digest(self) -> str:
         """A digest of the weights that `load` reads."""
@@ -134,7 +152,7 @@ class TrainedModel:
         return fingerprint(str(stage_directory(located.root, located.stage)))
 
 
-def find_model(directory: str, stage: str | None = None) -> TrainedModel:
+def find_model(directory: str, stage: str | None = None) -> TrainedLanguageModel:
     """The language model that a directory stands for: of a run its `stage`, or the last finished one of SFT and PPO.
 
     Raises ArtifactError for a stage that is not finished or that writes no text, ConfigError for a stage of a
@@ -146,17 +164,17 @@ def find_model(directory: str, stage: str | None = None) -> TrainedModel:
         return _of_run(run, located)
     if stage is not None:
         raise ConfigError(f"--stage: {directory} is a model and not a run. Remove the option")
-    return TrainedModel(directory, model_directory(directory))
+    return TrainedLanguageModel(directory, model_directory(directory))
 
 
-def _of_run(run: Run, located: StageModel | None) -> TrainedModel:
+def _of_run(run: Run, located: StageModel | None) -> TrainedLanguageModel:
     """The language model of a finished stage."""
     assert located is not None
     config = {"sft": run.sft, "ppo": run.ppo}.get(located.stage)
     if config is None:
         what = f"stage {located.stage} is a reward model, which writes no text"
         raise ArtifactError(f"{located.root}: {what}. Give --stage sft or ppo")
-    return TrainedModel(located.name, located.path, None, run, config)
+    return TrainedLanguageModel(located.name, located.path, None, run, config)
 
 
 def _rollout_outside(path: str, revision: str | None) -> Rollout:
@@ -180,6 +198,40 @@ def _rollout_outside(path: str, revision: str | None) -> Rollout:
         "min_p": config.min_p or None,
     }
     return Rollout(max_new_tokens=NEW_TOKENS).model_copy(update=changes)
+
+
+# ------------------------------------------------------------------------------- for those without the run
+
+
+@dataclass(frozen=True)
+class Prompting:
+    """How a model is prompted."""
+
+    sentence: str
+    chat_template: str | None
+    """A template that writes conversations as in training; None if the tokenizer's own does, or none can."""
+
+    @property
+    def section(self) -> str:
+        """The section of the model card."""
+        text = f"{HEADING}\n\nPrompts: {self.sentence}."
+        if self.chat_template is not None:
+            text += f" The chat template in `{TEMPLATE_FILE}` writes the messages of a chat in this way."
+        return text
+
+
+def prompting_of(located: StageModel | None) -> Prompting | None:
+    """How a language model of a run is prompted; None for other models.
+
+    A transcript gets a chat template: without it, a program that has the model alone sends bare text.
+    """
+    if located is None or located.stage == "rm" or located.folder == "value_model":
+        return None
+    trained = find_model(located.path)
+    tokenizer = load_tokenizer(trained.path, trained.revision)
+    form = trained.form(tokenizer)
+    sentence = form.sentence.removeprefix("no chat template; ")
+    return Prompting(sentence, form.chat_template(tokenizer) if form.kind == "transcript" else None)
 
 
 # -------------------------------------------------------------------------------------------- rewards
@@ -234,26 +286,3 @@ class RewardSet:
         ]
         rewards = [reward.model_dump(mode="json") for reward in self.rewards]
         return {"rewards": rewards, "digests": [fingerprint(path) for path in paths]}
-
-
-def samples_of(
-    tokenizer: PreTrainedTokenizerBase,
-    sampling: Sampling,
-    prompts: Sequence[PromptRow],
-    responses: Sequence[Response],
-    sources: Sequence[RewardSource],
-) -> Samples:
-    """The responses as the sources read them. Their tokens have texts only if a source scores every token."""
-    dense = any(getattr(source, "per_token", False) for source in sources)
-    return Samples(
-        [p.text for p in prompts],
-        [response_text(tokenizer, r, sampling) for r in responses],
-        [p.ids for p in prompts],
-        [r.ids for r in responses],
-        [r.ended for r in responses],
-        [p.row.columns for p in prompts],
-        [[str(tokenizer.decode([i])) for i in r.ids] for r in responses] if dense else None,
-        [p.row.where for p in prompts],
-        [p.row.prompt for p in prompts],
-        [p.row.messages for p in prompts],
-    )

@@ -1,0 +1,189 @@
+"""`rlhf rm serve`: a reward model behind an HTTP endpoint, so that other machines can use it.
+
+    POST /get_reward (or /)  {"query": [text, ...], "prompts": [...], "ended": [...]}  ->  {"rewards": [number, ...]}
+    GET  /health             {"status": "ok"}
+
+`type: http` of a PPO config posts to it (docs/rewards.md), and so do OpenRLHF's clients. Starlette routes, uvicorn
+speaks HTTP, one thread runs the model. The server is meant for your own machines. To expose it to others, put a
+proxy with TLS and rate limits in front of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from rlhf_cli.artifacts import reward_model_stage
+from rlhf_cli.commands.options import Device, Host, Label, Probability, Raw, RewardTemplate, TokenEnv
+from rlhf_cli.commands.serving import JSONLine, Refused, Server, bind, required_token
+from rlhf_cli.config.rewards import ModelReward
+from rlhf_cli.errors import ConfigError, RewardError
+from rlhf_cli.printing import say
+
+if TYPE_CHECKING:
+    import socket
+
+    from rlhf_cli.rewards.models import RewardModel
+
+MAX_WAITING = 32
+"""Requests that wait for the model. Further ones are answered 503, and the six attempts of `type: http` span 31 s."""
+MAX_BODY_BYTES = 16 * 1024 * 1024
+MAX_TEXT_LENGTH = 400_000
+"""Characters of a text: more than the context of any reward model, and few enough to tokenise in a second."""
+MAX_CHARACTERS = 4_000_000
+"""Characters of all texts and prompts of a request, so that none holds the model for long."""
+
+
+@dataclass(frozen=True)
+class RewardModelOptions:
+    """Which reward model to serve, how it scores, and where. `rlhf rm score` takes the model from here too."""
+
+    model: Annotated[str, typer.Argument(help="A model directory, a finished rm stage, or a run's directory.")]
+    host: Host = "127.0.0.1"
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 chooses a free port.")] = 5000
+    token_env: TokenEnv = None
+    max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Maximum texts per request.")] = 1024
+    raw: Raw = False
+    label: Label = None
+    probability: Probability = False
+    template: RewardTemplate = None
+    device: Device = "auto"
+    keep_special: Annotated[
+        bool, typer.Option("--keep-special", help="Read special tokens in texts as special, not as plain text.")
+    ] = False
+
+
+class RewardServer(Server):
+    """The endpoint of one reward model, bound to its port."""
+
+    def __init__(self, listener: socket.socket, source: RewardModel, *, token: str | None, max_batch: int):
+        self.source, self.max_batch = source, max_batch
+        routes = [Route(path, self.get_reward, methods=["POST"]) for path in ("/", "/get_reward")]
+        super().__init__(listener, routes, token, lambda text: {"error": text}, max_waiting=MAX_WAITING)
+
+    async def get_reward(self, request: Request) -> Response:
+        """Score the texts of a request."""
+        texts = parse_request(await self.read(request, MAX_BODY_BYTES), self.max_batch)
+        try:
+            rewards = await self.until_left(request, self.model.run(lambda _: self.rewards(*texts)))
+        except RewardError as error:
+            raise Refused(500, str(error)) from None
+        return JSONLine({"rewards": rewards})
+
+    def rewards(self, queries: list[str], prompts: list[str], ended: list[bool]) -> list[float]:
+        """The model's scores. A query is a prompt with its response; without its prompt it counts as a response."""
+        from rlhf_cli.rewards.base import Samples
+
+        if not queries:
+            return []
+        pairs = [(p, q[len(p) :]) if q.startswith(p) else ("", q) for p, q in zip(prompts, queries, strict=True)]
+        before, responses = map(list, zip(*pairs, strict=True))
+        scores: list[float] = self.source.score(
+            Samples(before, responses, [], [], ended, [{} for _ in queries])
+        ).tolist()
+        return scores
+
+
+def parse_request(body: bytes, max_batch: int) -> tuple[list[str], list[str], list[bool]]:
+    """(queries, prompts, whether each response ended) from a request's body; raises Refused.
+
+    >>> parse_request(b'{"query": ["Hi! Hello."], "prompts": ["Hi!"]}', 8)
+    (['Hi! Hello.'], ['Hi!'], [True])
+    """
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        raise Refused(400, "the body is not JSON") from None
+    if not isinstance(value, dict) or "query" not in value:
+        raise Refused(400, 'the body must be an object with a list "query"')
+    queries = value["query"]
+    if not isinstance(queries, list):
+        raise Refused(400, '"query" must be a list of texts')
+    if len(queries) > max_batch:
+        raise Refused(413, f"{len(queries)} texts, at most {max_batch} are scored per request. Send fewer")
+
+    def checked(key: str, default: Any, is_valid: Callable[[Any], bool], name: str) -> list[Any]:
+        items = value.get(key)
+        items = [default] * len(queries) if items is None else items
+        if not isinstance(items, list) or len(items) != len(queries) or not all(map(is_valid, items)):
+            raise Refused(400, f'"{key}" must be a list of {name}, one for each item of "query"')
+        return items
+
+    texts, prompts = checked("query", None, is_text, "texts"), checked("prompts", "", is_text, "texts")
+    longest = max(map(len, (*texts, *prompts)), default=0)
+    if longest > MAX_TEXT_LENGTH:
+        raise Refused(413, f"a text has {longest} characters, at most {MAX_TEXT_LENGTH} are read. Shorten it")
+    total = sum(map(len, (*texts, *prompts)))
+    if total > MAX_CHARACTERS:
+        raise Refused(413, f"the texts have {total} characters, at most {MAX_CHARACTERS} are read. Send fewer texts")
+    return texts, prompts, checked("ended", True, lambda item: isinstance(item, bool), "true and false")
+
+
+def is_text(value: Any) -> bool:
+    """Is it text that a tokenizer can read, without lone surrogates?"""
+    if not isinstance(value, str):
+        return False
+    with contextlib.suppress(UnicodeEncodeError):
+        value.encode()
+        return True
+    return False
+
+
+# ------------------------------------------------------------------------------------------- the command
+
+
+def start(options: RewardModelOptions) -> RewardServer:
+    """Load the reward model and bind its port.
+
+    Raises ConfigError for a host that others can reach without a token, and for a port that cannot be bound.
+    """
+    from rlhf_cli.processes import distributed
+    from rlhf_cli.rewards.models import load_reward_source
+
+    token = required_token(options.host, options.token_env)
+    path = reward_model_stage(options.model)
+    device = distributed.start(options.device).device
+    reward = as_reward(options, path)
+    source, notes = load_reward_source(
+        reward, path, None, device, "auto", name=options.model, key="--model", keep_special=options.keep_special
+    )
+    source.prompts_are_rendered = True
+    for note in notes:
+        say(note, error=True)
+    listener = bind(options.host, options.port)
+    return RewardServer(listener, source, token=token, max_batch=options.max_batch)
+
+
+def as_reward(options: RewardModelOptions, path: str) -> ModelReward:
+    """The model as an entry of `rewards` in a PPO config; raises ConfigError for an invalid template."""
+    template = options.template
+    response_only = template is not None and template != "chat" and "{prompt}" not in template
+    try:
+        return ModelReward(
+            type="reward_model",
+            path=path,
+            label=options.label,
+            output="probability" if options.probability else "logit",
+            template=template,
+            reads="response" if response_only else "prompt_and_response",
+            normalize=not options.raw,
+        )
+    except ValidationError as error:
+        raise ConfigError(f"--template: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+
+
+def serve(options: RewardModelOptions) -> None:
+    """Serve a reward model over HTTP, for `type: http` rewards and for OpenRLHF."""
+    # Until SIGTERM or SIGINT. Running requests are still answered.
+    server = start(options)
+    server.run_until_signal(f"serving {options.model} at {server.url}/get_reward")
+    say("stopped", flush=True)
