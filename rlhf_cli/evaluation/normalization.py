@@ -14,7 +14,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,6 +38,7 @@ from rlhf_cli.models.load import (
 )
 from rlhf_cli.models.save import save_facts
 from rlhf_cli.models.shard import prepare_for, shards
+from rlhf_cli.rewards.base import Spoken
 from rlhf_cli.rewards.models import score_sequences
 from rlhf_cli.rewards.texts import closed, cut_all, encode_texts, length_limit
 from rlhf_cli.rollout.rollout import gather_responses
@@ -51,15 +51,6 @@ SMALLEST_STD = 1e-6
 """A standard deviation below this would blow scores up to noise."""
 KEPT = "normalization_samples.json"
 """The file beside the checkpoints with the samples of a run that is not finished."""
-
-
-class Sampled(Protocol):
-    """A response of the policy."""
-
-    @property
-    def ids(self) -> list[int]: ...
-    @property
-    def ended(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -247,7 +238,7 @@ def sequences_of(
     tokenizer: PreTrainedTokenizerBase,
     policy_tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[list[int]],
-    responses: Sequence[Sampled],
+    responses: Sequence[Spoken],
     *,
     keep_special: bool,
 ) -> list[list[int]]:

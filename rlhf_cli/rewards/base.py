@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
@@ -15,6 +15,15 @@ from rlhf_cli.errors import RewardError
 MAX_SHOWN = 200
 """Characters of a value that a message shows."""
 LARGEST = torch.finfo(torch.float32).max
+
+
+class Spoken(Protocol):
+    """A response of a policy."""
+
+    @property
+    def ids(self) -> list[int]: ...
+    @property
+    def ended(self) -> bool: ...
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, assert_never
+from typing import Any, assert_never
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -25,7 +25,7 @@ from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.errors import DataError, RewardError
 from rlhf_cli.models.shared import Backbone
 from rlhf_cli.processes.sharding import is_sharded
-from rlhf_cli.rewards.base import NOTHING, RewardSource, Samples, Scores
+from rlhf_cli.rewards.base import NOTHING, RewardSource, Samples, Scores, Spoken
 from rlhf_cli.rewards.endpoint import Endpoint, load_endpoint
 from rlhf_cli.rewards.functions import PythonFunction, load_function_reward
 from rlhf_cli.rewards.models import RewardModel, load_reward_source
@@ -98,15 +98,6 @@ def check_rows(sources: Sequence[RewardSource], rows: Iterable[tuple[str, Mappin
             except ValueError as error:
                 advice = "Fix the row, or count such scores as 0.0 with on_error: zero"
                 raise DataError(f"{where}: reward {source.name}: {error}. {advice}") from None
-
-
-class Spoken(Protocol):
-    """A response of a policy."""
-
-    @property
-    def ids(self) -> list[int]: ...
-    @property
-    def ended(self) -> bool: ...
 
 
 def samples_of(
