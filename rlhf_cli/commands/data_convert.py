@@ -74,7 +74,7 @@ def data_convert(
             report.kept[side] += 1
             if not number:
                 lost = [name for name in _lost(record, part, report) if name not in keep]
-            for row in rows_of(seen, part.purpose, report.kinds[part.rows.train[0].path]):
+            for row in written_rows(seen, part.purpose, report.kinds[part.rows.train[0].path]):
                 row |= {name: _column(record, name) for name in keep}
                 if not number:
                     _require_same(row, seen, part.purpose, keep)
@@ -124,60 +124,42 @@ def _meaning(seen: Seen, num: int) -> tuple[Any, ...]:
     return record.prompt, record.messages, record.key, seen.answers[:num], seen.scores[:num], ended[:num]
 
 
-def rows_of(seen: Seen, purpose: Purpose, format: str) -> Iterator[dict[str, Any]]:
+def written_rows(seen: Seen, purpose: Purpose, format: str) -> list[dict[str, Any]]:
     """A row of `format` in our own columns; scored answers give one row each.
 
     A plain text has no prompt and stays a text, because the whole text identifies the row. Rows with a column `ended`
     keep it, for the answers that are written.
     """
-    rows = _rows_of(seen, purpose, format)
-    if purpose == "ppo" or format in ("text", "labelled") or not _says_ended(seen.record):
-        yield from rows
-        return
-    ended = [row.ended for row in demonstrations_of(seen)]
-    for number, row in enumerate(rows):
-        yield row | {"ended": ended if purpose == "rm pairs" else ended[number]}
-
-
-def _rows_of(seen: Seen, purpose: Purpose, format: str) -> Iterator[dict[str, Any]]:
-    """The rows without `ended`."""
-    record, answers = seen.record, seen.answers
-    is_text = format in ("text", "labelled")
+    record, is_text = seen.record, format in ("text", "labelled")
+    rows: list[dict[str, Any]]
+    prompt: dict[str, Any] = {"prompt": _messages(record.messages) if record.messages else record.prompt}
     if purpose == "ppo":
-        yield {"text": record.key} if is_text else _prompt(record)
+        return [{"text": record.key} if is_text else prompt]
+    if is_text:
+        labels = [{"label": score} for score in seen.scores] or [{}]
+        return [{"text": answer} | label for answer, label in zip(seen.answers, labels, strict=True)]
+    each = demonstrations_of(seen)
+    answers = [_messages(row.messages[-1:]) if row.messages else row.response for row in each]
+    ended: list[Any] = [row.ended for row in each]
+    if purpose == "rm pairs":
+        own = {"answers": answers} if format in RANKS else {"chosen": answers[0], "rejected": answers[1]}
+        rows, ended = [prompt | own], [ended]
     elif purpose == "rm scores":
-        for answer, score in zip(answers, seen.scores, strict=True):
-            if is_text:
-                yield {"text": answer, "label": score}
-            else:
-                yield _prompt(record) | {"response": _answer(record, answer), "score": score}
-    elif purpose == "rm pairs":
-        each = [_answer(record, answer) for answer in answers]
-        yield _prompt(record) | ({"answers": each} if format in RANKS else {"chosen": each[0], "rejected": each[1]})
-    elif is_text:
-        yield {"text": answers[0]}
+        pairs = zip(answers, seen.scores, strict=True)
+        rows = [prompt | {"response": answer, "score": score} for answer, score in pairs]
     elif format == "messages":
-        yield {"messages": _messages((*record.messages, _said(answers[0])))}
+        rows = [{"messages": _messages(each[0].messages)}]
     else:
-        yield _prompt(record) | {"response": _answer(record, answers[0])}
+        rows = [prompt | {"response": answers[0]}]
+    if not _says_ended(record):
+        return rows
+    return [row | {"ended": flag} for row, flag in zip(rows, ended, strict=True)]
 
 
 def _says_ended(record: Record) -> bool:
     """Whether the row has a column `ended` that says which answers are complete, and not one with another meaning."""
     ended = record.columns.get("ended")
     return isinstance(ended, bool) or (isinstance(ended, list) and all(isinstance(flag, bool) for flag in ended))
-
-
-def _prompt(record: Record) -> dict[str, Any]:
-    return {"prompt": _messages(record.messages) if record.messages else record.prompt}
-
-
-def _answer(record: Record, answer: str) -> Any:
-    return _messages([_said(answer)]) if record.messages else answer
-
-
-def _said(answer: str) -> Message:
-    return Message("assistant", answer.removeprefix(" "))
 
 
 def _messages(messages: Sequence[Message]) -> list[dict[str, str]]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rlhf_cli.config.data import DataSource, Rows
+from rlhf_cli.config.data import Data, DataSource, PromptData, Rows
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.encode import Limits, Skipped
@@ -97,18 +97,17 @@ class StageRows:
 # --------------------------------------------------------------------------------- the rows of each stage
 
 
+def _texts(data: Data | PromptData) -> dict[str, Any]:
+    """The options by which the prompts of a stage become text."""
+    return {"template": data.prompt_template, "keep_special": data.special_tokens == "keep"}
+
+
 def sft_rows(config: SFTConfig) -> StageRows:
     """The demonstrations of SFT."""
     data = config.data
-    return StageRows(
-        data,
-        "sft",
-        limits=Limits(data.max_length, data.truncation, data.min_response_length),
-        template=data.prompt_template,
-        keep_special=data.special_tokens == "keep",
-        prompt_words=data.prompt_words,
-        learn_all=data.loss_on == "all",
-    )
+    limits = Limits(data.max_length, data.truncation, data.min_response_length)
+    learn_all = data.loss_on == "all"
+    return StageRows(data, "sft", limits=limits, prompt_words=data.prompt_words, learn_all=learn_all, **_texts(data))
 
 
 def rm_rows(config: RMConfig) -> StageRows:
@@ -118,14 +117,9 @@ def rm_rows(config: RMConfig) -> StageRows:
     """
     data = config.data
     is_scored = not config.is_pairwise or first_format(data.train[0], "rm pairs").name == "labelled"
-    return StageRows(
-        data,
-        "rm scores" if is_scored else "rm pairs",
-        limits=Limits(data.max_length, data.truncation, data.min_response_length),
-        template=data.prompt_template,
-        keep_special=data.special_tokens == "keep",
-        margin_column=data.margin_column,
-    )
+    purpose: Purpose = "rm scores" if is_scored else "rm pairs"
+    limits = Limits(data.max_length, data.truncation, data.min_response_length)
+    return StageRows(data, purpose, limits=limits, margin_column=data.margin_column, **_texts(data))
 
 
 def probe_rows(config: RMConfig) -> StageRows | None:
@@ -139,15 +133,9 @@ def probe_rows(config: RMConfig) -> StageRows | None:
 def ppo_rows(config: PPOConfig) -> StageRows:
     """The prompts of PPO."""
     data = config.data
-    return StageRows(
-        data,
-        "ppo",
-        limits=Limits(data.max_prompt_length, data.truncation),
-        length_key="data.max_prompt_length",
-        template=data.prompt_template,
-        keep_special=data.special_tokens == "keep",
-        prompt_words=data.prompt_words,
-    )
+    limits = Limits(data.max_prompt_length, data.truncation)
+    key, words = "data.max_prompt_length", data.prompt_words
+    return StageRows(data, "ppo", limits=limits, length_key=key, prompt_words=words, **_texts(data))
 
 
 def ptx_rows(config: PPOConfig) -> StageRows | None:
@@ -161,10 +149,9 @@ def ptx_rows(config: PPOConfig) -> StageRows | None:
         role="ptx",
         limits=Limits(ptx.max_length),
         length_key="ptx.max_length",
-        template=config.data.prompt_template,
-        keep_special=config.data.special_tokens == "keep",
         prompt_words=ptx.prompt_words,
         learn_all=ptx.loss_on == "all",
+        **_texts(config.data),
     )
 
 
