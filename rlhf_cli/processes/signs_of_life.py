@@ -55,7 +55,7 @@ LOOKS = 20
 
 
 @dataclass
-class Seen:
+class LastSign:
     """What this process has seen of one process, itself included."""
 
     sign: Mapping[str, Any]
@@ -65,7 +65,7 @@ class Seen:
     """When the number of collective operations that it has begun was last seen to grow."""
 
 
-def missing(seen: Mapping[int, Seen], now: float, limit: float) -> tuple[list[int], list[int]]:
+def missing(seen: Mapping[int, LastSign], now: float, limit: float) -> tuple[list[int], list[int]]:
     """(the processes that give no sign of life, those that compute too long); both are empty while a run is healthy.
 
     A run is healthy if a process has begun a collective operation in the last `limit` seconds, or if nobody waits: no
@@ -73,7 +73,7 @@ def missing(seen: Mapping[int, Seen], now: float, limit: float) -> tuple[list[in
     compute for as long as they need, and one may work alone while the others wait for it in `Pulse.meet`.
 
     >>> def seen(begun, heard, waits=False):
-    ...     return Seen({"begun": begun, "waits": waits}, heard=heard, moved=0)
+    ...     return LastSign({"begun": begun, "waits": waits}, heard=heard, moved=0)
     >>> missing({0: seen(8, heard=99), 1: seen(7, heard=99)}, now=100, limit=60)
     ([], [1])
     >>> missing({0: seen(7, heard=99, waits=True), 1: seen(7, heard=99)}, now=100, limit=60)
@@ -179,7 +179,7 @@ class Pulse(threading.Thread):
         """Whether a collective operation returns when it is complete, or fails, so that the main thread judges it."""
         self._last_what = "the arrival"
         self._meets = False
-        self._seen: dict[int, Seen] = {}
+        self._seen: dict[int, LastSign] = {}
         """What the thread of signs has seen of each process, by its last judgement."""
         self._signs_read: dict[int, dict[str, Any]] = {rank: dict(NO_SIGN) for rank in range(self.size)}
         self._is_store_gone = False
@@ -241,7 +241,7 @@ class Pulse(threading.Thread):
             is_new = last is None or rank == self.rank or sign["number"] != last.sign["number"]
             has_moved = last is None or sign["begun"] != last.sign["begun"]
             heard, moved = (now if is_new else last.heard), (now if has_moved else last.moved)  # type: ignore[union-attr]
-            self._seen[rank] = Seen(sign, heard, moved)
+            self._seen[rank] = LastSign(sign, heard, moved)
         limit += max(EVERY_S, self.timeout_s / LOOKS) + (LATER_S if self.blocks or self._meets else 0)
         seen = {rank: one for rank, one in self._seen.items() if is_there or rank in (0, self.rank)}
         silent, behind = missing(seen, now, limit)

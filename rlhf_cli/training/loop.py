@@ -38,7 +38,7 @@ LEARNED = 1e-3
 T = TypeVar("T")
 
 
-class Passes(Protocol):
+class TrainingPasses(Protocol):
     """How the training passes are computed (`rlhf_cli.models.passes.Passes`)."""
 
     @property
@@ -73,7 +73,7 @@ class Loop(Generic[T]):
         stage: StageRun,
         config: SFTConfig | RMConfig,
         model: PreTrainedModel,
-        passes: Passes,
+        passes: TrainingPasses,
         *,
         num_rows: int,
         held_out: HeldOutRows[Any],

@@ -198,7 +198,7 @@ def test_a_quantized_run_through_all_stages(run_stage, base, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("quantize", "count"), [(None, 2), ("nf4", 4)])
-def test_a_divided_run_that_samples_from_its_shards_is_that_of_one_process(
+def test_a_sharded_run_that_samples_from_its_shards_is_that_of_one_process(
     quantize, count, run_stage, write_config, base, tmp_path
 ):
     """The value model starts from the reward model's adapters, although sharded models share no weights."""

@@ -188,14 +188,14 @@ def test_a_frozen_block_is_kept_in_the_precision_in_which_it_is_exchanged(tmp_pa
     assert figures["bytes"][1] == figures["bytes"][0] / 2
 
 
-NEVER_DIVIDED = {"activations.py", "network.py"}
-BEFORE_IT_IS_DIVIDED = {"heads.py", "rotation.py"}
+NEVER_SHARDED = {"activations.py", "network.py"}
+BEFORE_IT_IS_SHARDED = {"heads.py", "rotation.py"}
 THE_WHOLE_COPY = {"setup.py"}
 
 
-def test_code_that_computes_with_a_divided_model_asks_for_its_device():
+def test_code_that_computes_with_a_sharded_model_asks_for_its_device():
     """Its weights may be on the CPU while it computes on a GPU, which no test here has."""
     asks = re.compile(r"parameters\(\)\)\.device|(model|policy)\.device\b")
     files = (ROOT / "rlhf_cli").rglob("*.py")
     found = {path.name for path in files if asks.search(path.read_text(encoding="utf-8"))}
-    assert found == NEVER_DIVIDED | BEFORE_IT_IS_DIVIDED | THE_WHOLE_COPY
+    assert found == NEVER_SHARDED | BEFORE_IT_IS_SHARDED | THE_WHOLE_COPY

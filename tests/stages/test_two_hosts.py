@@ -167,7 +167,7 @@ def test_a_short_cut_is_waited_for_and_a_long_one_ends_the_run_which_resumes(wri
 
 
 @pytest.mark.usefixtures("hosts")
-def test_a_killed_process_of_a_divided_run_is_restarted_on_both_hosts(write_config, make_model, tmp_path):
+def test_a_killed_process_of_a_sharded_run_is_restarted_on_both_hosts(write_config, make_model, tmp_path):
     """`distributed.shard` between the hosts. The run resumes from its last checkpoint and ends."""
     config = write_config(
         "sft",

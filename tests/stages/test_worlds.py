@@ -1,4 +1,4 @@
-"""Several processes as threads: the harness itself, and SFT and RM on two processes against one."""
+"""SFT and RM on two processes, as threads, against one; and what ends all processes together."""
 
 from __future__ import annotations
 
@@ -15,35 +15,7 @@ from rlhf_cli.evaluation import normalization
 from rlhf_cli.processes import distributed
 from rlhf_cli.rollout.sampling import sample
 from support.compare import same_runs
-from support.worlds import PROGRAMS, EndedError, in_each_process, run_in_threads
-
-
-def test_processes_exchange_items_in_order_of_rank() -> None:
-    def program(world):
-        sums = world.sum_floats({"a": 1.0 + world.rank, "b": 10.0})
-        total = world.sum(torch.tensor([world.rank, 1]))
-        world.barrier()
-        return world.gather(f"of {world.rank}"), sums, total.tolist(), world.first_failure("bad" * world.rank)
-
-    results = in_each_process(3, program)
-    assert results == [(["of 0", "of 1", "of 2"], {"a": 6.0, "b": 30.0}, [3, 3], "bad")] * 3
-
-
-def test_a_process_that_ends_does_not_leave_the_others_waiting() -> None:
-    def communicates_once_more(world):
-        for _ in range(1 + world.rank):
-            world.barrier()
-
-    with pytest.raises(EndedError, match="process 1 waits for one that has ended"):
-        in_each_process(2, communicates_once_more)
-
-    def fails(world):
-        if world.rank == 1:
-            raise ValueError("of the second process")
-        world.barrier()
-
-    with pytest.raises(ValueError, match="of the second process"):
-        in_each_process(2, fails)
+from support.worlds import PROGRAMS, in_each_process, run_in_threads
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm"])

@@ -76,7 +76,7 @@ def mesh():
     dist.destroy_process_group()
 
 
-def test_divided_weights_that_keep_float32_moments_are_named(mesh):
+def test_sharded_weights_that_keep_float32_moments_are_named(mesh):
     """Rows of 96 and of 250 numbers, of which the first weight is small; a frozen one, and one that is not sharded."""
     sizes = {"small": (40, 96), "odd": (64, 250), "even": (64, 256), "frozen": (64, 250)}
     model = torch.nn.ParameterDict({name: distribute_tensor(torch.ones(size), mesh) for name, size in sizes.items()})

@@ -17,7 +17,7 @@ import pytest
 from rlhf_cli.artifacts import read_manifest
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.processes.launcher import LOST
-from rlhf_cli.processes.signs_of_life import Seen, missing
+from rlhf_cli.processes.signs_of_life import LastSign, missing
 from support.crash import wait_for
 from support.forked import Forked
 from support.paths import ROOT
@@ -192,7 +192,7 @@ def test_processes_that_compute_for_longer_than_the_timeout_are_left_alone(start
 def test_a_process_is_missing_only_if_another_one_waits_for_it(table, found):
     now, limit = 1000.0, 300.0
     seen = {
-        rank: Seen({"begun": begun, "waits": waits}, now - (0 if gives_signs else 301), now - (0 if moves else 301))
+        rank: LastSign({"begun": begun, "waits": waits}, now - (0 if gives_signs else 301), now - (0 if moves else 301))
         for rank, (begun, waits, gives_signs, moves) in enumerate(table)
     }
     assert missing(seen, now, limit) == found
