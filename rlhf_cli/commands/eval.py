@@ -20,7 +20,7 @@ NAMES = OptionNames("--judge", "--judge-key-env", "The other figures are written
 
 
 @dataclass(frozen=True)
-class JudgeOptions:
+class EvalJudgeOptions:
     """The `--judge` options of `rlhf eval`."""
 
     url: Annotated[
@@ -42,7 +42,7 @@ class JudgeOptions:
 
 def evaluate(
     directory: Annotated[Path, typer.Argument(help="A run's directory, for example artifacts/support.")],
-    judge: JudgeOptions,
+    judge: EvalJudgeOptions,
     stage: Annotated[
         Literal["sft", "rm", "ppo"] | None, typer.Option("--stage", help="Only this stage.", show_default=False)
     ] = None,
@@ -70,7 +70,7 @@ def evaluate(
     measure(directory, settings, quiet=quiet)
 
 
-def judge_of(options: JudgeOptions) -> ServerJudge | None:
+def judge_of(options: EvalJudgeOptions) -> ServerJudge | None:
     """The judge, or None without `--judge`.
 
     Raises ConfigError for a missing model, an unusable URL, key or template, and for options that nothing would read.
@@ -79,7 +79,7 @@ def judge_of(options: JudgeOptions) -> ServerJudge | None:
         return ServerJudge(options, options.url, options.model)
     if options.url is not None:
         raise ConfigError("--judge-model: is missing. Give the model's name on the --judge server")
-    if options != JudgeOptions(max_new_tokens=options.max_new_tokens):
+    if options != EvalJudgeOptions(max_new_tokens=options.max_new_tokens):
         raise ConfigError("--judge: is missing, so the other --judge options do nothing. Give the server's base URL")
     return None
 
@@ -87,7 +87,7 @@ def judge_of(options: JudgeOptions) -> ServerJudge | None:
 class ServerJudge:
     """Asks the model which of two replies is better, at temperature 0; a question without an answer is asked again."""
 
-    def __init__(self, options: JudgeOptions, url: str, model: str):
+    def __init__(self, options: EvalJudgeOptions, url: str, model: str):
         self.name, self.attempts = model, options.attempts
         needed = ["prompt", "a", "b"]
         self.template = read_template(options.template, needed, "--judge-template") or COMPARE_TEMPLATE

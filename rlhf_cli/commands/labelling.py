@@ -36,7 +36,7 @@ KEYS = {"1": "first is better", "2": "second is better", "t": "tie", "s": "skip"
 
 
 @dataclass(frozen=True)
-class Side:
+class Candidate:
     """One of the two replies of a pair."""
 
     text: str
@@ -52,7 +52,7 @@ class Pair:
     prompt: str
     """As it is shown; a conversation is a transcript."""
     prompt_column: str | list[dict[str, str]]
-    replies: tuple[Side, Side]
+    replies: tuple[Candidate, Candidate]
     where: str
 
 
@@ -86,13 +86,13 @@ def pairs_of(source: DataSource, on_bad_row: OnBadRow) -> tuple[list[Pair], Coun
     return pairs, unseen
 
 
-def _replies(record: Record, source: DataSource) -> list[Side]:
+def _replies(record: Record, source: DataSource) -> list[Candidate]:
     """The replies of a row, each with the column of the file that it comes from."""
     if len(record.answers) == 1:
         for prefix in COMPARED:
             other = record.columns.get(f"{prefix}_response")
             if isinstance(other, str):
-                second = Side(other, f"{prefix}_response", record.columns.get(f"{prefix}_ended") is not False)
+                second = Candidate(other, f"{prefix}_response", record.columns.get(f"{prefix}_ended") is not False)
                 return [_reply(record, 0, "response"), second]
     names = [f"reply {n}" for n in range(1, len(record.answers) + 1)]
     if {"chosen", "rejected"} <= {*record.columns, *source.keys} and len(names) == 2:
@@ -100,9 +100,9 @@ def _replies(record: Record, source: DataSource) -> list[Side]:
     return [_reply(record, n, name) for n, name in enumerate(names)]
 
 
-def _reply(record: Record, number: int, column: str) -> Side:
+def _reply(record: Record, number: int, column: str) -> Candidate:
     answer = record.answers[number]
-    return Side(text_of(record, answer.text), column, answer.ended)
+    return Candidate(text_of(record, answer.text), column, answer.ended)
 
 
 def pair_digest(prompt: str, replies: Sequence[str]) -> str:
@@ -168,7 +168,7 @@ class Labelling:
         first, second = self._sides(self.done)
         return Shown(self.done, pair.prompt, (first.text, second.text))
 
-    def _sides(self, number: int) -> tuple[Side, Side]:
+    def _sides(self, number: int) -> tuple[Candidate, Candidate]:
         first, second = self.pairs[number].replies
         return (second, first) if self.swapped[number] else (first, second)
 

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from rlhf_cli.commands.eval import JudgeOptions, ServerJudge, judge_of
+from rlhf_cli.commands.eval import EvalJudgeOptions, ServerJudge, judge_of
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.evaluation.figures import Sentences
 from rlhf_cli.evaluation.judging import judge_replies
@@ -41,7 +41,7 @@ def judged(monkeypatch):
 
     def run(answer, **options):
         with ChatServer(lambda call: (200, {}, completion(answer(call.text)))) as server:
-            judge = ServerJudge(JudgeOptions(**options), server.url, "wise")
+            judge = ServerJudge(EvalJudgeOptions(**options), server.url, "wise")
             found = report()
             display = Display("eval", quiet=False, console=Console(file=io.StringIO(), width=200))
             judge_replies(found, judge, Sentences(display))
@@ -105,7 +105,7 @@ def test_a_server_that_refuses_ends_in_one_line_without_the_key(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("MY_KEY", KEY)
     with ChatServer(lambda _: (401, {}, f"wrong key {KEY}".encode())) as server:
-        judge = ServerJudge(JudgeOptions(key_env="MY_KEY"), server.url, "wise")
+        judge = ServerJudge(EvalJudgeOptions(key_env="MY_KEY"), server.url, "wise")
         with pytest.raises(RunError, match=r"--judge: http://127.* answered 401.*Check the key in \$MY_KEY") as error:
             judge.compare([("p", "a", "b")])
         assert server.headers[0]["authorization"] == f"Bearer {KEY}"
@@ -116,7 +116,7 @@ def test_a_server_that_is_busy_is_asked_again(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     answers = iter([(503, {}, b"busy"), (200, {}, completion("B"))])
     with ChatServer(lambda _: next(answers)) as server:
-        judge = ServerJudge(JudgeOptions(backoff_s=0.0), server.url, "wise")
+        judge = ServerJudge(EvalJudgeOptions(backoff_s=0.0), server.url, "wise")
         assert judge.compare([("p", "a", "b")]) == ["second"]
 
 
@@ -131,8 +131,8 @@ def test_a_server_that_is_busy_is_asked_again(monkeypatch):
 )
 def test_options_that_do_not_fit_are_refused_before_anything_is_measured(options, says):
     with pytest.raises(ConfigError, match=says):
-        judge_of(JudgeOptions(**options))
+        judge_of(EvalJudgeOptions(**options))
 
 
 def test_without_a_judge_nothing_is_asked():
-    assert judge_of(JudgeOptions()) is None
+    assert judge_of(EvalJudgeOptions()) is None

@@ -11,8 +11,8 @@ from rlhf_cli.artifacts import read_manifest
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.errors import RunError
-from rlhf_cli.evaluation import normalization
 from rlhf_cli.processes import distributed
+from rlhf_cli.rollout import speaker
 from rlhf_cli.rollout.sampling import sample
 from support.compare import same_runs
 from support.worlds import PROGRAMS, in_each_process, run_in_threads
@@ -43,7 +43,7 @@ def test_the_samples_that_normalise_scores_are_shared_out(pipeline, write_config
         shares.append(len(prompts))
         return sample(policy, prompts, *given, **options)
 
-    monkeypatch.setattr(normalization, "sample", counted)
+    monkeypatch.setattr(speaker, "sample", counted)
     changes = {"model": {"path": str(pipeline("llama") / "sft")}, "evaluation": {"num_normalization_samples": 5}}
     run_in_threads(2, "rm", write_config("rm", tmp_path, **changes))
     assert sorted(shares) == [2, 3]
