@@ -39,10 +39,8 @@ from rlhf_cli.models.load import prepare
 from rlhf_cli.plan.budget import auto_tokens
 from rlhf_cli.plan.loaded import machine_of_run
 from rlhf_cli.plan.memory import Batch, Held, Phase, Setting
-from rlhf_cli.plan.parts import at_rest
-from rlhf_cli.plan.parts import training as training_phases
-from rlhf_cli.plan.ppo import FULL
 from rlhf_cli.plan.shapes import shape_of_loaded
+from rlhf_cli.plan.stages import FULL, at_rest, training_phases
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.rewards.models import score_sequences
 from rlhf_cli.rollout.distribution import Response, Sampling
@@ -240,10 +238,11 @@ PHASES: dict[str, tuple[Callable[[Point], Callable[[], None]], Callable[[Point],
 
 def automatic_budget(model: PreTrainedModel, device: torch.device, precision: str) -> Budget:
     """The budget of `tokens_per_microbatch: auto`."""
-    held, setting = Held(shape_of_loaded("model", model, precision)), Setting(device.type)
+    setting = Setting(device.type)
+    held = Held("model", shape_of_loaded(model, precision), setting)
 
     def phases(tokens: int) -> list[Phase]:
-        return training_phases([held], Batch(tokens, tokens, FULL), setting, at_rest([held], setting))
+        return training_phases([held], Batch(tokens, tokens, FULL), at_rest([held]))
 
     return Budget(auto_tokens(phases, machine_of_run(device, 1), setting), padded=not is_packed(model))
 

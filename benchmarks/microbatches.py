@@ -26,7 +26,7 @@ from rlhf_cli.data.batches import token_chunks
 from rlhf_cli.environment import set_up_process
 from rlhf_cli.models.forward import target_logits
 from rlhf_cli.models.load import prepare
-from rlhf_cli.plan.memory import Batch, Held, Setting, pass_bytes
+from rlhf_cli.plan.memory import Batch, Held, Setting
 from rlhf_cli.plan.shapes import shape_of_loaded
 from rlhf_cli.tensor_ops import token_logprobs
 
@@ -108,8 +108,8 @@ def print_peak(name: str, size: int) -> None:
     work(model, some, size, backward=True)
     num_tokens = sum(map(len, some))
     learned = sum(len(ids) - len(ids) // 2 for ids in some)
-    model_held = Held(shape_of_loaded("model", model, "float32"))
-    planned = sum(pass_bytes(model_held, Batch(num_tokens, learned, 1), Setting("cpu")).values())
+    held = Held("model", shape_of_loaded(model, "float32"), Setting("cpu"))
+    planned = sum(held.in_training(Batch(num_tokens, learned, 1)).values())
     print(f"{name}  {num_tokens:6} tokens  {_status('VmHWM') - before:7.1f} MB  planned {planned / 2**20:.1f} MB")
 
 

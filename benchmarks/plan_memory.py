@@ -36,8 +36,9 @@ from typing import Any
 from speed_inputs import EOS, Size, word_tokenizer, write_config, write_lines
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from rlhf_cli.plan.parts import Machine, StagePlan
+from rlhf_cli.plan.memory import Machine
 from rlhf_cli.plan.plan import plan_of
+from rlhf_cli.plan.stages import StagePlan
 
 PLANNED = ("load", "normalisation", "rollout", "scoring", "update", "save")
 """The phases of the plan that a run is seen in."""

@@ -15,10 +15,10 @@ from transformers import LlamaConfig
 
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import SFTConfig
-from rlhf_cli.plan.parts import Machine, StagePlan
+from rlhf_cli.plan.memory import Machine
 from rlhf_cli.plan.shapes import Shape
 from rlhf_cli.plan.sources import Sources
-from rlhf_cli.plan.stages import plan_stage
+from rlhf_cli.plan.stages import StagePlan, plan_stage
 
 Shard = bool | Literal["hybrid"]
 PAGE = Path(__file__).with_name("SCALE.md")
@@ -430,7 +430,7 @@ def planned_ppo(name: str, gpus: int, shard: Shard, *, copies: bool) -> StagePla
 
 def models_of(plan: StagePlan) -> PPOModels:
     """The models of a plan of PPO."""
-    shapes = {held.shape.name: held.shape for held in plan.models}
+    shapes = {held.name: held.shape for held in plan.models}
     return PPOModels(*(shapes[name] for name in ("policy", "value model", "reference policy", "reward model")))
 
 

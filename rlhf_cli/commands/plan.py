@@ -18,10 +18,9 @@ from rlhf_cli.program import set_options
 from rlhf_cli.training.progress import epochs
 
 if TYPE_CHECKING:
-    from rlhf_cli.plan.memory import Phase
-    from rlhf_cli.plan.parts import Machine
+    from rlhf_cli.plan.length import Length
+    from rlhf_cli.plan.memory import Machine, Phase
     from rlhf_cli.plan.plan import Planned
-    from rlhf_cli.plan.schedule import Schedule
 
 UNITS = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}
 WIDTH = 51
@@ -109,9 +108,11 @@ def lines_of(one: Planned, machine: Machine) -> list[str]:
         "",
         f"  {'model':<17}{'parameters':>16}{'trained':>16}{'weights':>9}{'grad':>8}{'AdamW':>8} {unit}",
     ]
-    for name, weights, trained, *sizes in model_rows(one):
+    for model in plan.models:
+        sizes = (model.weight_bytes, model.gradient_bytes, model.moment_bytes)
         held, gradients, moments = (amount(size, unit) for size in sizes)
-        lines.append(f"  {name:<17}{weights:>16,}{trained:>16,}{held:>9}{gradients:>8}{moments:>8}")
+        counts = f"{model.shape.weights:>16,}{model.shape.trained:>16,}"
+        lines.append(f"  {model.name:<17}{counts}{held:>9}{gradients:>8}{moments:>8}")
     lines += ["", f"  {'phase':<17}{unit:>8}  its largest parts"]
     for phase in plan.phases:
         lines.append(f"  {phase.name:<17}{amount(phase.total, unit):>8}  {parts_of(phase, unit)}")
@@ -119,36 +120,16 @@ def lines_of(one: Planned, machine: Machine) -> list[str]:
         "",
         f"  a step: {batch.num} microbatch{'' if batch.num == 1 else 'es'} of {batch.tokens:,} tokens "
         f"(tokens_per_microbatch {plan.tokens_per_microbatch:,})",
-        *schedule_lines(one.schedule),
+        *length_lines(one.length),
     ]
     if away := offloaded(one):
         lines.append(f"  CPU memory: {amount(away, 'GB')} GB for each process (distributed.offload)")
     return lines if one.fits else lines + change_lines(one, machine)
 
 
-def model_rows(one: Planned) -> list[tuple[str, int, int, float, float, float]]:
-    """(name, parameters, trained ones, bytes of weights, gradients and moments) of each model."""
-    from rlhf_cli.plan.memory import gradient_bytes, moment_bytes, weight_bytes
-
-    setting = one.plan.setting
-    return [
-        (
-            model.shape.name,
-            model.shape.weights,
-            model.shape.trained,
-            weight_bytes(model, setting),
-            gradient_bytes(model, setting),
-            moment_bytes(model, setting),
-        )
-        for model in one.plan.models
-    ]
-
-
 def offloaded(one: Planned) -> float:
     """Bytes of the CPU's memory that `distributed.offload` takes for each process."""
-    from rlhf_cli.plan.memory import offloaded_bytes
-
-    return offloaded_bytes(one.plan.models, one.plan.setting)
+    return sum(model.offloaded_bytes for model in one.plan.models)
 
 
 def parts_of(phase: Phase, unit: str) -> str:
@@ -162,24 +143,24 @@ def parts_of(phase: Phase, unit: str) -> str:
     return line
 
 
-def schedule_lines(schedule: Schedule) -> list[str]:
+def length_lines(length: Length) -> list[str]:
     """Rows, steps and tokens, and time, for an 80-column terminal."""
-    lines, rows = [], schedule.rows
+    lines, rows = [], length.rows
     if rows is not None and rows.num is not None:
-        passes = f"; {epochs(schedule.epochs)}" if schedule.epochs is not None else ""
+        passes = f"; {epochs(length.epochs)}" if length.epochs is not None else ""
         lines.append(f"rows: {rows.num:,}, {rows.basis}{passes}")
-    if schedule.steps is None or schedule.tokens is None:
+    if length.steps is None or length.tokens is None:
         assert rows is not None
         lines.append(f"rows: not known ({rows.basis}). Add --rows N for steps and time")
     else:
-        tokens = f"at most {schedule.tokens:,} tokens (all rows full)"
-        if not schedule.is_bound:
-            tokens = f"about {schedule.tokens:,} tokens (by the rows' mean length)"
-        lines.append(f"length: {schedule.steps:,} optimizer steps, {tokens}")
+        tokens = f"at most {length.tokens:,} tokens (all rows full)"
+        if not length.is_bound:
+            tokens = f"about {length.tokens:,} tokens (by the rows' mean length)"
+        lines.append(f"length: {length.steps:,} optimizer steps, {tokens}")
         time = "add --tokens-per-s N, the speed of all processes together"
-        if schedule.hours is not None:
-            most = "at most" if schedule.hours_are_bound else "about"
-            time = f"{most} {duration(schedule.hours)} {schedule.basis}"
+        if length.hours is not None:
+            most = "at most" if length.hours_are_bound else "about"
+            time = f"{most} {duration(length.hours)} {length.basis}"
         lines.append(f"time: {time}")
     return [part for line in lines for part in wrap(line, 78, initial_indent="  ", subsequent_indent="    ")]
 
@@ -244,8 +225,7 @@ def amount(size: float, unit: str) -> str:
 
 def as_dict(one: Planned, machine: Machine) -> dict[str, Any]:
     """The plan of a stage as JSON values, in bytes."""
-    plan, rows = one.plan, one.schedule.rows
-    names = ("name", "parameters", "trained", "weight_bytes", "gradient_bytes", "moment_bytes")
+    plan, rows = one.plan, one.length.rows
     return {
         "stage": plan.stage,
         "device": plan.setting.device,
@@ -255,17 +235,27 @@ def as_dict(one: Planned, machine: Machine) -> dict[str, Any]:
         "peak_phase": plan.peak.name,
         "fits": one.fits,
         "offloaded_bytes": round(offloaded(one)),
-        "models": [dict(zip(names, (*row[:3], *map(round, row[3:])), strict=True)) for row in model_rows(one)],
+        "models": [
+            {
+                "name": model.name,
+                "parameters": model.shape.weights,
+                "trained": model.shape.trained,
+                "weight_bytes": round(model.weight_bytes),
+                "gradient_bytes": round(model.gradient_bytes),
+                "moment_bytes": round(model.moment_bytes),
+            }
+            for model in plan.models
+        ],
         "phases": [
             {"name": phase.name, "bytes": round(phase.total), "parts": {k: round(v) for k, v in phase.parts.items()}}
             for phase in plan.phases
         ],
         "microbatch": {"tokens": plan.batch.tokens, "num_per_step": plan.batch.num},
         "tokens_per_microbatch": plan.tokens_per_microbatch,
-        "steps": one.schedule.steps,
-        "tokens": one.schedule.tokens,
-        "hours": one.schedule.hours,
-        "tokens_are_at_most": one.schedule.is_bound,
+        "steps": one.length.steps,
+        "tokens": one.length.tokens,
+        "hours": one.length.hours,
+        "tokens_are_at_most": one.length.is_bound,
         "rows": None if rows is None else rows.num,
         "rows_basis": None if rows is None else rows.basis,
         "changes": [

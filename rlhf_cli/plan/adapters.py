@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -23,88 +22,60 @@ from rlhf_cli.models.adapters import require_targets
 from rlhf_cli.models.load import ensure_pad_token, load_tokenizer
 from rlhf_cli.models.lora import refuse_adapter_as_base, require_loadable
 from rlhf_cli.models.quantized import require_quantizable
-from rlhf_cli.plan.shapes import Source, built
-from rlhf_cli.plan.sources import Sources, from_path
-
-
-@dataclass(frozen=True)
-class _Trained:
-    """Adapters that a stage trains."""
-
-    key: str
-    lora: Lora
-    base: BaseModel
-    sources: list[Callable[[], Source]]
-    """The model under them: one of these, if only the run can tell which."""
-    is_classifier: bool
+from rlhf_cli.plan.shapes import built
+from rlhf_cli.plan.sources import Source, Sources, from_path
 
 
 def require_adapters(config: Stage, stages: Mapping[str, Stage] | None = None, *, here: bool = True) -> None:
     """Raise the errors about adapters that the stage would raise after it has loaded models and rows.
 
-    Models are built without weights. A model that cannot be found or built is left to the stage. Without adapters
-    nothing is done.
+    Models are built without weights. A model that cannot be found or built is left to the stage. `stages` are the
+    configs of the run's stages that will have finished before this one, and need not have run yet. For a plan, `here`
+    is False: packages and the hub do not matter.
 
-    Args:
-        config: of the stage.
-        stages: configs of the run's stages that will have finished before this one, and need not have run yet.
-        here: False for a plan: packages and the hub do not matter.
-
-    Raises:
-        ConfigError: adapters that cannot be trained or saved.
-        ArtifactError: adapters that cannot be read, such as those of a reward model.
+    Raises ConfigError for adapters that cannot be trained or saved, and ArtifactError for adapters that cannot be read,
+    such as those of a reward model.
     """
-    for trained in _trained(config, Sources(stages or {})):
-        if here:
-            _download_config(trained.base)
-        errors = [_error(trained, source, here=here) for source in trained.sources]
-        if all(errors):
-            assert errors[0] is not None
-            raise errors[0]
+    assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
+    sources = Sources(stages or {})
+    model, section = (config.policy, "policy") if isinstance(config, PPOConfig) else (config.model, "model")
+    base = BaseModel(model_directory(config.stage_model(model.path, "sft")), model.revision)
+    starts: list[Callable[[], Source]] = [lambda: sources.start(config)]
+    if model.lora is not None:
+        _require(f"{section}.lora", model.lora, base, starts, isinstance(config, RMConfig), here=here)
+    if isinstance(config, PPOConfig) and config.ppo.has_value_model and config.value_model.lora is not None:
+        value = config.value_model
+        if (path := value.path) is not None:
+            base, starts = BaseModel(path), [partial(from_path, path, None, "value_model.path")]
+        elif value.init != "policy":
+            rewards = [reward for reward in config.rewards if isinstance(reward, ModelReward)]
+            starts += [partial(sources.reward_model, config, reward, "rewards") for reward in rewards[:1]]
+        _require("value_model.lora", config.value_model.lora, base, starts, True, here=here)
     for path, _ in config.inputs.values():
         adapter = read_adapter(model_directory(path))
         if adapter is not None and here:
             import_peft(adapter.path)
 
 
-def _trained(config: Stage, sources: Sources) -> list[_Trained]:
-    if isinstance(config, SFTConfig | RMConfig):
-        return _of_model(config, sources)
-    assert isinstance(config, PPOConfig)
-    found, lora = [], config.policy.lora
-    path = config.stage_model(config.policy.path, "sft")
-    policy = BaseModel(model_directory(path), config.policy.revision)
-    if lora is not None:
-        found.append(_Trained("policy.lora", lora, policy, [lambda: sources.policy(config)], False))
-    value = config.value_model
-    if value.lora is not None and config.ppo.has_value_model:
-        starts: list[Callable[[], Source]] = [lambda: sources.policy(config)]
-        base = policy
-        if (start := value.path) is not None:
-            starts, base = [lambda: from_path(start, None, "value_model.path")], BaseModel(start)
-        elif value.init != "policy":
-            rewards = [reward for reward in config.rewards if isinstance(reward, ModelReward)]
-            starts += [partial(sources.reward_model, config, reward, "rewards") for reward in rewards[:1]]
-        found.append(_Trained("value_model.lora", value.lora, base, starts, True))
-    return found
+def _require(
+    key: str, lora: Lora, base: BaseModel, starts: list[Callable[[], Source]], is_classifier: bool, *, here: bool
+) -> None:
+    """Raise what is wrong with adapters on each of the models that they may be trained on: only the run can tell."""
+    if here:
+        _download_config(base)
+    errors = [_error(key, lora, base, start, is_classifier, here=here) for start in starts]
+    if all(errors):
+        assert errors[0] is not None
+        raise errors[0]
 
 
-def _of_model(config: SFTConfig | RMConfig, sources: Sources) -> list[_Trained]:
-    """The adapters of SFT or RM."""
-    if config.model.lora is None:
-        return []
-    path = config.model.path if config.model.path is not None else f"{config.artifacts}/sft"
-    base = BaseModel(model_directory(path), config.model.revision)
-    find = (lambda: sources.rm(config)) if isinstance(config, RMConfig) else (lambda: sources.sft(config))
-    return [_Trained("model.lora", config.model.lora, base, [find], isinstance(config, RMConfig))]
-
-
-def _error(trained: _Trained, find: Callable[[], Source], *, here: bool) -> ConfigError | None:
-    """What is wrong with the adapters on one of the models; None if nothing is, or if there is no such model."""
-    key, lora = trained.key, trained.lora
+def _error(
+    key: str, lora: Lora, base: BaseModel, start: Callable[[], Source], is_classifier: bool, *, here: bool
+) -> ConfigError | None:
+    """What is wrong with adapters on a model; None if nothing is, or if there is no such model."""
     try:
-        source = find()
-        model = built(source.config, trained.is_classifier)
+        source = start()
+        model = built(source.config, is_classifier)
     except (ArtifactError, ConfigError):
         return None
     try:
@@ -112,11 +83,11 @@ def _error(trained: _Trained, find: Callable[[], Source], *, here: bool) -> Conf
         if lora.quantize is not None:
             require_quantizable(model, lora.quantize, f"{key}.quantize", here=here)
         if lora.save == "adapter" and source.has_adapters:
-            refuse_adapter_as_base(trained.base.path, key)
-        if lora.save == "adapter" and key == "model.lora" and Path(trained.base.path).is_dir():
-            if trained.is_classifier:
-                ensure_pad_token(model, load_tokenizer(trained.base.path))
-            require_loadable(model, lora, trained.base, key)
+            refuse_adapter_as_base(base.path, key)
+        if lora.save == "adapter" and key == "model.lora" and Path(base.path).is_dir():
+            if is_classifier:
+                ensure_pad_token(model, load_tokenizer(base.path))
+            require_loadable(model, lora, base, key)
     except ConfigError as error:
         return error
     return None

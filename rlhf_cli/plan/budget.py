@@ -5,8 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-from rlhf_cli.plan.memory import Phase, Setting
-from rlhf_cli.plan.parts import Machine
+from rlhf_cli.plan.memory import Machine, Phase, Setting
 
 CPU_TOKENS = 2048
 """Most tokens per microbatch that `auto` chooses on a CPU. Processor time per token of a forward and backward
@@ -45,10 +44,7 @@ def auto_tokens(phases: Callable[[int], Sequence[Phase]], machine: Machine, sett
     It follows from the shapes of the models, the config and the total memory: neither from the memory that is free at
     the moment nor from a clock. So a run that resumes on a machine of the same kind computes the same bytes.
 
-    Args:
-        phases: the phases of the plan with full microbatches of a number of tokens.
-        machine: what each process has.
-        setting: how a process computes.
+    `phases` gives the phases of the plan with full microbatches of a number of tokens.
     """
 
     def total(tokens: int) -> float:

@@ -9,7 +9,8 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import UserError
-from rlhf_cli.plan.parts import Machine, StagePlan
+from rlhf_cli.plan.memory import Machine
+from rlhf_cli.plan.stages import StagePlan
 
 Plan = Callable[[list[str]], StagePlan]
 """The plan of the stage with further overrides. Raises UserError if the config refuses them."""
@@ -53,10 +54,8 @@ def enough_changes(changes: list[Change], room: float, replan: Plan) -> Change |
     chosen: list[str] = []
     best: StagePlan | None = None
     for change in changes:
-        kept = [
-            text for text in chosen if text.partition("=")[0] not in {o.partition("=")[0] for o in change.overrides}
-        ]
-        beside = _beside(kept, change.overrides, replan)
+        keys = {text.partition("=")[0] for text in change.overrides}
+        beside = _beside([text for text in chosen if text.partition("=")[0] not in keys], change.overrides, replan)
         if beside is None or (best is not None and beside[1].peak.total >= 0.99 * best.peak.total):
             continue
         chosen, best = beside
@@ -64,10 +63,9 @@ def enough_changes(changes: list[Change], room: float, replan: Plan) -> Change |
             break
     if best is None or best.peak.total > room:
         return alone
-    together = Change(chosen, "", best, best.peak.total)
     if alone is not None and (set(alone.overrides) <= set(chosen) or changes.index(alone) <= len(chosen)):
         return alone
-    return together
+    return Change(chosen, "", best, best.peak.total)
 
 
 def _beside(earlier: list[str], overrides: list[str], replan: Plan) -> tuple[list[str], StagePlan] | None:
@@ -81,66 +79,65 @@ def _beside(earlier: list[str], overrides: list[str], replan: Plan) -> tuple[lis
     return None
 
 
-def _candidates(config: Stage, plan: StagePlan, machine: Machine) -> list[tuple[list[str], str]]:
-    """(overrides, what they cost), the cheapest first."""
-    is_ppo, section = isinstance(config, PPOConfig), _section(config)
-    found: list[tuple[list[str], str]] = []
-    for tokens in (plan.batch.tokens // 2, plan.batch.tokens // 8):
-        if tokens >= 256:
-            found.append(([f"{section}.tokens_per_microbatch={tokens}"], "smaller passes; the same result"))
-    if isinstance(config, PPOConfig):
-        rows = -(-config.ppo.rollout_batch_size // machine.processes)
-        live = min(rows, config.rollout.max_live_rows or rows)
-        found += [([f"rollout.max_live_rows={live // n}"], "slower sampling") for n in (4, 16) if live // n]
-    if isinstance(config, RMConfig):
-        rows = -(-config.evaluation.num_normalization_samples // machine.processes)
-        live = min(rows, config.evaluation.max_live_rows or rows)
-        found += [([f"evaluation.max_live_rows={live // n}"], "slower sampling") for n in (4, 16) if live // n]
-    found.append((["gradient_checkpointing=true"], "a third more arithmetic"))
-    shard = ["distributed.shard=true"] if machine.processes > 1 and plan.setting.sharded == 1 else []
-    if shard and machine.processes > machine.per_node:
-        found.append((["distributed.shard=hybrid"], "weights cross the links within a machine"))
-    if shard:
-        found.append((shard, "weights cross the network in each pass"))
-    if is_ppo and machine.processes > 1:
-        found.append(([*shard, "rollout.decoder=sharded"], "all weights cross the network for each token"))
-    found.append((["optimizer.precision=8bit"], "moments in 8 bits"))
-    found.append((["optimizer.precision=bfloat16"], "weights and moments rounded to 16 bits"))
-    if is_ppo:
-        found.append((["offload=[optimizer, frozen]"], "copies between GPU and host in each iteration"))
-    if machine.processes > 1:
-        found.append(([*shard, "distributed.offload=true"], "copies in each pass, AdamW steps on the CPU"))
-    found += _adapters(config)
-    found += _shorter(config)
-    return found
-
-
 def _section(config: Stage) -> str:
     """The section with the microbatches."""
     return "ppo" if isinstance(config, PPOConfig) else "training"
 
 
-def _adapters(config: Stage) -> list[tuple[list[str], str]]:
+def _candidates(config: Stage, plan: StagePlan, machine: Machine) -> list[tuple[list[str], str]]:
+    """(overrides, what they cost), the cheapest first."""
+    is_ppo, is_several = isinstance(config, PPOConfig), machine.processes > 1
+    found: list[tuple[list[str], str]] = []
+    for tokens in (plan.batch.tokens // 2, plan.batch.tokens // 8):
+        if tokens >= 256:
+            text = f"{_section(config)}.tokens_per_microbatch={tokens}"
+            found.append(([text], "smaller passes; the same result"))
+    found += _fewer_rows(config, machine)
+    found.append((["gradient_checkpointing=true"], "a third more arithmetic"))
+    shard = ["distributed.shard=true"] if is_several and plan.setting.sharded == 1 else []
+    if shard and machine.processes > machine.per_node:
+        found.append((["distributed.shard=hybrid"], "weights cross the links within a machine"))
+    if shard:
+        found.append((shard, "weights cross the network in each pass"))
+    if is_ppo and is_several:
+        found.append(([*shard, "rollout.decoder=sharded"], "all weights cross the network for each token"))
+    found.append((["optimizer.precision=8bit"], "moments in 8 bits"))
+    found.append((["optimizer.precision=bfloat16"], "weights and moments rounded to 16 bits"))
+    if is_ppo:
+        found.append((["offload=[optimizer, frozen]"], "copies between GPU and host in each iteration"))
+    if is_several:
+        found.append(([*shard, "distributed.offload=true"], "copies in each pass, AdamW steps on the CPU"))
+    return [*found, *_adapters(config), _shorter(config)]
+
+
+def _fewer_rows(config: Stage, machine: Machine) -> list[tuple[list[str], str]]:
+    """Fewer responses that are sampled at the same time."""
     if isinstance(config, PPOConfig):
-        keys = ["policy.lora"] + (["value_model.lora"] if config.ppo.has_value_model else [])
-        has = config.policy.lora is not None
+        key, num, most = "rollout", config.ppo.rollout_batch_size, config.rollout.max_live_rows
+    elif isinstance(config, RMConfig):
+        key, num, most = "evaluation", config.evaluation.num_normalization_samples, config.evaluation.max_live_rows
     else:
-        assert isinstance(config, SFTConfig | RMConfig)
-        keys, has = ["model.lora"], config.model.lora is not None
+        return []
+    rows = -(-num // machine.processes)
+    live = min(rows, most or rows)
+    return [([f"{key}.max_live_rows={live // n}"], "slower sampling") for n in (4, 16) if live // n]
+
+
+def _adapters(config: Stage) -> list[tuple[list[str], str]]:
+    assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
     if isinstance(config, SFTConfig) and config.model.scratch is not None:
         return []
-    plain = [] if has else [([f"{key}.r=16" for key in keys], "trains adapters only")]
+    if isinstance(config, PPOConfig):
+        keys, lora = ["policy.lora", *["value_model.lora"] * config.ppo.has_value_model], config.policy.lora
+    else:
+        keys, lora = ["model.lora"], config.model.lora
+    plain = [([f"{key}.r=16" for key in keys], "trains adapters only")] if lora is None else []
     return [*plain, ([f"{key}.quantize=nf4" for key in keys], "frozen weights in 4 bits")]
 
 
-def _shorter(config: Stage) -> list[tuple[list[str], str]]:
+def _shorter(config: Stage) -> tuple[list[str], str]:
     if isinstance(config, PPOConfig):
-        prompt, response = config.data.max_prompt_length, config.rollout.max_new_tokens
-        return [
-            (
-                [f"data.max_prompt_length={max(1, prompt // 2)}", f"rollout.max_new_tokens={max(1, response // 2)}"],
-                "shorter texts",
-            )
-        ]
+        prompt, response = max(1, config.data.max_prompt_length // 2), max(1, config.rollout.max_new_tokens // 2)
+        return [f"data.max_prompt_length={prompt}", f"rollout.max_new_tokens={response}"], "shorter texts"
     assert isinstance(config, SFTConfig | RMConfig)
-    return [([f"data.max_length={max(2, config.data.max_length // 2)}"], "drops longer rows")]
+    return [f"data.max_length={max(2, config.data.max_length // 2)}"], "drops longer rows"

@@ -17,12 +17,10 @@ from rlhf_cli.config.stage import Stage
 from rlhf_cli.models.cost import total_memory
 from rlhf_cli.models.forward import compute_dtype
 from rlhf_cli.plan.budget import auto_tokens
-from rlhf_cli.plan.memory import Batch, Held, Phase, Setting, forward_bytes, weight_bytes
-from rlhf_cli.plan.parts import Machine
-from rlhf_cli.plan.ppo import name_of_reward
-from rlhf_cli.plan.shapes import Shape, Source, shape_of_loaded
+from rlhf_cli.plan.memory import Batch, Held, Machine, Phase, Setting
+from rlhf_cli.plan.shapes import Shape, shape_of_loaded
 from rlhf_cli.plan.sources import Sources
-from rlhf_cli.plan.stages import planned_tokens
+from rlhf_cli.plan.stages import name_of_reward, planned_tokens
 from rlhf_cli.processes.distributed import World
 
 
@@ -34,11 +32,9 @@ class Loaded(Sources):
     precision: str = "float32"
     """Of the passes, as in the config."""
 
-    def shape(self, name: str, source: Source, **options: Any) -> Shape:
-        """The shape of the model in memory; `source` only tells the number format of its file."""
-        lora, stored, is_merged = options.get("lora"), source.stored, source.has_adapters
-        model = self.models[name]
-        return shape_of_loaded(name, model, self.precision, stored=stored, lora=lora, is_merged=is_merged)
+    def shape(self, name: str, *_: Any) -> Shape:
+        """The shape of the model in memory."""
+        return shape_of_loaded(self.models[name], self.precision)
 
     def shares_backbone(self, config: PPOConfig, reward: ModelReward) -> bool:
         """Whether the reward model shares weights with the policy."""
@@ -50,16 +46,9 @@ class Loaded(Sources):
 def microbatch_tokens(config: Stage, models: Mapping[str, PreTrainedModel], world: World) -> int:
     """Maximum tokens per microbatch of a run: as configured, or what `auto` chooses.
 
-    Args:
-        config: of the stage.
-        models: by their names in the plan, each on the device, ready for training, before `gradient_checkpointing` and
-            `compile`.
-        world: the processes. On a CPU they share the memory.
+    `models` are by their names in the plan, each on the device and as `shape_of_loaded` wants it.
     """
     assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
-    given = config.ppo.tokens_per_microbatch if isinstance(config, PPOConfig) else config.training.tokens_per_microbatch
-    if given != "auto":
-        return given
     return planned_tokens(config, Loaded({}, models, config.precision), machine_of_run(world.device, world.size))
 
 
@@ -76,13 +65,11 @@ def machine_of_run(device: torch.device, num_processes: int) -> Machine:
 
 def forward_tokens(model: PreTrainedModel, device: torch.device, precision: str) -> int:
     """Maximum tokens per pass without gradients of a model that is alone in memory."""
-    half = compute_dtype(device, precision) != torch.float32
-    setting = Setting(device.type, half=half)
-    held = Held(shape_of_loaded("model", model, precision))
+    setting = Setting(device.type, half=compute_dtype(device, precision) != torch.float32)
+    held = Held("model", shape_of_loaded(model, precision), setting)
 
     def phases(tokens: int) -> list[Phase]:
         batch = Batch(tokens, tokens, 1)
-        weights = {"weights": weight_bytes(held, setting)}
-        return [Phase("scoring", weights | forward_bytes(held, batch, setting))]
+        return [Phase("scoring", {"weights": held.weight_bytes} | held.in_forward(batch))]
 
     return auto_tokens(phases, machine_of_run(device, 1), setting)

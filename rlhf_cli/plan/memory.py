@@ -1,4 +1,4 @@
-"""The memory of a run, phase by phase, computed from the shapes of its models. Bytes, for one process.
+"""The memory of a model in a run, computed from its shape. Bytes, for one process.
 
 What is counted is what lives at the same time. The allocators of torch and of the system take more:
 benchmarks/PLAN.md has the measured difference.
@@ -6,12 +6,13 @@ benchmarks/PLAN.md has the measured difference.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from rlhf_cli.config.models import Quantization
+from rlhf_cli.config.models import Lora, Quantization
 from rlhf_cli.kernels.head import CHUNK, MOST_LOGITS
+from rlhf_cli.models.save import LARGEST_FILE
 from rlhf_cli.plan.shapes import Shape
 from rlhf_cli.processes.pass_loop import BUCKET_BYTES
 
@@ -34,23 +35,19 @@ SHARDING = 20_000_000
 
 
 @dataclass(frozen=True)
-class Held:
-    """A model in memory."""
+class Machine:
+    """What each process has."""
 
-    shape: Shape
-    kept: Kept = "float32"
-    shares: bool = False
-    """Whether its frozen weights are those of the policy, so that only its adapters and its head count."""
-    whole: bool = False
-    """Whether `distributed.shard` leaves it whole (`distributed.keep_whole`)."""
-
-    def among(self, setting: Setting) -> int:
-        """The processes among which it is sharded."""
-        return 1 if self.whole else setting.sharded
-
-    def waits(self, setting: Setting) -> bool:
-        """Whether its weights, gradients and moments are in the CPU's memory between the passes of a GPU."""
-        return setting.offloads and self.among(setting) > 1
+    device: str
+    """cpu or cuda."""
+    memory: float
+    """Bytes for one process."""
+    processes: int = 1
+    per_node: int = 8
+    """Processes of one machine, for `distributed.shard: hybrid`."""
+    name: str = "this machine"
+    auto_is_half: bool = True
+    """Whether `precision: auto` computes in 16 bits on its GPU."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +74,17 @@ class Setting:
         """Bytes of a number that the passes compute."""
         return 2 if self.half else 4
 
+    @property
+    def precision(self) -> str:
+        """The format of the numbers that the passes compute."""
+        return "bfloat16" if self.half else "float32"
+
+    @property
+    def libraries(self) -> dict[str, float]:
+        """What belongs to no tensor."""
+        size = LIBRARIES[self.precision] + (SHARDING if self.sharded > 1 else 0)
+        return {"libraries": size} if self.device == "cpu" else {}
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -97,7 +105,10 @@ class Batch:
     @property
     def after_first(self) -> Batch:
         """A microbatch that is not the first of its step."""
-        tokens = self.tokens if self.later is None else self.later
+        return self if self.later is None else self.of(self.later)
+
+    def of(self, tokens: int) -> Batch:
+        """A microbatch of as many tokens, with the same share of targets."""
         return replace(self, tokens=tokens, targets=round(self.targets * tokens / self.tokens))
 
 
@@ -125,215 +136,237 @@ def fullest(moments: Iterable[dict[str, float]]) -> dict[str, float]:
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
-# ----------------------------------------------------------------------------------- what does not depend on a batch
+@dataclass(frozen=True)
+class Held:
+    """A model in the memory of a process."""
 
+    name: str
+    """What the run calls it: policy, value model, ..."""
+    shape: Shape
+    setting: Setting
+    lora: Lora | None = None
+    """The adapters that are trained."""
+    kept: Kept = "float32"
+    stored: int = 4
+    """Bytes of a number in its file."""
+    is_merged: bool = False
+    """Whether adapters are added to its weights when they are read, which makes them float32 numbers."""
+    shares: bool = False
+    """Whether its frozen weights are those of the policy, so that only its adapters and its head count."""
+    whole: bool = False
+    """Whether `distributed.shard` leaves it whole (`distributed.keep_whole`)."""
 
-def weight_bytes(model: Held, setting: Setting) -> float:
-    """Bytes of the weights of a model on one process. Of an offloaded one the scales of its 4-bit weights stay."""
-    counts, shape = model.shape.counts, model.shape
-    quantization = shape.lora.quantize if shape.lora is not None else None
-    four_bit = counts.quantizable if quantization is not None else 0.0
-    if model.waits(setting):
-        return four_bit * (BYTES_OF_NF4[quantization] - 0.5) if quantization is not None else 0.0
-    trained = _state_bytes(model, setting, 0)
-    if model.shares:
-        return trained / model.among(setting)
-    is_lossless = model.kept != "float32" and shape.stored == 2
-    of_linear = 2 if setting.half and (model.kept == "rounded" or is_lossless) else 4
-    of_tables = 2 if setting.half and is_lossless else 4
-    rest = counts.frozen - counts.frozen_linear - counts.frozen_tables
-    frozen = (counts.frozen_linear - four_bit) * of_linear + counts.frozen_tables * of_tables + rest * 4
-    if is_lossless and setting.half:
-        frozen += 2 * max(0.0, _num_merged(model) - four_bit)
-    if quantization is not None:
-        frozen += four_bit * BYTES_OF_NF4[quantization]
-    return (trained + frozen) / model.among(setting)
+    @property
+    def is_trained(self) -> bool:
+        return self.kept != "rounded"
 
+    @property
+    def among(self) -> int:
+        """The processes among which it is sharded."""
+        return 1 if self.whole else self.setting.sharded
 
-def _num_merged(model: Held) -> float:
-    """Numbers of frozen layers that are kept exactly and got adapters when they were read: 16 bits do not hold them."""
-    shape = model.shape
-    is_exact = shape.is_merged and model.kept == "exact"
-    return shape.counts.frozen_linear - shape.has_head * shape.vocabulary * shape.hidden if is_exact else 0.0
+    @property
+    def waits(self) -> bool:
+        """Whether its weights, gradients and moments are in the CPU's memory between the passes of a GPU."""
+        return self.setting.offloads and self.among > 1
 
+    @property
+    def states(self) -> str:
+        """How AdamW keeps it. Adapters are never in bfloat16."""
+        is_rounded = self.setting.states == "bfloat16"
+        return "float32" if self.lora is not None and is_rounded else self.setting.states
 
-def gradient_bytes(model: Held, setting: Setting) -> float:
-    """Bytes of the gradients of a model on one process."""
-    return 0.0 if model.waits(setting) else _state_bytes(model, setting, 1) / model.among(setting)
+    @property
+    def holds_half(self) -> bool:
+        """Whether frozen weights that are numbers of 16 bits in the file stay so."""
+        return self.setting.half and self.kept != "float32" and self.stored == 2
 
+    # ----------------------------------------------------------------------------- what does not depend on a batch
 
-def moment_bytes(model: Held, setting: Setting) -> float:
-    """Bytes of AdamW's moments of a model on one process."""
-    return 0.0 if model.waits(setting) else _state_bytes(model, setting, 2) / model.among(setting)
+    @property
+    def weight_bytes(self) -> float:
+        """Its weights. If it is offloaded, only the scales of its 4-bit weights stay on the device."""
+        counts = self.shape.counts
+        quantization = self.lora.quantize if self.lora is not None else None
+        four_bit = counts.quantizable if quantization is not None else 0.0
+        of_four_bit = BYTES_OF_NF4[quantization] if quantization is not None else 0.0
+        if self.waits:
+            return four_bit * (of_four_bit - 0.5)
+        trained = self._state_bytes(0)
+        if self.shares:
+            return trained / self.among
+        of_linear = 2 if self.holds_half or (self.setting.half and self.kept == "rounded") else 4
+        of_tables = 2 if self.holds_half else 4
+        rest = counts.frozen - counts.frozen_linear - counts.frozen_tables
+        frozen = (counts.frozen_linear - four_bit) * of_linear + counts.frozen_tables * of_tables + rest * 4
+        frozen += four_bit * of_four_bit
+        if self.holds_half:
+            frozen += 2 * max(0.0, self._num_merged - four_bit)
+        return (trained + frozen) / self.among
 
+    @property
+    def _num_merged(self) -> float:
+        """Numbers of frozen layers that are kept exactly and got adapters when they were read: float32 numbers."""
+        shape = self.shape
+        is_exact = self.is_merged and self.kept == "exact"
+        return shape.counts.frozen_linear - shape.has_head * shape.vocabulary * shape.hidden if is_exact else 0.0
 
-def step_bytes(model: Held, setting: Setting) -> float:
-    """Bytes that AdamW adds while it steps the largest weight of a model, one weight at a time.
+    @property
+    def gradient_bytes(self) -> float:
+        return 0.0 if self.waits else self._state_bytes(1) / self.among
 
-    On a CPU bitsandbytes computes 8-bit moments in float32: two moments, the gradient, and two temporary tensors.
-    """
-    if states_of(model, setting) != "8bit" or setting.device != "cpu" or model.shape.lora is not None:
-        return 0.0
-    return 5 * 4.0 * model.shape.largest / model.among(setting)
+    @property
+    def moment_bytes(self) -> float:
+        return 0.0 if self.waits else self._state_bytes(2) / self.among
 
+    def _state_bytes(self, part: int) -> float:
+        """One part of STATES of all trained numbers. Adapters and experts are never in bfloat16."""
+        trained = self.shape.trained
+        in_float32 = min(trained, self.shape.counts.experts) if self.states == "bfloat16" else 0.0
+        return (trained - in_float32) * STATES[self.states][part] + in_float32 * STATES["float32"][part]
 
-def _state_bytes(model: Held, setting: Setting, part: int) -> float:
-    """Bytes of one part of STATES of all trained numbers. Adapters and experts are never in bfloat16."""
-    trained, states = model.shape.trained, states_of(model, setting)
-    in_float32 = min(trained, model.shape.counts.experts) if states == "bfloat16" else 0.0
-    return (trained - in_float32) * STATES[states][part] + in_float32 * STATES["float32"][part]
+    @property
+    def offloaded_bytes(self) -> float:
+        """What is in the CPU's memory for the GPU (`distributed.offload`)."""
+        here = replace(self, setting=replace(self.setting, offloads=False))
+        held = here.weight_bytes + here.gradient_bytes + here.moment_bytes
+        return held - self.weight_bytes - self.gradient_bytes - self.moment_bytes
 
+    @property
+    def step_bytes(self) -> float:
+        """What AdamW adds while it steps the largest weight, one weight at a time.
 
-def offloaded_bytes(models: Sequence[Held], setting: Setting) -> float:
-    """Bytes that a process keeps in the CPU's memory for its GPU (`distributed.offload`)."""
+        On a CPU bitsandbytes computes 8-bit moments in float32: two moments, the gradient, and two temporary tensors.
+        """
+        if self.states != "8bit" or self.setting.device != "cpu" or self.lora is not None:
+            return 0.0
+        return 5 * 4.0 * self.shape.largest / self.among
 
-    def held(setting: Setting) -> float:
-        kinds = (weight_bytes, gradient_bytes, moment_bytes)
-        return sum(kind(model, setting) for kind in kinds for model in models)
+    @property
+    def communication_bytes(self) -> float:
+        """What is beside the gradients while processes with whole models sum them (`GradientSum`)."""
+        if self.setting.processes == 1 or self.among > 1:
+            return 0.0
+        # Sums take the place of float32 gradients, a bucket at a time. Sums of 16-bit gradients are twice as large.
+        return self.gradient_bytes if self.states == "bfloat16" else min(BUCKET_BYTES, self.gradient_bytes)
 
-    return held(replace(setting, offloads=False)) - held(setting)
+    @property
+    def read_bytes(self) -> float:
+        """Its weights while they are read: on a CPU in float32, unless fewer bits hold them. Those come one by one."""
+        if self.setting.device != "cpu":
+            return self.weight_bytes
+        shape, in_4_bits = self.shape, self.lora is not None and self.lora.quantize is not None
+        if (self.setting.half and self.kept != "float32") or in_4_bits:
+            # Adding an adapter needs three copies of a weight.
+            return self.weight_bytes + 4 * max(shape.largest, 3 * shape.hidden * shape.widest * self.is_merged)
+        # transformers joins the experts of a file to one weight of each layer.
+        return max(self.weight_bytes, (shape.counts.base + shape.counts.experts) * 4 / self.among)
 
+    @property
+    def file_bytes(self) -> float:
+        """Its file on a CPU: merged weights in float32, or of a sharded model one file, and their copy in bfloat16.
 
-def states_of(model: Held, setting: Setting) -> str:
-    """How AdamW keeps a model. Adapters are never in bfloat16."""
-    return "float32" if model.shape.lora is not None and setting.states == "bfloat16" else setting.states
+        Weights of their own precision need nothing.
+        """
+        if self.setting.device != "cpu" or (self.lora is not None and self.lora.save == "adapter"):
+            return 0.0
+        base, is_sharded = self.shape.counts.base, self.among > 1
+        copies = (4 * base if self.lora is not None or is_sharded else 0.0) + (2 * base if self.stored == 2 else 0.0)
+        return min(copies, 1.5 * LARGEST_FILE) if is_sharded else copies
 
+    # ----------------------------------------------------------------------------------------------------- passes
 
-# --------------------------------------------------------------------------------------------- passes
+    def in_training(self, batch: Batch) -> dict[str, float]:
+        """What a forward and backward pass over a microbatch adds at its fullest moment.
 
+        Beside all activations and the gradient of the head there are either the logits and their gradient, or the
+        temporary tensors of the last layer and, of a sharded model, the blocks that are gathered for it. When the
+        backward pass of a sharded model ends, its activations are free and the gradient of its embeddings exists twice.
+        """
+        shape, setting, tokens = self.shape, self.setting, batch.tokens
+        kept = shape.counts.kept * tokens
+        if setting.checkpointing:
+            kept = kept / shape.layers + tokens * 4 * shape.layers * shape.hidden
+        activations = max(kept, tokens * 16 * shape.hidden)
+        number = 4 if shape.largest_expert else setting.number  # autocast leaves experts in float32
+        temporary = tokens * 3 * shape.widest * number
+        head = 4.0 * shape.vocabulary * shape.hidden if shape.has_head and self.lora is None else 0.0
+        # Adapted experts are kept as the sum of weights and adapters.
+        merged = {"merged experts": 4.0 * shape.counts.adapted_experts / (shape.layers if setting.checkpointing else 1)}
+        # The gradient of all experts of a layer is added to that of the microbatches before as a whole.
+        has_experts = self.lora is None or shape.counts.adapted_experts > 0
+        of_layer = max(head, 4.0 * shape.largest_expert if has_experts else 0.0)
+        at_head = {"activations": activations, **merged, "logits": self.logits(batch), "gradients": head}
+        at_layer = {"activations": activations + temporary, **merged, "gradients": of_layer}
+        if self.among == 1:
+            return join(fullest([at_head, at_layer]), self.copied_weights)
+        ends, blocks = self._gathered(trains=True)
+        at_end = {"gradients": 2 * ends if self.lora is None else 0.0}
+        return fullest([join(at_head, {"gathered": ends}), join(at_layer, {"gathered": ends + blocks}), at_end])
 
-def pass_bytes(model: Held, batch: Batch, setting: Setting) -> dict[str, float]:
-    """What a forward and backward pass over a microbatch adds at its fullest moment.
+    def in_forward(self, batch: Batch) -> dict[str, float]:
+        """What a forward pass without gradients adds."""
+        shape = self.shape
+        one = replace(batch, logits_copies=max(1.0, batch.logits_copies - 1))
+        added = {
+            "activations": batch.tokens * (3 * shape.widest + 4 * shape.hidden) * float(self.setting.number),
+            "merged experts": 4.0 * shape.counts.adapted_experts / shape.layers,
+            "logits": self.logits(one),
+        }
+        return join(added, self.copied_weights)
 
-    Beside all activations and the gradient of the head there are either the logits and their gradient, or the
-    temporary tensors of the last layer and, of a sharded model, the blocks that are gathered for it. When the backward
-    pass of a sharded model ends, its activations are free and the gradient of its embeddings exists twice.
-    """
-    shape, tokens = model.shape, batch.tokens
-    kept = shape.counts.kept * tokens
-    a_layer = kept / shape.layers
-    if setting.checkpointing:
-        kept = a_layer + tokens * 4 * shape.layers * shape.hidden
-    activations = max(kept, tokens * 16 * shape.hidden)
-    number = 4 if shape.largest_expert else setting.number  # autocast leaves experts in float32
-    temporary = tokens * 3 * shape.widest * number
-    head = 4.0 * shape.vocabulary * shape.hidden if shape.has_head and shape.lora is None else 0.0
-    # Adapted experts are kept as the sum of weights and adapters.
-    merged = 4.0 * shape.counts.adapted_experts / (shape.layers if setting.checkpointing else 1)
-    at_head = {
-        "activations": activations,
-        "merged experts": merged,
-        "logits": logit_bytes(shape, batch, setting),
-        "gradients": head,
-    }
-    # The gradient of all experts of a layer is added to that of the microbatches before as a whole.
-    has_experts = shape.lora is None or shape.counts.adapted_experts > 0
-    of_layer = max(head, 4.0 * shape.largest_expert if has_experts else 0.0)
-    at_layer = {"activations": activations + temporary, "merged experts": merged, "gradients": of_layer}
-    if model.among(setting) > 1:
-        ends, blocks = gathered_bytes(model, setting, trains=True)
-        at_end = {"gradients": 2 * ends if shape.lora is None else 0.0}
-        moments = [join(at_head, {"gathered": ends}), join(at_layer, {"gathered": ends + blocks}), at_end]
-    else:
-        moments = [join(parts, copies_of_weights(model, setting)) for parts in (at_head, at_layer)]
-    return fullest(moments)
+    def in_sampling(self, rows: int, length: int) -> dict[str, float]:
+        """What sampling `rows` responses at the same time adds: keys and values, logits, and the decoder's weights."""
+        parts = {
+            "keys and values": rows * length * self.shape.cache * float(self.setting.number),
+            "logits": 3.0 * rows * self.shape.vocabulary * 4,
+        }
+        return parts | self.of_decoder
 
-
-def logit_bytes(shape: Shape, batch: Batch, setting: Setting) -> float:
-    """Bytes of logits, and of their gradient if `batch.logits_copies` says so."""
-    if not shape.has_head:
-        return 0.0
-    numbers = batch.targets * shape.vocabulary
-    if batch.is_chunked and numbers > MOST_LOGITS:
-        return 3 * 4 * CHUNK
-    return batch.logits_copies * numbers * setting.number
-
-
-def forward_bytes(model: Held, batch: Batch, setting: Setting) -> dict[str, float]:
-    """What a forward pass without gradients adds."""
-    shape = model.shape
-    one = replace(batch, logits_copies=max(1.0, batch.logits_copies - 1))
-    hidden = batch.tokens * (3 * shape.widest + 4 * shape.hidden) * setting.number
-    added = {
-        "activations": hidden,
-        "merged experts": 4.0 * shape.counts.adapted_experts / shape.layers,
-        "logits": logit_bytes(shape, one, setting),
-    }
-    return join(added, copies_of_weights(model, setting))
-
-
-def gathered_bytes(model: Held, setting: Setting, *, trains: bool) -> tuple[float, float]:
-    """What a process gathers of a sharded model: the weights outside of its blocks, and blocks.
-
-    Two blocks are gathered: one computes while the next arrives. In a backward pass there are also the gradient of a
-    block, and the float32 copy of that of the block before, which is summed over the processes.
-    """
-    shape = model.shape
-    gradient = setting.number + 4 if trains and shape.trained > shape.layer else 0
-    of_ends = 2.0 if states_of(model, setting) == "bfloat16" and shape.trained else 4.0
-    return of_ends * shape.ends, shape.layer * float(2 * setting.number + gradient)
-
-
-def copies_of_weights(model: Held, setting: Setting) -> dict[str, float]:
-    """Weights that exist a second time during a pass, of a sharded model in one without gradients.
-
-    Autocast keeps a bfloat16 copy of each float32 weight for the backward pass. NF4 gives one dequantized layer at a
-    time.
-    """
-    shape, counts = model.shape, model.shape.counts
-    if model.among(setting) > 1:
-        return {"gathered": sum(gathered_bytes(model, setting, trains=False))}
-    if shape.lora is not None and shape.lora.quantize is not None:
-        return {"dequantized": 4.0 * shape.hidden * shape.widest}
-    if not setting.half:
+    @property
+    def of_decoder(self) -> dict[str, float]:
+        """The weights that a decoder holds beside it: what it gathers of a sharded one, or its copy of some."""
+        if self.among > 1:
+            return self.copied_weights
+        if self.setting.device == "cpu" and not self.setting.half and self.lora is None:
+            return {"rollout copy": self.shape.counts.joined * 4}
         return {}
-    in_float32 = counts.linear
-    if model.kept == "rounded" or (model.kept == "exact" and shape.stored == 2):
-        in_float32 -= counts.frozen_linear - _num_merged(model)
-    if setting.states == "bfloat16" and shape.lora is None:
-        in_float32 = 0.0
-    if setting.checkpointing:
-        in_float32 /= shape.layers
-    return {"16-bit copies": 2 * in_float32}
 
+    def logits(self, batch: Batch) -> float:
+        """The logits, and their gradient if `batch.logits_copies` says so."""
+        if not self.shape.has_head:
+            return 0.0
+        numbers = batch.targets * self.shape.vocabulary
+        if batch.is_chunked and numbers > MOST_LOGITS:
+            return 3 * 4 * CHUNK
+        return batch.logits_copies * numbers * self.setting.number
 
-def communication_bytes(model: Held, setting: Setting) -> float:
-    """Bytes beside the gradients while processes with whole models sum them (`GradientSum`)."""
-    if setting.processes == 1 or model.among(setting) > 1:
-        return 0.0
-    # The sums take the place of float32 gradients, a bucket at a time. Those of 16-bit gradients are twice as large.
-    is_half = states_of(model, setting) == "bfloat16"
-    return gradient_bytes(model, setting) if is_half else min(BUCKET_BYTES, gradient_bytes(model, setting))
+    def _gathered(self, *, trains: bool) -> tuple[float, float]:
+        """What a process gathers of a sharded model: the weights outside of its blocks, and blocks.
 
+        Two blocks are gathered: one computes while the next arrives. In a backward pass there are also the gradient of
+        a block, and the float32 copy of the gradient of the block before, which is summed over the processes.
+        """
+        shape, number = self.shape, self.setting.number
+        gradient = number + 4 if trains and shape.trained > shape.layer else 0
+        of_ends = 2.0 if self.states == "bfloat16" and shape.trained else 4.0
+        return of_ends * shape.ends, shape.layer * float(2 * number + gradient)
 
-# --------------------------------------------------------------------------------------------- sampling
+    @property
+    def copied_weights(self) -> dict[str, float]:
+        """Weights that exist a second time during a pass, of a sharded model in one without gradients.
 
-
-def sampling_bytes(policy: Held, rows: int, length: int, setting: Setting) -> dict[str, float]:
-    """What sampling `rows` responses at the same time adds: keys and values, logits, and the decoder's weights."""
-    shape = policy.shape
-    parts = {
-        "keys and values": rows * length * shape.cache * setting.number,
-        "logits": 3.0 * rows * shape.vocabulary * 4,
-    }
-    return parts | decoder_bytes(policy, setting)
-
-
-def decoder_bytes(policy: Held, setting: Setting) -> dict[str, float]:
-    """The weights that a decoder holds beside the policy: what it gathers of a sharded one, or its copy of some."""
-    if policy.among(setting) > 1:
-        return copies_of_weights(policy, setting)
-    if setting.device == "cpu" and not setting.half and policy.shape.lora is None:
-        return {"rollout copy": policy.shape.counts.joined * 4}
-    return {}
-
-
-def later_tokens(first: int, total: float, longest: int) -> int:
-    """Most tokens of a microbatch that is not the first, if `total` tokens are cut so that `first` fit into each.
-
-    A microbatch takes whole rows. The first may lack almost one of the longest rows of what fits, which comes later.
-
-    >>> later_tokens(1000, 1200, 100), later_tokens(1000, 9000, 100)
-    (300, 1000)
-    """
-    return min(first, round(total) - first + longest)
+        Autocast keeps a bfloat16 copy of each float32 weight for the backward pass. NF4 gives one dequantized layer at
+        a time.
+        """
+        shape, counts, setting = self.shape, self.shape.counts, self.setting
+        if self.among > 1:
+            return {"gathered": sum(self._gathered(trains=False))}
+        if self.lora is not None and self.lora.quantize is not None:
+            return {"dequantized": 4.0 * shape.hidden * shape.widest}
+        if not setting.half or (setting.states == "bfloat16" and self.lora is None):
+            return {}
+        in_float32 = counts.linear
+        if self.kept == "rounded" or self.holds_half:
+            in_float32 -= counts.frozen_linear - self._num_merged
+        return {"16-bit copies": 2 * in_float32 / (shape.layers if setting.checkpointing else 1)}

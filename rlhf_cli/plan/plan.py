@@ -14,19 +14,18 @@ from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.cost import total_memory
 from rlhf_cli.plan.adapters import require_adapters
 from rlhf_cli.plan.changes import Change, enough_changes, single_changes
-from rlhf_cli.plan.parts import Machine, StagePlan
-from rlhf_cli.plan.schedule import Schedule, schedule_of
+from rlhf_cli.plan.length import Length, length_of
+from rlhf_cli.plan.memory import Machine
 from rlhf_cli.plan.sources import Sources
-from rlhf_cli.plan.stages import plan_stage
+from rlhf_cli.plan.stages import StagePlan, plan_stage
 
 
 @dataclass(frozen=True)
 class Planned:
     """A stage's plan, and what to change if it does not fit."""
 
-    config: Stage
     plan: StagePlan
-    schedule: Schedule
+    length: Length
     fits: bool
     changes: list[Change]
     """Single changes; empty if the stage fits."""
@@ -46,7 +45,7 @@ def plan_of(
     """The plan of each stage of a folder, or of the one stage of a file.
 
     `room`: bytes that a process may use. A folder's stages get their models from each other. So does a single file
-    from the files beside it. `tokens_per_s`, `num_rows`: see `schedule_of`.
+    from the files beside it. `tokens_per_s`, `num_rows`: see `length_of`.
     """
     if path.is_dir():
         files = {name: path / f"{name}.yaml" for name in STAGES if (path / f"{name}.yaml").is_file()}
@@ -63,8 +62,8 @@ def plan_of(
     configs = {name: load_stage_config(name, file, chosen[name]) for name, file in files.items()}
     if num_rows is not None and wanted == ["ppo"]:
         raise ConfigError("--rows: is for SFT and RM; the length of PPO is ppo.num_iterations. Remove it")
-    schedules = {name: schedule_of(name, configs, tokens_per_s, num_rows) for name in wanted}
-    return [_planned(name, files[name], chosen[name], configs, machine, room, schedules[name]) for name in wanted]
+    lengths = {name: length_of(name, configs, tokens_per_s, num_rows) for name in wanted}
+    return [_planned(name, files[name], chosen[name], configs, machine, room, lengths[name]) for name in wanted]
 
 
 def overrides_for(stage: str, overrides: Sequence[str], wanted: Sequence[str]) -> list[str]:
@@ -86,7 +85,7 @@ def _planned(
     configs: dict[str, Stage],
     machine: Machine,
     room: float,
-    schedule: Schedule,
+    length: Length,
 ) -> Planned:
     def replan(more: list[str]) -> StagePlan:
         config = load_stage_config(stage, file, [*overrides, *more])
@@ -98,7 +97,7 @@ def _planned(
     fits = plan.peak.total <= room
     changes = [] if fits else single_changes(config, plan, machine, replan)
     enough = None if fits else enough_changes(changes, room, replan)
-    return Planned(config, plan, schedule, fits, changes, enough)
+    return Planned(plan, length, fits, changes, enough)
 
 
 def machine_of(gpus: int | None, gpu_memory: float | None, processes: int | None, per_node: int) -> Machine:

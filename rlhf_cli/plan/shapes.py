@@ -10,7 +10,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import nn
@@ -34,16 +34,6 @@ UNREAD = ("_name_or_path", "transformers_version", "dtype")
 """Keys of a config that do not change the model."""
 KEY = "model"
 """The config key in messages, until `shape_of` replaces it."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a model comes from: its config, and the bytes of a number in its file."""
-
-    config: PreTrainedConfig
-    stored: int = 4
-    has_adapters: bool = False
-    """Whether adapters beside it are added to its weights when they are read."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +70,8 @@ class Counts:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model of a run without its weights."""
+    """A model without its weights."""
 
-    name: str
-    """What the run calls it: policy, value model, ..."""
     counts: Counts
     layers: int
     hidden: int
@@ -99,13 +87,8 @@ class Shape:
     """Numbers of the largest weight of experts, which has those of all experts of a layer; 0 without experts."""
     cache: int
     """Numbers of the keys and values of a token."""
-    stored: int
-    """Bytes of a number in its file."""
     positions: int
     """The longest sequence that it reads, in tokens."""
-    lora: Lora | None = None
-    is_merged: bool = False
-    """Whether adapters are added to its weights when they are read, which makes them float32 numbers."""
 
     @property
     def weights(self) -> int:
@@ -130,68 +113,38 @@ class Shape:
 
 
 def shape_of(
-    name: str,
-    source: Source,
-    *,
+    config: PreTrainedConfig,
     is_classifier: bool,
     precision: str,
     lora: Lora | None = None,
     frozen: Sequence[str] | None = (),
     key: str = "model",
 ) -> Shape:
-    """The shape of a model.
+    """The shape of a model whose passes compute in a precision. A classifier has one score instead of a head.
 
-    Args:
-        name: what the run calls it.
-        source: its config.
-        is_classifier: with one scalar score instead of a head over the vocabulary.
-        precision: of the passes, float32 or bfloat16.
-        lora: the adapters that are trained, or None.
-        frozen: patterns of weights that are not trained. None: nothing is trained.
-        key: the config key that messages name.
-
-    Raises:
-        ConfigError: transformers cannot build the model, or a pattern or a target of `lora` matches nothing.
+    `lora` are the adapters that are trained, and `frozen` are patterns of weights that are not trained; None trains
+    nothing. Raises ConfigError, naming the config `key`, if transformers cannot build the model, or if a pattern or a
+    target of `lora` matches nothing.
     """
-    if source.config.is_encoder_decoder:
+    if config.is_encoder_decoder:
         raise ConfigError(f"{key}: is an encoder-decoder, and rlhf plan counts decoders and encoders only")
     # Quantized layers keep what plain ones keep. Fake tensors cannot be quantized.
     plain = None if lora is None else lora.model_copy(update={"quantize": None}).model_dump_json()
-    settings = {name: value for name, value in source.config.to_dict().items() if name not in UNREAD}
-    text = json.dumps(settings, sort_keys=True, default=str)
+    text = json.dumps({k: v for k, v in config.to_dict().items() if k not in UNREAD}, sort_keys=True, default=str)
     patterns = None if frozen is None else tuple(frozen)
     try:
-        kind = type(source.config)
-        shape = _shape(text, kind, is_classifier, precision, plain, patterns)  # type: ignore[arg-type]
+        return _shape(text, type(config), is_classifier, precision, plain, patterns)  # type: ignore[arg-type]
     except ConfigError as error:
         raise ConfigError(f"{key}{str(error).removeprefix(KEY)}") from None
-    return replace(shape, name=name, stored=source.stored, lora=lora, is_merged=source.has_adapters)
 
 
-def shape_of_loaded(
-    name: str,
-    model: PreTrainedModel,
-    precision: str,
-    *,
-    stored: int = 4,
-    lora: Lora | None = None,
-    is_merged: bool = False,
-) -> Shape:
-    """The shape of a model in memory, after its adapters were added and its other weights were frozen.
+def shape_of_loaded(model: PreTrainedModel, precision: str) -> Shape:
+    """The shape of a model in memory that is ready for training, before `gradient_checkpointing` and `compile`.
 
     A trained model makes two short passes (`activation_bytes`). A sharded model is counted whole; all processes must
     call this.
-
-    Args:
-        name: what the run calls it.
-        model: ready for training, before `gradient_checkpointing` and `compile`.
-        precision: of the passes, as in the config.
-        stored: bytes of a number in its file.
-        lora: the adapters that are trained, or None.
-        is_merged: whether other adapters were added to its weights.
     """
-    shape = _with_counts(model, _counts(model, activation_bytes(model, precision)))
-    return replace(shape, name=name, stored=stored, lora=lora, is_merged=is_merged)
+    return _with_counts(model, _counts(model, activation_bytes(model, precision)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -258,7 +211,6 @@ def _with_counts(model: PreTrainedModel, counts: Counts) -> Shape:
         width = getattr(inner, "moe_intermediate_size", None) or getattr(inner, "intermediate_size", 0)
         widest = max(widest, (getattr(inner, "num_experts_per_tok", None) or 1) * max(width, inner.hidden_size))
     return Shape(
-        name="",
         counts=counts,
         layers=layers,
         hidden=inner.hidden_size,
@@ -268,7 +220,6 @@ def _with_counts(model: PreTrainedModel, counts: Counts) -> Shape:
         largest=max(num_weights(p) for name, p in model.named_parameters() if ".lora_" not in name),
         largest_expert=max(map(num_weights, experts), default=0),
         cache=2 * layers * (getattr(inner, "num_key_value_heads", None) or heads) * head_dim,
-        stored=4,
         positions=positions(model),
     )
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from rlhf_cli.artifacts import is_adapter, model_directory
-from rlhf_cli.config.models import Lora, Model, ScratchModel
-from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.models import Lora, Model, ScratchModel, TrainedModel
+from rlhf_cli.config.ppo import PPOConfig, ValueModel
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
@@ -19,7 +18,18 @@ from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.hub import is_local
 from rlhf_cli.models.adapter_files import read_adapter
 from rlhf_cli.models.check import reason_of
-from rlhf_cli.plan.shapes import Shape, Source, shape_of
+from rlhf_cli.plan.memory import Held, Kept, Setting
+from rlhf_cli.plan.shapes import Shape, shape_of
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from: its config, and the bytes of a number in its file."""
+
+    config: PreTrainedConfig
+    stored: int = 4
+    has_adapters: bool = False
+    """Whether adapters beside it are added to its weights when they are read."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +38,60 @@ class Sources:
 
     configs: Mapping[str, Stage]
 
-    def shape(self, name: str, source: Source, **options: Any) -> Shape:
-        """`shape_of` with the same arguments."""
-        return shape_of(name, source, **options)
+    def held(
+        self,
+        name: str,
+        source: Source,
+        setting: Setting,
+        is_classifier: bool,
+        key: str,
+        trained: TrainedModel | ValueModel | None = None,
+        *,
+        shares: bool = False,
+        whole: bool = False,
+    ) -> Held:
+        """A model in memory. `trained` is its section of the config, or None for a model that is only read.
 
-    def sft(self, config: SFTConfig) -> Source:
-        """The model that the SFT stage trains."""
-        if config.model.scratch is not None:
+        `key` is the section that messages name. Raises ConfigError if the model cannot be built.
+        """
+        lora = None if trained is None else trained.lora
+        kept: Kept = "rounded" if trained is None else "float32" if lora is None else "exact"
+        shape = self.shape(name, source.config, is_classifier, setting, trained, key)
+        return Held(name, shape, setting, lora, kept, source.stored, source.has_adapters, shares, whole)
+
+    def shape(
+        self,
+        name: str,  # noqa: ARG002
+        config: PreTrainedConfig,
+        is_classifier: bool,
+        setting: Setting,
+        trained: TrainedModel | ValueModel | None,
+        key: str,
+    ) -> Shape:
+        """The shape of the model that the run calls `name`, built from its config."""
+        lora, frozen = (None, None) if trained is None else (trained.lora, trained.freeze)
+        return shape_of(config, is_classifier, setting.precision, lora, frozen, key)
+
+    def start(self, config: Stage) -> Source:
+        """The model that a stage trains; in PPO the policy."""
+        assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
+        if isinstance(config, SFTConfig) and config.model.scratch is not None:
             return from_scratch(config.model.scratch, len(config.model.add_tokens))
-        assert config.model.path is not None
-        return from_path(config.model.path, config.model.revision, "model.path")
+        if isinstance(config, PPOConfig):
+            return self.given(config.policy, config, "policy.path")
+        return self.given(config.model, config, "model.path")
+
+    def given(self, model: Model, config: Stage, key: str) -> Source:
+        """The model that a section of the config names, or else the model of the run's SFT stage."""
+        if model.path is not None:
+            return from_path(model.path, model.revision, key)
+        return self.of_stage("sft", config, key)
+
+    def reward_model(self, config: PPOConfig, reward: ModelReward, key: str) -> Source:
+        """A reward model of PPO."""
+        if reward.path is not None:
+            return from_path(reward.path, reward.revision, key)
+        return self.of_stage("rm", config, key)
 
     def of_stage(self, stage: str, config: Stage, key: str) -> Source:
         """The model that a later stage gets from the run's own `stage`.
@@ -46,8 +100,7 @@ class Sources:
         """
         planned = self.configs.get(stage)
         if isinstance(planned, SFTConfig | RMConfig):
-            source = self.sft(planned) if isinstance(planned, SFTConfig) else self.rm(planned)
-            return replace(source, has_adapters=_are_alone(planned.model.lora))
+            return replace(self.start(planned), has_adapters=_are_alone(planned.model.lora))
         directory = Path(config.artifacts) / stage
         if directory.is_dir():
             return from_path(str(directory), None, key)
@@ -56,36 +109,16 @@ class Sources:
             f"nor a finished {directory}. Give the folder of all stages, or set {key}"
         )
 
-    def rm(self, config: RMConfig) -> Source:
-        """The model that the RM stage trains."""
-        return self._given(config.model, config, "sft", "model.path")
-
-    def policy(self, config: PPOConfig) -> Source:
-        """The policy of PPO."""
-        return self._given(config.policy, config, "sft", "policy.path")
-
-    def ref_policy(self, config: PPOConfig) -> Source:
-        """The reference policy of PPO."""
-        if config.ref_policy is None:
-            return self.policy(config)
-        return self._given(config.ref_policy, config, "sft", "ref_policy.path")
-
-    def reward_model(self, config: PPOConfig, reward: ModelReward, key: str) -> Source:
-        """A reward model of PPO."""
-        if reward.path is not None:
-            return from_path(reward.path, reward.revision, key)
-        return self.of_stage("rm", config, key)
-
     def shares_backbone(self, config: PPOConfig, reward: ModelReward) -> bool:
         """Whether a reward model is adapters on the policy's weights."""
-        lora, path = config.policy.lora, self._path_of_policy(config)
-        rm = self.configs.get("rm")
+        own = "the sft stage of this run" if "sft" in self.configs else None
+        lora, path, rm = config.policy.lora, config.policy.path or own, self.configs.get("rm")
         if lora is None or path is None:
             return False
         if reward.path is None and isinstance(rm, RMConfig):
             adapters = rm.model.lora
-            ours = rm.model.path if rm.model.path is not None else self._path_of_sft()
-            return _are_alone(adapters) and ours == path and adapters is not None and adapters.quantize == lora.quantize
+            is_same = (rm.model.path or own) == path and adapters is not None and adapters.quantize == lora.quantize
+            return is_same and _are_alone(adapters)
         directory = model_directory(reward.path if reward.path is not None else f"{config.artifacts}/rm")
         adapter = read_adapter(directory) if is_adapter(directory) else None
         return (
@@ -93,17 +126,6 @@ class Sources:
             and Path(adapter.base.path).resolve() == Path(path).resolve()
             and adapter.quantization == lora.quantize
         )
-
-    def _given(self, model: Model, config: Stage, stage: str, key: str) -> Source:
-        if model.path is not None:
-            return from_path(model.path, model.revision, key)
-        return self.of_stage(stage, config, key)
-
-    def _path_of_policy(self, config: PPOConfig) -> str | None:
-        return config.policy.path if config.policy.path is not None else self._path_of_sft()
-
-    def _path_of_sft(self) -> str | None:
-        return "the sft stage of this run" if "sft" in self.configs else None
 
 
 def _are_alone(lora: Lora | None) -> bool:

@@ -1,152 +1,336 @@
-"""The models, the microbatches and the phases of SFT and RM, from their configs; and the plan of any stage."""
+"""The models of a stage, its microbatches, and what each of its phases has in memory, from its config."""
 
 from __future__ import annotations
 
-from rlhf_cli.config.data import Data
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.ppo_update import PPO
+from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.config.stage import Stage
+from rlhf_cli.config.stage import Stage, Training
+from rlhf_cli.plan.activations import ROW
 from rlhf_cli.plan.budget import auto_tokens
-from rlhf_cli.plan.memory import (
-    Batch,
-    Held,
-    Phase,
-    Setting,
-    forward_bytes,
-    join,
-    later_tokens,
-    sampling_bytes,
-    weight_bytes,
-)
-from rlhf_cli.plan.parts import Machine, StagePlan, at_rest, libraries, load, precision_of, save, training
-from rlhf_cli.plan.ppo import FULL, plan_ppo, ppo_models, ppo_tokens
+from rlhf_cli.plan.memory import Batch, Held, Machine, Phase, Setting, fullest, join
 from rlhf_cli.plan.sources import Sources
 
 PAIR = 1.5
 """Length of a preference pair in maximum lengths: both answers follow one prompt, which is computed once and is taken
 to be half of each sequence."""
+FULL = 2
+"""Microbatches of a step for `auto`: with more than one, all gradients exist beside the activations."""
+COPIES_OF_WHOLE_DISTRIBUTIONS = 8.0
+"""Tensors of the size of the logits if an entropy or a KL over the whole vocabulary has a gradient, too."""
+COPIES_OF_FILTERED_LOGITS = 3.25
+"""Tensors of the size of the logits if top-k and the like restrict them: filtered logits, their gradient, that of the
+logits, and a mask of one byte."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The models of a stage and its phases in their order."""
+
+    stage: str
+    models: list[Held]
+    phases: list[Phase]
+    batch: Batch
+    tokens_per_microbatch: int
+    setting: Setting
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.total)
 
 
 def plan_stage(stage: str, config: Stage, sources: Sources, machine: Machine) -> StagePlan:
     """The plan of one stage. Raises ConfigError or ArtifactError if a model cannot be found or built."""
-    setting = setting_of(config, machine)
+    assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
+    setting, training = setting_of(config, machine), _training(config)
+    models, tokens = models_of(config, sources, setting), training.tokens_per_microbatch
+    if tokens == "auto":
+        tokens = _auto(config, models, machine)
+    batch = _batch(config, models, training.minibatch_size, tokens)
+    static = _static(config, models)
     if isinstance(config, PPOConfig):
-        return plan_ppo(config, sources, machine, setting)
-    assert isinstance(config, SFTConfig | RMConfig)
-    return _supervised(stage, config, sources, machine, setting)
+        scored = _batch(config, models, config.ppo.rollout_batch_size, tokens)
+        phases = [*_rollout(config, models), *_passes(config, models, batch, scored), _save(models, static)]
+    else:
+        phases = [
+            *_normalisation(config, sources, setting),
+            _load(models),
+            *_passes(config, models, batch, batch),
+            _save(models, static | {"optimizer": 0.0}),  # which is freed before
+            Phase("evaluation", join(static, models[0].in_forward(batch))),
+        ]
+    return StagePlan(stage, models, phases, batch, tokens, setting)
 
 
 def planned_tokens(config: Stage, sources: Sources, machine: Machine) -> int:
     """The `tokens_per_microbatch` of a stage. `auto` is computed, and nothing else of the plan is."""
-    setting = setting_of(config, machine)
-    if isinstance(config, PPOConfig):
-        return ppo_tokens(config, ppo_models(config, sources, setting), machine, setting)
-    assert isinstance(config, SFTConfig | RMConfig)
-    return _tokens(config, _model(config, sources, setting), machine, setting)
+    setting, given = setting_of(config, machine), _training(config).tokens_per_microbatch
+    return _auto(config, models_of(config, sources, setting), machine) if given == "auto" else given
 
 
 def setting_of(config: Stage, machine: Machine) -> Setting:
     """How a process of this machine computes the stage."""
+    assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
     device = machine.device if config.device == "auto" else config.device
     is_auto = config.precision == "auto"
-    half = device == "cuda" and machine.auto_is_half if is_auto else config.precision != "float32"
     shard = config.distributed.shard
-    sharded = min(machine.processes, machine.per_node) if shard == "hybrid" else machine.processes if shard else 1
-    assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
     return Setting(
         device=device,
         processes=machine.processes,
-        sharded=sharded,
+        sharded=min(machine.processes, machine.per_node) if shard == "hybrid" else machine.processes if shard else 1,
         offloads=config.distributed.offload and device == "cuda",
-        half=half,
+        half=device == "cuda" and machine.auto_is_half if is_auto else config.precision != "float32",
         states=config.optimizer.precision,
         checkpointing=config.gradient_checkpointing,
         saves=config.checkpoints.every_steps is not None or config.checkpoints.every_minutes is not None,
     )
 
 
-# -------------------------------------------------------------------------------------------- SFT and RM
+# ------------------------------------------------------------------------------------------------------ models
 
 
-def _supervised(
-    stage: str, config: SFTConfig | RMConfig, sources: Sources, machine: Machine, setting: Setting
-) -> StagePlan:
-    model = _model(config, sources, setting)
-    tokens = _tokens(config, model, machine, setting)
-    sequences = PAIR if isinstance(config, RMConfig) and config.is_pairwise else 1.0
-    batch = _rows_batch(
-        config.data,
-        sequences,
-        config.training.minibatch_size,
-        config.training.microbatch_size,
-        tokens,
-        setting,
-        has_targets=isinstance(config, SFTConfig),
-    )
-    static = at_rest([model], setting)
-    phases = [
-        load([model], setting),
-        *training([model], batch, setting, static),
-        save([model], setting, static | {"optimizer": 0.0}),  # which is freed before
-        Phase("evaluation", join(static, forward_bytes(model, batch, setting))),
-    ]
-    if isinstance(config, RMConfig) and config.evaluation.num_normalization_samples:
-        phases.insert(0, _normalisation(config, sources, setting))
-    return StagePlan(stage, [model], phases, batch, tokens, setting)
-
-
-def _model(config: SFTConfig | RMConfig, sources: Sources, setting: Setting) -> Held:
-    """The model that the stage trains."""
+def models_of(config: Stage, sources: Sources, setting: Setting) -> list[Held]:
+    """The models of a stage, the trained ones first, and of these the policy. `sources` gives their shapes."""
+    if isinstance(config, PPOConfig):
+        return _models_of_ppo(config, sources, setting)
+    assert isinstance(config, SFTConfig | RMConfig)
     is_rm = isinstance(config, RMConfig)
-    shape = sources.shape(
-        "reward model" if is_rm else "model",
-        sources.rm(config) if isinstance(config, RMConfig) else sources.sft(config),
-        is_classifier=is_rm,
-        precision=precision_of(setting),
-        lora=config.model.lora,
-        frozen=config.model.freeze,
-    )
-    return Held(shape, "exact" if config.model.lora is not None else "float32")
+    name, start = "reward model" if is_rm else "model", sources.start(config)
+    return [sources.held(name, start, setting, is_rm, "model", config.model)]
 
 
-def _tokens(config: SFTConfig | RMConfig, model: Held, machine: Machine, setting: Setting) -> int:
-    """The `tokens_per_microbatch` of the stage."""
-    given = config.training.tokens_per_microbatch
-    if given != "auto":
-        return given
-    has_targets, static = isinstance(config, SFTConfig), at_rest([model], setting)
+def _models_of_ppo(config: PPOConfig, sources: Sources, setting: Setting) -> list[Held]:
+    start, lora, value = sources.start(config), config.policy.lora, config.value_model
+    whole = config.distributed.keep_whole
+    policy = sources.held("policy", start, setting, False, "policy", config.policy, whole="policy" in whole)
+    trained, frozen = [policy], []
+    if lora is None or config.ref_policy is not None:
+        source = start if config.ref_policy is None else sources.given(config.ref_policy, config, "ref_policy.path")
+        is_whole = "ref_policy" in whole
+        frozen.append(sources.held("reference policy", source, setting, False, "ref_policy", whole=is_whole))
+    rewards = [(n, reward) for n, reward in enumerate(config.rewards) if isinstance(reward, ModelReward)]
+    for number, reward in rewards:
+        key, name = f"rewards[{number}].path", name_of_reward(config, reward)
+        source, shares = sources.reward_model(config, reward, key), _shares(config, reward, sources, setting)
+        frozen.append(sources.held(name, source, setting, True, key, shares=shares, whole="rewards" in whole))
+    if config.ppo.has_value_model and value.init != "shared":
+        first = rewards[0][1] if value.init in ("auto", "reward_model") and rewards and value.path is None else None
+        source = start if first is None else sources.reward_model(config, first, "rewards[0].path")
+        shares = lora is not None and value.lora is not None and lora.quantize == value.lora.quantize
+        shares = shares and _shares(config, first, sources, setting)
+        is_whole = "value_model" in whole
+        held = sources.held("value model", source, setting, True, "value_model", value, shares=shares, whole=is_whole)
+        trained.append(held)
+    return [*trained, *frozen]
+
+
+def _shares(config: PPOConfig, reward: ModelReward | None, sources: Sources, setting: Setting) -> bool:
+    """Whether a reward model, or what starts as the policy (None), may share the policy's weights. No sharded one."""
+    return setting.sharded == 1 and (reward is None or sources.shares_backbone(config, reward))
+
+
+def name_of_reward(config: PPOConfig, reward: ModelReward) -> str:
+    """What the plan calls a reward model: with its number if there are several."""
+    numbers = [number for number, other in enumerate(config.rewards, 1) if isinstance(other, ModelReward)]
+    number = next(number for number, other in enumerate(config.rewards, 1) if other is reward)
+    return "reward model" if len(numbers) == 1 else f"reward model {number}"
+
+
+# ------------------------------------------------------------------------------------------------ microbatches
+
+
+def _training(config: Stage) -> Training | PPO:
+    """The section with the sizes of the batches."""
+    assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
+    return config.ppo if isinstance(config, PPOConfig) else config.training
+
+
+def _auto(config: Stage, models: list[Held], machine: Machine) -> int:
+    """The tokens per microbatch that `auto` chooses."""
+    mixed = _batch(config, models, _training(config).minibatch_size, 1)
+    mixed = replace(mixed, num=FULL, later=None)
 
     def phases(tokens: int) -> list[Phase]:
-        return training([model], Batch(tokens, tokens if has_targets else 0, FULL), setting, static)
+        return _passes(config, models, mixed.of(tokens), mixed.of(tokens))
 
-    return auto_tokens(phases, machine, setting)
-
-
-def _rows_batch(
-    data: Data,
-    sequences: float,
-    minibatch: int,
-    most_rows: int | None,
-    tokens: int,
-    setting: Setting,
-    *,
-    has_targets: bool,
-) -> Batch:
-    """The microbatches of rows of the maximum length, with every token a target. Shorter rows fill them as well."""
-    longest = round(data.max_length * sequences)
-    rows = -(-minibatch // setting.processes)
-    size = min(max(tokens, longest), min(rows, most_rows or rows) * longest)
-    later = later_tokens(size, rows * longest, longest)
-    return Batch(size, size if has_targets else 0, -(-rows * longest // size), later)
+    return auto_tokens(phases, machine, models[0].setting)
 
 
-def _normalisation(config: RMConfig, sources: Sources, setting: Setting) -> Phase:
+def _batch(config: Stage, models: list[Held], num_rows: int, tokens: int) -> Batch:
+    """The microbatches of `num_rows` rows of the maximum length over all processes. Shorter rows fill them as well.
+
+    A microbatch takes at most `tokens` tokens, but at least one row. In PPO equal prompts count once. In SFT every
+    token is a target, in PPO every token of a response.
+    """
+    assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
+    rows = -(-num_rows // models[0].setting.processes)
+    at_once = min(rows, _training(config).microbatch_size or rows)
+    if isinstance(config, PPOConfig):
+        prompt, response = _longest_prompt(config, models), config.rollout.max_new_tokens
+        together = min(config.rollout.samples_per_prompt, at_once)
+        longest, targets = prompt + response, at_once * response
+        total, copies = -(-at_once // together) * prompt + targets, _copies_of_logits(config)
+    else:
+        longest = round(config.data.max_length * (PAIR if isinstance(config, RMConfig) and config.is_pairwise else 1.0))
+        total, copies = at_once * longest, Batch.logits_copies
+        targets = total if isinstance(config, SFTConfig) else 0
+    size = min(max(tokens, longest), total)
+    num = -(-rows * total // (at_once * size))
+    later = _later_tokens(size, rows * total / at_once, longest)
+    return Batch(size, round(size * targets / total), num, later, copies, copies == Batch.logits_copies)
+
+
+def _later_tokens(first: int, total: float, longest: int) -> int:
+    """Most tokens of a microbatch that is not the first, if `total` tokens are cut so that `first` fit into each.
+
+    A microbatch takes whole rows. The first may be almost one row short of its limit; that row goes into a later one.
+
+    >>> _later_tokens(1000, 1200, 100), _later_tokens(1000, 9000, 100)
+    (300, 1000)
+    """
+    return min(first, round(total) - first + longest)
+
+
+def _longest_prompt(config: PPOConfig, models: list[Held]) -> int:
+    most = models[0].shape.positions - config.rollout.max_new_tokens
+    return min(config.data.max_prompt_length, max(1, most))
+
+
+def _copies_of_logits(config: PPOConfig) -> float:
+    rollout = config.rollout
+    if config.ppo.entropy_coef != 0 or _has_full_kl(config):
+        return COPIES_OF_WHOLE_DISTRIBUTIONS
+    filters = (rollout.top_k, rollout.top_p, rollout.min_p, rollout.no_repeat_ngram_size)
+    if any(value is not None for value in filters) or rollout.min_new_tokens:
+        return COPIES_OF_FILTERED_LOGITS
+    return Batch.logits_copies
+
+
+def _has_full_kl(config: PPOConfig) -> bool:
+    """Whether the update computes the KL over the whole vocabulary, with the reference policy."""
+    return config.ppo.kl_in == "loss" and config.ppo.kl_estimator_used == "full"
+
+
+# ------------------------------------------------------------------------------------------------------ phases
+
+
+def _static(config: Stage, models: list[Held], phase: str | None = None) -> dict[str, float]:
+    """What a process holds between the passes; with a phase, without what `offload` moves to the CPU for it."""
+    if not isinstance(config, PPOConfig):
+        return at_rest(models)
+    setting, trained = models[0].setting, _trained(models)
+    policy, on_cpu = models[0], setting.device == "cpu"
+    offload = [] if on_cpu else config.offload
+    moved = [model for model in models if not model.is_trained] if "frozen" in offload else []
+    needs_moved = phase in (None, "scoring") or (phase == "update" and _has_full_kl(config))
+    needs_moments = phase in (None, "update") or "optimizer" not in offload
+    is_copied = policy.among > 1 and config.rollout.decoder != "sharded"
+    parts = {
+        "weights": sum(model.weight_bytes for model in (trained if moved else models)),
+        # A sharded one is never on the GPU whole.
+        "frozen models": sum(model.weight_bytes for model in moved if model.among == 1) if needs_moved else 0.0,
+        "rollout copy": policy.shape.weights * float(setting.number) if is_copied else 0.0,
+        "optimizer": sum(model.moment_bytes for model in trained) if needs_moments else 0.0,
+        "moving average": 4.0 * policy.shape.trained if config.ppo.ema_decay is not None and on_cpu else 0.0,
+    }
+    return join(setting.libraries, parts)
+
+
+def _trained(models: Sequence[Held]) -> list[Held]:
+    return [model for model in models if model.is_trained]
+
+
+def at_rest(models: Sequence[Held]) -> dict[str, float]:
+    """What a process holds between the passes, of models that are all trained."""
+    weights, moments = sum(model.weight_bytes for model in models), sum(model.moment_bytes for model in models)
+    return join(models[0].setting.libraries, {"weights": weights, "optimizer": moments})
+
+
+def _load(models: list[Held], *, sampler: Held | None = None, copied: bool = False) -> Phase:
+    """Each model is read beside those before it, on a GPU on the host.
+
+    At the end each model makes a short pass (`activation_bytes`), and the decoder is compared with the policy.
+    `sampler` is the model that the decoder reads. If it is `copied`, it is a whole copy of a sharded one, in float32
+    until it has been compared.
+    """
+    held, moments = 0.0, []
+    for model in models:
+        if not model.shares:
+            moments.append({"weights": held + model.read_bytes})
+        held += model.weight_bytes
+    copy = {"rollout copy": 4.0 * sampler.shape.weights} if sampler is not None and copied else {}
+    passes = [join(copy, model.copied_weights, {"activations": 2 * ROW * model.shape.counts.kept}) for model in models]
+    if sampler is not None:
+        passes.append(join(copy, sampler.of_decoder))
+    moments += [join({"weights": held}, parts) for parts in passes]
+    # Most of what the library generates for 16 bits is for the shapes of later passes.
+    return Phase("load", join(replace(models[0].setting, half=False).libraries, fullest(moments)))
+
+
+def _normalisation(config: SFTConfig | RMConfig, sources: Sources, setting: Setting) -> list[Phase]:
     """The SFT model and its samples, before the reward model is loaded."""
-    source = sources.of_stage("sft", config, "model.path") if config.model.path is None else sources.rm(config)
-    shape = sources.shape("SFT model", source, is_classifier=False, precision=precision_of(setting), frozen=None)
-    policy, evaluation = Held(shape, "rounded"), config.evaluation
+    if isinstance(config, SFTConfig) or not config.evaluation.num_normalization_samples:
+        return []
+    policy = sources.held("SFT model", sources.start(config), setting, False, "model")
+    evaluation = config.evaluation
     rows = -(-evaluation.num_normalization_samples // setting.processes)
     live = min(rows, evaluation.max_live_rows or rows)
-    length = max(config.data.max_length, evaluation.max_new_tokens)
-    weights = {"weights": weight_bytes(policy, setting)}
-    return Phase("normalisation", join(libraries(setting), weights, sampling_bytes(policy, live, length, setting)))
+    sampling = policy.in_sampling(live, max(config.data.max_length, evaluation.max_new_tokens))
+    return [Phase("normalisation", join(setting.libraries, {"weights": policy.weight_bytes}, sampling))]
+
+
+def _rollout(config: PPOConfig, models: list[Held]) -> list[Phase]:
+    """Loading the models, and sampling.
+
+    Of a sharded policy each process samples from a whole copy, unless the config says otherwise.
+    """
+    policy, copies = models[0], config.rollout.decoder != "sharded"
+    sampler = replace(policy, whole=True) if copies else policy
+    rows = -(-config.ppo.rollout_batch_size // policy.setting.processes)
+    live = min(rows, config.rollout.max_live_rows or rows)
+    sampling = sampler.in_sampling(live, _longest_prompt(config, models) + config.rollout.max_new_tokens)
+    return [
+        _load(models, sampler=sampler, copied=copies and policy.among > 1),
+        Phase("rollout", join(_static(config, models, "rollout"), sampling)),
+    ]
+
+
+def _passes(config: Stage, models: list[Held], batch: Batch, scored: Batch) -> list[Phase]:
+    """In PPO scoring, of microbatches like `scored`; then the update, of those like `batch`."""
+    update = training_phases(_trained(models), batch, _static(config, models, "update"))
+    if not isinstance(config, PPOConfig):
+        return update
+    scoring = fullest(model.in_forward(scored) for model in models)
+    return [Phase("scoring", join(_static(config, models, "scoring"), scoring)), *update]
+
+
+def training_phases(trained: Sequence[Held], batch: Batch, static: dict[str, float]) -> list[Phase]:
+    """The passes of an update, the sum of the gradients over the processes, and a checkpoint, beside `static`."""
+    setting = trained[0].setting
+    gradients = [model.gradient_bytes for model in trained]
+    moments = []
+    for number, model in enumerate(trained):
+        # In a later microbatch all gradients exist. In the first one only those of the models before this one do.
+        moments.append(join(static, {"gradients": sum(gradients[:number])}, model.in_training(batch)))
+        if batch.num > 1:
+            moments.append(join(static, {"gradients": sum(gradients)}, model.in_training(batch.after_first)))
+    step = max(model.step_bytes for model in trained)
+    moments.append(join(static, {"gradients": sum(gradients), "step": step}))
+    phases = [Phase("update", fullest(moments))]
+    sums = max(model.communication_bytes for model in trained)
+    if sums:
+        phases.append(Phase("sum of gradients", join(static, {"gradients": sum(gradients), "communication": sums})))
+    if setting.saves and setting.device == "cpu":
+        copy = sum(model.gradient_bytes + model.moment_bytes for model in trained)
+        phases.append(Phase("checkpoint", join(phases[0].parts, {"checkpoint": copy})))
+    return phases
+
+
+def _save(models: list[Held], static: dict[str, float]) -> Phase:
+    """The largest file of a trained model, beside `static`."""
+    return Phase("save", join(static, {"file": max(model.file_bytes for model in _trained(models))}))

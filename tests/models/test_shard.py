@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from rlhf_cli.plan.shapes import Source, shape_of
+from rlhf_cli.plan.shapes import shape_of
 from support.gpu import MARKS
 from support.paths import ROOT
 from support.runs import run_forked_code
@@ -165,7 +165,7 @@ def test_the_bytes_that_a_process_sends_are_those_of_the_page_about_scale(count,
     scale = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(scale)
     config = AutoConfig.from_pretrained(tmp_path / "llama")
-    shape = shape_of("model", Source(config), is_classifier=False, precision="bfloat16")
+    shape = shape_of(config, False, "bfloat16")
     # The page takes the norms of a layer, 64 of its 7,744 numbers here, to be exchanged with the embeddings.
     scale.MACHINE, shard = (8, True) if per_node is None else (per_node, "hybrid")
     step = scale.sent_in_step(shape, count, shard)

@@ -8,16 +8,15 @@ import pytest
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
-from rlhf_cli.commands.plan import schedule_lines
+from rlhf_cli.commands.plan import length_lines
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.answers import LabelledPairs, answer_encoder
 from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import rm_rows, sft_rows
-from rlhf_cli.plan import rows as plan_rows
-from rlhf_cli.plan.rows import training_rows
-from rlhf_cli.plan.schedule import schedule_of
+from rlhf_cli.plan import length as plan_length
+from rlhf_cli.plan.length import length_of, training_rows
 from rlhf_cli.seeding import generator
 from support.paths import ROOT
 from support.tiny import write_jsonl
@@ -63,18 +62,18 @@ def test_rows_and_tokens_are_those_that_the_stage_trains_on(data, tokenizer, mak
     # A text with a label is in several pairs, as the seed decides; without seeing them the mean of a text is taken.
     assert rows.tokens == pytest.approx(sum(lengths) / len(lengths), rel=0.1 if kind == "labels" else 1e-9)
     assert rows.sequences == len(trained[0])
-    schedule = schedule_of("sft" if kind in ("sft", "parts") else "rm", {"sft": config, "rm": config}, 50.0, None)
+    schedule = length_of("sft" if kind in ("sft", "parts") else "rm", {"sft": config, "rm": config}, 50.0, None)
     assert schedule.steps == config.training.total_steps(len(trained))
     assert schedule.tokens == round(schedule.steps * 4 * rows.tokens)
     assert not schedule.is_bound
     assert schedule.hours == pytest.approx(schedule.tokens / 50 / 3600)
-    assert schedule_lines(schedule)[-1].startswith("  time: about ")
+    assert length_lines(schedule)[-1].startswith("  time: about ")
 
 
 def test_of_many_rows_a_sample_is_tokenised(data, make_model, monkeypatch):
     config = sft(str(data["demonstrations"]), str(make_model("llama")), max_length=24, test_fraction=0)
     exact = training_rows(config, {}, None)
-    monkeypatch.setattr(plan_rows, "SAMPLE", 12)
+    monkeypatch.setattr(plan_length, "SAMPLE", 12)
     about = training_rows(config, {}, None)
     assert about.num == pytest.approx(exact.num, rel=0.4)
     assert about.tokens == pytest.approx(exact.tokens, rel=0.2)
@@ -85,13 +84,13 @@ def test_without_a_tokenizer_rows_are_counted_as_full(data):
     rows = training_rows(rm(str(data["preferences"]), "nobody/nothing"), {}, None)
     assert (rows.tokens, rows.sequences) == (None, 2)
     config = rm(str(data["preferences"]), "nobody/nothing")
-    schedule = schedule_of("rm", {"rm": config}, None, None)
+    schedule = length_of("rm", {"rm": config}, None, None)
     assert schedule.tokens == schedule.steps * 4 * 2 * 24
-    assert "too long ones included" in schedule_lines(schedule)[0]
-    assert f"at most {schedule.tokens:,} tokens (all rows full)" in schedule_lines(schedule)[1]
+    assert "too long ones included" in length_lines(schedule)[0]
+    assert f"at most {schedule.tokens:,} tokens (all rows full)" in length_lines(schedule)[1]
     assert (
         "  time: at most 1.0 hours at "
-        in schedule_lines(schedule_of("rm", {"rm": config}, schedule.tokens / 3600, None))[-1]
+        in length_lines(length_of("rm", {"rm": config}, schedule.tokens / 3600, None))[-1]
     )
 
 
@@ -103,10 +102,10 @@ def test_every_shipped_config_has_steps_and_tokens_though_its_data_is_not_here()
     for file in files:
         stage = file.stem.partition("_")[0]
         config = load_stage_config(stage, file, [])
-        schedule = schedule_of(stage, {stage: config}, 1e4, None)
+        schedule = length_of(stage, {stage: config}, 1e4, None)
         steps[f"{file.parent.name}/{file.stem}"] = schedule.steps
         assert schedule.hours is not None, file
-        assert all(len(line) <= 80 for line in schedule_lines(schedule))
+        assert all(len(line) <= 80 for line in length_lines(schedule))
     # 160,800 pairs of HH-RLHF; half of 8,530 sentences are positive, and each makes a pair.
     assert steps["hh-8b/sft"] == steps["hh-8b/rm"] == round(160_800 / 64)
     assert steps["sentiment/rm"] == round(3 * 8_530 / 2 / 32)
@@ -136,6 +135,6 @@ def test_measured_time_of_a_step_is_that_of_its_phases(tmp_path):
         {"step": 2, "time/step_s": 0.4, "time/evaluation_s": 0.3, "time/waited_s": 0.1, "time/elapsed_s": 31.2},
         {"step": 2, "eval/loss": 1.0, "time/elapsed_s": 32.0},
     ]
-    (tmp_path / "sft" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    schedule = schedule_of("sft", {"sft": config}, None, None)
+    (tmp_path / "sft" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{")
+    schedule = length_of("sft", {"sft": config}, None, None)
     assert schedule.hours == pytest.approx(520 * 0.6 / 3600)

@@ -25,16 +25,8 @@ from rlhf_cli.models.frozen import hold_frozen
 from rlhf_cli.models.load import load_policy, prepare
 from rlhf_cli.packing import pack
 from rlhf_cli.plan.activations import ROW, kept_bytes
-from rlhf_cli.plan.memory import (
-    Held,
-    Setting,
-    copies_of_weights,
-    gradient_bytes,
-    moment_bytes,
-    step_bytes,
-    weight_bytes,
-)
-from rlhf_cli.plan.shapes import Source, shape_of, shape_of_loaded
+from rlhf_cli.plan.memory import Held, Setting
+from rlhf_cli.plan.shapes import shape_of, shape_of_loaded
 from rlhf_cli.plan.sources import from_path
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 97}
@@ -88,7 +80,7 @@ def test_a_shape_has_the_counts_and_the_activations_of_the_real_model(name, lora
     if lora is not None:
         add_lora(real, lora, "model.lora", seed=0)
     for precision in ("float32", "bfloat16"):
-        shape = shape_of("model", Source(config_of(name)), is_classifier=is_classifier, precision=precision, lora=lora)
+        shape = shape_of(config_of(name), is_classifier, precision, lora=lora)
         assert shape.counts.base == base
         assert shape.trained == sum(p.numel() for p in real.parameters() if p.requires_grad)
         assert shape.weights == sum(p.numel() for p in real.parameters())
@@ -106,7 +98,7 @@ def test_a_shape_has_the_counts_and_the_activations_of_the_real_model(name, lora
         # GPT-2's linear layers keep a little more for a few tokens than for many.
         rel = 0 if name != "gpt2" else 0.07
         assert shape.counts.kept == pytest.approx((kept(8) - kept(4)) / (4 * ROW), rel=rel)
-        assert shape_of_loaded("model", real, precision, lora=lora) == shape
+        assert shape_of_loaded(real, precision) == shape
 
 
 def test_a_pass_keeps_the_sums_of_adapted_experts_beside_the_weights():
@@ -126,7 +118,7 @@ def test_a_pass_keeps_the_sums_of_adapted_experts_beside_the_weights():
     batch = pack([[1] * ROW])
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = hidden_at(real, batch, torch.arange(len(batch.ids)))
-    shape = shape_of("model", Source(config_of("mixtral")), is_classifier=False, precision="float32", lora=lora)
+    shape = shape_of(config_of("mixtral"), False, "float32", lora=lora)
     assert output.requires_grad
     assert shape.counts.adapted_experts == shape.counts.experts == 4 * 4 * 3 * 96 * 64
     assert sum(kept.values()) == pytest.approx(4 * shape.counts.adapted_experts, rel=0.1)
@@ -150,21 +142,19 @@ def test_the_cache_of_a_token_is_what_a_forward_pass_writes(name):
     model, cache = AutoModelForCausalLM.from_config(config_of(name)), DynamicCache(config=config_of(name))
     model(input_ids=torch.tensor([[1, 2, 3, 4, 5]]), past_key_values=cache)
     written = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
-    shape = shape_of("model", Source(config_of(name)), is_classifier=False, precision="float32", frozen=None)
+    shape = shape_of(config_of(name), False, "float32", frozen=None)
     assert 5 * shape.cache == written
 
 
 def test_frozen_weights_are_counted_by_what_can_hold_them():
-    shape = shape_of(
-        "model", Source(config_of("llama")), is_classifier=False, precision="float32", frozen=["layers.0-1"]
-    )
+    shape = shape_of(config_of("llama"), False, "float32", frozen=["layers.0-1"])
     a_layer = 4 * 64 * 64 + 3 * 64 * 96
     assert shape.counts.frozen == 2 * (a_layer + 2 * 64)
     assert shape.counts.frozen_linear == 2 * a_layer
-    tables = shape_of("model", Source(config_of("llama")), is_classifier=False, precision="float32", frozen=None).counts
+    tables = shape_of(config_of("llama"), False, "float32", frozen=None).counts
     assert tables.frozen_tables == 97 * 64
     assert tables.kept == 0
-    tied = shape_of("model", Source(config_of("llama tied")), is_classifier=False, precision="float32", frozen=None)
+    tied = shape_of(config_of("llama tied"), False, "float32", frozen=None)
     assert tied.counts.frozen_tables == 0
 
 
@@ -184,11 +174,12 @@ def test_adapters_are_counted_as_they_are_read(kept, tmp_path):
     real = load_policy(str(tmp_path / "adapter"), deferred=True).requires_grad_(False)
     hold_frozen(real, torch.device("cpu"), "bfloat16", exact=kept == "exact")
     source = from_path(str(tmp_path / "adapter"), None, "policy.path")
-    shape = shape_of("policy", source, is_classifier=False, precision="bfloat16", frozen=None)
+    shape = shape_of(source.config, False, "bfloat16", frozen=None)
     setting = Setting("cpu", half=True)
-    assert weight_bytes(Held(shape, kept), setting) == sum(p.nbytes for p in real.parameters())
+    held = Held("policy", shape, setting, kept=kept, stored=source.stored, is_merged=source.has_adapters)
+    assert held.weight_bytes == sum(p.nbytes for p in real.parameters())
     layers = sum(p.numel() for p in real.model.layers.parameters() if p.ndim == 2)
-    assert copies_of_weights(Held(shape, kept), setting) == {"16-bit copies": 2 * layers * (kept == "exact")}
+    assert held.copied_weights == {"16-bit copies": 2 * layers * (kept == "exact")}
 
 
 def test_llama_70b_has_its_published_size_and_takes_seconds():
@@ -201,7 +192,7 @@ def test_llama_70b_has_its_published_size_and_takes_seconds():
         vocab_size=128256,
     )
     began = time.process_time()
-    shape = shape_of("model", Source(config), is_classifier=False, precision="bfloat16")
+    shape = shape_of(config, False, "bfloat16")
     assert time.process_time() - began < 10
     assert shape.weights == shape.trained == 70_553_706_496
     assert shape.cache == 2 * 80 * 8 * 128
@@ -211,7 +202,7 @@ def test_llama_70b_has_its_published_size_and_takes_seconds():
 
 def test_mixtral_8x7b_has_its_published_size_and_its_experts_are_parts_of_its_layers():
     config = MixtralConfig(vocab_size=32000)
-    shape = shape_of("model", Source(config), is_classifier=False, precision="float32")
+    shape = shape_of(config, False, "float32")
     assert shape.weights == shape.trained == 46_702_792_704
     expert = 3 * 14336 * 4096
     assert shape.counts.experts == 32 * 8 * expert
@@ -225,27 +216,32 @@ def test_mixtral_8x7b_has_its_published_size_and_its_experts_are_parts_of_its_la
 
 
 def test_experts_stay_in_float32_whatever_the_optimizer_and_the_passes_hold():
-    shape = shape_of("model", Source(config_of("mixtral")), is_classifier=False, precision="bfloat16")
+    shape = shape_of(config_of("mixtral"), False, "bfloat16")
     experts = 4 * 4 * (3 * 96 * 64)
     others = shape.weights - experts
-    held, half = Held(shape), Setting("cuda", half=True, states="bfloat16")
-    assert weight_bytes(held, half) == 2 * others + 4 * experts
-    assert gradient_bytes(held, half) == 2 * others + 4 * experts
-    assert moment_bytes(held, half) == 4 * others + 8 * experts
-    frozen = shape_of("model", Source(config_of("mixtral")), is_classifier=False, precision="bfloat16", frozen=None)
-    assert weight_bytes(Held(frozen, "rounded"), half) > 4 * experts
+    half = Setting("cuda", half=True, states="bfloat16")
+    held = Held("model", shape, half)
+    assert held.weight_bytes == 2 * others + 4 * experts
+    assert held.gradient_bytes == 2 * others + 4 * experts
+    assert held.moment_bytes == 4 * others + 8 * experts
+    frozen = shape_of(config_of("mixtral"), False, "bfloat16", frozen=None)
+    assert Held("model", frozen, half, kept="rounded").weight_bytes > 4 * experts
 
 
 def test_a_step_of_8_bit_adamw_computes_a_weight_in_float32_on_a_cpu():
     """As measured: 20 bytes for each number of the largest weight, here the embeddings."""
-    held = Held(shape_of("model", Source(config_of("llama tied")), is_classifier=False, precision="float32"))
-    assert step_bytes(held, Setting("cpu", states="8bit")) == 20 * 97 * 64
-    assert step_bytes(held, Setting("cpu", sharded=2, states="8bit")) == 10 * 97 * 64
-    assert step_bytes(held, Setting("cuda", states="8bit")) == step_bytes(held, Setting("cpu")) == 0
+    shape = shape_of(config_of("llama tied"), False, "float32")
+
+    def step(*arguments, **options):
+        return Held("model", shape, Setting(*arguments, **options)).step_bytes
+
+    assert step("cpu", states="8bit") == 20 * 97 * 64
+    assert step("cpu", sharded=2, states="8bit") == 10 * 97 * 64
+    assert step("cuda", states="8bit") == step("cpu") == 0
 
 
 def test_a_config_that_transformers_cannot_build_is_an_error():
     config = config_of("llama")
     config.num_attention_heads = 3
     with pytest.raises(ConfigError, match=r"^policy: transformers refuses this config \("):
-        shape_of("policy", Source(config), is_classifier=False, precision="float32", key="policy")
+        shape_of(config, False, "float32", key="policy")

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_cli.models.forward import target_logits
 from rlhf_cli.models.load import prepare
-from rlhf_cli.plan.memory import Batch, Held, Setting, pass_bytes
+from rlhf_cli.plan.memory import Batch, Held, Setting
 from rlhf_cli.plan.shapes import shape_of_loaded
 from rlhf_cli.tensor_ops import token_logprobs
 
@@ -36,5 +36,5 @@ def run_and_estimate(model, num_tokens):
     some = [[(7 * i + row) % 2048 for i in range(64)] for row in range(num_tokens // 64)]
     logits, targets = target_logits(model, some, [[False] + [True] * 63] * len(some))
     (-token_logprobs(logits, targets).sum()).backward()
-    held = Held(shape_of_loaded("model", model, "float32"))
-    return sum(pass_bytes(held, Batch(num_tokens, len(targets), 1), Setting("cpu")).values())
+    held = Held("model", shape_of_loaded(model, "float32"), Setting("cpu"))
+    return sum(held.in_training(Batch(num_tokens, len(targets), 1)).values())

@@ -1,10 +1,10 @@
-"""How many rows SFT and RM train on, and how many tokens they have: from the data files, or as given or published."""
+"""How long a run is: training rows, optimizer steps, tokens, and hours from a given or a measured speed."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,8 +13,9 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.artifacts import model_directory
+from rlhf_cli.artifacts import model_directory, partial_directory, stage_directory
 from rlhf_cli.config.data import DataSource
+from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.data.answers import answer_encoder
@@ -26,6 +27,7 @@ from rlhf_cli.data.splits import SHARES
 from rlhf_cli.data.views import StageRows, Viewed, answers_of, rm_rows, seen_rows, sft_rows
 from rlhf_cli.data_files import find_files
 from rlhf_cli.errors import DataError, UserError
+from rlhf_cli.metrics import parsed
 from rlhf_cli.models.load import load_tokenizer
 
 PUBLISHED = {
@@ -39,11 +41,13 @@ LABELLED = ("cornell-movie-review-data/rotten_tomatoes", "data/sentiment/sentenc
 """Those of them with one label a row, half of them positive. The pairwise losses make a pair of two rows."""
 SAMPLE = 1000
 """Rows that are tokenised, drawn at random from all."""
+NO_PHASES = ("time/elapsed_s", "time/waited_s", "time/compile_s")
+"""Seconds of a row of metrics that are not those of a phase of its step: since the start, inside a phase, or once."""
 
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """The training rows of a stage."""
+    """The training rows of SFT or RM."""
 
     num: int | None
     """How many. None if that is not known."""
@@ -53,6 +57,87 @@ class TrainingRows:
     """Sequences of a row: its answers, of which each follows the prompt."""
     tokens: float | None = None
     """Mean tokens of a row, in all of its sequences. None without a tokenizer or without the rows."""
+
+
+@dataclass(frozen=True)
+class Length:
+    """The length of a stage."""
+
+    steps: int | None
+    """Optimizer steps. None: they follow from the number of rows, which is not known."""
+    tokens: int | None
+    """Tokens of all steps, prompts included; of PPO each response once."""
+    is_bound: bool = True
+    """Whether `tokens` takes every row to have the maximum length. Otherwise it follows from the mean of the rows."""
+    rows: TrainingRows | None = None
+    epochs: float | None = None
+    """Passes over these rows."""
+    hours: float | None = None
+    basis: str = ""
+    """Where the hours come from."""
+    hours_are_bound: bool = False
+    """Whether the hours follow from tokens that are a bound."""
+
+
+def length_of(stage: str, configs: Mapping[str, Stage], tokens_per_s: float | None, num_rows: int | None) -> Length:
+    """The length of a stage, whose config is one of `configs`.
+
+    Hours are ``tokens / tokens_per_s / 3600``, or follow from the mean time of a step in the metrics that this run has
+    written so far. `tokens_per_s` counts all processes; for PPO it is that of whole iterations, rollouts included.
+    `num_rows` are the training rows of SFT or RM; None counts them (`training_rows`).
+    """
+    config = configs[stage]
+    units: int | None
+    if isinstance(config, PPOConfig):
+        units, unit = config.ppo.num_iterations, "an iteration"
+        of_row = config.data.max_prompt_length + config.rollout.max_new_tokens
+        length = Length(config.ppo.total_steps, units * config.ppo.rollout_batch_size * of_row)
+    else:
+        assert isinstance(config, SFTConfig | RMConfig)
+        length = _length(config, training_rows(config, configs, num_rows))
+        units, unit = length.steps, "a step"
+    if tokens_per_s is not None and length.tokens is not None:
+        hours = length.tokens / tokens_per_s / 3600
+        basis = f"at {tokens_per_s:,g} tokens a second"
+        return replace(length, hours=hours, basis=basis, hours_are_bound=length.is_bound)
+    measured = _seconds_of_a_unit(stage, config)
+    if measured is None or units is None:
+        return length
+    seconds, path = measured
+    return replace(length, hours=units * seconds / 3600, basis=f"at {seconds:.3g} s {unit}, as in {path}")
+
+
+def _length(config: SFTConfig | RMConfig, rows: TrainingRows) -> Length:
+    training = config.training
+    if rows.num is None and training.num_steps is None:
+        return Length(None, None, rows=rows)
+    steps = training.total_steps(rows.num or 0)
+    taken = steps * training.minibatch_size
+    of_row = rows.tokens if rows.tokens is not None else rows.sequences * config.data.max_length
+    epochs = None if rows.num is None else taken / max(1, rows.num)
+    return Length(steps, round(taken * of_row), rows.tokens is None, rows, epochs)
+
+
+def _seconds_of_a_unit(stage: str, config: Stage) -> tuple[float, Path] | None:
+    """The mean seconds of a step (PPO: an iteration) so far, and the file that says so."""
+    for directory in (stage_directory(config.artifacts, stage), partial_directory(config.artifacts, stage)):
+        path = directory / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+        phases = [
+            [
+                value
+                for name, value in row.items()
+                if name.startswith("time/") and name not in NO_PHASES and isinstance(value, int | float)
+            ]
+            for row in parsed(lines)
+        ]
+        seconds = [sum(times) for times in phases if times]
+        if seconds:
+            return fmean(seconds), path
+    return None
+
+
+# --------------------------------------------------------------------------------------------- training rows
 
 
 def training_rows(config: SFTConfig | RMConfig, configs: Mapping[str, Stage], given: int | None) -> TrainingRows:
