@@ -19,7 +19,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.data.answers import answer_encoder
-from rlhf_cli.data.encode import Example, Skipped
+from rlhf_cli.data.encode import Example, Skipped, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, RowEncoder
 from rlhf_cli.data.formats import Purpose
 from rlhf_cli.data.report import Report
@@ -233,6 +233,7 @@ def _encoder(
         path, revision = ("", None) if one is None else one.inputs.get("model", ("", None))
         tokenizer = _tokenizer(path, revision) if path else None
         if tokenizer is not None and isinstance(config, SFTConfig):
+            require_eos(tokenizer, path)
             return DemonstrationEncoder(tokenizer, spec)
         if tokenizer is not None:
             # Tokenizers of encoders have no EOS. The difference is a token or two.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from typer.testing import CliRunner
@@ -15,6 +16,7 @@ from rlhf_cli.data.answers import LabelledPairs, answer_encoder
 from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import rm_rows, sft_rows
+from rlhf_cli.errors import ArtifactError
 from rlhf_cli.plan import length as plan_length
 from rlhf_cli.plan.length import length_of, training_rows
 from rlhf_cli.seeding import generator
@@ -92,6 +94,14 @@ def test_without_a_tokenizer_rows_are_counted_as_full(data):
         "  time: at most 1.0 hours at "
         in length_lines(length_of("rm", {"rm": config}, schedule.tokens / 3600, None))[-1]
     )
+
+
+def test_a_tokenizer_without_eos_is_refused_as_by_the_stage(data, make_model, tmp_path):
+    model = shutil.copytree(make_model("llama"), tmp_path / "model")
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": None}))
+    with pytest.raises(ArtifactError, match="the tokenizer has no EOS token, so answers could not end"):
+        training_rows(sft(str(data["demonstrations"]), str(model)), {}, None)
 
 
 def test_every_shipped_config_has_steps_and_tokens_though_its_data_is_not_here():

@@ -45,6 +45,7 @@ CONFIGS = {
         {**SMALL, "num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         | {"shared_expert_intermediate_size": 48},
     ),
+    "gpt_neox": ("gpt_neox", SMALL),
     "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 97, "bos_token_id": 0, "eos_token_id": 0}),
 }
 
@@ -60,6 +61,7 @@ def config_of(name):
         ("llama tied", None, False),
         ("llama", Lora(r=4), True),
         ("qwen2", Lora(r=4), False),
+        ("gpt_neox", None, False),
         ("gpt2", None, True),
         ("gpt2", Lora(r=4), False),
         ("mixtral", None, False),
