@@ -22,7 +22,7 @@ from rlhf_cli.rollout import sampling as sampling_module
 from rlhf_cli.rollout.distribution import Response, Sampling, allowed_logits, kept_tokens
 from rlhf_cli.rollout.sampling import draw, draw_uniforms, response_text, sample, stop_string_start
 from rlhf_cli.tensor_ops import token_entropy, token_logprobs
-from support.tiny import random_ids
+from support.tiny import VOCAB, random_ids
 
 STOP = frozenset(range(10, 40))
 FILTERS = {
@@ -325,6 +325,69 @@ def test_rounding_never_draws_a_token_that_was_not_kept(dtype):
                 ids, logprobs = draw(allowed, torch.tensor(ends, dtype=dtype), 1.0)
                 assert keep[0, ids].all()
                 assert logprobs.isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------ stop tokens
+
+
+def ids_of(responses):
+    return [r.ids for r in responses]
+
+
+def test_responses_end_with_the_first_stop_token(policy, uniforms):
+    """The expected responses use the same uniforms without stop tokens and are truncated by hand."""
+    free = sample(policy, PROMPTS, uniforms, Sampling())
+    responses = sample(policy, PROMPTS, uniforms, Sampling(stop=STOP))
+    assert all(len(r.ids) == LONGEST and not r.ended for r in free)
+    for full, response in zip(free, responses, strict=True):
+        stops = [i for i, token in enumerate(full.ids) if token in STOP]
+        assert response.ended == bool(stops)
+        assert response.ids == (full.ids[: stops[0] + 1] if stops else full.ids)
+        assert len(response.logprobs) == len(response.ids)
+
+
+def test_each_of_several_stop_tokens_ends_a_response(policy, uniforms):
+    free = ids_of(sample(policy, PROMPTS, uniforms, Sampling()))
+    first, second = free[0][3], free[2][5]
+    one = sample(policy, PROMPTS, uniforms, Sampling(stop=frozenset({first})))
+    both = sample(policy, PROMPTS, uniforms, Sampling(stop=frozenset({first, second})))
+    assert one[0].ids[-1] == first
+    assert one[2].ids != both[2].ids
+    assert both[2].ids[-1] == second
+    assert both[2].ended
+    assert both[0] == one[0]
+
+
+def test_a_stop_token_in_the_prompt_ends_nothing(policy, uniforms):
+    """[36] Every prompt begins and ends with one."""
+    stop = frozenset(range(VOCAB, 300))
+    prompts = [[min(stop), *prompt, max(stop)] for prompt in PROMPTS]
+    free = sample(policy, prompts, uniforms, Sampling())
+    stopped = sample(policy, prompts, uniforms, Sampling(stop=stop))
+    for a, b in zip(free, stopped, strict=True):
+        ends = [i for i, token in enumerate(a.ids) if token in stop]
+        assert b.ids == (a.ids[: ends[0] + 1] if ends else a.ids)
+        assert b.ended == bool(ends)
+    assert max(len(r.ids) for r in stopped) > 1
+    assert not all(r.ended for r in sample(policy, prompts, uniforms[:, :2], Sampling(stop=stop)))
+
+
+def test_one_uniform_per_row_gives_responses_of_one_token(policy, uniforms):
+    one = sample(policy, PROMPTS, uniforms[:, :1], Sampling(stop=STOP))
+    assert [len(r.ids) for r in one] == [1] * len(PROMPTS)
+    assert [r.ended for r in one] == [r.ids[-1] in STOP for r in one]
+
+
+def test_iterations_and_rows_get_different_uniforms(policy):
+    """[15, 27] Equal uniforms give equal responses."""
+    prompts = [PROMPTS[2]] * 4
+    first, second = (draw_uniforms(0, "ppo rollout", i, 4, LONGEST) for i in (0, 1))
+    a, b = (ids_of(sample(policy, prompts, t, Sampling())) for t in (first, second))
+    assert len({tuple(ids) for ids in a}) == 4, "four rows of uniforms, four responses"
+    assert all(x != y for x, y in zip(a, b, strict=True))
+    assert torch.equal(first, draw_uniforms(0, "ppo rollout", 0, 4, LONGEST))
+    same = first[:1].expand(4, -1).contiguous()
+    assert len({tuple(ids) for ids in ids_of(sample(policy, prompts, same, Sampling()))}) == 1
 
 
 # ------------------------------------------------------------------------------------ minimum length, batches
