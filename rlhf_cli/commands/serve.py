@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from rlhf_cli.artifacts import is_adapter
-from rlhf_cli.commands import rm_serve
 from rlhf_cli.commands.options import Device, Host, Quantized, StageOfRun, TokenEnv
 from rlhf_cli.commands.serving import TOKEN_VARIABLE, RequireToken, bind, required_token
 from rlhf_cli.errors import ArtifactError, ConfigError
@@ -63,6 +62,8 @@ def serve_command(
                 "--stage rm: a reward model is served as `rlhf rm serve` does, without --engine, --name, --quantize "
                 "and --dry-run. Remove the option (docs/use.md has the line for vLLM)"
             )
+        from rlhf_cli.commands import rm_serve
+
         path = located.path.removesuffix("/model") if located is not None else directory
         rm_serve.serve(rm_serve.RewardModelOptions(path, host, port, token_env, device=device))
         return
