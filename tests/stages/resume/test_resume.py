@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from rlhf_cli import artifacts
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.evaluation import normalization
 from rlhf_cli.program import program
-from rlhf_cli.rollout import speaker
 from rlhf_cli.training import checkpoint, checkpoint_files
 from rlhf_cli.training.checkpoint import CheckpointStore, State
 from rlhf_cli.training.stage_files import StageFiles
@@ -56,7 +56,7 @@ def test_a_resumed_run_gives_the_same_bytes(case, config_in, undisturbed, at_ste
     monkeypatch.setattr(CheckpointStore, "restore", restores)
     at_step(0, ask_to_stop)
     with monkeypatch.context() as patch:
-        patch.setattr(speaker, "sample", None)  # the first run has kept its samples
+        patch.setattr(normalization, "_draw", None)  # the first run has kept its samples
         assert f"resuming after step {STEPS[stage] // 2} of {STEPS[stage]}" in succeed(arguments)
     same(crash.outcome(tmp_path / stage), undisturbed(case))
     assert states["saved"].keys() == states["restored"].keys()
