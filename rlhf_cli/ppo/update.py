@@ -19,6 +19,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.batches import chunks, deal, stream
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.models.forward import autocast, target_logprobs
+from rlhf_cli.packing import send
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.pass_loop import GradientSum, over_pieces
@@ -66,7 +67,7 @@ TENSORS = ("response_mask", "logprobs", "sampled_logprobs", "ref_logprobs", "val
 
 def select(batch: UpdateBatch, rows: Sequence[int], width: int | None = None) -> UpdateBatch:
     """Some rows of a batch, in the given order; of `width` tokens, or with the same padding."""
-    chosen = torch.tensor(rows, dtype=torch.int64, device=batch.response_mask.device)
+    chosen = send(torch.tensor(rows, dtype=torch.int64), batch.response_mask.device)
     return UpdateBatch(
         prompts=[batch.prompts[i] for i in rows],
         responses=[batch.responses[i] for i in rows],
