@@ -55,11 +55,16 @@ from rlhf_cli.models.passes import recomputing
 from rlhf_cli.plan.adapters import require_adapters
 from rlhf_cli.ppo.carried import Carried
 from rlhf_cli.ppo.health import report_iteration, report_start
-from rlhf_cli.ppo.processes import over_groups, summed
 from rlhf_cli.ppo.report import SHOWN, count_rollout, count_update, failed_batch, iteration_metrics, log_samples
-from rlhf_cli.ppo.saving import save_models
-from rlhf_cli.ppo.scores import measure_reference, note_reward_errors, scores_of_rollout, split_dense
-from rlhf_cli.ppo.setup import Setup, load_setup, plan
+from rlhf_cli.ppo.scores import (
+    measure_reference,
+    note_reward_errors,
+    over_groups,
+    scores_of_rollout,
+    split_dense,
+    summed,
+)
+from rlhf_cli.ppo.setup import Setup, load_setup, plan, save_models
 from rlhf_cli.ppo.update import (
     KLCoefs,
     UpdateBatch,

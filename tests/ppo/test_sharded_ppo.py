@@ -11,7 +11,7 @@ import torch
 
 from rlhf_cli.errors import RewardError
 from rlhf_cli.ppo import scores
-from rlhf_cli.ppo.processes import or_failure
+from rlhf_cli.ppo.scores import or_failure
 from rlhf_cli.processes import distributed, pass_loop
 from rlhf_cli.rewards import models, sources
 from rlhf_cli.rewards.base import Samples
