@@ -85,12 +85,12 @@ def test_a_reward_that_fails_on_reference_samples_stops_all_processes(start, tmp
     assert len(EXCHANGED) == 1, "the failure"
 
 
-def samples_of(num_processes, together, *, console=None, **settings):
+def samples_of(num_processes, adjacent, *, console=None, **settings):
     """The rows of samples.jsonl of 8 responses on several processes; the first process is the last to write."""
     sent, rows = {}, []
     for rank in reversed(range(num_processes)):
         world = World(rank, num_processes, CPU)
-        numbers = world.shard(range(8), together)
+        numbers = world.shard(range(8), adjacent)
 
         def gather(item, rank=rank):
             sent[rank] = item
@@ -102,7 +102,7 @@ def samples_of(num_processes, together, *, console=None, **settings):
             **{"num_logged_samples": 0, "samples_every": None, **settings}, ppo=SimpleNamespace(rollout_batch_size=8)
         )
         world = SimpleNamespace(shard=world.shard, gather=gather)
-        setup = SimpleNamespace(config=config, world=world, together=together, stage=stage)
+        setup = SimpleNamespace(config=config, world=world, adjacent=adjacent, stage=stage)
         rollout = SimpleNamespace(prompts=[SimpleNamespace(text=f"prompt {i}") for i in numbers])
         scores = SimpleNamespace(total=torch.tensor([float(i) for i in numbers]))
         kl = torch.tensor([[0.5 * i, 0.5 * i] for i in numbers])
@@ -110,9 +110,9 @@ def samples_of(num_processes, together, *, console=None, **settings):
     return rows
 
 
-@pytest.mark.parametrize(("num_processes", "together"), [(1, 1), (2, 1), (2, 2), (4, 2), (3, 1)])
-def test_the_first_responses_of_all_processes_are_logged(num_processes, together):
-    rows = samples_of(num_processes, together, num_logged_samples=6)
+@pytest.mark.parametrize(("num_processes", "adjacent"), [(1, 1), (2, 1), (2, 2), (4, 2), (3, 1)])
+def test_the_first_responses_of_all_processes_are_logged(num_processes, adjacent):
+    rows = samples_of(num_processes, adjacent, num_logged_samples=6)
     assert rows == [
         {"step": 4, "prompt": f"prompt {i}", "response": f"response {i}", "score": float(i), "kl": float(i)}
         for i in range(6)
