@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
+from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.speaker import PromptRefused, Speaker
 from support.tiny import CPU
@@ -75,3 +77,22 @@ def test_what_is_streamed_is_the_response_and_an_error_in_it_ends_it(speaker: Sp
         speaker.stream([5, 6, 7], uniforms, stop)
     part = speaker.stream([5, 6, 7], uniforms, stop, keep_partial=True) if shown[0] else None
     assert part is None or (part.text, part.response.ids, part.response.ended) == (shown[0], response.ids[:1], False)
+
+
+def test_half_a_character_and_half_a_stop_string_are_not_shown(
+    speaker: Speaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte of the face is a token. The tokens are given; only what is shown of them is tested."""
+    ids = speaker.tokenizer("a 🙂 xyz", add_special_tokens=False)["input_ids"]
+
+    def respond(_: Speaker, _prompts: Any, _uniforms: Any, on_tokens: Any) -> list[Response]:
+        for token in ids:
+            on_tokens(torch.tensor([token]))
+        return [Response(ids, [], ended=False)]
+
+    monkeypatch.setattr(Speaker, "respond", respond)
+    shown: list[str] = []
+    stopping = replace(speaker, sampling=replace(speaker.sampling, stop_strings=("xyq",)))
+    assert stopping.stream([5], torch.zeros(1, len(ids)), shown.append).text == "a 🙂 xyz"
+    assert len(ids) > len("a 🙂 xyz")
+    assert list(dict.fromkeys(shown)) == ["a", "a 🙂", "a 🙂 xyz"]
