@@ -315,6 +315,12 @@ def test_slow_clients_do_not_block_others(reward_model, monkeypatch):
             threads.append(threading.Thread(target=drip, args=(connection, head, answers), daemon=True))
             threads[-1].start()
         until(lambda: len(answers) >= 2)  # those that began first, before their time is over
+        body = json.dumps(QUERY).encode()
+        with socket.create_connection(("127.0.0.1", at.port), timeout=GUARD_S) as honest:  # in two pieces
+            honest.sendall(begin.replace(b"10000", str(len(body)).encode()) + body[:5])
+            time.sleep(0.2)
+            honest.sendall(body[5:])
+            assert honest.recv(12) == b"HTTP/1.1 200"
         for _ in range(5):
             assert ask(at.port, QUERY)[0] == 200
         for thread in threads:
