@@ -237,8 +237,9 @@ def test_a_client_that_leaves_ends_its_response(model: Speaker) -> None:
             assert [text async for text in ask(server, {"max_tokens": 3})][-1][1].response.ids
         assert server.model.num_waiting == 0
 
+    endless = replace(model, sampling=replace(model.sampling, stop=frozenset()))
     with bind(None, 0) as listener:
-        asyncio.run(run(ChatAPI(listener, "mine", model, None)))
+        asyncio.run(run(ChatAPI(listener, "mine", endless, None)))
     assert len(spoken) == 4, "two that waited were dropped"
     assert max(spoken[0::2]) < 400
     assert spoken[1::2] == [5, 5]
