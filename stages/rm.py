@@ -54,11 +54,10 @@ from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import probe_rows, rm_rows
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.evaluation.agreement import (
+    answer_metrics,
     figures_of_rankings,
     held_out_lines,
-    label_figures,
     probe_shares,
-    score_figures,
     scores_of_rows,
     verdict,
 )
@@ -348,8 +347,7 @@ def _evaluate(
             return figures_of_rankings([item for item in items if isinstance(item, RankedIds)], found)
         rows = [item for item in items if isinstance(item, ScoredIds)]
         target = torch.tensor([item.score for item in rows], dtype=torch.float64)
-        figures = score_figures if config.loss == "mse" else label_figures
-        return figures(found.double() * scale.std + scale.mean, target, [item.row for item in rows])
+        return answer_metrics(found.double() * scale.std + scale.mean, target, [i.row for i in rows], config.loss)
 
     metrics, main = figures_of(range(len(test))), "eval/mse" if config.loss == "mse" else "eval/accuracy"
     for name, numbers in test.by_source.items():

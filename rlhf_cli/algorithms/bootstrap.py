@@ -57,15 +57,6 @@ def bootstrap_interval(
     return low, high
 
 
-def mean_interval(values: Tensor, *, seed: int, level: float = 0.95) -> tuple[float, float]:
-    """`bootstrap_interval` of the mean of [n] numbers.
-
-    >>> mean_interval(torch.tensor([2.0, 2.0, 2.0]), seed=0)
-    (2.0, 2.0)
-    """
-    return bootstrap_interval(lambda rows: rows.mean(-1), values.double(), seed=seed, level=level)
-
-
 def student_quantile(probability: float, freedom: int) -> float:
     """The quantile of Student's t distribution: exact for 1 and 2 degrees of freedom, else by the Cornish-Fisher
     expansion to the third order.

@@ -79,9 +79,10 @@ def correlation(a: Tensor, b: Tensor) -> Tensor:
     >>> correlation(torch.tensor([[1.0, 2.0, 3.0], [1.0, 1.0, 1.0]]), torch.tensor([[2.0, 4.0, 6.0]] * 2))
     tensor([1., 0.])
     """
+    is_constant = (a.amax(-1) == a.amin(-1)) | (b.amax(-1) == b.amin(-1))
     a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
-    scale = (a.square().sum(-1) * b.square().sum(-1)).sqrt()
-    return torch.where(scale > 0, (a * b).sum(-1) / scale, 0.0)
+    quotient = (a * b).sum(-1) / (a.square().sum(-1) * b.square().sum(-1)).sqrt()
+    return torch.where(is_constant, 0.0, quotient.clamp(-1, 1))
 
 
 def spearman(x: Tensor, y: Tensor) -> float:

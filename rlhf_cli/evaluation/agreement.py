@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_cli.algorithms.bootstrap import mean_interval
 from rlhf_cli.algorithms.calibration import brier_score, calibration_error
+from rlhf_cli.algorithms.names import RewardModelLoss
 from rlhf_cli.algorithms.reward_model import label_accuracy, ranking_pairs
-from rlhf_cli.algorithms.statistics import pair_accuracy, pearson, spearman, wilson_interval
+from rlhf_cli.algorithms.statistics import kendall, pair_accuracy, ranks, wilson_interval
 from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.records import Ranking, Scored
 from rlhf_cli.data.splits import HeldOutRows
+from rlhf_cli.evaluation.figures import bootstrapped, correlation_figure, mean_figure, order_figure, share_figure
 from rlhf_cli.health.baselines import Baseline, baselines
 from rlhf_cli.processes.distributed import World
+from rlhf_cli.report.figure import Figure, Figures, as_metrics
 from rlhf_cli.rewards.models import score_sequences
 
 
@@ -85,54 +87,49 @@ def ranking_figures(
     return figures
 
 
-def score_figures(predicted: torch.Tensor, target: torch.Tensor, rows: Sequence[Scored]) -> dict[str, float]:
-    """The held-out figures of scored answers, [n] each: error, correlations, and the share of pairs in the right order.
+def score_figures(predicted: torch.Tensor, target: torch.Tensor, *, seed: int | None = None) -> Figures:
+    """The figures of scored answers, [n] each: error, correlations, and the share of pairs in the right order.
 
-    `eval/target_variance` is the error of predicting the mean target for every answer.
+    `target_variance` is the error of predicting the mean target for every answer. With a seed every figure has its
+    interval, and there is Kendall's tau.
     """
-    error = (predicted - target).square()
-    figures = {"eval/mse": error.mean().item()}
-    if len(error) > 1:
-        figures["eval/mse_low95"], figures["eval/mse_high95"] = mean_interval(error, seed=0)
-    return figures | {
-        "eval/num_rows": len(rows),
-        "eval/target_variance": target.var(correction=0).item(),
-        "eval/pearson": pearson(predicted, target),
-        "eval/spearman": spearman(predicted, target),
-        **_order_figures(predicted, target, rows),
+    predicted, target = predicted.double(), target.double()
+    return {
+        "mse": mean_figure((predicted - target).square(), seed=seed or 0),
+        "target_variance": Figure(target.var(correction=0).item(), rows=len(target)),
+        "pearson": correlation_figure(predicted, target, seed=seed),
+        "spearman": correlation_figure(ranks(predicted), ranks(target), seed=seed),
+        **({} if seed is None else {"kendall": order_figure(kendall, predicted, target, seed=seed)}),
+        "pair_accuracy": order_figure(pair_accuracy, predicted, target, seed=seed),
     }
 
 
-def label_figures(score: torch.Tensor, label: torch.Tensor, rows: Sequence[Scored]) -> dict[str, float]:
-    """The held-out figures of answers labelled from 0 (bad) to 1 (good), [n] each: accuracy and calibration.
+def label_figures(score: torch.Tensor, label: torch.Tensor, *, seed: int | None = None) -> Figures:
+    """The figures of answers labelled from 0 (bad) to 1 (good), [n] each: accuracy and calibration.
 
-    `eval/base_rate` is the accuracy of giving every answer the more frequent label, and `eval/brier_baseline` the Brier
-    score (mean squared error of the probability) of predicting the mean label.
+    `base_rate` is the accuracy of giving every answer the more frequent label, and `brier_baseline` the Brier score
+    (mean squared error of the probability) of predicting the mean label. With a seed every figure has its interval.
     """
-    accuracy, probability = label_accuracy(score, label), score.sigmoid()
-    low, high = wilson_interval(accuracy.sum().item(), len(rows))
-    always_good = label_accuracy(torch.ones_like(score), label).mean().item()
+    score, label = score.double(), label.double()
+    probability, good = score.sigmoid(), label_accuracy(torch.ones_like(label), label).mean().item()
     return {
-        "eval/accuracy": accuracy.mean().item(),
-        "eval/accuracy_low95": low,
-        "eval/accuracy_high95": high,
-        "eval/num_rows": len(rows),
-        "eval/base_rate": max(always_good, 1 - always_good),
-        "eval/brier": brier_score(probability, label),
-        "eval/brier_baseline": brier_score(label.mean(), label),
-        "eval/calibration_error": calibration_error(probability, label).item(),
-        **_order_figures(score, label, rows),
+        "accuracy": share_figure(label_accuracy(score, label)),
+        "base_rate": Figure(max(good, 1 - good), rows=len(label)),
+        "brier": mean_figure((probability - label).square(), seed=seed),
+        "brier_baseline": Figure(brier_score(label.mean(), label), rows=len(label)),
+        "calibration_error": bootstrapped(calibration_error, probability, label, seed=seed),
+        "pair_accuracy": order_figure(pair_accuracy, score, label, seed=seed),
     }
 
 
-def _order_figures(predicted: torch.Tensor, target: torch.Tensor, rows: Sequence[Scored]) -> dict[str, float]:
-    """The share of pairs of answers in the right order, by the prediction and by the length in characters."""
-    longer = pair_accuracy(torch.tensor([float(len(row.response)) for row in rows]), target).item()
-    return {
-        "eval/pair_accuracy": pair_accuracy(predicted, target).item(),
-        "eval/length_baseline": longer,
-        "eval/shorter_baseline": 1 - longer,
-    }
+def answer_metrics(
+    stated: torch.Tensor, target: torch.Tensor, rows: Sequence[Scored], loss: RewardModelLoss
+) -> dict[str, float]:
+    """The held-out metrics of scored or labelled answers, and what their length in characters tells of their order."""
+    figures = score_figures(stated, target) if loss == "mse" else label_figures(stated, target)
+    lengths = torch.tensor([float(len(row.response)) for row in rows])
+    longer = order_figure(pair_accuracy, lengths, target, seed=None).value
+    return as_metrics(figures) | {"eval/length_baseline": longer, "eval/shorter_baseline": 1 - longer}
 
 
 def verdict(figures: Mapping[str, float]) -> tuple[str, bool]:

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from rlhf_cli.algorithms.bootstrap import bootstrap_interval, mean_interval
+from rlhf_cli.algorithms.bootstrap import bootstrap_interval
 from rlhf_cli.algorithms.comparison import length_controlled_interval, length_controlled_win_rate
 from rlhf_cli.algorithms.statistics import correlation, newcombe_interval, wilson_interval
 from rlhf_cli.report.figure import Figure, Figures, cells, readable
 from rlhf_cli.training.progress import Display
 
+NO_INTERVAL = (math.nan, math.nan)
+MOST_ORDERED = 2000
+"""Rows of which all pairs are resampled."""
 
-def mean_figure(values: Tensor, *, seed: int) -> Figure:
-    """The mean of [n] numbers of independent rows, with its bootstrap interval."""
-    return Figure(values.double().mean().item(), *mean_interval(values, seed=seed), len(values))
+
+def bootstrapped(statistic: Callable[..., Tensor], *columns: Tensor, seed: int | None) -> Figure:
+    """A statistic of [n] columns of independent rows, with its bootstrap interval if there is a seed.
+
+    `statistic` maps [B, n] columns to [B].
+    """
+    columns = tuple(column.double() for column in columns)
+    value, n = statistic(*(column[None] for column in columns)).item(), len(columns[0])
+    return Figure(value, *(bootstrap_interval(statistic, *columns, seed=seed) if seed is not None else NO_INTERVAL), n)
+
+
+def mean_figure(values: Tensor, *, seed: int | None) -> Figure:
+    """The mean of [n] numbers of independent rows, with its bootstrap interval if there is a seed."""
+    return bootstrapped(lambda rows: rows.mean(-1), values, seed=seed)
 
 
 def share_figure(successes: Tensor) -> Figure:
@@ -48,20 +64,27 @@ def equal_length_figure(win: Tensor, length_a: Tensor, length_b: Tensor) -> Figu
     return Figure(rate, *length_controlled_interval(win, length_a, length_b), len(win))
 
 
-def bootstrapped(statistic: Callable[..., Tensor], *columns: Tensor, seed: int) -> Figure:
-    """A statistic of [n] columns of independent rows, with its bootstrap interval; it maps [B, n] columns to [B]."""
-    columns = tuple(column.double() for column in columns)
-    value = statistic(*(column[None] for column in columns)).item()
-    return Figure(value, *bootstrap_interval(statistic, *columns, seed=seed), len(columns[0]))
-
-
 def ratio_figure(numerator: Tensor, denominator: Tensor, *, seed: int) -> Figure:
     """``sum(numerator) / sum(denominator)`` over [n] rows: a mean per token, if rows have several tokens."""
     return bootstrapped(lambda a, b: a.sum(-1) / b.sum(-1), numerator, denominator, seed=seed)
 
 
-def correlation_figure(x: Tensor, y: Tensor, *, seed: int) -> Figure:
-    """The Pearson correlation of [n] pairs, with its bootstrap interval; 0 if x or y is constant."""
+def order_figure(statistic: Callable[..., Tensor], x: Tensor, y: Tensor, *, seed: int | None) -> Figure:
+    """`kendall` or `pair_accuracy` of [n] rows; of the first MOST_ORDERED of them, and with an interval, if there is a
+    seed."""
+    if seed is None:
+        return Figure(statistic(x, y).item(), rows=len(x))
+    x, y = x[:MOST_ORDERED], y[:MOST_ORDERED]
+
+    def resampled(rows: Tensor) -> Tensor:
+        return statistic(x, y, torch.zeros(len(rows), len(x)).scatter_add_(1, rows, torch.ones(rows.shape)))
+
+    interval = bootstrap_interval(resampled, torch.arange(len(x)), seed=seed)
+    return Figure(statistic(x, y).item(), *interval, len(x))
+
+
+def correlation_figure(x: Tensor, y: Tensor, *, seed: int | None) -> Figure:
+    """The Pearson correlation of [n] pairs, with its bootstrap interval if there is a seed; 0 if x or y is constant."""
     return bootstrapped(correlation, x, y, seed=seed)
 
 

@@ -1,4 +1,4 @@
-"""A reward model on held-out pairs and rankings: accuracy, calibration, length bias, worst mistakes."""
+"""A reward model on held-out pairs, rankings and answers: calibration, length bias, groups of rows, worst mistakes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from rlhf_cli.algorithms.calibration import (
 )
 from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.algorithms.statistics import correlation
-from rlhf_cli.data.answers import RankedIds
+from rlhf_cli.data.answers import RankedIds, ScoredIds
 from rlhf_cli.evaluation import agreement
 from rlhf_cli.evaluation.figures import bootstrapped, equal_length_figure, mean_figure, share_figure
 from rlhf_cli.evaluation.invariance import PREFIXES
-from rlhf_cli.evaluation.scores import WORST, quarters
-from rlhf_cli.report.figure import Figure, Figures
+from rlhf_cli.report.figure import Figure, Figures, as_metrics
 
 GROUP_COLUMNS = ("subset", "source", "category", "probe", "split")
 """Columns of a row that name a group of rows; each group gets its own accuracy."""
 MOST_GROUPS = 40
+WORST = 20
+"""Answers or mistakes that are kept with their texts."""
+QUARTERS = ("smallest quarter", "second quarter", "third quarter", "largest quarter")
 SOURCE = "source of the data"
 """The group of the figures by source of `data.test`."""
 TEMPERATURE_RESAMPLES, TEMPERATURE_STEPS = 1000, 30
@@ -163,19 +165,42 @@ def worst_mistakes(pairs: Pairs) -> list[dict[str, Any]]:
     return found
 
 
+def quarters(values: Tensor) -> dict[str, Tensor]:
+    """The masks of the rows in each quarter of [n] numbers.
+
+    Equal numbers are in one group, so there may be fewer than four; {} for fewer than 8 rows.
+    """
+    if len(values) < 8:
+        return {}
+    values = values.double()
+    quarter = torch.bucketize(values, values.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)))
+    masks = {name: quarter == number for number, name in enumerate(QUARTERS)}
+    return {name: mask for name, mask in masks.items() if bool(mask.any())}
+
+
+def error_groups(stated: Tensor, target: Tensor, length: Tensor, *, seed: int) -> dict[str, Figures]:
+    """The mean absolute error of [n] stated scores or probabilities, by quarters of the length and of the target."""
+    error = (stated.double() - target.double()).abs()
+    return {
+        title: {name: mean_figure(error[mask], seed=seed) for name, mask in masks.items()}
+        for title, values in (("length of the answer", length), ("true score", target))
+        if (masks := quarters(values))
+    }
+
+
+def worst_answers(rows: Sequence[ScoredIds], stated: Tensor, target: Tensor) -> list[dict[str, Any]]:
+    """The answers whose stated score or probability is farthest from the true one, with their texts."""
+    found = []
+    for i in (stated.double() - target.double()).abs().argsort(descending=True)[:WORST].tolist():
+        row = rows[i].row
+        texts = {"where": row.where, "prompt": row.prompt, "response": row.response}
+        found.append({**texts, "stated": stated[i].item(), "target": target[i].item()})
+    return found
+
+
 def verdict(figures: Figures) -> str:
     """The sentence of the RM stage on these figures: is the accuracy above chance, and above the better length rule?"""
-    accuracy = figures["accuracy"]
-    return agreement.verdict(
-        {
-            "eval/accuracy": accuracy.value,
-            "eval/accuracy_low95": accuracy.low,
-            "eval/accuracy_high95": accuracy.high,
-            "eval/num_rows": float(accuracy.rows or 0),
-            "eval/length_baseline": figures["longer_wins"].value,
-            "eval/shorter_baseline": figures["shorter_wins"].value,
-        }
-    )[0]
+    return agreement.verdict(as_metrics(figures))[0]
 
 
 def about_probes(accuracy: Figures) -> str:

@@ -18,8 +18,8 @@ from rlhf_cli.data.records import Prompt
 from rlhf_cli.data.splits import Drawn, held_out_rows
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import probe_rows, rm_rows
-from rlhf_cli.evaluation import preferences, scores
-from rlhf_cli.evaluation.agreement import probe_shares, scores_of_rows
+from rlhf_cli.evaluation import preferences
+from rlhf_cli.evaluation.agreement import label_figures, probe_shares, score_figures, scores_of_rows
 from rlhf_cli.evaluation.benchmark import Bench, bench_figures, encode_bench, is_joined, num_unpaired, shares_base
 from rlhf_cli.evaluation.figures import Sentences, as_json, correlation_figure, mean_figure, share_figure, show
 from rlhf_cli.evaluation.invariance import position_figures, prefix_figures
@@ -102,11 +102,11 @@ def _of_scores(run: Run, scorer: Scorer, items: Drawn[ScoredIds], sentences: Sen
     is_mse, target = scorer.config.loss == "mse", torch.tensor([row.score for row in items])
     length = torch.tensor([float(len(row.ids)) for row in items])
     found = predicted * std + mean
-    figures = (scores.score_figures if is_mse else scores.label_figures)(found, target, seed=run.seed)
+    figures = (score_figures if is_mse else label_figures)(found, target, seed=run.seed)
     figures["score_length_correlation"] = correlation_figure(found, length, seed=run.seed)
     show(display, f"RM, {items} held-out answers", {"value": figures})
     stated = found if is_mse else found.sigmoid()
-    tables = scores.error_groups(stated, target, length, seed=run.seed)
+    tables = preferences.error_groups(stated, target, length, seed=run.seed)
     if items.by_source:
         error = (stated.double() - target.double()).abs()
         tables[preferences.SOURCE] = {
@@ -121,7 +121,7 @@ def _of_scores(run: Run, scorer: Scorer, items: Drawn[ScoredIds], sentences: Sen
         "figures": as_json(figures),
         "error_groups": {title: as_json(by_name) for title, by_name in tables.items()},
         "distributions": table,
-        "worst_answers": scores.worst_answers(items, stated, target),
+        "worst_answers": preferences.worst_answers(items, stated, target),
     }
 
 

@@ -23,6 +23,8 @@ NAMES = {
     "accuracy_longer_is_worse": "accuracy where the longer is worse",
     "accuracy_longer_is_better": "accuracy where the longer is better",
 }
+METRICS = {"longer_wins": "length_baseline", "shorter_wins": "shorter_baseline"}
+"""Figures that the metrics of the RM stage call by another name."""
 ROUNDING = 1e-5
 """A position shift below it is rounding."""
 
@@ -95,6 +97,24 @@ class Figure:
 
 Figures = dict[str, Figure]
 """Figures by name, in the order in which they are shown."""
+
+
+def as_metrics(figures: Figures) -> dict[str, float]:
+    """The figures of a reward model under the names of its metrics; the main one with its interval and its rows.
+
+    >>> as_metrics({"accuracy": Figure(0.5, 0.4, 0.6, 90), "longer_wins": Figure(0.3)})
+    {'eval/accuracy': 0.5, 'eval/accuracy_low95': 0.4, 'eval/accuracy_high95': 0.6, 'eval/num_rows': 90, \
+'eval/length_baseline': 0.3}
+    """
+    found: dict[str, float] = {}
+    for name, figure in figures.items():
+        key = f"eval/{METRICS.get(name, name)}"
+        found[key] = figure.value
+        if name in ("accuracy", "mse"):
+            if math.isfinite(figure.low):
+                found |= {f"{key}_low95": figure.low, f"{key}_high95": figure.high}
+            found["eval/num_rows"] = figure.rows or 0
+    return found
 
 
 def cells(name: str, figures: Sequence[Figure | None]) -> list[str]:

@@ -6,11 +6,12 @@ from typing import Any
 
 from rlhf_cli.health.baselines import baselines
 from rlhf_cli.report.distance import path_points
+from rlhf_cli.report.figure import Figure, as_metrics
 from rlhf_cli.report.read import RunData, StageData
-from rlhf_cli.report.tables import INTERVAL, show
+from rlhf_cli.report.tables import show
 
-RULES = {"longer_wins": "eval/length_baseline", "base_rate": "eval/base_rate"}
-"""Figures of `rlhf eval` that a simple rule reaches, and their names in a manifest."""
+JUDGED = ("accuracy", "longer_wins", "base_rate")
+"""The figures of `rlhf eval` by which a reward model is compared with simple rules."""
 
 
 def headline(run: RunData) -> str:
@@ -79,7 +80,7 @@ def _rm_verdict(data: StageData) -> str:
             return f"The reward model orders {metrics['eval/accuracy']:.2f} of the held-out pairs correctly."
         pearson = figures["pearson"]["value"] if "pearson" in figures else metrics.get("eval/pearson")
         return "" if pearson is None else f"The reward model's correlation with held-out scores is {pearson:.2f}."
-    rules = baselines(_held_out(figures))
+    rules = baselines(as_metrics({name: Figure.of(figures[name]) for name in JUDGED if name in figures}))
     above, missed = (
         [f"{rule.rule} ({rule.value:.2g})" for rule in rules if rule.is_beaten is wanted] for wanted in (True, False)
     )
@@ -87,13 +88,6 @@ def _rm_verdict(data: StageData) -> str:
     does = "labels {} of the held-out answers" if "base_rate" in figures else "orders {} of the held-out pairs"
     text = f"The reward model {does.format(show(figures['accuracy']))} correctly: {', but '.join(parts)}."
     return f"{text} {_calibration_verdict(figures)}".rstrip()
-
-
-def _held_out(figures: dict[str, Any]) -> dict[str, float]:
-    """The figures of `rlhf eval` under the names of a reward model's manifest."""
-    accuracy = figures["accuracy"]
-    found = {f"eval/accuracy{end}": accuracy[key] for key, end in INTERVAL.items() if key in accuracy}
-    return found | {key: figures[name]["value"] for name, key in RULES.items() if name in figures}
 
 
 def _calibration_verdict(figures: dict[str, Any]) -> str:

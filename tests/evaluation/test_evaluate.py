@@ -23,19 +23,21 @@ from rlhf_cli.data.answers import RankedIds, ScoredIds
 from rlhf_cli.data.records import Ranking, Scored
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.evaluation import language_model, policy
+from rlhf_cli.evaluation.agreement import score_figures
 from rlhf_cli.evaluation.figures import Sentences, correlation_figure, ratio_figure, show
 from rlhf_cli.evaluation.preferences import (
     Pairs,
     about_probes,
+    error_groups,
     groups,
     longer_wins,
     preference_figures,
     verdict,
+    worst_answers,
     worst_mistakes,
 )
 from rlhf_cli.evaluation.replies import Arena, Replies
 from rlhf_cli.evaluation.reward_model import rows_of_stage, scorer_of
-from rlhf_cli.evaluation.scores import error_groups, score_figures, worst_answers
 from rlhf_cli.evaluation.yardstick import (
     TILT_POINTS,
     BestOfN,

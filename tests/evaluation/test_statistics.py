@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_cli.algorithms.best_of_n import best_of_n, best_of_n_kl, best_of_n_kl_bound
-from rlhf_cli.algorithms.bootstrap import bootstrap_interval, mean_interval, student_quantile
+from rlhf_cli.algorithms.bootstrap import bootstrap_interval, student_quantile
 from rlhf_cli.algorithms.calibration import (
     best_temperature,
     best_temperatures,
@@ -29,6 +29,7 @@ from rlhf_cli.algorithms.statistics import (
     kendall,
     newcombe_interval,
 )
+from rlhf_cli.evaluation.figures import mean_figure
 from rlhf_cli.evaluation.replies import Replies
 from rlhf_cli.evaluation.yardstick import BestOfN, beside_the_best, share_of_gain
 
@@ -135,9 +136,9 @@ def test_paired_columns_are_resampled_together():
 
 
 def test_an_interval_repeats_with_its_seed_and_needs_two_rows():
-    values = torch.arange(9.0)
-    assert mean_interval(values, seed=3) == mean_interval(values, seed=3) != mean_interval(values, seed=4)
-    assert all(math.isnan(end) for end in mean_interval(torch.tensor([1.0]), seed=0))
+    first, same, other = (mean_figure(torch.arange(9.0), seed=seed) for seed in (3, 3, 4))
+    assert first == same != other
+    assert all(math.isnan(mean_figure(torch.ones(n), seed=seed).low) for n, seed in ((1, 0), (9, None)))
 
 
 @pytest.mark.parametrize(("freedom", "expected"), [(5, 2.5706), (10, 2.2281), (30, 2.0423)])

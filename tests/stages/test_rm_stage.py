@@ -19,7 +19,7 @@ from rlhf_cli.cli import app
 from rlhf_cli.data.records import Scored
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.evaluation import normalization
-from rlhf_cli.evaluation.agreement import label_figures, score_figures, verdict
+from rlhf_cli.evaluation.agreement import answer_metrics, verdict
 from rlhf_cli.health.baselines import weak_reward
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.load import load_policy, load_reward_model, new_reward_model, prepare
@@ -144,7 +144,7 @@ def rows_of(lengths):
 
 def test_figures_of_labels_equal_numbers_worked_by_hand():
     score, label = torch.tensor([2.0, -1.0, 0.5, 3.0]), torch.tensor([1.0, 0.0, 0.0, 1.0])
-    found = label_figures(score, label, rows_of([9, 1, 2, 3]))
+    found = answer_metrics(score, label, rows_of([9, 1, 2, 3]), "bce")
     p = score.sigmoid()
     assert found["eval/accuracy"] == 0.75
     assert (found["eval/accuracy_low95"], found["eval/accuracy_high95"]) == wilson_interval(3.0, 4)
@@ -160,12 +160,12 @@ def test_figures_of_labels_equal_numbers_worked_by_hand():
 
 def test_figures_of_scores_have_an_interval_and_baselines():
     target = torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=torch.float64)
-    found = score_figures(target + torch.tensor([0.1, -0.1, 0.3, -0.3]), target, rows_of([4, 3, 2, 1]))
+    found = answer_metrics(target + torch.tensor([0.1, -0.1, 0.3, -0.3]), target, rows_of([4, 3, 2, 1]), "mse")
     assert found["eval/num_rows"] == 4
     assert found["eval/mse"] == pytest.approx(0.05)
     assert 0.0099 < found["eval/mse_low95"] < 0.05 < found["eval/mse_high95"] < 0.0901
     assert (found["eval/length_baseline"], found["eval/shorter_baseline"]) == (0.0, 1.0)
-    single = score_figures(target[:1], target[1:2], rows_of([1]))
+    single = answer_metrics(target[:1], target[1:2], rows_of([1]), "mse")
     assert "eval/mse_low95" not in single
 
 

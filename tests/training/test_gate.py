@@ -21,7 +21,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.require import FIGURES as FIGURE_NAMES
 from rlhf_cli.data.records import Scored
 from rlhf_cli.errors import ConfigError, RunError
-from rlhf_cli.evaluation.agreement import label_figures, ranking_figures, score_figures
+from rlhf_cli.evaluation.agreement import answer_metrics, ranking_figures
 from rlhf_cli.training import launch
 from rlhf_cli.training.gate import check_requirements
 
@@ -169,7 +169,7 @@ def test_the_known_figures_are_those_that_the_stages_write(finished):
     scores, rows = torch.tensor([1.0, 2.0, 0.0]), [Scored("p", "r" * i, float(i > 0), "x:1") for i in range(3)]
     labels = torch.tensor([0.0, 1.0, 1.0])
     pairs = ranking_figures(scores, labels, [1.0, 0.0, 1.0], [1.0, 1.0, -1.0])
-    written = pairs | score_figures(scores, labels, rows) | label_figures(scores, labels, rows)
+    written = pairs | answer_metrics(scores, labels, rows, "mse") | answer_metrics(scores, labels, rows, "bce")
     short = {key.removeprefix("eval/").removesuffix("_low95").removesuffix("_high95") for key in written}
     assert short == set(FIGURE_NAMES["rm"])
     manifest = json.loads((finished / "run" / "sft" / "manifest.json").read_text())
