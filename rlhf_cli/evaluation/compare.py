@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.evaluation.figures import difference_figure, mean_figure, rate_figure, share_figure
 from rlhf_cli.report.figure import Figure
-from rlhf_cli.report.read import names_of, short_names
+from rlhf_cli.report.read import evaluation_of, meaning_of, names_of, short_names
 from rlhf_cli.report.tables import config_differences
 from rlhf_cli.training.progress import Display
 
@@ -73,7 +72,7 @@ def compare(roots: Sequence[Path], *, seed: int = 0) -> None:
     for line in legend:
         display.note(line)
     keys = [key for key in SHOWN if all(key in row["ppo"] for run in runs for row in run.replies)]
-    if not _same_rewards(runs):
+    if len({meaning_of(run.manifests.get("ppo"), "score") for run in runs}) > 1:
         keys.remove("score")
         display.note("the runs have other rewards, so their scores are not compared")
     lines = [[run.name, *(str(_own(run, key, seed=seed)) for key in keys)] for run in runs]
@@ -89,27 +88,13 @@ def compare(roots: Sequence[Path], *, seed: int = 0) -> None:
 
 def _read(root: Path, name: str) -> Compared:
     """A run's replies and manifests."""
-    path = root / "eval" / "ppo" / "evaluation.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        replies = found["replies"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise ArtifactError(f"{path}: cannot be read. Run: rlhf eval {root}") from None
-    manifests = {
-        stage: manifest for stage in STAGES if (manifest := read_manifest(stage_directory(root, stage))) is not None
-    }
-    return Compared(name, root, replies, manifests, found.get("seed"))
-
-
-def _same_rewards(runs: Sequence[Compared]) -> bool:
-    """Whether all policies were scored by the same reward models and functions, with the same settings."""
-
-    def rewards(run: Compared) -> Any:
-        identity = run.manifests["ppo"].identity if "ppo" in run.manifests else {}
-        inputs = {key: value for key, value in identity.get("inputs", {}).items() if key.startswith("rewards")}
-        return inputs, identity.get("config", {}).get("rewards")
-
-    return all(rewards(run) == rewards(runs[0]) for run in runs)
+    found = evaluation_of(root, "ppo", stage_directory(root, "ppo"))
+    if not isinstance(found.get("replies"), list):
+        path = root / "eval" / "ppo" / "evaluation.json"
+        raise ArtifactError(f"{path}: cannot be read, or is older than the stage. Run: rlhf eval {root}")
+    manifests = {stage: read_manifest(stage_directory(root, stage)) for stage in STAGES}
+    known = {stage: manifest for stage, manifest in manifests.items() if manifest is not None}
+    return Compared(name, root, found["replies"], known, found.get("seed"))
 
 
 def difference(first: Compared, other: Compared, key: str, *, seed: int) -> Figure:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from statistics import fmean
@@ -10,7 +9,7 @@ from typing import Any
 
 from rlhf_cli.artifacts import flat
 from rlhf_cli.report.chart import GRAY, HELD_OUT_COLOR, SCHEMA, Chart, by_name, layer, number, tip
-from rlhf_cli.report.read import RunData
+from rlhf_cli.report.read import RunData, meaning_of
 
 SECTION = "distance"
 KEYS = {"gold": "gold", "score": "score_mean"}
@@ -41,15 +40,8 @@ def comparable(runs: Sequence[RunData], figure: str) -> list[list[RunData]]:
     """The runs in groups in which the figure has one meaning: the same rewards, or the same judge."""
     groups: dict[str, list[RunData]] = {}
     for run in runs:
-        if (stage := run.stages.get("ppo")) is None:
-            continue
-        identity = stage.manifest.identity if stage.manifest is not None else {}
-        config = identity.get("config", {})
-        meaning = [(config.get("evaluation") or {}).get("gold")]
-        if figure == "score":
-            inputs = {name: digest for name, digest in identity.get("inputs", {}).items() if name.startswith("rewards")}
-            meaning = [config.get("rewards"), inputs]
-        groups.setdefault(json.dumps(meaning, sort_keys=True, default=str), []).append(run)
+        if (stage := run.stages.get("ppo")) is not None:
+            groups.setdefault(meaning_of(stage.manifest, figure), []).append(run)
     return list(groups.values())
 
 

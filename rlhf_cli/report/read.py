@@ -143,6 +143,16 @@ def evaluation_of(root: Path, stage: str, directory: Path) -> dict[str, Any]:
     return found if manifest.is_file() and digest_file(manifest) == measured else {}
 
 
+def meaning_of(manifest: Manifest | None, figure: str) -> str:
+    """What a score or a gold score measures: the rewards of PPO with their settings, or its judge."""
+    identity = manifest.identity if manifest is not None else {}
+    config = identity.get("config", {})
+    if figure == "gold":
+        return str((config.get("evaluation") or {}).get("gold"))
+    inputs = {name: digest for name, digest in identity.get("inputs", {}).items() if name.startswith("rewards")}
+    return json.dumps([config.get("rewards"), inputs], sort_keys=True, default=str)
+
+
 def config_of(stage: StageData) -> dict[str, Any]:
     """The resolved config of a stage; empty if it cannot be read."""
     with contextlib.suppress(yaml.YAMLError):

@@ -12,6 +12,7 @@ from rlhf_cli.algorithms.bootstrap import bootstrap_interval
 from rlhf_cli.algorithms.comparison import bradley_terry
 from rlhf_cli.cli import app
 from rlhf_cli.evaluation.compare import STRENGTH_RESAMPLES, Compared, difference, strength_figures, win_table
+from rlhf_cli.files import digest_file
 
 
 def run_command(*arguments: object):
@@ -73,11 +74,15 @@ def test_runs_that_a_judge_compared_with_the_same_sft_replies_get_strengths(two)
     assert "By the judge" not in run_command("compare", *two).output
 
 
-def test_keys_that_differ_are_listed(two):
+def test_keys_that_differ_are_listed_and_replies_of_an_earlier_policy_are_refused(two):
     manifest = two[1] / "ppo" / "manifest.json"
     identity = json.loads(manifest.read_text())["identity"]
     identity["config"]["ppo"]["kl_coef"] = 0.7
     change(manifest, identity=identity)
+    result = run_command("compare", *two)
+    assert result.exit_code == 2
+    assert "is older than the stage. Run: rlhf eval" in result.output
+    change(two[1] / "eval" / "ppo" / "evaluation.json", manifest=digest_file(manifest))
     result = run_command("compare", *two)
     (line,) = [line for line in result.output.splitlines() if "ppo: ppo.kl_coef" in line]
     assert line.split()[-1] == "0.7"
@@ -121,6 +126,7 @@ def test_scores_of_other_rewards_are_not_compared(two):
     identity = json.loads(manifest.read_text())["identity"]
     identity["inputs"]["rewards.0"] = "another"
     change(manifest, identity=identity)
+    change(two[1] / "eval" / "ppo" / "evaluation.json", manifest=digest_file(manifest))
     result = run_command("compare", *two)
     assert "other rewards" in result.output
     assert "By score" not in result.output
