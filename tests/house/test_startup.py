@@ -273,8 +273,9 @@ def test_every_command_runs_first_in_its_process_on_processors_of_both_makers(ma
         yaml.safe_dump({"base": str(tmp_path), "artifacts": str(tmp_path / "sweep"), "grid": {"seed": [1, 2]}})
     )
     (tmp_path / "keys").write_text("1\nq\n")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/eval").symlink_to(tmp_path / "run/eval")  # a second run for `compare`
+    (tmp_path / "other").mkdir()  # a second run for `compare`: the first under another name
+    for stage in ("eval", "ppo"):
+        (tmp_path / "other" / stage).symlink_to(tmp_path / "run" / stage)
     commands = cold_commands(tmp_path)
     files = [str(tmp_path / name) for name in ("output", "keys")]
     code, output = Forked(COLD, maker, *files, json.dumps(commands), folder=tmp_path, log=tmp_path / "log").wait()

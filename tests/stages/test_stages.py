@@ -582,8 +582,8 @@ def test_kl_coef_keeps_the_policy_near_the_reference(make_model, run_stage, tmp_
             root,
             policy={"path": str(make_model("llama"))},
             rewards=rewards,
-            ppo={"num_iterations": 8, "rollout_batch_size": 32, "minibatch_size": 16, "kl_coef": coef},
-            optimizer={"learning_rate": 3e-3},
+            ppo={"num_iterations": 16, "rollout_batch_size": 32, "minibatch_size": 16, "kl_coef": coef},
+            optimizer={"learning_rate": 1e-3},
         )
         kl[coef] = json.loads((root / "ppo/evaluation.json").read_text())["ppo"]["kl"]
     assert kl[5.0] < 0.5 * kl[0.0], kl
