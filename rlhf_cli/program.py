@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def program() -> str:
@@ -64,6 +66,15 @@ def install_extra(extra: str, package: str) -> str:
         place = _from_here(checkout)
         return f"{python()} -m pip install -e {shlex.quote(f'{place}[{extra}]')}"
     return f"{python()} -m pip install {package}"
+
+
+def import_extra(package: str, extra: str, what: str, error: type[Exception]) -> Any:
+    """The module of an optional package; raises `error`, which says how to install it, if `what` needs it in vain."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        install = install_extra(extra, package)
+        raise error(f"{what} needs the package {package} (extra {extra}). Install it: {install}") from None
 
 
 def set_options(overrides: Sequence[str]) -> list[str]:

@@ -31,11 +31,9 @@ from rlhf_cli.artifacts import ADAPTER_CONFIG, is_adapter
 from rlhf_cli.config.models import Quantization
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import digest_once, read_text, stored_dtype
-from rlhf_cli.models.adapters import head_names, inject, lora_of
+from rlhf_cli.models.adapters import head_names, import_peft, inject, lora_of
 from rlhf_cli.models.deferred import place_of, take
-from rlhf_cli.models.quantized import quiet_bitsandbytes
 from rlhf_cli.processes.sharding import is_first_process, is_sharded, plain_class, whole
-from rlhf_cli.program import install_extra
 
 WEIGHTS, MODEL_CONFIG, BASE_MODEL = "adapter_model.safetensors", "model_config.json", "base_model.json"
 """Files of an adapter's directory, beside ADAPTER_CONFIG."""
@@ -280,17 +278,6 @@ def _head_in(path: Path) -> dict[str, tuple[int, ...]]:
         raise ArtifactError(f"{path}: cannot be read ({error})") from None
 
 
-def import_peft(path: str) -> Any:
-    """The package that reads the adapters at `path`. Raises ArtifactError if it is not installed."""
-    try:
-        quiet_bitsandbytes()
-        import peft
-    except ImportError:
-        install = install_extra("lora", "peft")
-        raise ArtifactError(f"{path}: needs the package peft (extra lora). Install it: {install}") from None
-    return peft
-
-
 @torch.no_grad()
 def attach(model: PreTrainedModel, adapter: AdapterDirectory, *, with_head: bool) -> list[str]:
     """Add the adapters of a directory to their base model, with gradients as after `add_lora`.
@@ -298,7 +285,7 @@ def attach(model: PreTrainedModel, adapter: AdapterDirectory, *, with_head: bool
     With `with_head` the head is read, too; returns the names of its weights. Raises ArtifactError if a weight of the
     adapters is missing, does not fit or is not finite.
     """
-    peft = import_peft(adapter.path)
+    peft = import_peft(f"{adapter.path}:", ArtifactError)
     values = {key: adapter.lora[key] for key in READ if adapter.lora.get(key) is not None}
     try:
         inject(model, peft.LoraConfig(**values))

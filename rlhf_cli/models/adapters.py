@@ -20,7 +20,7 @@ from rlhf_cli.config.models import Lora
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.deferred import change
 from rlhf_cli.models.quantized import dequantize, quiet_bitsandbytes
-from rlhf_cli.program import install_extra
+from rlhf_cli.program import import_extra
 from rlhf_cli.seeding import seeded
 from rlhf_cli.tensor_ops import num_weights
 
@@ -53,6 +53,12 @@ def add_lora(model: PreTrainedModel, config: Lora, key: str, *, seed: int) -> st
     return f"{key}: {trained:,} of {sum(map(num_weights, model.parameters())):,} weights are trained"
 
 
+def import_peft(what: str, error: type[Exception]) -> Any:
+    """The package peft; raises `error` if it is not installed, which `what` needs."""
+    quiet_bitsandbytes()
+    return import_extra("peft", "lora", what, error)
+
+
 def require_targets(model: PreTrainedModel, config: Lora, key: str) -> Any:
     """Return the package peft, or raise ConfigError, naming the config `key`, if `add_lora` would fail.
 
@@ -60,12 +66,7 @@ def require_targets(model: PreTrainedModel, config: Lora, key: str) -> Any:
     """
     if model.config.is_encoder_decoder:
         raise ConfigError(f"{key}: is not offered for an encoder-decoder ({type(model).__name__}). Remove the key")
-    try:
-        quiet_bitsandbytes()
-        import peft
-    except ImportError:
-        install = install_extra("lora", "peft")
-        raise ConfigError(f"{key}: needs the package peft (extra lora). Install it: {install}") from None
+    peft = import_peft(f"{key}:", ConfigError)
     heads = head_names(model)
     layers = {name: layer for name, layer in model.named_modules() if name.split(".")[0] not in heads}
     linear = {name: layer for name, layer in layers.items() if isinstance(layer, torch.nn.Linear | Conv1D)}

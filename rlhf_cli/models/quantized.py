@@ -25,7 +25,7 @@ from rlhf_cli.config.models import Quantization
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.kernels.linear import FastConv1D, FastLinear
 from rlhf_cli.models.deferred import change, read_deferred, take_integers
-from rlhf_cli.program import install_extra
+from rlhf_cli.program import import_extra
 
 BLOCK = 64
 """Weights that share a scale. Layers whose rows are not a multiple of it stay as they are: for them bitsandbytes 0.50.2
@@ -188,13 +188,8 @@ def quiet_bitsandbytes() -> None:
 
 
 def _bitsandbytes(key: str) -> Any:
-    try:
-        quiet_bitsandbytes()
-        import bitsandbytes
-    except ImportError:
-        install = install_extra("qlora", "bitsandbytes")
-        raise ConfigError(f"{key}: needs the package bitsandbytes (extra qlora). Install it: {install}") from None
-    return bitsandbytes
+    quiet_bitsandbytes()
+    return import_extra("bitsandbytes", "qlora", f"{key}:", ConfigError)
 
 
 def quantized_layers(model: nn.Module) -> list[tuple[Any, str, Any]]:

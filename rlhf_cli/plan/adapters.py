@@ -17,8 +17,8 @@ from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.hub import is_local
-from rlhf_cli.models.adapter_files import BaseModel, import_peft, read_adapter
-from rlhf_cli.models.adapters import require_targets
+from rlhf_cli.models.adapter_files import BaseModel, read_adapter
+from rlhf_cli.models.adapters import import_peft, require_targets
 from rlhf_cli.models.load import ensure_pad_token, load_tokenizer
 from rlhf_cli.models.lora import refuse_adapter_as_base, require_loadable
 from rlhf_cli.models.quantized import require_quantizable
@@ -54,7 +54,7 @@ def require_adapters(config: Stage, stages: Mapping[str, Stage] | None = None, *
     for path, _ in config.inputs.values():
         adapter = read_adapter(model_directory(path))
         if adapter is not None and here:
-            import_peft(adapter.path)
+            import_peft(f"{adapter.path}:", ArtifactError)
 
 
 def _require(

@@ -20,7 +20,7 @@ from torch.optim.adamw import adamw
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.processes.sharding import first_row, local
-from rlhf_cli.program import install_extra
+from rlhf_cli.program import import_extra
 from rlhf_cli.seeding import derived_seed
 
 CHUNK = 1 << 24
@@ -41,13 +41,9 @@ def new_adamw(groups: list[dict[str, Any]], config: Optimizer, lr: float, seed: 
         case "bfloat16":
             return RoundedAdamW(groups, lr=lr, betas=config.betas, eps=config.eps, seed=seed)
         case "8bit":
-            try:
-                from rlhf_cli.training.adamw_8bit import ShardedAdamW8bit
-            except ImportError:
-                install = install_extra("qlora", "bitsandbytes")
-                raise ConfigError(
-                    f"optimizer.precision: 8bit needs the package bitsandbytes (extra qlora). Install it: {install}"
-                ) from None
+            import_extra("bitsandbytes", "qlora", "optimizer.precision: 8bit", ConfigError)
+            from rlhf_cli.training.adamw_8bit import ShardedAdamW8bit
+
             optimizer: torch.optim.Optimizer = ShardedAdamW8bit(groups, lr=lr, betas=config.betas, eps=config.eps)
             return optimizer
 

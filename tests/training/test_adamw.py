@@ -240,8 +240,7 @@ def test_what_makes_no_sense_is_refused(run_stage, make_model, tmp_path, monkeyp
     ):
         with pytest.raises(ConfigError, match=message):
             run_stage("sft", tmp_path, **{"model": model, **changes})
-    monkeypatch.delitem(sys.modules, "rlhf_cli.training.adamw_8bit", raising=False)
-    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match=r"8bit needs the package bitsandbytes \(extra qlora\)\. Install it: "):
         build_stepper(linear(), config(precision="8bit"), 1)
 
