@@ -6,23 +6,7 @@ import copy
 
 import pytest
 import torch
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_cli.kernels import head
 from rlhf_cli.kernels.head import linear_logprobs
@@ -32,25 +16,24 @@ from rlhf_cli.models.load import prepare
 from rlhf_cli.packing import pack
 from rlhf_cli.tensor_ops import token_logprobs
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+KINDS = {
+    "tied": ("llama", {**SIZES, "tie_word_embeddings": True}),
+    "untied": ("llama", SIZES),
+    "qwen2": ("qwen2", {**SIZES, "num_key_value_heads": 2}),
+    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+    "gpt-neox": ("gpt_neox", SIZES),
+    "mixtral": ("mixtral", {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4}),
+    "scaled": ("cohere", {**SIZES, "logit_scale": 0.25, "pad_token_id": 0, "eos_token_id": 1}),
+    "capped": ("gemma2", {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 0.5}),
+}
 
 
 def model_of(kind: str) -> PreTrainedModel:
+    family, config = KINDS[kind]
     torch.manual_seed(0)
-    if kind == "gpt2":
-        return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50, n_positions=64))
-    if kind == "qwen2":
-        return Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=2))
-    if kind == "gpt-neox":
-        return GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES))
-    if kind == "mixtral":
-        return MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4))
-    if kind == "scaled":
-        return CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.25, pad_token_id=0, eos_token_id=1))
-    if kind == "capped":
-        config = Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, final_logit_softcapping=0.5)
-        return Gemma2ForCausalLM(config)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=kind == "tied"))
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, vocab_size=50, **config))
+    return model
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -95,7 +78,7 @@ def test_gradients_of_many_chunks_in_bfloat16_are_not_rounded_away(monkeypatch):
     torch.testing.assert_close(found, wanted, rtol=4e-3, atol=0.0)
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied", "qwen2", "gpt2", "gpt-neox", "mixtral", "scaled", "capped"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_model_gives_the_same_log_probabilities_with_chunks(monkeypatch, kind: str):
     """A family that changes its logits after the head keeps full logits."""
     chunked = []

@@ -34,24 +34,13 @@ from support.tiny import CPU, SETTINGS
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 TWO_WEIGHTS = 2 * 4 * 300 * 64
 """Bytes of two float32 copies of the largest weight in `files`."""
-ENCODER_DECODERS = {
-    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
-    "bart": {
-        "d_model": 32,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 48,
-        "decoder_ffn_dim": 48,
-    },
-}
-FAMILIES = {name: SETTINGS[name] for name in ("llama", "gpt2", "bloom", "opt", "gemma2", "gpt_neox")} | ENCODER_DECODERS
+ENCODER_DECODERS = ("t5", "bart")
+FAMILIES = ("llama", "gpt2", "bloom", "opt", "gemma2", "gpt_neox", *ENCODER_DECODERS)
 
 
 def made(name, *, tied=True):
     config = AutoConfig.for_model(
-        name, **FAMILIES[name], vocab_size=300, pad_token_id=0, decoder_start_token_id=0, tie_word_embeddings=tied
+        name, **SETTINGS[name], vocab_size=300, pad_token_id=0, decoder_start_token_id=0, tie_word_embeddings=tied
     )
     torch.manual_seed(0)
     auto = AutoModelForSeq2SeqLM if name in ENCODER_DECODERS else AutoModelForCausalLM

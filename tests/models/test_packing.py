@@ -30,29 +30,16 @@ from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import collect
 from rlhf_cli.rollout.scoring import Models, ref_response_logprobs, score_tokens
 from stages import rm as rm_stage
+from support.tiny import ARCHITECTURES, SETTINGS
 from support.worlds import in_each_process
 
 CPU = torch.device("cpu")
 VOCAB = 97
-LLAMA = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
-NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.2}
 MODELS = {
-    "llama": ("llama", LLAMA),
-    "gpt2": ("gpt2", GPT2),
-    "qwen2": ("qwen2", LLAMA),
-    "gpt_neox": ("gpt_neox", NEOX),
-    "mixtral": ("mixtral", {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    **{name: (name, SETTINGS[name]) for name in ARCHITECTURES},
+    "mixtral": ("mixtral", {**SETTINGS["llama"], "num_local_experts": 4, "num_experts_per_tok": 2}),
     # A window that is shorter than the prompts: what follows one no longer sees its beginning.
-    "mistral, window 6": ("mistral", {**LLAMA, "sliding_window": 6}),
+    "mistral, window 6": ("mistral", {**SETTINGS["llama"], "sliding_window": 6}),
 }
 
 

@@ -11,12 +11,9 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import (
+    AutoConfig,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
-    BartConfig,
-    BartForConditionalGeneration,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 from typer.testing import CliRunner
 
@@ -44,7 +41,7 @@ from rlhf_cli.rollout.scoring import Models, response_values, score_tokens
 from rlhf_cli.training.stage_run import StageRun
 from support.contrastive import ALPHA, CANDIDATES, LENGTH, contrastive_response
 from support.resume import stopping_after
-from support.tiny import CPU, read_jsonl, write_jsonl
+from support.tiny import CPU, SETTINGS, read_jsonl, write_jsonl
 from support.writers import run_command
 
 PROMPTS = [[5, 9, 13, 20, 7, 40], [6, 8], [11, 12, 13, 14]]
@@ -55,43 +52,21 @@ FAMILIES = ("t5", "t5-untied", "bart")
 def new(family, tokenizer):
     """A tiny random encoder-decoder; dropout stays on, so that tests detect code that does not turn it off."""
     torch.manual_seed(0)
-    rows = {
-        "vocab_size": len(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
+    bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    own = {"decoder_start_token_id": pad, "tie_word_embeddings": family == "t5"}
+    own |= {"initializer_factor": 2.0} if family == "t5" else {"feed_forward_proj": "gated-gelu"}
     if family == "bart":
-        sizes = {
-            f"{side}_{key}": n
-            for side in ("encoder", "decoder")
-            for key, n in {"layers": 2, "attention_heads": 4, "ffn_dim": 48}.items()
+        own = {
+            "decoder_start_token_id": eos,
+            "bos_token_id": bos,
+            "forced_bos_token_id": None,
+            "forced_eos_token_id": None,
         }
-        config = BartConfig(
-            d_model=32,
-            max_position_embeddings=128,
-            init_std=0.2,
-            dropout=0.1,
-            decoder_start_token_id=tokenizer.eos_token_id,
-            forced_bos_token_id=None,
-            forced_eos_token_id=None,
-            bos_token_id=tokenizer.bos_token_id,
-            **sizes,
-            **rows,
-        )
-        return BartForConditionalGeneration(config)
-    config = T5Config(
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=rows["pad_token_id"],
-        tie_word_embeddings=family == "t5",
-        feed_forward_proj="gated-gelu" if family != "t5" else "relu",
-        initializer_factor=2.0 if family == "t5" else 0.3,
-        **rows,
-    )
-    return T5ForConditionalGeneration(config)
+    if family == "t5-untied":
+        own["initializer_factor"] = 0.3
+    ids = {"vocab_size": len(tokenizer), "pad_token_id": pad, "eos_token_id": eos}
+    name = family.removesuffix("-untied")
+    return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(name, **SETTINGS[name], **ids, **own))
 
 
 @pytest.fixture(scope="module")

@@ -65,6 +65,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "init_std": 0.2,
         "dropout": 0.1,
     },
+    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+    "bart": {
+        "d_model": 32,
+        "max_position_embeddings": 128,
+        "init_std": 0.2,
+        "dropout": 0.1,
+        **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
+        **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
+        **{f"{side}_ffn_dim": 48 for side in ("encoder", "decoder")},
+    },
 }
 TEXT = "the tent lamp radio map is late broken please help thank you we will send a new one today sorry"
 WORDS = TEXT.split()
