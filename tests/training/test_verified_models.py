@@ -178,38 +178,34 @@ def test_a_stale_input_is_named(here):
 # ---------------------------------------------------------------------------------------- loaded weights
 
 
-def changed_weights(source, folder, change):
-    shutil.copytree(source, folder)
+def not_finite(tensors):
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = math.nan
+    tensors["model.layers.1.mlp.up_proj.weight"][4, 5] = math.inf
+
+
+def cut_short(tensors):
+    for name in ("model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"):
+        tensors[name] = tensors[name][:7].clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (not_finite, r"m: weight model.layers.1.mlp.up_proj.weight contains NaN or inf \(2 of 1,536 values\)"),
+        (
+            cut_short,
+            r"layers.0.mlp.up_proj.weight has shape \[7, 32\] in the file, and config.json says \[48, 32\] \(and 1",
+        ),
+    ],
+)
+def test_a_wrong_weight_is_reported_with_its_name(make_model, tmp_path, change, says):
+    folder = shutil.copytree(make_model("llama"), tmp_path / "m")
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return str(folder)
-
-
-def test_nan_in_loaded_weights_is_reported_with_the_tensor(make_model, tmp_path):
-    def change(tensors):
-        tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = math.nan
-        tensors["model.layers.1.mlp.up_proj.weight"][4, 5] = math.inf
-
-    path = changed_weights(make_model("llama"), tmp_path / "m", change)
-    expected = r"m: weight model.layers.1.mlp.up_proj.weight contains NaN or inf \(2 of 1,536 values\)"
     for load in (load_policy, lambda path: new_reward_model(path, None, seed=0, head_std=None)):
-        with pytest.raises(ArtifactError, match=expected):
-            load(path)
-
-
-def test_a_wrong_shape_is_reported_with_the_tensor(make_model, tmp_path):
-    def change(tensors):
-        for name in ("model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"):
-            tensors[name] = tensors[name][:7].clone()
-
-    path = changed_weights(make_model("llama"), tmp_path / "m", change)
-    expected = (
-        r"layers.0.mlp.up_proj.weight has shape \[7, 32\] in the file, and config.json says \[48, 32\] \(and 1 more"
-    )
-    for load in (load_policy, lambda path: new_reward_model(path, None, seed=0, head_std=None)):
-        with pytest.raises(ArtifactError, match=expected):
-            load(path)
+        with pytest.raises(ArtifactError, match=says):
+            load(str(folder))
 
 
 # --------------------------------------------------------------------------------------- helper modules
