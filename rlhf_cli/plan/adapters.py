@@ -75,7 +75,7 @@ def _error(
     """What is wrong with adapters on a model; None if nothing is, or if there is no such model."""
     try:
         source = start()
-        model = built(source.config, is_classifier)
+        model = built(source.config, is_classifier, key)
     except (ArtifactError, ConfigError):
         return None
     try:

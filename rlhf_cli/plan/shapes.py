@@ -32,8 +32,6 @@ SIDE_BY_SIDE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Layers whose weights the paged decoder copies, to compute them as one product."""
 UNREAD = ("_name_or_path", "transformers_version", "dtype")
 """Keys of a config that do not change the model."""
-KEY = "model"
-"""The config key in messages, until `shape_of` replaces it."""
 
 
 @dataclass(frozen=True)
@@ -132,10 +130,7 @@ def shape_of(
     plain = None if lora is None else lora.model_copy(update={"quantize": None}).model_dump_json()
     text = json.dumps({k: v for k, v in config.to_dict().items() if k not in UNREAD}, sort_keys=True, default=str)
     patterns = None if frozen is None else tuple(frozen)
-    try:
-        return _shape(text, type(config), is_classifier, precision, plain, patterns)  # type: ignore[arg-type]
-    except ConfigError as error:
-        raise ConfigError(f"{key}{str(error).removeprefix(KEY)}") from None
+    return _shape(text, type(config), is_classifier, precision, plain, patterns, key)  # type: ignore[arg-type]
 
 
 def shape_of_loaded(model: PreTrainedModel, precision: str) -> Shape:
@@ -155,6 +150,7 @@ def _shape(
     precision: str,
     lora_text: str | None,
     frozen: tuple[str, ...] | None,
+    key: str,
 ) -> Shape:
     lora = None if lora_text is None else Lora.model_validate_json(lora_text)
 
@@ -162,7 +158,7 @@ def _shape(
         try:
             read = kind.from_dict(json.loads(text))
         except Exception as error:
-            raise ConfigError(f"{KEY}: transformers refuses this config ({reason_of(error)})") from None
+            raise ConfigError(f"{key}: transformers refuses this config ({reason_of(error)})") from None
         inner = read.get_text_config()
         if layers is not None:
             inner.num_hidden_layers = layers
@@ -172,16 +168,16 @@ def _shape(
         return read
 
     def counts(layers: int) -> Counts:
-        model = built(config(layers), is_classifier)
+        model = built(config(layers), is_classifier, key)
         if frozen is None:
             model.requires_grad_(False)
         else:
-            freeze(model, frozen, f"{KEY}.freeze")
+            freeze(model, frozen, f"{key}.freeze")
         if lora is not None:
-            add_lora(model, lora, f"{KEY}.lora", seed=0)
-        return _counts(model, fake_activation_bytes(model, precision, KEY))
+            add_lora(model, lora, f"{key}.lora", seed=0)
+        return _counts(model, fake_activation_bytes(model, precision, key))
 
-    whole = built(config(), is_classifier)
+    whole = built(config(), is_classifier, key)
     layers: int = whole.config.get_text_config().num_hidden_layers
     found = None
     names_layers = lora is not None and any("." in target for target in lora.target_modules or ())
@@ -224,8 +220,8 @@ def _with_counts(model: PreTrainedModel, counts: Counts) -> Shape:
     )
 
 
-def built(config: PreTrainedConfig, is_classifier: bool) -> PreTrainedModel:
-    """A new model on the meta device. Raises ConfigError if transformers cannot build it."""
+def built(config: PreTrainedConfig, is_classifier: bool, key: str) -> PreTrainedModel:
+    """A new model on the meta device. Raises ConfigError, naming the config `key`, if transformers cannot build it."""
     if is_classifier:
         offer_classifier(type(config))
         config.num_labels = 1
@@ -234,7 +230,7 @@ def built(config: PreTrainedConfig, is_classifier: bool) -> PreTrainedModel:
         with torch.device("meta"):
             model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
     except Exception as error:
-        raise ConfigError(f"{KEY}: transformers cannot build this {config.model_type} ({reason_of(error)})") from None
+        raise ConfigError(f"{key}: transformers cannot build this {config.model_type} ({reason_of(error)})") from None
     return model
 
 

@@ -232,7 +232,7 @@ def _static(config: Stage, models: list[Held], phase: str | None = None) -> dict
     is_copied = policy.among > 1 and config.rollout.decoder != "sharded"
     parts = {
         "weights": sum(model.weight_bytes for model in (trained if moved else models)),
-        # A sharded one is never on the GPU whole.
+        # A sharded model is never on the GPU whole.
         "frozen models": sum(model.weight_bytes for model in moved if model.among == 1) if needs_moved else 0.0,
         "rollout copy": policy.shape.weights * float(setting.number) if is_copied else 0.0,
         "optimizer": sum(model.moment_bytes for model in trained) if needs_moments else 0.0,
@@ -287,7 +287,7 @@ def _normalisation(config: SFTConfig | RMConfig, sources: Sources, setting: Sett
 def _rollout(config: PPOConfig, models: list[Held]) -> list[Phase]:
     """Loading the models, and sampling.
 
-    Of a sharded policy each process samples from a whole copy, unless the config says otherwise.
+    If the policy is sharded, each process samples from a whole copy, unless the config says otherwise.
     """
     policy, copies = models[0], config.rollout.decoder != "sharded"
     sampler = replace(policy, whole=True) if copies else policy
