@@ -25,7 +25,7 @@ from rlhf_cli.models.frozen import hold_frozen
 from rlhf_cli.models.load import load_policy, prepare
 from rlhf_cli.packing import pack
 from rlhf_cli.plan.activations import ROW, kept_bytes
-from rlhf_cli.plan.memory import Held, Setting
+from rlhf_cli.plan.memory import Batch, Held, Setting
 from rlhf_cli.plan.shapes import shape_of, shape_of_loaded
 from rlhf_cli.plan.sources import from_path
 
@@ -240,6 +240,14 @@ def test_a_step_of_8_bit_adamw_computes_a_weight_in_float32_on_a_cpu():
     assert step("cpu", states="8bit") == 20 * 97 * 64
     assert step("cpu", sharded=2, states="8bit") == 10 * 97 * 64
     assert step("cuda", states="8bit") == step("cpu") == 0
+
+
+def test_a_sharded_backward_pass_ends_with_the_gradient_of_the_embeddings_twice():
+    config = config_of("llama")
+    config.vocab_size = 10_000
+    held = Held("model", shape_of(config, True, "float32"), Setting("cpu", processes=2, sharded=2))
+    (gradients,) = held.in_training(Batch(1, 0, 1)).values()
+    assert gradients == pytest.approx(2 * 4 * 10_000 * 64, rel=0.01)
 
 
 def test_a_config_that_transformers_cannot_build_is_an_error():
