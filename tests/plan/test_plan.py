@@ -197,6 +197,16 @@ def test_the_update_holds_the_moving_average_and_the_models_of_a_full_kl(shapes)
         assert parts[1][phase]["moving average"] == parts[1]["update"]["moving average"] > 1e6
 
 
+def test_a_reward_model_of_adapters_shares_the_weights_of_the_policy_unless_it_is_sharded():
+    options = ["--nproc", 2, "--set", "rm:model.lora.save=adapter", "--set", "ppo:policy.lora.r=16"]
+    sizes = []
+    for more in ([], ["--set", "distributed.shard=true"]):
+        models = plan("configs/support", *options, *more)[2]["models"]
+        (reward,) = [model for model in models if model["name"] == "reward model"]
+        sizes.append(reward["weight_bytes"])
+    assert sizes[0] == 0 < sizes[1]
+
+
 def test_a_model_that_is_offloaded_needs_the_memory_of_the_cpu_and_not_of_the_gpu(shapes):
     """The plan offers it where the parts of the model do not fit, and counts what it moves."""
     options = ["configs/hh/sft.yaml", "--gpus", 4, "--gpu-memory", "24GB", "--set", f"model.path={shapes / '8b'}"]

@@ -25,7 +25,7 @@ from rlhf_cli.models.frozen import hold_frozen
 from rlhf_cli.models.load import load_policy, prepare
 from rlhf_cli.packing import pack
 from rlhf_cli.plan.activations import ROW, kept_bytes
-from rlhf_cli.plan.memory import Batch, Held, Setting
+from rlhf_cli.plan.memory import BUCKET_BYTES, STATES, Batch, Held, Setting
 from rlhf_cli.plan.shapes import shape_of, shape_of_loaded
 from rlhf_cli.plan.sources import from_path
 
@@ -248,6 +248,23 @@ def test_a_sharded_backward_pass_ends_with_the_gradient_of_the_embeddings_twice(
     held = Held("model", shape_of(config, True, "float32"), Setting("cpu", processes=2, sharded=2))
     (gradients,) = held.in_training(Batch(1, 0, 1)).values()
     assert gradients == pytest.approx(2 * 4 * 10_000 * 64, rel=0.01)
+
+
+def test_the_gradients_of_whole_models_are_summed_a_bucket_at_a_time():
+    shape = shape_of(config_of("llama"), False, "bfloat16")
+    size = {states: Held("model", shape, Setting("cpu", 2, states=states)).communication_bytes for states in STATES}
+    assert size["float32"] == size["8bit"] == min(BUCKET_BYTES, 4 * shape.weights)
+    assert size["bfloat16"] == 2 * shape.weights
+    assert Held("model", shape, Setting("cpu")).communication_bytes == 0
+    assert Held("model", shape, Setting("cpu", 2, sharded=2)).communication_bytes == 0
+
+
+def test_weights_in_16_bits_are_read_one_after_the_other():
+    """The largest is in float32 beside them, or three copies of a layer to which adapters are added."""
+    shape = shape_of(config_of("llama"), False, "bfloat16", frozen=None)
+    for is_merged, more in ((False, shape.largest), (True, 3 * 64 * 96)):
+        held = Held("model", shape, Setting("cpu", half=True), kept="rounded", is_merged=is_merged)
+        assert held.read_bytes - held.weight_bytes == 4 * more
 
 
 def test_a_config_that_transformers_cannot_build_is_an_error():
