@@ -19,9 +19,8 @@ from pydantic.fields import FieldInfo
 
 from rlhf_cli.commands.options import Overrides
 from rlhf_cli.commands.pipeline import require_lora
-from rlhf_cli.config.annotations import alternatives, fields_of, tag_values
 from rlhf_cli.config.by_stage import CONFIGS, known_stage, load_stage_config, stage_of
-from rlhf_cli.config.explain import KEY_SYNONYMS
+from rlhf_cli.config.explain import KEY_SYNONYMS, alternatives, fields_of, tag_values
 from rlhf_cli.config.loader import config_schema, dump_config
 from rlhf_cli.config.quoting import plain
 from rlhf_cli.config.stage import Stage

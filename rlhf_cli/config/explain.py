@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from rlhf_cli.config.annotations import alternatives, child_kind, fields_of, options_of, tag_values
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
 from rlhf_cli.config.quoting import Keys, found, plain
 from rlhf_cli.config.yaml_text import SCALARS
 
@@ -214,3 +217,52 @@ def did_you_mean(value: Any, options: Iterable[Any]) -> str:
     longer = [option for option in by_folded if len(value) >= 4 and option.startswith(value.lower())]
     close = sorted(longer, key=len) or difflib.get_close_matches(value.lower()[:80], by_folded, n=1, cutoff=0.65)
     return f"; did you mean {by_folded[close[0]]}?" if close else ""
+
+
+# ------------------------------------------------------------------- what the annotation of a field allows
+
+
+def alternatives(kind: Any) -> tuple[list[Any], str | None]:
+    """The types that an annotation allows besides null, and the key that tells them apart, if there is one."""
+    tag = None
+    while True:
+        if get_origin(kind) is Annotated:
+            kind, *notes = get_args(kind)
+            tags = [note.discriminator for note in notes if isinstance(note, FieldInfo)]
+            tag = next((name for name in tags if isinstance(name, str)), tag)
+        elif get_origin(kind) in (Union, UnionType):
+            members = [member for member in get_args(kind) if member is not NoneType]
+            if len(members) > 1:
+                return members, tag
+            kind = members[0]
+        else:
+            return [kind], tag
+
+
+def child_kind(kind: Any, key: str | int) -> Any:
+    """The annotation of the value at ``key`` inside a value of ``kind``; None if it is not known."""
+    field = fields_of(kind).get(str(key))
+    if field is not None:
+        return Annotated[field.annotation, field]
+    arguments = get_args(kind)
+    if get_origin(kind) is tuple and isinstance(key, int):
+        return arguments[key] if key < len(arguments) else None
+    if get_origin(kind) is Literal or not arguments:
+        return None
+    return arguments[0] if isinstance(key, int) else arguments[-1]
+
+
+def fields_of(kind: Any) -> dict[str, FieldInfo]:
+    """The fields of a section by name; empty for anything else."""
+    return kind.model_fields if isinstance(kind, type) and issubclass(kind, BaseModel) else {}
+
+
+def options_of(kinds: list[Any]) -> list[Any]:
+    """The values that the Literals among some annotations allow."""
+    return [option for kind in kinds if get_origin(kind) is Literal for option in get_args(kind)]
+
+
+def tag_values(member: Any, tag: str) -> list[Any]:
+    """The values of ``tag`` that choose this member of a tagged union."""
+    field = fields_of(alternatives(member)[0][0]).get(tag)
+    return options_of([field.annotation]) if field else []

@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from rlhf_cli.config.annotations import fields_of
 from rlhf_cli.config.base import FILLED, UnreadError
-from rlhf_cli.config.explain import Errors, did_you_mean, explain
+from rlhf_cli.config.explain import Errors, did_you_mean, explain, fields_of
 from rlhf_cli.config.yaml_text import SCALARS, TAG
 from rlhf_cli.config.yaml_tree import Tree
 

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rlhf_cli.config.annotations import alternatives, child_kind
 from rlhf_cli.config.base import EXPANDED, LocalPath, Section
 from rlhf_cli.config.by_stage import CONFIGS
+from rlhf_cli.config.explain import alternatives, child_kind
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.errors import ConfigError
 

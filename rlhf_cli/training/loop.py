@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Training
-from rlhf_cli.data.batches import Budget
-from rlhf_cli.data.prefetch import ahead
+from rlhf_cli.data.batches import Budget, ahead
 from rlhf_cli.data.splits import Drawn, HeldOutRows
 from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.recap import findings_of

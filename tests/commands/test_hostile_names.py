@@ -18,9 +18,9 @@ from pydantic import BaseModel, TypeAdapter
 from typer.testing import CliRunner, Result
 
 from rlhf_cli.cli import app
-from rlhf_cli.config.annotations import alternatives
 from rlhf_cli.config.by_stage import CONFIGS, load_stage_config
 from rlhf_cli.config.data import DataSource
+from rlhf_cli.config.explain import alternatives
 from rlhf_cli.console import Console
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.printing import printable, say

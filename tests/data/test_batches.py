@@ -7,8 +7,7 @@ import threading
 import pytest
 import torch
 
-from rlhf_cli.data.batches import chunks, stream
-from rlhf_cli.data.prefetch import ahead
+from rlhf_cli.data.batches import ahead, chunks, stream
 from rlhf_cli.errors import DataError
 
 

@@ -19,8 +19,8 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticUndefined
 
 from rlhf_cli.cli import app
-from rlhf_cli.config.annotations import alternatives, fields_of, options_of
 from rlhf_cli.config.by_stage import CONFIGS
+from rlhf_cli.config.explain import alternatives, fields_of, options_of
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.health.iterations import STOPS
 from rlhf_cli.health.running import WARNINGS
