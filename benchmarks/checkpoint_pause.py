@@ -24,8 +24,8 @@ from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.environment import set_up_process
-from rlhf_cli.training.checkpoint import CheckpointStore, Weights
-from rlhf_cli.training.checkpoint_files import list_checkpoints
+from rlhf_cli.run.checkpoint import CheckpointStore, Weights
+from rlhf_cli.run.checkpoint_files import list_checkpoints
 from rlhf_cli.training.optimizer import Stepper, build_stepper
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -33,7 +33,7 @@ from rlhf_cli.config.sft_rm import RMConfig, SFTConfig  # noqa: E402
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare  # noqa: E402
 from rlhf_cli.rollout.distribution import Sampling  # noqa: E402
 from rlhf_cli.rollout.sampling import draw_uniforms, sample, stop_ids  # noqa: E402
-from rlhf_cli.training.stage_run import StageRun  # noqa: E402
+from rlhf_cli.run.stage_run import StageRun  # noqa: E402
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ IMPORTS = "import torch, transformers; from transformers import AutoModelForCaus
 # The loop of every stage starts with this call.
 UNTIL_FIRST_STEP = """
 import os, sys
-from rlhf_cli.training.progress import Display
+from rlhf_cli.report.progress import Display
 Display.begin = lambda *_: os._exit(0)
 from rlhf_cli.cli import main
 main()

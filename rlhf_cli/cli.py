@@ -285,7 +285,7 @@ def _one_file(file: Path | None, config: Path | None) -> Path:
 
 def _stage(stage: str, config: Path, overrides: list[str] | None, restart: bool, quiet: bool, nproc: int) -> None:
     def work() -> None:
-        from rlhf_cli.training.launch import load_stage, run_stage
+        from rlhf_cli.run.launch import load_stage, run_stage
 
         load = functools.partial(load_stage, stage)
         run_stage(stage, load, config, overrides or [], restart=restart, quiet=quiet, num_processes=nproc)

@@ -86,9 +86,9 @@ from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import RolloutBatch, collect
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.scoring import TokenScores, response_values, score_tokens
+from rlhf_cli.run import launch
+from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.tensor_ops import totals
-from rlhf_cli.training import launch
-from rlhf_cli.training.stage_run import StageRun
 
 
 def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> None:

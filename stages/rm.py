@@ -36,7 +36,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.names import RewardModelLoss
 from rlhf_cli.algorithms.reward_model import pairwise_loss, pointwise_loss, ranking_pairs
-from rlhf_cli.artifacts import model_directory
 from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.data.answers import (
     AnswerEncoder,
@@ -84,14 +83,15 @@ from rlhf_cli.plan.adapters import require_adapters
 from rlhf_cli.plan.loaded import microbatch_tokens
 from rlhf_cli.processes.distributed import World, require_rows_for_all
 from rlhf_cli.processes.pass_loop import GradientSum
+from rlhf_cli.report.progress import Display
 from rlhf_cli.rewards.models import sequence_scores
+from rlhf_cli.run import launch
+from rlhf_cli.run.artifacts import model_directory
+from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.tensor_ops import totals
-from rlhf_cli.training import launch
 from rlhf_cli.training.best import Best, require_held_out
 from rlhf_cli.training.loop import Loop
-from rlhf_cli.training.progress import Display
 from rlhf_cli.training.speed import Speed
-from rlhf_cli.training.stage_run import StageRun
 
 OF_PAIRS = ("loss/rm", "rm/accuracy", "eval/accuracy", "rm/margin", "speed/step_tokens_per_s")
 SHOWN: dict[RewardModelLoss, tuple[str, ...]] = {

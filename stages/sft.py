@@ -32,7 +32,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.language_model import lm_loss
-from rlhf_cli.artifacts import model_directory
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.batches import Budget, deal, stream
 from rlhf_cli.data.encode import Example, require_eos
@@ -62,14 +61,15 @@ from rlhf_cli.plan.adapters import require_adapters
 from rlhf_cli.plan.loaded import microbatch_tokens
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.pass_loop import GradientSum
+from rlhf_cli.report.progress import Display
 from rlhf_cli.rollout.questions import answer, first_questions
+from rlhf_cli.run import launch
+from rlhf_cli.run.artifacts import model_directory
+from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.tensor_ops import totals
-from rlhf_cli.training import launch
 from rlhf_cli.training.best import Best, require_held_out
 from rlhf_cli.training.loop import Loop
-from rlhf_cli.training.progress import Display
 from rlhf_cli.training.speed import Speed
-from rlhf_cli.training.stage_run import StageRun
 
 SHOWN = ("loss/sft", "eval/loss", "sft/grad_norm", "sft/learning_rate", "speed/step_tokens_per_s")
 """The figures beside the progress, the most important first."""

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from rlhf_cli.artifacts import model_directory
 from rlhf_cli.commands.data_count import Check, encoder_of, in_tokens, in_words
 from rlhf_cli.commands.data_report import figures, new_console, print_bad_rows, print_figures
 from rlhf_cli.commands.options import (
@@ -38,6 +37,7 @@ from rlhf_cli.data.encode import Limits
 from rlhf_cli.data.views import StageRows, ppo_rows, probe_rows, ptx_rows, rm_purpose, rm_rows, sft_rows
 from rlhf_cli.errors import ConfigError, DataError, RunError
 from rlhf_cli.printing import say
+from rlhf_cli.run.artifacts import model_directory
 
 # ----------------------------------------------------------------------------------------- which rows to read
 

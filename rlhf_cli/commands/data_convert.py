@@ -31,7 +31,7 @@ from rlhf_cli.data.report import Report
 from rlhf_cli.data.rows import Row
 from rlhf_cli.data.views import Seen, StageRows, demonstrations_of, see, seen_rows
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
-from rlhf_cli.training.progress import Display
+from rlhf_cli.report.progress import Display
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
 RANKS = ("ranking", "scored", "ultrafeedback")

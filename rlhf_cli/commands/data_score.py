@@ -31,8 +31,8 @@ from rlhf_cli.commands.output import (
 )
 from rlhf_cli.commands.writer import MaxNewTokens, Temperature, WriterOptions, fill, read_template
 from rlhf_cli.errors import ConfigError, DataError
+from rlhf_cli.report.progress import Display
 from rlhf_cli.rollout.requests import Failure, Request, Writer
-from rlhf_cli.training.progress import Display
 
 if TYPE_CHECKING:
     from rlhf_cli.data.records import Record

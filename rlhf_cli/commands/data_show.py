@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from rlhf_cli.artifacts import model_directory
 from rlhf_cli.commands.data_check import parts_of
 from rlhf_cli.commands.data_report import has_unicode, new_console
 from rlhf_cli.commands.options import ConfigOrNone, Format, ForOrNone, Keys, SourceOrConfigSet, SourceOrNone, Tokenizer
@@ -35,6 +34,7 @@ from rlhf_cli.data.sources import read_rows
 from rlhf_cli.data.views import Seen, StageRows, demonstrations_of, see
 from rlhf_cli.errors import DataError
 from rlhf_cli.printing import printable
+from rlhf_cli.run.artifacts import model_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

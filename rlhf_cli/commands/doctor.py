@@ -23,15 +23,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.text import Text
 
-from rlhf_cli.artifacts import (
-    MANIFEST,
-    Manifest,
-    model_directory,
-    partial_directory,
-    read_manifest,
-    set_aside_directory,
-    stage_directory,
-)
 from rlhf_cli.commands.status import runs_in
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.ppo import PPOConfig
@@ -41,9 +32,18 @@ from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.files import digest_file
 from rlhf_cli.printing import printable, size
 from rlhf_cli.program import install_extra
-from rlhf_cli.training.checkpoint_files import checkpoints_directory, damage_of, list_checkpoints
-from rlhf_cli.training.identity import what_changed
-from rlhf_cli.training.lock import lock_path, owner_of
+from rlhf_cli.run.artifacts import (
+    MANIFEST,
+    Manifest,
+    model_directory,
+    partial_directory,
+    read_manifest,
+    set_aside_directory,
+    stage_directory,
+)
+from rlhf_cli.run.checkpoint_files import checkpoints_directory, damage_of, list_checkpoints
+from rlhf_cli.run.identity import what_changed
+from rlhf_cli.run.lock import lock_path, owner_of
 
 if TYPE_CHECKING:
     import torch

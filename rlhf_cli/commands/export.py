@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rlhf_cli.artifacts import MANIFEST, model_directory, new_folder, require_new, stage_directory
 from rlhf_cli.commands.options import Device, Quiet, StageOfRun
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.files import digest_file
+from rlhf_cli.report.progress import Display
+from rlhf_cli.run.artifacts import MANIFEST, model_directory, new_folder, require_new, stage_directory
 from rlhf_cli.trained.locate import StageModel, is_model, locate
-from rlhf_cli.training.progress import Display
 
 if TYPE_CHECKING:
     from rlhf_cli.evaluation.fidelity import Check, Comparison
@@ -205,7 +205,7 @@ def _dtype(source: Source, options: Options) -> tuple[Dtype, str]:
         return "float32", ""  # llama.cpp rounds once
     if source.located is not None:
         from rlhf_cli.config.by_stage import load_stage_config
-        from rlhf_cli.training.model_card import base_model
+        from rlhf_cli.run.model_card import base_model
 
         root, stage = source.located.root, source.located.stage
         file = stage_directory(root, stage) / "config.yaml"
@@ -293,7 +293,7 @@ def _facts(
 ) -> dict[str, Any]:
     """The content of export.json."""
     from rlhf_cli.evaluation.figures import as_json
-    from rlhf_cli.training.model_card import library_versions
+    from rlhf_cli.run.model_card import library_versions
 
     written_as = {"safetensors": "", "adapter": "adapters", "gguf": "GGUF "}[options.format]
     if options.format != "adapter":

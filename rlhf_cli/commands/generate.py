@@ -43,7 +43,7 @@ from rlhf_cli.commands.output import (
 )
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.processes.launcher import is_first_worker, is_worker, run_again
-from rlhf_cli.training.progress import Display
+from rlhf_cli.report.progress import Display
 
 if TYPE_CHECKING:
     import torch

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from rlhf_cli.artifacts import is_adapter, model_directory, new_folder, require_new
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.printing import say
+from rlhf_cli.run.artifacts import is_adapter, model_directory, new_folder, require_new
 
 
 def merge(

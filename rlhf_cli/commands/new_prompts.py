@@ -11,8 +11,8 @@ from rlhf_cli.commands.output import Dropped, Output
 from rlhf_cli.commands.writer import WriterOptions, fill
 from rlhf_cli.data.words import words
 from rlhf_cli.errors import DataError, RunError
+from rlhf_cli.report.progress import Display
 from rlhf_cli.rollout.requests import Failure, Request
-from rlhf_cli.training.progress import Display
 
 if TYPE_CHECKING:
     from rlhf_cli.data.records import Record

@@ -24,15 +24,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
-from rlhf_cli.artifacts import differences, fingerprint
 from rlhf_cli.commands.options import OnBadRow
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data_files import find_files
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
 from rlhf_cli.files import digest_file, read_text
+from rlhf_cli.report.progress import Display
 from rlhf_cli.rollout.requests import Failure
-from rlhf_cli.training.checkpoint_files import write_text
-from rlhf_cli.training.progress import Display
+from rlhf_cli.run.artifacts import differences, fingerprint
+from rlhf_cli.run.checkpoint_files import write_text
 
 if TYPE_CHECKING:
     from rlhf_cli.data.formats import Purpose

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from rlhf_cli.artifacts import read_manifest, stage_directory
 from rlhf_cli.commands.options import NumProcesses, Quiet
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.ppo import PPOConfig
@@ -20,9 +19,10 @@ from rlhf_cli.errors import ConfigError
 from rlhf_cli.program import command, set_options
 from rlhf_cli.report import library
 from rlhf_cli.report.page import write_report
-from rlhf_cli.training.identity import require_files
-from rlhf_cli.training.launch import Run, explained, load_stage, run_stage
-from rlhf_cli.training.progress import Display
+from rlhf_cli.report.progress import Display
+from rlhf_cli.run.artifacts import read_manifest, stage_directory
+from rlhf_cli.run.identity import require_files
+from rlhf_cli.run.launch import Run, explained, load_stage, run_stage
 
 
 def pipeline(

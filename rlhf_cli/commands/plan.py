@@ -15,7 +15,7 @@ import typer
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.printing import say
 from rlhf_cli.program import set_options
-from rlhf_cli.training.progress import epochs
+from rlhf_cli.report.progress import epochs
 
 if TYPE_CHECKING:
     from rlhf_cli.plan.length import Length

@@ -15,7 +15,6 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf_cli.artifacts import is_adapter, require_intact, stage_directory
 from rlhf_cli.commands.options import StageOfRun
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.errors import ArtifactError, ConfigError, RunError
@@ -23,6 +22,7 @@ from rlhf_cli.files import read_text
 from rlhf_cli.hub import is_local, is_offline
 from rlhf_cli.printing import say, size
 from rlhf_cli.program import command
+from rlhf_cli.run.artifacts import is_adapter, require_intact, stage_directory
 from rlhf_cli.trained.locate import StageModel, is_model, locate
 
 CARD = "README.md"
@@ -148,7 +148,7 @@ def collect(directory: str, stage: str | None) -> Upload:
 
 def _is_from_scratch(located: StageModel) -> bool:
     """Whether the run of a model started from random weights."""
-    from rlhf_cli.training.model_card import base_model
+    from rlhf_cli.run.model_card import base_model
 
     file = stage_directory(located.root, located.stage) / "config.yaml"
     config: Any = load_stage_config(located.stage, file, [f"artifacts={located.root}"])

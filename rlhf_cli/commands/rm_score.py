@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_cli.artifacts import model_directory, read_manifest_or_none, reward_model_stage
 from rlhf_cli.commands.options import (
     Device,
     Label,
@@ -43,7 +42,8 @@ from rlhf_cli.commands.rm_serve import RewardModelOptions, as_reward
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.console import Console
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
-from rlhf_cli.training.progress import Display
+from rlhf_cli.report.progress import Display
+from rlhf_cli.run.artifacts import model_directory, read_manifest_or_none, reward_model_stage
 
 if TYPE_CHECKING:
     from rlhf_cli.data.records import Record

@@ -22,12 +22,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from rlhf_cli.artifacts import reward_model_stage
 from rlhf_cli.commands.options import Device, Host, Label, Probability, Raw, RewardTemplate, TokenEnv
 from rlhf_cli.commands.serving import JSONLine, Refused, Server, bind, required_token
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.errors import ConfigError, RewardError
 from rlhf_cli.printing import say
+from rlhf_cli.run.artifacts import reward_model_stage
 
 if TYPE_CHECKING:
     import socket

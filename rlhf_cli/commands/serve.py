@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rlhf_cli.artifacts import is_adapter
 from rlhf_cli.commands.options import Device, Host, Quantized, StageOfRun, TokenEnv
 from rlhf_cli.commands.serving import TOKEN_VARIABLE, RequireToken, bind, required_token
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.printing import say
 from rlhf_cli.program import command, install_extra
+from rlhf_cli.run.artifacts import is_adapter
 from rlhf_cli.trained.locate import StageModel, locate
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 
-from rlhf_cli.artifacts import damage_of_models, differences, read_manifest_or_none, stage_directory
 from rlhf_cli.commands.options import Quiet
 from rlhf_cli.commands.pipeline import overrides_for, pipeline, require_lora
 from rlhf_cli.config.by_stage import CONFIGS, load_stage_config
@@ -21,10 +20,11 @@ from rlhf_cli.config.sweep import Member, load_sweep, members_of
 from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted, RunError, UserError
 from rlhf_cli.printing import say
 from rlhf_cli.program import command
-from rlhf_cli.training.checkpoint_files import last_step, unfinished_identity
-from rlhf_cli.training.identity import identity, require_files
-from rlhf_cli.training.launch import explained
-from rlhf_cli.training.progress import Display
+from rlhf_cli.report.progress import Display
+from rlhf_cli.run.artifacts import damage_of_models, differences, read_manifest_or_none, stage_directory
+from rlhf_cli.run.checkpoint_files import last_step, unfinished_identity
+from rlhf_cli.run.identity import identity, require_files
+from rlhf_cli.run.launch import explained
 
 FIGURES = {"score": "ppo/score_mean", "gold": "ppo/gold", "KL": "ppo/kl"}
 """Columns of the last table, and the final metrics that they show."""

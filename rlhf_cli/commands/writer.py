@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf_cli.artifacts import fingerprint, model_directory
 from rlhf_cli.commands.options import Device, Seed, TopP
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.files import read_text
 from rlhf_cli.rollout.requests import Drawing, Writer
+from rlhf_cli.run.artifacts import fingerprint, model_directory
 
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token.")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Maximum tokens of an answer.")]

@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.reward_bench import Answers, best_is_right, ties_scores
-from rlhf_cli.artifacts import fingerprint, read_manifest_or_none, stage_directory
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.answers import AnswerEncoder, answer_encoder
 from rlhf_cli.data.encode import Limits, Skipped, is_chat
@@ -30,6 +29,7 @@ from rlhf_cli.evaluation.figures import rate_figure
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.report.figure import Figure, Figures
 from rlhf_cli.rewards.texts import cut_all, length_limit
+from rlhf_cli.run.artifacts import fingerprint, read_manifest_or_none, stage_directory
 from rlhf_cli.trained.run import Run
 
 TIES = "ties"

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from rlhf_cli.algorithms.bootstrap import bootstrap_interval
 from rlhf_cli.algorithms.comparison import bradley_terry, wins
-from rlhf_cli.artifacts import Manifest, read_manifest, stage_directory
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.evaluation.figures import difference_figure, mean_figure, rate_figure, share_figure
 from rlhf_cli.report.figure import Figure
+from rlhf_cli.report.progress import Display
 from rlhf_cli.report.read import evaluation_of, meaning_of, names_of, short_names
 from rlhf_cli.report.tables import config_differences
-from rlhf_cli.training.progress import Display
+from rlhf_cli.run.artifacts import Manifest, read_manifest, stage_directory
 
 SHOWN = ("score", "gold", "kl", "length")
 """Numbers of a reply that are compared, where all runs have them."""

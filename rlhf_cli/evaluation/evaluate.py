@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_cli.artifacts import MANIFEST, model_directory, stage_directory
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.splits import Drawn
@@ -26,8 +25,9 @@ from rlhf_cli.evaluation.yardstick import along_the_run, best_of_n_report
 from rlhf_cli.files import digest_file
 from rlhf_cli.processes.distributed import start
 from rlhf_cli.report.figure import Figure, Figures
+from rlhf_cli.report.progress import Display
+from rlhf_cli.run.artifacts import MANIFEST, model_directory, stage_directory
 from rlhf_cli.trained.run import Run, open_run
-from rlhf_cli.training.progress import Display
 
 FOLDER = "eval"
 """The folder of the run's directory that evaluations are written to."""

@@ -13,7 +13,7 @@ from rlhf_cli.algorithms.bootstrap import bootstrap_interval
 from rlhf_cli.algorithms.comparison import length_controlled_interval, length_controlled_win_rate
 from rlhf_cli.algorithms.statistics import correlation, newcombe_interval, wilson_interval
 from rlhf_cli.report.figure import Figure, Figures, cells, readable
-from rlhf_cli.training.progress import Display
+from rlhf_cli.report.progress import Display
 
 NO_INTERVAL = (math.nan, math.nan)
 MOST_ORDERED = 2000

@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_cli.artifacts import MANIFEST, model_directory, stage_directory
 from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.data.answers import AnswerEncoder, RankedIds, ScoredIds
 from rlhf_cli.data.batches import Budget
@@ -44,8 +43,9 @@ from rlhf_cli.rewards.texts import closed, cut_all, encode_texts, length_limit
 from rlhf_cli.rollout.rollout import gather_responses
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.speaker import Speaker
-from rlhf_cli.training.checkpoint_files import write_text
-from rlhf_cli.training.stage_run import StageRun
+from rlhf_cli.run.artifacts import MANIFEST, model_directory, stage_directory
+from rlhf_cli.run.checkpoint_files import write_text
+from rlhf_cli.run.stage_run import StageRun
 
 SMALLEST_STD = 1e-6
 """A standard deviation below this would blow scores up to noise."""

@@ -29,10 +29,10 @@ from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.report.figure import Figure, Figures
+from rlhf_cli.report.progress import Display
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.speaker import Speaker
 from rlhf_cli.trained.run import Run
-from rlhf_cli.training.progress import Display
 
 SAMPLED_ROWS = 128
 """Held-out prompts that the policies answer for the distributions of scores."""

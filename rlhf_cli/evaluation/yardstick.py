@@ -14,12 +14,12 @@ from rlhf_cli.algorithms.best_of_n import best_of_n, best_of_n_kl, best_of_n_kl_
 from rlhf_cli.algorithms.bootstrap import bootstrap_interval
 from rlhf_cli.algorithms.overoptimization import fit_gold_curve
 from rlhf_cli.algorithms.tilt import exponential_tilt, tilt_beta
-from rlhf_cli.artifacts import stage_directory
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.evaluation.figures import Sentences, as_json, bootstrapped, mean_figure, show
 from rlhf_cli.evaluation.replies import Arena, Replies
 from rlhf_cli.report.figure import Figure, Figures
 from rlhf_cli.report.read import evaluations_of
+from rlhf_cli.run.artifacts import stage_directory
 from rlhf_cli.trained.run import Run
 
 MOST_SHOWN = 10

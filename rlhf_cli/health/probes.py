@@ -16,7 +16,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.algorithms.statistics import pearson, wilson_interval
-from rlhf_cli.artifacts import model_directory
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.answers import RankedIds, RankingEncoder, answer_encoder
 from rlhf_cli.data.encode import Example, encode_prompts, prompt_text
@@ -35,6 +34,7 @@ from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer,
 from rlhf_cli.processes.distributed import World, start
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.functions import call, load_function, named_numbers
+from rlhf_cli.run.artifacts import model_directory
 from rlhf_cli.trained.run import Run, open_run
 
 ROWS = 200

@@ -27,13 +27,13 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from rlhf_cli.artifacts import ADAPTER_CONFIG, is_adapter
 from rlhf_cli.config.models import Quantization
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import digest_once, read_text, stored_dtype
 from rlhf_cli.models.adapters import head_names, import_peft, inject, lora_of
 from rlhf_cli.models.deferred import place_of, take
 from rlhf_cli.processes.sharding import is_first_process, is_sharded, plain_class, whole
+from rlhf_cli.run.artifacts import ADAPTER_CONFIG, is_adapter
 
 WEIGHTS, MODEL_CONFIG, BASE_MODEL = "adapter_model.safetensors", "model_config.json", "base_model.json"
 """Files of an adapter's directory, beside ADAPTER_CONFIG."""

@@ -12,11 +12,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file, find_adapter_config_file
 
-from rlhf_cli.artifacts import is_adapter, require_intact
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import largest_dimension
 from rlhf_cli.hub import is_local, require_hub_model
 from rlhf_cli.models.deferred import place_of
+from rlhf_cli.run.artifacts import is_adapter, require_intact
 
 MOST_LAYERS = 10_000
 """Limit for the number of layers or experts in a config.json; no real model has as many."""

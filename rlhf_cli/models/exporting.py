@@ -22,7 +22,6 @@ from transformers import (
     TorchAoConfig,
 )
 
-from rlhf_cli.artifacts import ADAPTER_CONFIG, is_adapter, model_directory
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models.adapter_files import WEIGHTS, copy_adapter, read_adapter
 from rlhf_cli.models.adapters import head_names, merge_in_place
@@ -41,6 +40,7 @@ from rlhf_cli.models.load import (
 from rlhf_cli.models.save import head_layers, save
 from rlhf_cli.models.seq2seq import is_seq2seq, is_seq2seq_config
 from rlhf_cli.program import install_extra
+from rlhf_cli.run.artifacts import ADAPTER_CONFIG, is_adapter, model_directory
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 INT4_GROUP = 128

@@ -30,7 +30,6 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging
 
-from rlhf_cli.artifacts import is_adapter
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.kernels.linear import use_fast_linear
 from rlhf_cli.kernels.norm import use_fast_norm
@@ -56,6 +55,7 @@ from rlhf_cli.models.forward import choose_attention, vocabulary_rows
 from rlhf_cli.models.heads import offer_classifier, reads_last_token, require_scores_without_padding, scalar_heads
 from rlhf_cli.models.quantized import quantize, round_when_read
 from rlhf_cli.models.seq2seq import check_tokens, is_seq2seq_config, value_class
+from rlhf_cli.run.artifacts import is_adapter
 from rlhf_cli.seeding import seeded
 
 FACTS = ("score_mean", "score_std", "target_mean", "target_std")

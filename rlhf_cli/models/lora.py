@@ -7,7 +7,6 @@ from typing import NoReturn
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from rlhf_cli.artifacts import is_adapter
 from rlhf_cli.config.models import Lora
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ConfigError
@@ -18,6 +17,7 @@ from rlhf_cli.models.frozen import hold_base, is_held
 from rlhf_cli.models.quantized import quantize, quantized_layers
 from rlhf_cli.models.shard import shards
 from rlhf_cli.program import command
+from rlhf_cli.run.artifacts import is_adapter
 
 
 def prepare_base(model: PreTrainedModel, lora: Lora | None, key: str, config: Stage, device: torch.device) -> None:

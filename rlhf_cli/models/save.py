@@ -19,7 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from rlhf_cli.artifacts import is_adapter, model_directory
 from rlhf_cli.config.models import Lora
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
@@ -31,6 +30,7 @@ from rlhf_cli.models.forward import PRECISIONS
 from rlhf_cli.models.heads import scalar_heads, value_model_like
 from rlhf_cli.models.quantized import quantized_shape
 from rlhf_cli.processes.sharding import is_first_process, is_sharded, plain_class, whole
+from rlhf_cli.run.artifacts import is_adapter, model_directory
 from rlhf_cli.tensor_ops import num_weights
 
 LARGEST_FILE = 2_000_000_000

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from rlhf_cli.artifacts import model_directory
 from rlhf_cli.config.models import Lora
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import ModelReward
@@ -24,6 +23,7 @@ from rlhf_cli.models.lora import refuse_adapter_as_base, require_loadable
 from rlhf_cli.models.quantized import require_quantizable
 from rlhf_cli.plan.shapes import built
 from rlhf_cli.plan.sources import Source, Sources, from_path
+from rlhf_cli.run.artifacts import model_directory
 
 
 def require_adapters(config: Stage, stages: Mapping[str, Stage] | None = None, *, here: bool = True) -> None:

@@ -13,7 +13,6 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.artifacts import model_directory, partial_directory, stage_directory
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
@@ -29,6 +28,7 @@ from rlhf_cli.data_files import find_files
 from rlhf_cli.errors import DataError, UserError
 from rlhf_cli.metrics import parsed
 from rlhf_cli.models.load import load_tokenizer
+from rlhf_cli.run.artifacts import model_directory, partial_directory, stage_directory
 
 PUBLISHED = {
     "Anthropic/hh-rlhf": 160_800,

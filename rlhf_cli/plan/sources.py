@@ -8,7 +8,6 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from rlhf_cli.artifacts import is_adapter, model_directory
 from rlhf_cli.config.models import Lora, Model, ScratchModel, TrainedModel
 from rlhf_cli.config.ppo import PPOConfig, ValueModel
 from rlhf_cli.config.rewards import ModelReward
@@ -20,6 +19,7 @@ from rlhf_cli.models.adapter_files import read_adapter
 from rlhf_cli.models.check import reason_of
 from rlhf_cli.plan.memory import Held, Kept, Setting
 from rlhf_cli.plan.shapes import Shape, shape_of
+from rlhf_cli.run.artifacts import is_adapter, model_directory
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.ppo.update import TENSORS, KLCoefs, Recent, UpdateBatch, from_all_processes, select
 from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rollout.distribution import Response
-from rlhf_cli.training.checkpoint import State, Stateful, Weights
+from rlhf_cli.run.checkpoint import State, Stateful, Weights
 
 
 class Carried:

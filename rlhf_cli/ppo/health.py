@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from rlhf_cli.algorithms.statistics import word_shares
-from rlhf_cli.artifacts import read_manifest_or_none
 from rlhf_cli.config.rewards import ModelReward, reward_names
 from rlhf_cli.health.history import GAP_TOLERANCE, RATIO_TOLERANCE
 from rlhf_cli.health.running import Health
@@ -17,6 +16,7 @@ from rlhf_cli.models.forward import compute_dtype
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.ppo.update import UpdateBatch
 from rlhf_cli.processes.distributed import gather_texts
+from rlhf_cli.run.artifacts import read_manifest_or_none
 from rlhf_cli.training.zero_gradient import no_gradient
 
 TINY = 1e-6

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_cli.artifacts import model_directory
 from rlhf_cli.config.ppo import PPOConfig, PPOModelName
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.data.batches import Budget, stream
@@ -41,6 +40,7 @@ from rlhf_cli.ppo.value_model import ValueStart, choose_value_model
 from rlhf_cli.processes.distributed import World, require_rows_for_all
 from rlhf_cli.processes.pass_loop import GradientSum
 from rlhf_cli.processes.sharding import is_sharded, whole
+from rlhf_cli.report.progress import epochs
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.models import RewardModel
 from rlhf_cli.rewards.sources import check_rows, load_rewards
@@ -49,10 +49,10 @@ from rlhf_cli.rollout.engine import SyncedEngine, load_engine, require_engine
 from rlhf_cli.rollout.offload import Offload
 from rlhf_cli.rollout.sampling import generation_settings, sampling_of
 from rlhf_cli.rollout.scoring import Models
+from rlhf_cli.run.artifacts import model_directory
+from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.training.ema import WeightAverage
 from rlhf_cli.training.optimizer import Stepper, build_stepper, float32_moments, warmup_warning
-from rlhf_cli.training.progress import epochs
-from rlhf_cli.training.stage_run import StageRun
 
 
 @dataclass(frozen=True)

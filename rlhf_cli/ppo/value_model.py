@@ -9,7 +9,6 @@ from typing import assert_never
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_cli.artifacts import model_directory
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.errors import ConfigError
@@ -24,6 +23,7 @@ from rlhf_cli.models.shard import shards, to_shard
 from rlhf_cli.models.shared import Backbone, has_adapters_of
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.models import RewardModel
+from rlhf_cli.run.artifacts import model_directory
 
 SHARES = "the value model shares the policy's frozen weights"
 OWN_WEIGHTS = (

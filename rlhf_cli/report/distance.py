@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from rlhf_cli.artifacts import flat
 from rlhf_cli.report.chart import GRAY, HELD_OUT_COLOR, SCHEMA, Chart, by_name, layer, number, tip
 from rlhf_cli.report.read import RunData, meaning_of
+from rlhf_cli.run.artifacts import flat
 
 SECTION = "distance"
 KEYS = {"gold": "gold", "score": "score_mean"}

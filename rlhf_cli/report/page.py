@@ -11,7 +11,6 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_cli.artifacts import repeat_commands
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.health.recap import unit_of
 from rlhf_cli.report import library
@@ -22,7 +21,8 @@ from rlhf_cli.report.distance import SECTION, distance_charts, frontier_charts
 from rlhf_cli.report.read import RunData, read_runs
 from rlhf_cli.report.tables import TITLES, side_by_side, tables_of
 from rlhf_cli.report.verdict import headline, verdict
-from rlhf_cli.training.checkpoint_files import state_of, unfinished_stages
+from rlhf_cli.run.artifacts import repeat_commands
+from rlhf_cli.run.checkpoint_files import state_of, unfinished_stages
 
 if TYPE_CHECKING:
     import jinja2

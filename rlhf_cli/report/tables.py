@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_cli.artifacts import Manifest, flat
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.report.figure import Figure, cells, readable
 from rlhf_cli.report.read import RunData, StageData
+from rlhf_cli.run.artifacts import Manifest, flat
 
 TITLES = {"sft": "SFT", "rm": "Reward model", "ppo": "PPO"}
 INTERVAL = {"value": "", "low": "_low95", "high": "_high95"}

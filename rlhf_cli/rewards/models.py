@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_cli.artifacts import model_directory
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.data.batches import Budget, in_order
@@ -30,6 +29,7 @@ from rlhf_cli.processes.pass_loop import over_pieces
 from rlhf_cli.processes.sharding import device_of, gathered
 from rlhf_cli.rewards.base import RewardSource, Samples, shown
 from rlhf_cli.rewards.texts import closed, cut_all, encode_whole, length_limit, trained_limit, written
+from rlhf_cli.run.artifacts import model_directory
 
 AT_A_TIME = Budget(CPU_TOKENS)
 

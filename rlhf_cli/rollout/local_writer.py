@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from rlhf_cli.artifacts import model_directory
 from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.data.encode import require_eos
 from rlhf_cli.data.records import Prompt, transcript
@@ -15,6 +14,7 @@ from rlhf_cli.processes.distributed import start
 from rlhf_cli.rollout.prompt_form import PromptForm
 from rlhf_cli.rollout.requests import Drawing, Failure, Request, Written
 from rlhf_cli.rollout.speaker import PromptRefused, Speaker
+from rlhf_cli.run.artifacts import model_directory
 from rlhf_cli.seeding import generator
 
 

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.encode import before_answer, prompt_text
 from rlhf_cli.data.records import Demonstration
+from rlhf_cli.report.progress import Display
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.speaker import Speaker
-from rlhf_cli.training.progress import Display
-from rlhf_cli.training.stage_run import StageRun
+from rlhf_cli.run.stage_run import StageRun
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_cli.artifacts import ADAPTER_CONFIG, read_manifest, stage_directory
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.program import command
+from rlhf_cli.run.artifacts import ADAPTER_CONFIG, read_manifest, stage_directory
 
 MODEL = "model"
 

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_cli.artifacts import fingerprint, model_directory, reward_model_stage, stage_directory
 from rlhf_cli.config.ppo import PPOConfig, Rollout
 from rlhf_cli.config.rewards import ModelReward, Reward
 from rlhf_cli.config.sft_rm import SFTConfig
@@ -28,6 +27,7 @@ from rlhf_cli.rewards.models import load_reward_source
 from rlhf_cli.rewards.sources import load_rewards
 from rlhf_cli.rollout.prompt_form import PromptForm, logged_prompts, prompt_form
 from rlhf_cli.rollout.speaker import Speaker
+from rlhf_cli.run.artifacts import fingerprint, model_directory, reward_model_stage, stage_directory
 from rlhf_cli.trained.locate import MODEL, StageModel, locate
 from rlhf_cli.trained.run import Run, open_run
 

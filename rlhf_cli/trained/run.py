@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_cli.artifacts import read_manifest, stage_directory
 from rlhf_cli.config.base import Section
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.ppo import PPOConfig
@@ -26,7 +25,8 @@ from rlhf_cli.models.forward import is_packed, positions
 from rlhf_cli.models.frozen import frozen_policy
 from rlhf_cli.models.load import load_tokenizer, prepare
 from rlhf_cli.plan.loaded import forward_tokens
-from rlhf_cli.training.identity import working_directory
+from rlhf_cli.run.artifacts import read_manifest, stage_directory
+from rlhf_cli.run.identity import working_directory
 
 PATHS = {"path", "function", "gold"}
 """Keys whose values are files, folders, `file.py:function` or hub ids."""

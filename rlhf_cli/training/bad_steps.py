@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.training.checkpoint import State
+from rlhf_cli.run.checkpoint import State
 
 
 class BadSteps:

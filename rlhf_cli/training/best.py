@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.training.checkpoint import State
+from rlhf_cli.run.checkpoint import State
 
 
 class Best:

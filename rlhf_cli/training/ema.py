@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from rlhf_cli.processes.sharding import like, local
-from rlhf_cli.training.checkpoint import State
-from rlhf_cli.training.checkpoint_shards import restored
+from rlhf_cli.run.checkpoint import State
+from rlhf_cli.run.checkpoint_shards import restored
 
 
 def ema(average: torch.Tensor, value: torch.Tensor, *, decay: float) -> torch.Tensor:

@@ -19,12 +19,12 @@ from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.recap import findings_of
 from rlhf_cli.health.trends import MEMORISES, memorises
 from rlhf_cli.metrics import parsed
+from rlhf_cli.report.progress import epochs
+from rlhf_cli.run.checkpoint import Weights
+from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.tensor_ops import num_weights
 from rlhf_cli.training.best import Best
-from rlhf_cli.training.checkpoint import Weights
 from rlhf_cli.training.optimizer import build_stepper, float32_moments, warmup_warning
-from rlhf_cli.training.progress import epochs
-from rlhf_cli.training.stage_run import StageRun
 from rlhf_cli.training.zero_gradient import no_gradient
 
 MANY_EPOCHS = 10

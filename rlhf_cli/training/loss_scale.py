@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rlhf_cli.training.checkpoint import State, Stateful
+from rlhf_cli.run.checkpoint import State, Stateful
 
 SMALLEST = 1.0
 """An infinite gradient at this scale is not explained by the scale."""

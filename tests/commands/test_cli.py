@@ -271,7 +271,7 @@ def test_a_foreign_stages_package_is_refused(tmp_path: Path) -> None:
     (tmp_path / "stages" / "__init__.py").write_text("")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from rlhf_cli.training.launch import load_stage\n"
+        "from rlhf_cli.run.launch import load_stage\n"
         "from rlhf_cli.errors import ConfigError\n"
         "try:\n    load_stage('sft')\nexcept ConfigError as error:\n    print('REFUSED', error)\n"
     )

@@ -24,14 +24,14 @@ from rlhf_cli.config.explain import alternatives
 from rlhf_cli.console import Console
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.printing import printable, say
-from rlhf_cli.training.checkpoint_files import (
+from rlhf_cli.report.progress import Display
+from rlhf_cli.run.checkpoint_files import (
     checkpoints_directory,
     damage_of,
     last_step,
     list_checkpoints,
     new_checkpoint,
 )
-from rlhf_cli.training.progress import Display
 from support.paths import ROOT
 from support.projects import fails
 from support.tiny import write_jsonl
@@ -236,7 +236,7 @@ def test_numbers_of_the_wrong_type_are_a_damaged_checkpoint(
     numbers: Any, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The digests are right, so only the values can tell."""
-    from rlhf_cli.training.checkpoint import CheckpointStore
+    from rlhf_cli.run.checkpoint import CheckpointStore
 
     directory = checkpoints_directory(project / "run", "sft")
     directory.mkdir()
@@ -247,7 +247,7 @@ def test_numbers_of_the_wrong_type_are_a_damaged_checkpoint(
     assert damage_of(path) is None
     store = CheckpointStore(directory, keep=2, writes=True)
     monkeypatch.setattr(store, "parts", {"files": None} if isinstance(numbers, dict) else {})
-    from rlhf_cli.training.stage_files import StageFiles
+    from rlhf_cli.run.stage_files import StageFiles
 
     files = StageFiles(project / "run", writes=False)
     chosen, rejected = store.newest(lambda values: files.mismatch(values["files"]))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_cli import artifacts
 from rlhf_cli.commands import pipeline
 from rlhf_cli.commands import sweep as module
 from rlhf_cli.commands.sweep import over_seeds, sweep
@@ -17,7 +16,8 @@ from rlhf_cli.config.sweep import load_sweep, members_of
 from rlhf_cli.errors import ConfigError, Interrupted, RunError
 from rlhf_cli.report.distance import frontier_charts
 from rlhf_cli.report.read import read_run
-from rlhf_cli.training.identity import identity
+from rlhf_cli.run import artifacts
+from rlhf_cli.run.identity import identity
 
 
 class Stages:

@@ -38,8 +38,8 @@ from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import dump_config, load_config
 from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.errors import ConfigError, UserError
-from rlhf_cli.training.identity import identity, require_files, require_inputs
-from rlhf_cli.training.launch import explained
+from rlhf_cli.run.identity import identity, require_files, require_inputs
+from rlhf_cli.run.launch import explained
 from support.paths import ROOT, TESTS
 
 SECONDS = 10

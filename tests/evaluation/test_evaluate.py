@@ -49,8 +49,8 @@ from rlhf_cli.evaluation.yardstick import (
 )
 from rlhf_cli.models.load import load_reward_model, load_tokenizer
 from rlhf_cli.report.figure import Figure
+from rlhf_cli.report.progress import Display
 from rlhf_cli.trained.run import Run, _seen_from, open_run
-from rlhf_cli.training.progress import Display
 from support.formulas import close
 from support.servers import ChatServer, completion
 from support.tiny import write_jsonl

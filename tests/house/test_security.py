@@ -25,7 +25,6 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import is_env_variable_true, logging
 from typer.testing import CliRunner, Result
 
-from rlhf_cli.artifacts import digest_file
 from rlhf_cli.cli import app
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.data import DataSource
@@ -34,8 +33,9 @@ from rlhf_cli.config.stage import Stage
 from rlhf_cli.data.sources import read_rows
 from rlhf_cli.errors import ArtifactError, DataError, UserError
 from rlhf_cli.models import load
-from rlhf_cli.training.checkpoint_files import checkpoints_directory, damage_of, list_checkpoints, new_checkpoint
-from rlhf_cli.training.stage_run import StageRun
+from rlhf_cli.run.artifacts import digest_file
+from rlhf_cli.run.checkpoint_files import checkpoints_directory, damage_of, list_checkpoints, new_checkpoint
+from rlhf_cli.run.stage_run import StageRun
 from support import crash
 from support.paths import ROOT
 from support.projects import DEMONSTRATIONS, PREFERENCES, fails, write_project, write_rows

@@ -36,7 +36,7 @@ from rlhf_cli.models.frozen import hold_frozen
 from rlhf_cli.models.load import is_language_model, load_policy, load_reward_model, load_tokenizer, new_value_model
 from rlhf_cli.models.save import plain_weights, save
 from rlhf_cli.ppo.setup import load_setup
-from rlhf_cli.training.stage_run import StageRun
+from rlhf_cli.run.stage_run import StageRun
 from stages import rm, sft
 from support.compare import merged_copy
 from support.resume import stopping_after

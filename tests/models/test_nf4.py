@@ -22,8 +22,8 @@ from rlhf_cli.models.quantized import dequantize, quantize, quantized_layers
 from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model
 from rlhf_cli.ppo.setup import load_setup
+from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.tensor_ops import num_weights
-from rlhf_cli.training.stage_run import StageRun
 from support.compare import merged_copy, same_runs
 from support.gpu import DEVICES
 from support.resume import stopping_after

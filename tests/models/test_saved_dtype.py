@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from rlhf_cli.artifacts import read_manifest
 from rlhf_cli.cli import app
 from rlhf_cli.files import stored_dtype
 from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer
 from rlhf_cli.models.save import save
+from rlhf_cli.run.artifacts import read_manifest
 
 
 @pytest.fixture(scope="module")

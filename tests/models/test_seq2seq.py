@@ -38,7 +38,7 @@ from rlhf_cli.rewards.models import sequence_scores
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from rlhf_cli.rollout.scoring import Models, response_values, score_tokens
-from rlhf_cli.training.stage_run import StageRun
+from rlhf_cli.run.stage_run import StageRun
 from support.contrastive import ALPHA, CANDIDATES, LENGTH, contrastive_response
 from support.resume import stopping_after
 from support.tiny import CPU, SETTINGS, read_jsonl, write_jsonl

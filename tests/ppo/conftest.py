@@ -10,8 +10,8 @@ import pytest
 
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.ppo.setup import load_setup
+from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.training.optimizer import Stepper
-from rlhf_cli.training.stage_run import StageRun
 from stages import ppo as ppo_stage
 from support.setup import NO_TEST, config_of, weights_of
 from support.tiny import STOP, merged, read_jsonl

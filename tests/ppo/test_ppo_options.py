@@ -32,8 +32,8 @@ from rlhf_cli.ppo.scores import ask_rewards, measure_reference, texts_of
 from rlhf_cli.ppo.setup import kl_note, load_setup
 from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.training.optimizer import Stepper
-from rlhf_cli.training.stage_run import StageRun
 from stages import ppo as ppo_stage
 from support.compare import close
 from support.oracles import (

@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 
-from rlhf_cli.artifacts import read_manifest
+from rlhf_cli.run.artifacts import read_manifest
 from support.compare import same_runs
 from support.runs import run_forked
 from support.setup import learning

@@ -19,8 +19,8 @@ from rlhf_cli.ppo.held_out import _own_replies
 from rlhf_cli.ppo.report import log_samples
 from rlhf_cli.ppo.scores import measure_reference
 from rlhf_cli.processes.distributed import World
+from rlhf_cli.report.progress import Display
 from rlhf_cli.rewards.score import ScoreScale
-from rlhf_cli.training.progress import Display
 from stages import ppo as ppo_stage
 from support.setup import config_of, reward_calls
 from support.tiny import CPU, merged, read_jsonl

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from rlhf_cli.cli import app
 from rlhf_cli.metrics import Tail
 from rlhf_cli.report.watch import ASCII_BLOCKS, Watched, _screen, sparkline, watch
-from rlhf_cli.training.lock import Lock
+from rlhf_cli.run.lock import Lock
 
 
 def write(path, rows, mode="w"):

@@ -23,7 +23,7 @@ from rlhf_cli.http_client import JSONClient
 from rlhf_cli.processes.signals import StopRequests, stop_requested
 from rlhf_cli.rewards import endpoint
 from rlhf_cli.rewards.sources import check_rows, load_rewards, total_score
-from rlhf_cli.training.checkpoint_files import last_step
+from rlhf_cli.run.checkpoint_files import last_step
 from support.rewards import CPU, asks, batch, lengths, source_of
 
 # ------------------------------------------------------------------------------------------ endpoints

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_cli.errors import RewardError
 from rlhf_cli.metrics import OF_THE_MACHINE
-from rlhf_cli.training.checkpoint_files import last_step
+from rlhf_cli.run.checkpoint_files import last_step
 from support.paths import ROOT
 from support.tiny import read_jsonl
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rlhf_cli import artifacts
 from rlhf_cli.cli import app
 from rlhf_cli.data_files import SUFFIXES, data_fingerprint
 from rlhf_cli.program import program
+from rlhf_cli.run import artifacts
 from support.forked import Forked
 from support.paths import ROOT
 from support.projects import DEMONSTRATIONS, digests, fails, write_rows

@@ -29,10 +29,10 @@ from rlhf_cli.data.batches import stream
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model
-from rlhf_cli.training import checkpoint_files
+from rlhf_cli.run import checkpoint_files
+from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.training.bad_steps import BadSteps, append_new
 from rlhf_cli.training.optimizer import Stepper
-from rlhf_cli.training.stage_run import StageRun
 from support import crash
 from support.paths import ROOT
 from support.tiny import SETTINGS, merged, read_jsonl, write_jsonl

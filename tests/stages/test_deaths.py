@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 CODE = """
 import os, signal, torch
 from rlhf_cli.processes import ending, signs_of_life
-from rlhf_cli.training import launch
+from rlhf_cli.run import launch
 from stages import {stage}
 signs_of_life.EVERY_S, signs_of_life.PATIENCE_S, ending.PATIENCE_S, ending.KNOWN_S = 0.2, 3.0, 3.0, 0.5
 work, calls = {stage}.{work}, []

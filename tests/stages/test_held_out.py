@@ -10,7 +10,6 @@ import torch
 from torch.nn.functional import cross_entropy, linear
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_cli.artifacts import read_manifest
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.encode import encode_pairs
@@ -20,6 +19,7 @@ from rlhf_cli.models.load import load_policy, load_tokenizer
 from rlhf_cli.models.save import save
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from rlhf_cli.run.artifacts import read_manifest
 from stages import sft
 from support.tiny import STOP, read_jsonl, training_examples, write_jsonl
 

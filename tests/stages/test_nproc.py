@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cli.artifacts import read_manifest
 from rlhf_cli.processes.launcher import run_processes
-from rlhf_cli.training import checkpoint_files
+from rlhf_cli.run import checkpoint_files
+from rlhf_cli.run.artifacts import read_manifest
 from support.compare import same_weights
 from support.crash import wait_for
 from support.paths import ROOT
@@ -239,7 +239,7 @@ HUNGRY = """
 from rlhf_cli.environment import set_up_process
 set_up_process()  # as python -m stages.sft does
 import os, torch
-from rlhf_cli.training import launch
+from rlhf_cli.run import launch
 from stages import sft
 accumulate, calls = sft._accumulate, []
 def hungry(*given):

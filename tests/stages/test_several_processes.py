@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_cli.artifacts import read_manifest
+from rlhf_cli.run.artifacts import read_manifest
 from support.compare import same_runs
 from support.runs import run_forked
 from support.tiny import SETTINGS, STOP, merged

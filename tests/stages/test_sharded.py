@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_cli.artifacts import read_manifest
+from rlhf_cli.run.artifacts import read_manifest
 from support.compare import same_runs
 from support.runs import run_forked
 

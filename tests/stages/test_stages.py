@@ -19,7 +19,6 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from rlhf_cli.artifacts import digest_file, read_manifest
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.loader import load_config
@@ -34,6 +33,7 @@ from rlhf_cli.models.scratch import new_model
 from rlhf_cli.rewards.functions import load_function
 from rlhf_cli.rewards.models import score_sequences
 from rlhf_cli.rewards.texts import encode_texts
+from rlhf_cli.run.artifacts import digest_file, read_manifest
 from rlhf_cli.training.optimizer import Stepper
 from stages import sft as sft_stage
 from support.compare import same_runs, weights_of

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cli.artifacts import read_manifest
-from rlhf_cli.training import checkpoint_files
+from rlhf_cli.run import checkpoint_files
+from rlhf_cli.run.artifacts import read_manifest
 from support.paths import ROOT
 from support.runs import dies_once
 

@@ -7,13 +7,13 @@ import threading
 import pytest
 import torch
 
-from rlhf_cli.artifacts import read_manifest
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.errors import RunError
 from rlhf_cli.processes import distributed
 from rlhf_cli.rollout import speaker
 from rlhf_cli.rollout.sampling import sample
+from rlhf_cli.run.artifacts import read_manifest
 from support.compare import same_runs
 from support.worlds import PROGRAMS, in_each_process, run_in_threads
 

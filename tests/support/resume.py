@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rlhf_cli.cli import app
-from rlhf_cli.training import checkpoint_files
-from rlhf_cli.training.checkpoint import CheckpointStore
-from rlhf_cli.training.stage_run import StageRun
+from rlhf_cli.run import checkpoint_files
+from rlhf_cli.run.checkpoint import CheckpointStore
+from rlhf_cli.run.stage_run import StageRun
 
 ALL = bool(os.environ.get("RLHF_ALL_KILLS"))
 """Test every point and 300 kills; otherwise a sample of them."""

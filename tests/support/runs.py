@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rlhf_cli.artifacts import digest_file
 from rlhf_cli.processes.launcher import free_port
+from rlhf_cli.run.artifacts import digest_file
 from support.forked import Forked
 from support.paths import ROOT
 
@@ -34,7 +34,7 @@ def run_forked(count, stage, config, per_node=None):
 
     per_node: the processes that count as those of one machine; None for all.
     """
-    code = f"from stages import {stage}\nfrom rlhf_cli.training import launch\nlaunch.main({stage!r}, {stage}.run)"
+    code = f"from stages import {stage}\nfrom rlhf_cli.run import launch\nlaunch.main({stage!r}, {stage}.run)"
     run_forked_code(count, code, "--config", str(config), "--quiet", log=config, per_node=per_node)
 
 
@@ -57,7 +57,7 @@ from rlhf_cli.environment import set_up_process
 set_up_process()  # as python -m stages.sft does
 import os, signal
 from pathlib import Path
-from rlhf_cli.training import launch
+from rlhf_cli.run import launch
 from stages import sft
 accumulate, has_died = sft._accumulate, Path({has_died!r})
 def dies(*given, **more):

@@ -42,8 +42,8 @@ from rlhf_cli.processes.sharding import device_of, is_first_process, like, local
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.offload import Offload
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from rlhf_cli.run.checkpoint import CheckpointStore, Weights
 from rlhf_cli.training import adamw
-from rlhf_cli.training.checkpoint import CheckpointStore, Weights
 from rlhf_cli.training.loss_scale import LossScale
 from rlhf_cli.training.optimizer import build_stepper
 from stages import rm, sft

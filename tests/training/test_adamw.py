@@ -14,11 +14,11 @@ from torch.distributed.tensor import distribute_tensor
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.errors import ConfigError, Interrupted
 from rlhf_cli.plan.memory import STATES
+from rlhf_cli.report.progress import Display
+from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.training import adamw
 from rlhf_cli.training.adamw import RoundedAdamW, round_stochastically
 from rlhf_cli.training.optimizer import build_stepper, float32_moments
-from rlhf_cli.training.progress import Display
-from rlhf_cli.training.stage_run import StageRun
 from support.gpu import DEVICES
 from support.resume import stopping_after
 from support.runs import run_forked

@@ -9,9 +9,9 @@ import torch
 
 from rlhf_cli.errors import Interrupted, RunError
 from rlhf_cli.metrics import OF_THE_MACHINE
+from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.training.bad_steps import BadSteps
 from rlhf_cli.training.loss_scale import LossScale
-from rlhf_cli.training.stage_run import StageRun
 from support.gpu import DEVICES
 from support.resume import stopping_after
 from support.tiny import CPU, read_jsonl

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_cli.training.stage_run import StageRun
+from rlhf_cli.run.stage_run import StageRun
 from support import crash
 from support.resume import OPTIMIZER, PPO_CARRIES, TINY, TRAINING, ask_to_stop, rlhf, succeed
 from support.tiny import merged

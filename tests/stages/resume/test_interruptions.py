@@ -22,14 +22,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_cli import artifacts
-from rlhf_cli.artifacts import digest_file
-from rlhf_cli.training import checkpoint_files
-from rlhf_cli.training.checkpoint import CheckpointStore
-from rlhf_cli.training.checkpoint_files import state_of
-from rlhf_cli.training.lock import Lock, Owner, lock_path, owner_of
-from rlhf_cli.training.stage_files import StageFiles
-from rlhf_cli.training.stage_run import StageRun
+from rlhf_cli.run import artifacts, checkpoint_files
+from rlhf_cli.run.artifacts import digest_file
+from rlhf_cli.run.checkpoint import CheckpointStore
+from rlhf_cli.run.checkpoint_files import state_of
+from rlhf_cli.run.lock import Lock, Owner, lock_path, owner_of
+from rlhf_cli.run.stage_files import StageFiles
+from rlhf_cli.run.stage_run import StageRun
 from stages import sft as sft_stage
 from support import crash
 from support.paths import ROOT
@@ -137,7 +136,7 @@ def test_status_never_takes_the_lock(tmp_path, monkeypatch):
             pauses.append(seconds)
             fcntl.flock(looking, fcntl.LOCK_UN)
 
-        monkeypatch.setattr("rlhf_cli.training.lock.time", SimpleNamespace(**vars(time) | {"sleep": stops_looking}))
+        monkeypatch.setattr("rlhf_cli.run.lock.time", SimpleNamespace(**vars(time) | {"sleep": stops_looking}))
         lock.acquire()
     assert len(pauses) == 1
     lock.release()
@@ -149,7 +148,7 @@ def test_a_file_system_without_locks_is_named_and_does_not_stop_a_run(config_in,
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("rlhf_cli.training.lock.fcntl", SimpleNamespace(**vars(fcntl) | {"flock": refuse}))
+    monkeypatch.setattr("rlhf_cli.run.lock.fcntl", SimpleNamespace(**vars(fcntl) | {"flock": refuse}))
     output = " ".join(succeed(config_in("sft", tmp_path)).split())
     assert "this file system has no locks (No locks available)" in output
     assert "is writing" not in output

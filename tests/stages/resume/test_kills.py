@@ -17,9 +17,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from rlhf_cli import artifacts
 from rlhf_cli.program import torchrun
-from rlhf_cli.training import checkpoint_files
+from rlhf_cli.run import artifacts, checkpoint_files
 from support import crash
 from support.crash import wait_for
 from support.paths import ROOT

@@ -14,14 +14,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlhf_cli import artifacts
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.evaluation import normalization
 from rlhf_cli.program import program
-from rlhf_cli.training import checkpoint, checkpoint_files
-from rlhf_cli.training.checkpoint import CheckpointStore, State
-from rlhf_cli.training.stage_files import StageFiles
-from rlhf_cli.training.stage_run import StageRun
+from rlhf_cli.run import artifacts, checkpoint, checkpoint_files
+from rlhf_cli.run.checkpoint import CheckpointStore, State
+from rlhf_cli.run.stage_files import StageFiles
+from rlhf_cli.run.stage_run import StageRun
 from support import crash
 from support.resume import STEPS, ask_to_stop, checkpoints, refused, rlhf, same, state_of, status, succeed, truncate
 from support.tiny import read_jsonl

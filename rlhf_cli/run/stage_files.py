@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from rlhf_cli import artifacts
 from rlhf_cli.files import digest_once
 from rlhf_cli.metrics import JsonLines
-from rlhf_cli.training.checkpoint import State
+from rlhf_cli.run import artifacts
+from rlhf_cli.run.checkpoint import State
 
 NOTHING_WRITTEN: dict[str, Any] = {"sizes": {}, "folders": [], "seconds": 0.0}
 """The state before the first checkpoint."""

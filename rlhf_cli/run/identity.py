@@ -13,7 +13,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.artifacts import (
+from rlhf_cli.config.by_stage import load_stage_config
+from rlhf_cli.config.stage import STAGES, Stage
+from rlhf_cli.data_files import data_fingerprint, find_files
+from rlhf_cli.errors import ArtifactError, ConfigError, DataError
+from rlhf_cli.hub import is_local
+from rlhf_cli.run.artifacts import (
     ADAPTER_CONFIG,
     MANIFEST,
     DamagedStageError,
@@ -25,11 +30,6 @@ from rlhf_cli.artifacts import (
     require_stage,
     stage_directory,
 )
-from rlhf_cli.config.by_stage import load_stage_config
-from rlhf_cli.config.stage import STAGES, Stage
-from rlhf_cli.data_files import data_fingerprint, find_files
-from rlhf_cli.errors import ArtifactError, ConfigError, DataError
-from rlhf_cli.hub import is_local
 
 OURS = ("rlhf_cli", "stages")
 """Packages that a reward file in a checkout of this repository has beside it; their version is in the manifest."""

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from rlhf_cli import artifacts
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrupted
@@ -27,9 +26,9 @@ from rlhf_cli.processes.exits import exit_code
 from rlhf_cli.processes.launcher import run_processes
 from rlhf_cli.processes.signals import LAUNCHED
 from rlhf_cli.program import command, set_options, torchrun
-from rlhf_cli.training import checkpoint_files
-from rlhf_cli.training.gate import check_requirements
-from rlhf_cli.training.identity import identity, problems_of, require_files, require_inputs, require_intact_inputs
+from rlhf_cli.run import artifacts, checkpoint_files
+from rlhf_cli.run.gate import check_requirements
+from rlhf_cli.run.identity import identity, problems_of, require_files, require_inputs, require_intact_inputs
 
 Run = Callable[..., None]
 FULL_OR_UNWRITABLE = {

@@ -8,7 +8,7 @@ from huggingface_hub import ModelCard
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.training.model_card import Origin, base_model, card, license_of
+from rlhf_cli.run.model_card import Origin, base_model, card, license_of
 
 VERSIONS = {"rlhf": "0.1.0"}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlhf_cli.artifacts import read_manifest_or_none
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.require import ENDS, Requirement
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ConfigError, RunError
+from rlhf_cli.run.artifacts import read_manifest_or_none
 
 SECTIONS = ("validation/", "eval/", "probe/")
 """The keys of a manifest's metrics that are held-out figures begin with one of these, figures of validation rows first:

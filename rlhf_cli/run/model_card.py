@@ -13,11 +13,11 @@ import torch
 import transformers
 
 import rlhf_cli
-from rlhf_cli.artifacts import MANIFEST, is_adapter, model_directory, read_manifest_or_none, repeat_commands
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.hub import is_local
+from rlhf_cli.run.artifacts import MANIFEST, is_adapter, model_directory, read_manifest_or_none, repeat_commands
 
 Config = SFTConfig | RMConfig | PPOConfig
 

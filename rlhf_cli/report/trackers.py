@@ -17,14 +17,14 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.artifacts import partial_directory
 from rlhf_cli.config.loader import dump_config
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.metrics import Tail
 from rlhf_cli.program import install_extra
-from rlhf_cli.training.checkpoint_files import checkpoints_directory
-from rlhf_cli.training.progress import Display
-from rlhf_cli.training.tracker_services import TRACKERS, MLflow, TrackedRun, Tracker, WandB
+from rlhf_cli.report.progress import Display
+from rlhf_cli.report.tracker_services import TRACKERS, MLflow, TrackedRun, Tracker, WandB
+from rlhf_cli.run.artifacts import partial_directory
+from rlhf_cli.run.checkpoint_files import checkpoints_directory
 
 FILES = ("metrics", "evaluations", "samples", "health")
 """The files of rows that are sent. Rows of one step are sent in this order."""

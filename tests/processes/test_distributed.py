@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cli.artifacts import read_manifest
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.processes.launcher import LOST
 from rlhf_cli.processes.signs_of_life import LastSign, missing
+from rlhf_cli.run.artifacts import read_manifest
 from support.crash import wait_for
 from support.forked import Forked
 from support.paths import ROOT
@@ -27,7 +27,7 @@ PROGRAM = """
 import os, sys, time, torch
 from rlhf_cli.errors import RunError
 from rlhf_cli.processes import distributed, ending, signs_of_life
-from rlhf_cli.training import launch
+from rlhf_cli.run import launch
 signs_of_life.EVERY_S, signs_of_life.PATIENCE_S, ending.KNOWN_S = 0.1, {patience_s}, 0.5
 distributed.at_step("sft start")
 world = distributed.start("cpu", {timeout_s})
@@ -291,7 +291,7 @@ from rlhf_cli.environment import set_up_process
 set_up_process()  # as python -m stages.sft does
 if os.path.exists(own := sys.argv[2] + os.environ["RANK"]):
     sys.argv[2] = own
-from rlhf_cli.training import launch
+from rlhf_cli.run import launch
 from stages import sft
 launch.main("sft", sft.run)
 """
@@ -339,7 +339,7 @@ from rlhf_cli import files as digests
 digest_file = digests.digest_file
 digests.digest_file = lambda path: print("read", path) or digest_file(path)
 digests.SETTLED_NS = -1  # the files of this test are new
-from rlhf_cli.training import launch
+from rlhf_cli.run import launch
 from stages import sft
 launch.main("sft", sft.run)
 """

@@ -16,11 +16,11 @@ import pytest
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.errors import ConfigError, Interrupted
 from rlhf_cli.metrics import JsonLines
-from rlhf_cli.training import trackers as module
-from rlhf_cli.training.progress import Display
-from rlhf_cli.training.stage_run import StageRun
-from rlhf_cli.training.tracker_services import TRACKERS, MLflow
-from rlhf_cli.training.trackers import FILES, Trackers
+from rlhf_cli.report import trackers as module
+from rlhf_cli.report.progress import Display
+from rlhf_cli.report.tracker_services import TRACKERS, MLflow
+from rlhf_cli.report.trackers import FILES, Trackers
+from rlhf_cli.run.stage_run import StageRun
 from support.crash import wait_for
 from support.paths import ROOT
 from support.resume import ask_to_stop

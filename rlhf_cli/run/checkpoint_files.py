@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.artifacts import partial_directory, recover, set_aside_directory, stage_directory, sync
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import digest_file, read_text
 from rlhf_cli.health.recap import unit_of
 from rlhf_cli.metrics import last_row
-from rlhf_cli.training.lock import Lock, Owner, owner_of
+from rlhf_cli.run.artifacts import partial_directory, recover, set_aside_directory, stage_directory, sync
+from rlhf_cli.run.lock import Lock, Owner, owner_of
 
 MANIFEST = "manifest.json"
 RUN = "run.json"

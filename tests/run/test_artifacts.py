@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_cli import artifacts
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.run import artifacts
 
 FACTS: dict[str, Any] = {
     "identity": {"config": {"seed": 0}, "data": {"train": "x"}, "inputs": {}},

@@ -15,14 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from rlhf_cli import artifacts, files
-from rlhf_cli.artifacts import DamagedStageError, read_manifest, require_intact
+from rlhf_cli import files
 from rlhf_cli.cli import app
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer, new_reward_model
-from rlhf_cli.training.identity import identity, imported_files, what_changed
+from rlhf_cli.run import artifacts
+from rlhf_cli.run.artifacts import DamagedStageError, read_manifest, require_intact
+from rlhf_cli.run.identity import identity, imported_files, what_changed
 from support.projects import write_project
 from support.setup import config_of
 from support.worlds import in_each_process
@@ -279,9 +280,9 @@ def test_a_change_of_a_helper_module_is_a_change_of_the_reward(modules, changed,
 def test_a_refused_start_ends_every_process_with_one_message(monkeypatch, capsys):
     """The first process tells the others before it raises; they end silently with the same exit code."""
     from rlhf_cli.processes import distributed
-    from rlhf_cli.training import launch
-    from rlhf_cli.training.lock import Lock
-    from rlhf_cli.training.stage_run import StageRun
+    from rlhf_cli.run import launch
+    from rlhf_cli.run.lock import Lock
+    from rlhf_cli.run.stage_run import StageRun
 
     worlds = {}
     monkeypatch.setattr(distributed, "start", lambda *_: worlds[threading.get_ident()])

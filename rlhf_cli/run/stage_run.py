@@ -16,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rlhf_cli import artifacts
 from rlhf_cli.config.loader import dump_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
@@ -26,18 +25,18 @@ from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.recap import at, findings_of, last_names, unit_of
 from rlhf_cli.processes import distributed
 from rlhf_cli.processes.signals import Launcher, StopRequests
-from rlhf_cli.training import checkpoint_files
+from rlhf_cli.report.progress import Display, figures
+from rlhf_cli.report.trackers import Trackers
+from rlhf_cli.run import artifacts, checkpoint_files
+from rlhf_cli.run.checkpoint import CheckpointStore, Stateful
+from rlhf_cli.run.identity import identity, may_change, require_inputs
+from rlhf_cli.run.lock import Lock
+from rlhf_cli.run.model_card import library_versions, write_cards
+from rlhf_cli.run.out_of_memory import what_is_lacking
+from rlhf_cli.run.stage_files import NOTHING_WRITTEN, StageFiles
 from rlhf_cli.training.bad_steps import BadSteps, append_new
-from rlhf_cli.training.checkpoint import CheckpointStore, Stateful
-from rlhf_cli.training.identity import identity, may_change, require_inputs
-from rlhf_cli.training.lock import Lock
 from rlhf_cli.training.loss_scale import LossScale
-from rlhf_cli.training.model_card import library_versions, write_cards
-from rlhf_cli.training.out_of_memory import what_is_lacking
-from rlhf_cli.training.progress import Display, figures
 from rlhf_cli.training.speed import Speed
-from rlhf_cli.training.stage_files import NOTHING_WRITTEN, StageFiles
-from rlhf_cli.training.trackers import Trackers
 
 Check = Callable[[Any], None]
 ADVICE_ON_BAD_STEPS = (

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhf_cli.artifacts import flat
+from rlhf_cli.run.artifacts import flat
 
 PROJECT = "rlhf"
 EVERY_ROW = "time/elapsed_s"

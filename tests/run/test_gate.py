@@ -13,7 +13,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rlhf_cli.artifacts import Manifest
 from rlhf_cli.cli import app
 from rlhf_cli.commands import pipeline
 from rlhf_cli.config.loader import load_values
@@ -22,8 +21,9 @@ from rlhf_cli.config.require import FIGURES as FIGURE_NAMES
 from rlhf_cli.data.records import Scored
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.evaluation.agreement import answer_metrics, ranking_figures
-from rlhf_cli.training import launch
-from rlhf_cli.training.gate import check_requirements
+from rlhf_cli.run import launch
+from rlhf_cli.run.artifacts import Manifest
+from rlhf_cli.run.gate import check_requirements
 
 FIGURES = {
     "eval/accuracy": 0.62,
