@@ -63,6 +63,15 @@ class Report:
         """Items of a side, kept or skipped."""
         return self.kept[side] + sum(self.skipped.get(side, {}).values())
 
+    def skipped_share(self, side: str) -> float:
+        """The share of a side's items that were skipped, but for duplicates that you asked to skip.
+
+        >>> Report(kept=Counter(train=1), skipped={"train": Counter({"too long": 3})}).skipped_share("train")
+        0.75
+        """
+        reasons = self.skipped.get(side, Counter())
+        return (reasons.total() - reasons[DUPLICATE]) / max(self.total(side), 1)
+
     def length_for(self, side: str, share: float = ENOUGH) -> int | None:
         """The smallest length limit that keeps `share` of the items that fit or were skipped for their length.
 

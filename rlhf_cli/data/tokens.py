@@ -61,6 +61,8 @@ class Tokenised(Generic[T]):
     test: Table[T]
     lines: list[str]
     warnings: list[str]
+    skipped_share: float
+    """The share of the training items that are not used."""
 
 
 def tokenise(encoder: RowEncoder[V, T], *, longest: int | None = None) -> Tokenised[T]:
@@ -81,7 +83,8 @@ def tokenise(encoder: RowEncoder[V, T], *, longest: int | None = None) -> Tokeni
         train, validation, test = (Table(entry / f"{side}.arrow", encoder.kind) for side in SIDES)
     spec = encoder.stage_rows
     warnings = report.warnings(spec.role, spec.length_key, longest)
-    return Tokenised(train, validation, test, [*lines, *report.lines(spec.role)], warnings)
+    skipped = report.skipped_share("train")
+    return Tokenised(train, validation, test, [*lines, *report.lines(spec.role)], warnings, skipped)
 
 
 # ------------------------------------------------------------------------------------------- writing

@@ -21,6 +21,7 @@ from rlhf_cli.health.history import PERSIST, START
 from rlhf_cli.report.read import RunData, StageData, read_run, rows_of
 
 SETTINGS = (
+    "sft.data.max_length",
     "sft.data.prompt_template",
     "sft.optimizer.learning_rate",
     "sft.training.num_steps",
@@ -30,6 +31,7 @@ SETTINGS = (
     "rm.evaluation.temperature",
     "rm.loss",
     "rm.optimizer.learning_rate",
+    "ppo.data.max_prompt_length",
     "ppo.data.prompt_template",
     "ppo.optimizer.learning_rate",
     "ppo.ppo.clip_range",
@@ -61,6 +63,8 @@ OF_ITERATIONS = (
 OF_EVALUATIONS = ("score_mean", "kl", "length", "eos_fraction", "distinct_2")
 """What PPO's evaluation measures of both policies besides the numbers of the judge."""
 OWN_FIGURES = (*OF_EVALUATIONS, "score_median", "seconds")
+FIXED = 4
+"""Characters that all prompts of a stage must share to count as a template rather than as chance."""
 MIN_TEXTS = 3
 """Different prompts that show what all prompts have in common."""
 
@@ -91,6 +95,16 @@ class Evidence:
     def said(self, *names: str) -> list[str]:
         """The messages of those of these health findings that the run had."""
         return [self.findings[name]["message"] for name in names if name in self.findings]
+
+    def other_end(self, stage: str) -> list[str]:
+        """A sentence if the prompts of a stage end otherwise than PPO's; nothing if not, or if either is unknown."""
+        end, of_ppo = self.texts.get(f"{stage}.prompt_end"), self.texts.get("ppo.prompt_end")
+        if end is None or of_ppo is None or max(len(end), len(of_ppo)) < FIXED:
+            return []
+        if end and of_ppo and (end.endswith(of_ppo) or of_ppo.endswith(end)):
+            return []
+        one, other = (repr(text[-30:]) if text else "nothing in common" for text in (end, of_ppo))
+        return [f"The prompts of {stage} end with {one}, those of PPO with {other}."]
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from rlhf_cli.health.evidence import Evidence
 from rlhf_cli.health.findings import Signs, rule, shows, supports
-from rlhf_cli.health.rm_causes import UNKNOWN_WORDS, other_end, other_words, shifted
+from rlhf_cli.health.rm_causes import UNKNOWN_WORDS, other_words, shifted
+from rlhf_cli.health.sft_causes import skipped
 from rlhf_cli.health.trends import KL_RUNAWAY, MOVED
 
 OTHER_TEMPERATURE = 1.25
@@ -34,6 +35,8 @@ EOS_KNOWN = 0.2
 BEST_KL = 0.1
 """Nats per reply. Among policies at a KL of K, with normal scores of standard deviation s, the best one gains
 s * sqrt(2 * K), so a penalty c * K is best paid at K = s ** 2 / (2 * c ** 2). Good: 45."""
+FAR_AT_START = 8.0
+"""Nats per reply before training. Good: 0; a run that continues another: 3 to 5."""
 PASSES = 50
 """How often PPO uses each prompt, if all fit into one batch."""
 LEARNING = 20
@@ -89,6 +92,37 @@ def reward_constant(run: Evidence) -> Signs:
         score = run["ppo.start.score"]
         yield shows(f"All replies of a batch have the same score, {score:.3g}, at the start and at the end.")
         yield from map(supports, run.said("ppo.score_saturated"))
+    elif run["ppo.end.score_std"] == 0 and not _change(run, "score_mean") > run["ppo.start.score_std"]:
+        yield shows(
+            f"At the end all replies of a batch have the same score, {run['ppo.end.score']:.3g}. PPO hardly raised it: "
+            f"the first replies scored {run['ppo.start.score']:.3g} already, with a standard deviation of "
+            f"{run['ppo.start.score_std']:.2g}."
+        )
+
+
+@rule(
+    "Remove ref_policy: null measures the KL to the model that PPO starts from. If it is meant, to continue an earlier "
+    "run, see that it is the model which that run started from",
+)
+def reference_differs(run: Evidence) -> Signs:
+    """The KL is measured to another model than the one that PPO starts from."""
+    kl = run["ppo.before.kl"]
+    if kl > FAR_AT_START:
+        yield shows(
+            f"Before PPO trained, the KL is {kl:.3g} nats per reply already (limit {FAR_AT_START:g}), and "
+            f"{run['ppo.after.kl']:.3g} at the end: the penalty pulls the policy to a model that writes other replies."
+        )
+
+
+@rule(
+    "Raise ppo data.max_prompt_length: `rlhf data check --for ppo` says how many tokens keep 95 % of the prompts",
+    explains=("prompts_few",),
+    needs=("ppo.skipped_share",),
+    wants="a finished PPO stage, and its prompts",
+)
+def prompts_dropped(run: Evidence) -> Signs:
+    """Most prompts are not used."""
+    yield from skipped(run, "ppo", "ppo.data.max_prompt_length")
 
 
 @rule(
@@ -107,10 +141,7 @@ def prompts_few(run: Evidence) -> Signs:
         )
 
 
-@rule(
-    "Train SFT and the reward model on prompts of this kind too, or give PPO prompts of theirs",
-    explains=("template_differs",),
-)
+@rule("Train SFT and the reward model on prompts of this kind too, or give PPO prompts of theirs")
 def prompts_differ(run: Evidence) -> Signs:
     """PPO's prompts are of another kind than those that the reward model was trained on."""
     if not run["ppo.unknown_to_sft"] <= UNKNOWN_WORDS:
@@ -120,14 +151,16 @@ def prompts_differ(run: Evidence) -> Signs:
 @rule(
     "Give data.prompt_template the same value in all three stages, or write the prompts as SFT's: `rlhf data show` "
     "prints them as the model reads them. If they are cut, raise data.max_prompt_length",
+    explains=("prompts_differ",),
     needs=("sft.prompt_end", "rm.prompt_end"),
     wants="three prompts in samples.jsonl of SFT or RM",
 )
 def template_differs(run: Evidence) -> Signs:
     """PPO's prompts are written in another template than those of the stages before."""
-    of_sft = other_end(run, "sft")
-    if of_sft or "sft.prompt_end" not in run.texts:  # else the reward model is the odd one
-        yield from (*of_sft, *other_end(run, "rm"))
+    known = [stage for stage in ("sft", "rm") if f"{stage}.prompt_end" in run.texts]
+    others = [sentence for stage in known for sentence in run.other_end(stage)]
+    if len(others) == len(known):  # else one of the two is the odd one
+        yield from map(shows, others)
     yield from shifted(run)
 
 
@@ -297,6 +330,8 @@ def ppo_hardly_moved(run: Evidence) -> Signs:
 CAUSES = (
     reward_opposed,
     reward_constant,
+    reference_differs,
+    prompts_dropped,
     prompts_few,
     prompts_differ,
     template_differs,

@@ -44,8 +44,8 @@ PAIRS = 400
 AT_A_TIME = 16
 TRAINING_ROWS = 20_000
 """Training pairs and prompts that are read."""
-PROMPTS = 2000
-"""Prompts whose words are compared."""
+SEEN = 2000
+"""Training rows and prompts whose words are read."""
 LONG = 4
 """Characters of a text that all prompts share, to count as their template."""
 MARKUP = ("</s>", "<|endoftext|>", "<|im_end|>", "<|im_start|>", "<|eot_id|>", "[/INST]", "<eos>", "<end_of_turn>")
@@ -88,6 +88,7 @@ def _sft(run: Run) -> Found:
     eos = int(tokenizer.eos_token_id)
     found: Found = {"sft.pad_is_eos": float(tokenizer.pad_token_id == eos)}
     data = tokenise(DemonstrationEncoder(tokenizer, sft_rows(run.sft)), longest=positions(model))
+    found |= {"sft.skipped_share": data.skipped_share} | _demonstrations(data.train[:SEEN], tokenizer)
     rows = Drawn(data.test, min(ROWS, run.sft.evaluation.max_rows), run.seed)
     if not rows:
         return found
@@ -98,6 +99,39 @@ def _sft(run: Run) -> Found:
     if ending := [row for row in rows if row.ids[-1] == eos and row.loss_mask[-1]]:
         found["sft.eos_probability"] = _eos_probability(model, ending, run)
     return found
+
+
+def _demonstrations(rows: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> Found:
+    """Of training demonstrations: the share that does not end with EOS, the share of the most frequent answer, and how
+    far answers repeat words of their own prompts."""
+    texts = []
+    for row in rows:
+        first = row.loss_mask.index(True)
+        texts.append(
+            [str(tokenizer.decode(part, skip_special_tokens=True)) for part in (row.ids[:first], _targets(row))]
+        )
+    answer, times = Counter(answer for _, answer in texts).most_common(1)[0]
+    cut = sum(row.ids[-1] != tokenizer.eos_token_id for row in rows) / len(rows)
+    found: Found = {"sft.cut_share": cut, "sft.answer_share": times / len(rows), "sft.answer": answer}
+    return found | echo("sft", [(prompt, answer) for prompt, answer in texts])
+
+
+def echo(stage: str, rows: Sequence[tuple[str, str]]) -> dict[str, float]:
+    """By how much more of the words of an answer are in its own prompt than in the prompt of the row before.
+
+    >>> rows = [("the red vase", "a red one"), ("the blue mug", "a blue one"), ("the red mug", "a mug")]
+    >>> round(echo("sft", rows)["sft.echo"], 2)
+    0.22
+    """
+    own, other = [], []
+    for i, (prompt, answer) in enumerate(rows):
+        if words := set(answer.split()):
+            own.append(len(words & set(prompt.split())) / len(words))
+            other.append(len(words & set(rows[i - 1][0].split())) / len(words))
+    if len(own) < 2:
+        return {}
+    gain, error = paired(own, other)
+    return {f"{stage}.echo": gain, f"{stage}.echo_error": error}
 
 
 def _other_prompts(rows: Sequence[Example], own: torch.Tensor, model: PreTrainedModel, run: Run) -> dict[str, float]:
@@ -174,8 +208,9 @@ def _rm(run: Run) -> Found:
     assert run.rm is not None
     model, tokenizer = _reward_model(run)
     found: Found = {**_movement(model, model_directory(run.rm.stage_model(run.rm.model.path, "sft")))}
-    train, rows = _pairs(run, model, tokenizer)
-    found |= _contradictions(train[:TRAINING_ROWS])
+    train, rows, skipped = _pairs(run, model, tokenizer)
+    found |= {"rm.skipped_share": skipped} | _contradictions(train[:TRAINING_ROWS]) | _marked(train[:SEEN])
+    found |= echo("rm", [(pair.row.prompt, " ".join(pair.row.answers)) for pair in train[:SEEN]])
     if not rows:
         return found
     pairs = [[row.answers[0], row.answers[-1]] for row in rows]
@@ -205,14 +240,29 @@ def _reward_model(run: Run) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 def _pairs(
     run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Sequence[RankedIds], Sequence[RankedIds]]:
-    """Training and held-out pairs or rankings of the rm stage; none for a stage that learns scores or labels."""
+) -> tuple[Sequence[RankedIds], Sequence[RankedIds], float]:
+    """Training and held-out pairs or rankings of the rm stage, and the share of the former that is skipped.
+
+    There are none for a stage that learns scores or labels.
+    """
     assert run.rm is not None
     encoder = answer_encoder(tokenizer, rm_rows(run.rm), reads_last_token=reads_last_token(model))
     if not isinstance(encoder, RankingEncoder):
-        return [], []
+        return [], [], 0.0
     data = tokenise(encoder, longest=longest_input(model, tokenizer))
-    return data.train, Drawn(data.test, min(PAIRS, run.rm.evaluation.max_rows), run.seed)
+    return data.train, Drawn(data.test, min(PAIRS, run.rm.evaluation.max_rows), run.seed), data.skipped_share
+
+
+def _marked(pairs: Sequence[RankedIds]) -> Found:
+    """The word that tells best which answer is the better one, and the share of the pairs in which only the better one
+    has it, less the share in which only the worse one has it."""
+    counts: Counter[str] = Counter()
+    for pair in pairs:
+        better, worse = (set(pair.row.answers[which].split()) for which in (0, -1))
+        counts.update(better - worse)
+        counts.subtract(worse - better)
+    word = max(counts, key=lambda word: abs(counts[word]), default=None)
+    return {} if word is None else {"rm.word": word, "rm.word_share": counts[word] / len(pairs)}
 
 
 def _contradictions(pairs: Sequence[RankedIds]) -> dict[str, float]:
@@ -308,19 +358,23 @@ def _prompts(run: Run) -> Found:
     """How many of PPO's training prompts differ, and how many of their words the rows of SFT and RM lack."""
     assert run.ppo is not None
     tokenizer = load_tokenizer(run.model_path("ppo"))
-    rows = tokenise(PromptEncoder(tokenizer, ppo_rows(run.ppo))).train[:TRAINING_ROWS]
-    prompts = [row.row.prompt for row in rows]
+    data = tokenise(PromptEncoder(tokenizer, ppo_rows(run.ppo)))
+    prompts = [row.row.prompt for row in data.train[:TRAINING_ROWS]]
     found: Found = {"ppo.prompts": float(len(prompts)), "ppo.distinct_prompts": float(len(set(prompts)))}
+    found["ppo.skipped_share"] = data.skipped_share
     if run.sft is not None:
-        demonstrations = tokenise(DemonstrationEncoder(tokenizer, sft_rows(run.sft))).train[:PROMPTS]
-        texts = [str(tokenizer.decode(row.ids, skip_special_tokens=True)) for row in demonstrations]
-        found |= _unknown("ppo.unknown_to_sft", prompts[:PROMPTS], texts)
+        demonstrations = tokenise(DemonstrationEncoder(tokenizer, sft_rows(run.sft))).train[:SEEN]
+        starts = [row.loss_mask.index(True) for row in demonstrations]
+        # A row of plain text has no prompt: all of it is known.
+        known = [row.ids[:start] if start > 1 else row.ids for row, start in zip(demonstrations, starts, strict=True)]
+        texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in known]
+        found |= _unknown("ppo.unknown_to_sft", prompts[:SEEN], texts)
     if run.rm is None:
         return found
-    train, test = _pairs(run, *_reward_model(run))
-    known = [row.row.prompt for row in train[:PROMPTS]]
-    found |= _unknown("ppo.unknown_words", prompts[:PROMPTS], known)
-    return found | _unknown("rm.unknown_words", [row.row.prompt for row in test[:PROMPTS]], known)
+    train, test, _ = _pairs(run, *_reward_model(run))
+    texts = [row.row.prompt for row in train[:SEEN]]
+    found |= _unknown("ppo.unknown_words", prompts[:SEEN], texts)
+    return found | _unknown("rm.unknown_words", [row.row.prompt for row in test[:SEEN]], texts)
 
 
 def _unknown(name: str, texts: Sequence[str], known_texts: Sequence[str]) -> dict[str, float]:

@@ -6,6 +6,7 @@ from rlhf_cli.health.baselines import GUESSING, weak_reward
 from rlhf_cli.health.evidence import Evidence
 from rlhf_cli.health.findings import Sign, Signs, rule, shows, supports
 from rlhf_cli.health.history import STANDARD_ERRORS
+from rlhf_cli.health.sft_causes import skipped
 
 OPPOSITE = 0.45
 """Share of pairs, with its interval. A random head may be below chance too, but seldom far."""
@@ -39,14 +40,22 @@ LENGTH_CHANGE = 1.25
 """Length of PPO's replies, as a multiple of SFT's or the other way round."""
 CUT = 0.5
 """Share of texts that the reward model had to cut."""
+MOVED_LITTLE = 0.02
+"""The largest relative change of a weight matrix of the backbone, of a model that is no better than guessing. Good:
+0.1."""
+MARKED = 0.5
+"""Share of the pairs in which only the chosen answer has a word, less the share in which only the rejected one has it.
+Good: 0.14."""
+ECHO_ERRORS = 5.0
+"""Standard errors from which SFT's answers are said to repeat words of their own prompts. Good: 20."""
+ECHO = 0.25
+"""Share of SFT's echo that the pairs must have. Good: 1."""
 LOG_2 = 0.693
 """The loss of a reward model that gives all answers the same score."""
 DIVERGED = 1.2
 """Training loss at the end, as a multiple of LOG_2."""
 CHANGED_MUCH = 0.5
 """Relative change of a weight matrix, together with an accuracy that is no better than guessing or a simple rule."""
-FIXED = 4
-"""Characters that all prompts of a stage must share to count as a template rather than as chance."""
 SHIFTED = 0.5
 """Distance of the first scores from 0, in standard deviations of the SFT samples that the score is normalised on."""
 UNKNOWN_WORDS = 0.2
@@ -69,18 +78,6 @@ def _weakness(run: Evidence) -> str | None:
     """The message of the health check on reward models; None if the model is better than guessing and simple rules."""
     figures = {f"eval/{name.removeprefix('rm.')}": run[name] for name in run.figures if name.startswith("rm.")}
     return weak_reward("rm", figures)
-
-
-def other_end(run: Evidence, stage: str) -> list[Sign]:
-    """The sign that the prompts of a stage end otherwise than PPO's."""
-    end, of_ppo = run.texts.get(f"{stage}.prompt_end"), run.texts.get("ppo.prompt_end")
-    # Prompts that share less than a template may share their last letters by chance.
-    if end is None or of_ppo is None or max(len(end), len(of_ppo)) < FIXED:
-        return []
-    if end and of_ppo and (end.endswith(of_ppo) or of_ppo.endswith(end)):
-        return []
-    one, other = (repr(text[-30:]) if text else "nothing in common" for text in (end, of_ppo))
-    return [shows(f"The prompts of {stage} end with {one}, those of PPO with {other}.")]
 
 
 def other_words(run: Evidence) -> list[Sign]:
@@ -155,11 +152,13 @@ def labels_swapped(run: Evidence) -> Signs:
 )
 def rm_prompts_differ(run: Evidence) -> Signs:
     """The reward model was trained on other prompts than SFT and PPO have."""
-    if "sft.prompt_end" in run.texts and not other_end(run, "sft"):
-        yield from other_end(run, "rm")
+    if "sft.prompt_end" in run.texts and not run.other_end("sft"):
+        yield from map(shows, run.other_end("rm"))
     if run["ppo.unknown_to_sft"] <= UNKNOWN_WORDS and (words := other_words(run)):
         yield from words
-        yield supports(f"SFT's training rows lack only {run['ppo.unknown_to_sft']:.0%} of the words in PPO's prompts.")
+        yield supports(
+            f"SFT's training prompts lack only {run['ppo.unknown_to_sft']:.0%} of the words in PPO's prompts."
+        )
     yield from shifted(run)
 
 
@@ -177,6 +176,11 @@ def rm_untrained(run: Evidence) -> Signs:
         yield shows(
             f"Its weights are those that it started from: the largest relative change of a weight matrix is "
             f"{run['rm.moved']:.1g} (limit {HARDLY_MOVED:g}){accuracy}."
+        )
+    elif run["rm.moved"] < MOVED_LITTLE and _is_guessing(run):
+        yield supports(
+            f"Its weights changed little: the largest relative change of a weight matrix is {run['rm.moved']:.1g} (limit "
+            f"{MOVED_LITTLE:g}), and the held-out accuracy is {_accuracy(run)}."
         )
     if _is_guessing(run) and FELL * min(run["rm.loss_start"], LOG_2) <= run["rm.loss_end"] <= DIVERGED * LOG_2:
         yield supports(
@@ -205,6 +209,55 @@ def rm_steps_too_large(run: Evidence) -> Signs:
         )
     if run["rm.bad_steps"] > 0:
         yield supports(f"{run['rm.bad_steps']:.0f} steps had a NaN or infinite loss or gradient.")
+
+
+@rule(
+    "Raise rm data.max_length: `rlhf data check --for rm` says how many tokens keep 95 % of the rows",
+    stage="rm",
+    explains=("rm_weak", "rm_memorised", "rm_untrained", "pairs_length_biased"),
+    needs=("rm.skipped_share",),
+    wants="the training pairs of RM",
+)
+def pairs_dropped(run: Evidence) -> Signs:
+    """Most pairs are not used."""
+    yield from skipped(run, "rm", "rm.data.max_length")
+
+
+@rule(
+    "Join the answers to their prompts again, by an id rather than by the order of the rows: `rlhf data show` prints a "
+    "few pairs",
+    stage="rm",
+    explains=("labels_noisy", "rm_weak"),
+    needs=("rm.echo",),
+    wants="the training pairs of RM",
+)
+def pairs_mixed_up(run: Evidence) -> Signs:
+    """The prompts of the pairs do not belong to their answers."""
+    usual = run["sft.echo"]
+    if usual > ECHO_ERRORS * run["sft.echo_error"] and run["rm.echo"] + 2 * run["rm.echo_error"] < ECHO * usual:
+        yield shows(
+            f"The answers of the pairs do not repeat words of their own prompts: {run['rm.echo']:+.1%} of their words "
+            f"more than of another row's prompt (standard error {run['rm.echo_error']:.1%}). In SFT's demonstrations it "
+            f"is {usual:+.1%} (limit {ECHO:.0%} of that)."
+        )
+
+
+@rule(
+    "Remove that word from the answers, or add pairs in which both or neither have it. It often marks which model or "
+    "tool wrote an answer",
+    stage="rm",
+    explains=("rm_weak", "pairs_length_biased"),
+    needs=("rm.word_share",),
+    wants="the training pairs of RM",
+)
+def pairs_marked(run: Evidence) -> Signs:
+    """One word tells the chosen answers from the rejected ones."""
+    share = run["rm.word_share"]
+    if abs(share) > MARKED:
+        yield shows(
+            f"In {abs(share):.0%} more of the training pairs only the {'chosen' if share > 0 else 'rejected'} answer has "
+            f"the word {run.texts.get('rm.word')!r} than only the other one (limit {MARKED:.0%})."
+        )
 
 
 @rule(
@@ -316,6 +369,9 @@ CAUSES = (
     rm_prompts_differ,
     rm_untrained,
     rm_steps_too_large,
+    pairs_dropped,
+    pairs_mixed_up,
+    pairs_marked,
     rm_without_eos,
     pairs_length_biased,
     labels_noisy,

@@ -24,6 +24,14 @@ PROMPT_GAIN = 0.03
 FEW_MIXED = 20
 MARKUP = 0.02
 """Share of held-out answers."""
+CUT = 0.1
+"""Share of training answers that do not end with EOS."""
+SKIPPED = 0.5
+"""Share of a stage's training rows."""
+ONE_ANSWER = 0.2
+"""Share of training demonstrations with one and the same answer ..."""
+WORDS = 4
+"""... if it has at least this many words: "yes" may be right as often. Good: 0.01."""
 MEMORISED = 1.5
 """Held-out loss, as a multiple of the training loss at the end. Good: 0.97."""
 SPIKE = 10.0
@@ -121,6 +129,59 @@ def sft_ignores_prompts(run: Evidence) -> Signs:
 
 
 @rule(
+    "Raise sft data.max_length: `rlhf data check --for sft` says how many tokens keep 95 % of the rows",
+    stage="sft",
+    explains=("sft_underfit", "sft_memorised", "sft_ignores_prompts", *LATER),
+    needs=("sft.skipped_share",),
+    wants="held-out rows of SFT",
+)
+def demonstrations_dropped(run: Evidence) -> Signs:
+    """Most demonstrations are not used."""
+    yield from skipped(run, "sft", "sft.data.max_length")
+
+
+def skipped(run: Evidence, stage: str, limit: str) -> Signs:
+    """The sign that a stage skips most of its training rows. `limit` is the key that most often does that."""
+    if run[f"{stage}.skipped_share"] > SKIPPED:
+        yield shows(
+            f"{run[f'{stage}.skipped_share']:.0%} of the rows in {stage} data.train are skipped (limit {SKIPPED:.0%}). "
+            f"{limit.partition('.')[2]} is {run.settings.get(limit)} tokens; the stage prints how many rows are longer."
+        )
+
+
+@rule(
+    "Read a few demonstrations (`rlhf data show`), and leave out canned answers, refusals and placeholders, or keep a "
+    "few of each (data.deduplicate skips rows that are wholly the same)",
+    stage="sft",
+    explains=("sft_ignores_prompts", *LATER),
+    needs=("sft.answer_share",),
+    wants="held-out rows of SFT",
+)
+def demonstrations_repeat(run: Evidence) -> Signs:
+    """Many demonstrations hold one and the same answer."""
+    answer = run.texts.get("sft.answer", "")
+    if run["sft.answer_share"] > ONE_ANSWER and len(answer.split()) >= WORDS:
+        yield shows(
+            f"{run['sft.answer_share']:.0%} of the training demonstrations have the answer {answer.strip()[:60]!r} "
+            f"(limit {ONE_ANSWER:.0%})."
+        )
+
+
+@rule(
+    "Write the prompts of all stages alike, and look at the columns: `rlhf data show` prints demonstrations as the "
+    "model reads them. If prompt and answer are swapped, set data.train.keys: {prompt: response, response: prompt}",
+    stage="sft",
+    explains=("sft_ignores_prompts", *LATER),
+    needs=("sft.prompt_end",),
+    wants="three prompts in samples.jsonl of SFT, RM and PPO",
+)
+def sft_prompts_differ(run: Evidence) -> Signs:
+    """SFT learned to answer other prompts than the reward model and PPO have."""
+    if "rm.prompt_end" in run.texts and not run.other_end("rm"):
+        yield from map(shows, run.other_end("sft"))
+
+
+@rule(
     "Cut the answers where the turn ends: `rlhf data show` marks the learned tokens. This program adds EOS itself",
     stage="sft",
     explains=("sft_without_eos", *LATER),
@@ -152,6 +213,11 @@ def sft_without_eos(run: Evidence) -> Signs:
             f"Where held-out demonstrations end, SFT gives EOS a probability of {run['sft.eos_probability']:.2g} "
             f"(limit {EOS_UNKNOWN:g})."
         )
+    if run["sft.cut_share"] > CUT:
+        yield shows(
+            f"{run['sft.cut_share']:.0%} of the training answers do not end with EOS (limit {CUT:.0%}): they were cut "
+            f"at sft data.max_length: {run.settings.get('sft.data.max_length')} tokens, in the middle of a sentence."
+        )
     if run["sft.samples_ended"] == 0 and run["sft.samples"] >= SAMPLES:
         yield supports(f"None of SFT's last {run['sft.samples']:.0f} samples ended by itself.")
     if run["ppo.start.eos_fraction"] < EOS_RARE:
@@ -165,6 +231,9 @@ CAUSES = (
     sft_underfit,
     sft_memorised,
     sft_ignores_prompts,
+    demonstrations_dropped,
+    demonstrations_repeat,
     demonstrations_hold_markup,
+    sft_prompts_differ,
     sft_without_eos,
 )
