@@ -106,10 +106,8 @@ def _demonstrations(rows: Sequence[Example], tokenizer: PreTrainedTokenizerBase)
     far answers repeat words of their own prompts."""
     texts = []
     for row in rows:
-        first = row.loss_mask.index(True)
-        texts.append(
-            [str(tokenizer.decode(part, skip_special_tokens=True)) for part in (row.ids[:first], _targets(row))]
-        )
+        parts = row.ids[: row.loss_mask.index(True)], _targets(row)
+        texts.append([str(tokenizer.decode(part, skip_special_tokens=True)) for part in parts])
     answer, times = Counter(answer for _, answer in texts).most_common(1)[0]
     cut = sum(row.ids[-1] != tokenizer.eos_token_id for row in rows) / len(rows)
     found: Found = {"sft.cut_share": cut, "sft.answer_share": times / len(rows), "sft.answer": answer}

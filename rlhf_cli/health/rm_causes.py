@@ -179,8 +179,8 @@ def rm_untrained(run: Evidence) -> Signs:
         )
     elif run["rm.moved"] < MOVED_LITTLE and _is_guessing(run):
         yield supports(
-            f"Its weights changed little: the largest relative change of a weight matrix is {run['rm.moved']:.1g} (limit "
-            f"{MOVED_LITTLE:g}), and the held-out accuracy is {_accuracy(run)}."
+            f"Its weights changed little: the largest relative change of a weight matrix is {run['rm.moved']:.1g} "
+            f"(limit {MOVED_LITTLE:g}), and the held-out accuracy is {_accuracy(run)}."
         )
     if _is_guessing(run) and FELL * min(run["rm.loss_start"], LOG_2) <= run["rm.loss_end"] <= DIVERGED * LOG_2:
         yield supports(
@@ -237,8 +237,8 @@ def pairs_mixed_up(run: Evidence) -> Signs:
     if usual > ECHO_ERRORS * run["sft.echo_error"] and run["rm.echo"] + 2 * run["rm.echo_error"] < ECHO * usual:
         yield shows(
             f"The answers of the pairs do not repeat words of their own prompts: {run['rm.echo']:+.1%} of their words "
-            f"more than of another row's prompt (standard error {run['rm.echo_error']:.1%}). In SFT's demonstrations it "
-            f"is {usual:+.1%} (limit {ECHO:.0%} of that)."
+            f"more than of another row's prompt (standard error {run['rm.echo_error']:.1%}). In SFT's demonstrations "
+            f"it is {usual:+.1%} (limit {ECHO:.0%} of that)."
         )
 
 
@@ -254,9 +254,9 @@ def pairs_marked(run: Evidence) -> Signs:
     """One word tells the chosen answers from the rejected ones."""
     share = run["rm.word_share"]
     if abs(share) > MARKED:
+        which = "chosen" if share > 0 else "rejected"
         yield shows(
-            f"In {abs(share):.0%} more of the training pairs only the {'chosen' if share > 0 else 'rejected'} answer has "
-            f"the word {run.texts.get('rm.word')!r} than only the other one (limit {MARKED:.0%})."
+            f"In {abs(share):.0%} more of the training pairs only the {which} answer has the word {run.texts.get('rm.word')!r} than only the other one (limit {MARKED:.0%})."
         )
 
 

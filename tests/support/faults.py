@@ -278,6 +278,43 @@ def pairs_with_other_prompts(folder: Path) -> dict[str, tuple[str, ...]]:
     return {"rm": tuple(overrides)}
 
 
+def pairs_shifted(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Pairs joined by their row number after one prompt was lost: each has the prompt of the next row."""
+    overrides = []
+    for side, name in (("train", "pref_train.jsonl.gz"), ("test", "pref_test.jsonl")):
+        rows = read(name)
+        joined = [
+            {"prompt": following["prompt"], "chosen": row["chosen"], "rejected": row["rejected"]}
+            for row, following in zip(rows, [*rows[1:], rows[0]], strict=True)
+        ]
+        overrides.append(f"data.{side}={write(folder / f'pairs_{side}.jsonl', joined)}")
+    return {"rm": tuple(overrides)}
+
+
+def prompts_without_end(folder: Path) -> dict[str, tuple[str, ...]]:
+    """PPO's prompts are the customer's mails alone, without the words that ask for an answer."""
+    rows = [{"prompt": row["prompt"].removesuffix("\n\nAssistant:")} for row in read("prompts_train.jsonl.gz")]
+    return {"ppo": (f"data.train={write(folder / 'prompts.jsonl', rows)}",)}
+
+
+def refused(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A third of the demonstrations are refusals of the model that wrote them."""
+    reply = " I am sorry, but I cannot help with that."
+    return [row | {"response": reply} if number % 3 == 0 else row for number, row in enumerate(rows)]
+
+
+def hundred_pairs(folder: Path) -> dict[str, tuple[str, ...]]:
+    """A hundred pairs that were written to the file again and again."""
+    rows = read("pref_train.jsonl.gz")[:100] * 30
+    return {"rm": (f"data.train={write(folder / 'pairs.jsonl', rows)}",)}
+
+
+def reference_of_another_seed(folder: Path) -> dict[str, tuple[str, ...]]:
+    """The KL is measured to the SFT model of another run."""
+    _run("sft", folder / "other", 1, ())
+    return {"ppo": (f"ref_policy={{path: {folder / 'other/sft/model'}}}",)}
+
+
 def prompts_with_answers(folder: Path) -> dict[str, tuple[str, ...]]:
     """PPO's prompts were made from the demonstrations as whole texts, so each already holds its answer."""
     rows = [{"prompt": row["prompt"] + row["response"]} for row in read("sft_train.jsonl.gz")]
@@ -381,7 +418,7 @@ LATEST: dict[str, Fault] = {
     # SFT: it learned too little, because the warm-up is longer than the run.
     "sft_warmup": Fault("sft_underfit", "sft", {"sft": ("optimizer.warmup_steps=3000",)}),
     # RM: the pairs' prompts do not belong to their answers.
-    "pairs_with_other_prompts": Fault("rm_ignores_prompts", "rm", {}, pairs_with_other_prompts),
+    "pairs_with_other_prompts": Fault("pairs_mixed_up", "rm", {}, pairs_with_other_prompts),
     # RM: a word that only chosen answers have decides, not their quality.
     "chosen_marked": Fault(
         "pairs_marked", "rm", {}, pairs(lambda chosen, rejected: (" Certainly." + chosen, rejected))
@@ -402,6 +439,42 @@ LATEST: dict[str, Fault] = {
     "prompts_with_answers": Fault("template_differs", "ppo", {}, prompts_with_answers),
 }
 """Faults that were written down, with the line to expect, before the rules were read."""
+SECOND: dict[str, Fault] = {
+    # SFT: the model did not learn to end all its replies, because the ends of the longer answers were cut off.
+    "answers_half_cut": Fault("sft_without_eos", "sft", {"sft": ("data.max_length=56", "data.truncation=right")}),
+    # SFT: most demonstrations are longer than data.max_length and were dropped.
+    "demonstrations_dropped": Fault("demonstrations_dropped", "sft", {"sft": ("data.max_length=44",)}),
+    # SFT: many demonstrations hold one and the same refusal.
+    "refusals": Fault("demonstrations_repeat", "sft", {}, demonstrations(refused)),
+    # SFT: it alone has a template.
+    "sft_other_template": Fault(
+        "sft_prompts_differ", "sft", {"sft": (r'data.prompt_template="### Question\n{prompt}\n### Answer\n"',)}
+    ),
+    # RM: the pairs' prompts do not belong to their answers.
+    "pairs_shifted": Fault("pairs_mixed_up", "rm", {}, pairs_shifted),
+    # RM: words that most rejected answers have decide, not their quality.
+    "rejected_marked": Fault(
+        "pairs_marked",
+        "rm",
+        {},
+        pairs(lambda chosen, rejected: (chosen, f" As an AI,{rejected}" if len(rejected) % 5 else rejected)),
+    ),
+    # RM: it hardly learned, because the warm-up is far longer than the run.
+    "rm_warmup": Fault("rm_untrained", "rm", {"rm": ("optimizer.warmup_steps=30000",)}),
+    # RM: it memorised a hundred pairs, each of which is in the file thirty times.
+    "pairs_repeated": Fault("rm_memorised", "rm", {}, hundred_pairs),
+    # PPO: almost all replies get the same score.
+    "reward_capped": Fault("reward_constant", "ppo", {}, scored_by("min(1, len(text.split()) / 4)")),
+    # PPO: the KL is measured to another model than the one that PPO starts from.
+    "reference_of_another_seed": Fault("reference_differs", "ppo", {}, reference_of_another_seed),
+    # PPO: its prompts end differently from those of SFT and the reward model.
+    "prompts_without_end": Fault("template_differs", "ppo", {}, prompts_without_end),
+    # PPO: the KL costs more than the score can gain, because the score is a hundredth as large.
+    "score_of_hundredths": Fault("kl_too_strong", "ppo", {"ppo": ("rewards=[{type: reward_model, weight: 0.01}]",)}),
+    # PPO: it hardly changed the policy, because the warm-up is far longer than the run.
+    "ppo_warmup": Fault("ppo_hardly_moved", "ppo", {"ppo": ("optimizer.warmup_steps=20000",)}),
+}
+"""Faults that were written down after rules were mended for LATEST, before their first run."""
 FAULTS |= FRESH
 
 EVERYTHING = os.environ.get("RLHF_ALL_SEEDS") == "1"
@@ -412,7 +485,7 @@ OF_THE_TEST = tuple(FAULTS) if EVERYTHING else FEW
 
 def make_run(folder: Path, name: str, *, seed: int = 0, fault: Fault | None = None) -> Path:
     """The artifact directory of a run in `folder`, made if it is not there."""
-    fault = fault or (FAULTS | LATEST)[name]
+    fault = fault or (FAULTS | LATEST | SECOND)[name]
     root = folder / f"{name}_{seed}"
     if (root / "ppo" / "manifest.json").exists():
         return root
