@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from statistics import fmean, median
+from statistics import correlation, fmean, median
 from typing import Any
 
 from rlhf_cli.config.by_stage import load_stage_config
@@ -19,6 +19,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.health.history import PERSIST, START
 from rlhf_cli.report.read import RunData, StageData, read_run, rows_of
+from rlhf_cli.run.artifacts import flat
 
 SETTINGS = (
     "sft.data.max_length",
@@ -142,13 +143,8 @@ def read_evidence(root: Path) -> Evidence:
 
 def _settings(stage: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """The SETTINGS of a stage."""
-    found: dict[str, Any] = {}
-    for name in SETTINGS:
-        if name.startswith(f"{stage}."):
-            value: Any = config
-            for key in name.split(".")[1:]:
-                value = value[key]
-            found[name] = value
+    values = flat(config, stage)
+    found = {name: values[name] for name in SETTINGS if name.startswith(f"{stage}.")}
     if stage == "ppo":
         rewards = config["rewards"]
         found["ppo.has_reward_model"] = any(reward["type"] == "reward_model" for reward in rewards)
@@ -253,19 +249,11 @@ def _eval_of_ppo(report: Mapping[str, Any]) -> dict[str, float]:
     change = report.get("difference", {}).get("gold", {})
     found |= {f"ppo.gold_change_{key}": change[key] for key in ("low", "high") if key in change}
     replies = [row["sft"] for row in report.get("replies", []) if "gold" in row.get("sft", {})]
-    pairs = [(reply["score"], reply["gold"]) for reply in replies]
-    if len(pairs) >= 2:
-        found["ppo.score_gold_correlation"] = _correlation(pairs)
-        found["ppo.score_gold_pairs"] = float(len(pairs))
+    scores, golds = ([reply[key] for reply in replies] for key in ("score", "gold"))
+    if len(set(scores)) > 1 and len(set(golds)) > 1:
+        found["ppo.score_gold_correlation"] = correlation(scores, golds)
+        found["ppo.score_gold_pairs"] = float(len(replies))
     return found
-
-
-def _correlation(pairs: Sequence[tuple[float, float]]) -> float:
-    """Pearson's correlation; 0 if one side is constant."""
-    mean_x, mean_y = fmean(x for x, _ in pairs), fmean(y for _, y in pairs)
-    products = [((x - mean_x) * (y - mean_y), (x - mean_x) ** 2, (y - mean_y) ** 2) for x, y in pairs]
-    xy, xx, yy = (math.fsum(product[i] for product in products) for i in range(3))
-    return xy / math.sqrt(xx * yy) if xx * yy > 0 else 0.0
 
 
 # -------------------------------------------------------------------------------------------- texts

@@ -256,8 +256,8 @@ def pairs_marked(run: Evidence) -> Signs:
     if abs(share) > MARKED:
         which = "chosen" if share > 0 else "rejected"
         yield shows(
-            f"Only the {which} answer has the word {run.texts.get('rm.word')!r} in many training pairs: in {abs(share):.0%} "
-            f"of all more than only the other one (limit {MARKED:.0%})."
+            f"In many training pairs only the {which} answer has the word {run.texts.get('rm.word')!r}: in "
+            f"{abs(share):.0%} of all more than only the other one (limit {MARKED:.0%})."
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from rlhf_cli.models.forward import compute_dtype
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.ppo.update import UpdateBatch
 from rlhf_cli.processes.distributed import gather_texts
-from rlhf_cli.run.artifacts import read_manifest_or_none
+from rlhf_cli.run.artifacts import flat, read_manifest_or_none
 from rlhf_cli.training.zero_gradient import no_gradient
 
 TINY = 1e-6
@@ -35,20 +34,8 @@ def new_health(setup: Setup) -> Health:
         max_new_tokens=config.rollout.max_new_tokens,
         ratio_tolerance=RATIO_TOLERANCE[precision],
         gap_tolerance=GAP_TOLERANCE[precision],
-        config=by_dotted_key(config.model_dump(mode="json")),
+        config=flat(config.model_dump(mode="json")),
     )
-
-
-def by_dotted_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys.
-
-    >>> by_dotted_key({"ppo": {"kl_coef": 0.1}, "seed": 0})
-    {'ppo.kl_coef': 0.1, 'seed': 0}
-    """
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= by_dotted_key(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
 
 
 def report_start(setup: Setup, health: Health) -> None:

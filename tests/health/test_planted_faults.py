@@ -17,16 +17,19 @@ from support.faults import EVERYTHING, FAULTS, FRESH, OF_THE_TEST, RECORDED, mak
 from support.paths import ROOT
 
 OF_PROBES = {
-    "sft": ("answers_with", "eos_probability", "gain_of_prompt", "mixed", "pad_is_eos", "probed_loss", "token_entropy"),
-    "rm": ("accuracy_without_eos", "contradicted", "gain_without_eos", "judge_agrees", "moved", "probed_accuracy")
-    + ("repeated", "score_length", "unknown"),
-    "ppo": ("distinct_prompts", "gold_std", "prompts", "unknown"),
+    "sft": ("answer", "cut_share", "echo", "eos_probability", "gain_of_prompt", "mixed", "pad_is_eos", "probed_loss")
+    + ("skipped", "token_entropy"),
+    "rm": ("accuracy_without_eos", "contradicted", "echo", "gain_without_eos", "judge_agrees", "moved")
+    + ("probed_accuracy", "repeated", "score_length", "skipped", "unknown", "word"),
+    "ppo": ("distinct_prompts", "gold_std", "prompts", "skipped", "unknown"),
 }
 """What the names of the figures of forward passes, of the data and of the judge begin with, by stage."""
-WITHOUT_RUN = {"policy_overoptimised", "rm_weak"}
+WITHOUT_RUN = {"policy_overoptimised", "prompts_dropped", "rm_weak"}
 """Causes that no planted fault has as its first; they show beside others."""
+NOT_NAMED = {"rm_twenty_steps"}
+"""Faults on whose runs nothing is named: this reward model has an accuracy of 0.65, so it is better than guessing."""
 GOOD = [name for name, fault in FAULTS.items() if fault.cause is None]
-FAULTY = [name for name, fault in FAULTS.items() if fault.cause is not None and name not in FRESH]
+FAULTY = [name for name in FAULTS if name not in GOOD and (RECORDED / f"{name}.json").exists()]
 
 
 def recorded(name: str) -> Evidence:
@@ -51,11 +54,6 @@ def test_a_good_run_is_told_how_many_causes_were_looked_for(monkeypatch, capsys)
     assert f"none of {len(CAUSES) - 2} causes shows (docs/diagnose.md); `rlhf eval" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", FAULTY)
-def test_the_first_cause_of_a_recorded_run_is_the_planted_one(name: str) -> None:
-    assert named(recorded(name))[0] == FAULTS[name].cause
-
-
 @pytest.mark.parametrize("name", GOOD)
 def test_nothing_is_named_on_a_recorded_good_run(name: str) -> None:
     assert named(recorded(name)) == []
@@ -72,10 +70,9 @@ def wrongly_named(first: dict[str, str | None]) -> list[str]:
     return [f"{name}, {line(FAULTS[name].cause)}, {line(cause)}" for name, cause in wrong.items()]
 
 
-def test_of_nineteen_faults_on_which_no_limit_was_chosen_all_but_one_are_named_first() -> None:
-    wrong = wrongly_named({name: (named(recorded(name)) or [None])[0] for name in FRESH})
-    assert len(FRESH) == 19
-    assert wrong == [f"rm_twenty_steps, {line('rm_weak')}, None"]
+def test_the_first_cause_of_each_recorded_run_is_the_planted_one() -> None:
+    wrong = wrongly_named({name: (named(recorded(name)) or [None])[0] for name in FAULTY})
+    assert wrong == [f"{name}, {line(FAULTS[name].cause)}, None" for name in FAULTY if name in NOT_NAMED]
 
 
 def test_where_only_the_reward_model_read_other_prompts_its_stage_is_named() -> None:

@@ -72,21 +72,34 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def pairs(change: Callable[[str, str], tuple[str, str] | None]) -> Callable[[Path], dict[str, tuple[str, ...]]]:
-    """Training and held-out pairs whose (chosen, rejected) are changed, without gold columns."""
+FILES = {
+    "sft": {"train": "sft_train.jsonl.gz", "test": "sft_test.jsonl"},
+    "rm": {"train": "pref_train.jsonl.gz", "test": "pref_test.jsonl"},
+    "ppo": {"train": "prompts_train.jsonl.gz", "test": "prompts_test.jsonl"},
+}
+Rows = list[dict[str, Any]]
+
+
+def changed(stage: str, change: Callable[[Rows], Rows], sides: tuple[str, ...] = ("train", "test")) -> Any:
+    """The training and held-out rows of a stage, changed."""
 
     def make(folder: Path) -> dict[str, tuple[str, ...]]:
-        overrides = []
-        for side, name in (("train", "pref_train.jsonl.gz"), ("test", "pref_test.jsonl")):
-            rows = []
-            for row in read(name):
-                changed = change(row["chosen"], row["rejected"])
-                if changed is not None:
-                    rows.append({"prompt": row["prompt"], "chosen": changed[0], "rejected": changed[1]})
-            overrides.append(f"data.{side}={write(folder / f'{side}.jsonl', rows)}")
-        return {"rm": tuple(overrides)}
+        paths = {side: write(folder / f"{stage}_{side}.jsonl", change(read(FILES[stage][side]))) for side in sides}
+        return {stage: tuple(f"data.{side}={path}" for side, path in paths.items())}
 
     return make
+
+
+def pairs(change: Callable[[str, str], tuple[str, str] | None]) -> Any:
+    """Pairs whose (chosen, rejected) are changed, without gold columns."""
+
+    def of(rows: Rows) -> Rows:
+        found = [(row["prompt"], change(row["chosen"], row["rejected"])) for row in rows]
+        return [
+            {"prompt": prompt, "chosen": pair[0], "rejected": pair[1]} for prompt, pair in found if pair is not None
+        ]
+
+    return changed("rm", of)
 
 
 def longer_first(chosen: str, rejected: str) -> tuple[str, str] | None:
@@ -97,26 +110,9 @@ def longer_first(chosen: str, rejected: str) -> tuple[str, str] | None:
     return longer, shorter
 
 
-def bare_prompts(folder: Path) -> dict[str, tuple[str, ...]]:
-    """The prompts without the words around them that SFT and the reward model learned."""
-    overrides = []
-    for side, name in (("train", "prompts_train.jsonl.gz"), ("test", "prompts_test.jsonl")):
-        rows = [{"prompt": row["prompt"].removeprefix("Human: ").removesuffix("\n\nAssistant:")} for row in read(name)]
-        overrides.append(f"data.{side}={write(folder / f'prompts_{side}.jsonl', rows)}")
-    return {"ppo": tuple(overrides)}
-
-
-def demonstrations(change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> Any:
-    """Training and held-out demonstrations that are changed."""
-
-    def make(folder: Path) -> dict[str, tuple[str, ...]]:
-        overrides = []
-        for side, name in (("train", "sft_train.jsonl.gz"), ("test", "sft_test.jsonl")):
-            rows = change([dict(row) for row in read(name)])
-            overrides.append(f"data.{side}={write(folder / f'sft_{side}.jsonl', rows)}")
-        return {"sft": tuple(overrides)}
-
-    return make
+def bare(rows: Rows) -> Rows:
+    """Prompts without the words around them."""
+    return [row | {"prompt": row["prompt"].removeprefix("Human: ").removesuffix("\n\nAssistant:")} for row in rows]
 
 
 def shuffled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -133,25 +129,6 @@ def run_on(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         row | {"response": f"{row['response']}\n\n{next_one['prompt'].removesuffix(' Assistant:')}"}
         for row, next_one in zip(rows, follow, strict=True)
     ]
-
-
-def first_prompts(number: int) -> Callable[[Path], dict[str, tuple[str, ...]]]:
-    """The first few training prompts, again and again."""
-
-    def make(folder: Path) -> dict[str, tuple[str, ...]]:
-        rows = read("prompts_train.jsonl.gz")
-        return {"ppo": (f"data.train={write(folder / 'prompts.jsonl', [rows[i % number] for i in range(2000)])}",)}
-
-    return make
-
-
-def few(stage: str, name: str, number: int) -> Callable[[Path], dict[str, tuple[str, ...]]]:
-    """Only the first rows of a stage's training data."""
-
-    def make(folder: Path) -> dict[str, tuple[str, ...]]:
-        return {stage: (f"data.train={write(folder / f'{stage}_train.jsonl', read(name)[:number])}",)}
-
-    return make
 
 
 def stories(folder: Path) -> dict[str, tuple[str, ...]]:
@@ -198,17 +175,6 @@ def noisy(share: float) -> Callable[[str, str], tuple[str, str]]:
     """Pairs of which this share has its labels swapped by chance."""
     generator = random.Random(0)
     return lambda chosen, rejected: (rejected, chosen) if generator.random() < share else (chosen, rejected)
-
-
-def bare_pairs(folder: Path) -> dict[str, tuple[str, ...]]:
-    """Pairs whose prompts lack the words that SFT and PPO write around them."""
-    overrides = []
-    for side, name in (("train", "pref_train.jsonl.gz"), ("test", "pref_test.jsonl")):
-        rows = [
-            row | {"prompt": row["prompt"].removeprefix("Human: ").removesuffix("\n\nAssistant:")} for row in read(name)
-        ]
-        overrides.append(f"data.{side}={write(folder / f'pairs_{side}.jsonl', rows)}")
-    return {"rm": tuple(overrides)}
 
 
 @contextlib.contextmanager
@@ -263,38 +229,30 @@ def canned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row | {"response": reply} if number % 10 < 7 else row for number, row in enumerate(rows)]
 
 
-def pairs_with_other_prompts(folder: Path) -> dict[str, tuple[str, ...]]:
-    """Pairs joined to the wrong prompts: each pair of answers has the prompt of another row."""
-    overrides = []
-    for side, name in (("train", "pref_train.jsonl.gz"), ("test", "pref_test.jsonl")):
-        rows = read(name)
-        prompts = [row["prompt"] for row in rows]
-        random.Random(0).shuffle(prompts)
-        joined = [
-            {"prompt": prompt, "chosen": row["chosen"], "rejected": row["rejected"]}
-            for row, prompt in zip(rows, prompts, strict=True)
-        ]
-        overrides.append(f"data.{side}={write(folder / f'pairs_{side}.jsonl', joined)}")
-    return {"rm": tuple(overrides)}
+def joined(rows: Rows, prompts: list[str]) -> Rows:
+    """The pairs of these rows with other prompts."""
+    return [
+        {"prompt": prompt, "chosen": row["chosen"], "rejected": row["rejected"]}
+        for row, prompt in zip(rows, prompts, strict=True)
+    ]
 
 
-def pairs_shifted(folder: Path) -> dict[str, tuple[str, ...]]:
-    """Pairs joined by their row number after one prompt was lost: each has the prompt of the next row."""
-    overrides = []
-    for side, name in (("train", "pref_train.jsonl.gz"), ("test", "pref_test.jsonl")):
-        rows = read(name)
-        joined = [
-            {"prompt": following["prompt"], "chosen": row["chosen"], "rejected": row["rejected"]}
-            for row, following in zip(rows, [*rows[1:], rows[0]], strict=True)
-        ]
-        overrides.append(f"data.{side}={write(folder / f'pairs_{side}.jsonl', joined)}")
-    return {"rm": tuple(overrides)}
+def of_other_rows(rows: Rows) -> Rows:
+    """Each pair of answers with the prompt of another row."""
+    prompts = [row["prompt"] for row in rows]
+    random.Random(0).shuffle(prompts)
+    return joined(rows, prompts)
 
 
-def prompts_without_end(folder: Path) -> dict[str, tuple[str, ...]]:
-    """PPO's prompts are the customer's mails alone, without the words that ask for an answer."""
-    rows = [{"prompt": row["prompt"].removesuffix("\n\nAssistant:")} for row in read("prompts_train.jsonl.gz")]
-    return {"ppo": (f"data.train={write(folder / 'prompts.jsonl', rows)}",)}
+def shifted(rows: Rows) -> Rows:
+    """Joined by row number after one prompt was lost: each pair has the prompt of the next row."""
+    prompts = [row["prompt"] for row in rows]
+    return joined(rows, [*prompts[1:], prompts[0]])
+
+
+def without_end(rows: Rows) -> Rows:
+    """The customer's mails alone, without the words that ask for an answer."""
+    return [{"prompt": row["prompt"].removesuffix("\n\nAssistant:")} for row in rows]
 
 
 def refused(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -303,19 +261,13 @@ def refused(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row | {"response": reply} if number % 3 == 0 else row for number, row in enumerate(rows)]
 
 
-def hundred_pairs(folder: Path) -> dict[str, tuple[str, ...]]:
-    """A hundred pairs that were written to the file again and again."""
-    rows = read("pref_train.jsonl.gz")[:100] * 30
-    return {"rm": (f"data.train={write(folder / 'pairs.jsonl', rows)}",)}
-
-
 def reference_of_another_seed(folder: Path) -> dict[str, tuple[str, ...]]:
     """The KL is measured to the SFT model of another run."""
     _run("sft", folder / "other", 1, ())
     return {"ppo": (f"ref_policy={{path: {folder / 'other/sft/model'}}}",)}
 
 
-def prompts_with_answers(folder: Path) -> dict[str, tuple[str, ...]]:
+def whole_texts(folder: Path) -> dict[str, tuple[str, ...]]:
     """PPO's prompts were made from the demonstrations as whole texts, so each already holds its answer."""
     rows = [{"prompt": row["prompt"] + row["response"]} for row in read("sft_train.jsonl.gz")]
     return {"ppo": (f"data.train={write(folder / 'prompts.jsonl', rows)}",)}
@@ -340,7 +292,7 @@ FAULTS: dict[str, Fault] = {
         "template_differs",
         "ppo",
         {"ppo": (r'data.prompt_template="### Question\n{prompt}\n### Answer\n"',)},
-        bare_prompts,
+        changed("ppo", bare),
     ),
     "other_temperature": Fault("temperature_differs", "ppo", {"ppo": ("rollout.temperature=2.0",)}),
     "untrained_head": Fault("rm_untrained", "rm", {"rm": ("training.num_steps=20", "optimizer.learning_rate=1e-9")}),
@@ -348,10 +300,10 @@ FAULTS: dict[str, Fault] = {
     "length_biased": Fault("pairs_length_biased", "rm", {}, pairs(longer_first)),
     "weight_negative": Fault("reward_opposed", "ppo", {"ppo": ("rewards=[{type: reward_model, weight: -1}]",)}),
     "reward_constant": Fault("reward_constant", "ppo", {}, scored_by("1.0")),
-    "answers_shuffled": Fault("sft_ignores_prompts", "sft", {}, demonstrations(shuffled)),
-    "answers_run_on": Fault("demonstrations_hold_markup", "sft", {}, demonstrations(run_on)),
+    "answers_shuffled": Fault("sft_ignores_prompts", "sft", {}, changed("sft", shuffled)),
+    "answers_run_on": Fault("demonstrations_hold_markup", "sft", {}, changed("sft", run_on)),
     "kl_coef_10": Fault("kl_too_strong", "ppo", {"ppo": ("ppo.kl_coef=10",)}),
-    "four_prompts": Fault("prompts_few", "ppo", {}, first_prompts(4)),
+    "four_prompts": Fault("prompts_few", "ppo", {}, changed("ppo", lambda rows: rows[:4] * 500, ("train",))),
     "value_untrained": Fault("value_untrained", "ppo", {"ppo": ("value_model.learning_rate=1e-12",)}),
     "clip_narrow": Fault("clip_too_narrow", "ppo", {"ppo": ("ppo.clip_range=0.001",)}),
     "labels_noisy": Fault("labels_noisy", "rm", {}, pairs(noisy(0.4))),
@@ -364,13 +316,13 @@ FAULTS: dict[str, Fault] = {
     ),
     "reward_of_length": Fault("policy_misjudged", "ppo", {}, scored_by("len(text.split()) / 10")),
     "prompts_of_stories": Fault("prompts_differ", "ppo", {}, stories),
-    "sixty_pairs": Fault("rm_memorised", "rm", {}, few("rm", "pref_train.jsonl.gz", 60)),
-    "forty_demonstrations": Fault("sft_memorised", "sft", {}, few("sft", "sft_train.jsonl.gz", 40)),
+    "sixty_pairs": Fault("rm_memorised", "rm", {}, changed("rm", lambda rows: rows[:60], ("train",))),
+    "forty_demonstrations": Fault("sft_memorised", "sft", {}, changed("sft", lambda rows: rows[:40], ("train",))),
     "eos_as_text": Fault(
         "demonstrations_hold_markup",
         "sft",
         {},
-        demonstrations(lambda rows: [row | {"response": row["response"] + "</s>"} for row in rows]),
+        changed("sft", lambda rows: [row | {"response": row["response"] + "</s>"} for row in rows]),
     ),
 }
 FRESH: dict[str, Fault] = {
@@ -379,21 +331,22 @@ FRESH: dict[str, Fault] = {
         "demonstrations_hold_markup",
         "sft",
         {},
-        demonstrations(
+        changed(
+            "sft",
             lambda rows: [
                 row | {"response": row["response"] + "<|im_end|>" * (i % 10 < 3)} for i, row in enumerate(rows)
-            ]
+            ],
         ),
     ),
     "kl_coef_4": Fault("kl_too_strong", "ppo", {"ppo": ("ppo.kl_coef=4",)}),
-    "eight_prompts": Fault("prompts_few", "ppo", {}, first_prompts(8)),
+    "eight_prompts": Fault("prompts_few", "ppo", {}, changed("ppo", lambda rows: rows[:8] * 250, ("train",))),
     "labels_noisier": Fault("labels_noisy", "rm", {}, pairs(noisy(0.3))),
     "sft_slow": Fault("sft_underfit", "sft", {"sft": ("optimizer.learning_rate=1e-5",)}),
     "rm_learning_rate_30": Fault("rm_steps_too_large", "rm", {"rm": ("optimizer.learning_rate=2.1e-2",)}),
     "cold_sampling": Fault("temperature_differs", "ppo", {"ppo": ("rollout.temperature=0.25",)}),
     "value_fast": Fault("value_untrained", "ppo", {"ppo": ("value_model.learning_rate=1.0",)}),
     "rm_cut": Fault("rm_without_eos", "rm", {"rm": ("data.max_length=24", "data.truncation=right")}),
-    "rm_other_template": Fault("rm_prompts_differ", "rm", {}, bare_pairs),
+    "rm_other_template": Fault("rm_prompts_differ", "rm", {}, changed("rm", bare)),
     "six_tokens": Fault("replies_cut", "ppo", {"ppo": ("rollout.max_new_tokens=6",)}),
     "learning_rate_of_a_large_model": Fault("ppo_hardly_moved", "ppo", {"ppo": ("optimizer.learning_rate=1e-6",)}),
     "score_clip_small": Fault("kl_too_strong", "ppo", {"ppo": ("ppo.score_clip=0.01",)}),
@@ -406,19 +359,16 @@ FRESH: dict[str, Fault] = {
     "sixteen_epochs": Fault("ppo_steps_too_large", "ppo", {"ppo": ("ppo.ppo_epochs=16",)}),
     "labels_of_chance": Fault("labels_noisy", "rm", {}, pairs(noisy(0.5))),
     "rm_twenty_steps": Fault("rm_weak", "rm", {"rm": ("training.num_steps=20",)}),
-}
-"""Faults on whose runs no limit was chosen."""
-LATEST: dict[str, Fault] = {
     # SFT: the model did not learn to end its replies, because the ends of the answers were cut off.
     "answers_cut": Fault("sft_without_eos", "sft", {"sft": ("data.max_length=40", "data.truncation=right")}),
     # SFT: it learned prompts of another form than those of the reward model and PPO.
     "columns_swapped": Fault("sft_prompts_differ", "sft", {}, columns_swapped),
     # SFT: most demonstrations hold one and the same answer.
-    "canned_answers": Fault("demonstrations_repeat", "sft", {}, demonstrations(canned)),
+    "canned_answers": Fault("demonstrations_repeat", "sft", {}, changed("sft", canned)),
     # SFT: it learned too little, because the warm-up is longer than the run.
     "sft_warmup": Fault("sft_underfit", "sft", {"sft": ("optimizer.warmup_steps=3000",)}),
     # RM: the pairs' prompts do not belong to their answers.
-    "pairs_with_other_prompts": Fault("pairs_mixed_up", "rm", {}, pairs_with_other_prompts),
+    "pairs_with_other_prompts": Fault("pairs_mixed_up", "rm", {}, changed("rm", of_other_rows)),
     # RM: a word that only chosen answers have decides, not their quality.
     "chosen_marked": Fault(
         "pairs_marked", "rm", {}, pairs(lambda chosen, rejected: (" Certainly." + chosen, rejected))
@@ -436,22 +386,19 @@ LATEST: dict[str, Fault] = {
     # PPO: the KL is measured to another model than the one that PPO starts from.
     "other_reference": Fault("reference_differs", "ppo", {}, other_reference),
     # PPO: its prompts end differently from those of SFT and the reward model.
-    "prompts_with_answers": Fault("template_differs", "ppo", {}, prompts_with_answers),
-}
-"""Faults that were written down, with the line to expect, before the rules were read."""
-SECOND: dict[str, Fault] = {
+    "prompts_with_answers": Fault("template_differs", "ppo", {}, whole_texts),
     # SFT: the model did not learn to end all its replies, because the ends of the longer answers were cut off.
     "answers_half_cut": Fault("sft_without_eos", "sft", {"sft": ("data.max_length=56", "data.truncation=right")}),
     # SFT: most demonstrations are longer than data.max_length and were dropped.
     "demonstrations_dropped": Fault("demonstrations_dropped", "sft", {"sft": ("data.max_length=44",)}),
     # SFT: many demonstrations hold one and the same refusal.
-    "refusals": Fault("demonstrations_repeat", "sft", {}, demonstrations(refused)),
+    "refusals": Fault("demonstrations_repeat", "sft", {}, changed("sft", refused)),
     # SFT: it alone has a template.
     "sft_other_template": Fault(
         "sft_prompts_differ", "sft", {"sft": (r'data.prompt_template="### Question\n{prompt}\n### Answer\n"',)}
     ),
     # RM: the pairs' prompts do not belong to their answers.
-    "pairs_shifted": Fault("pairs_mixed_up", "rm", {}, pairs_shifted),
+    "pairs_shifted": Fault("pairs_mixed_up", "rm", {}, changed("rm", shifted)),
     # RM: words that most rejected answers have decide, not their quality.
     "rejected_marked": Fault(
         "pairs_marked",
@@ -462,19 +409,19 @@ SECOND: dict[str, Fault] = {
     # RM: it hardly learned, because the warm-up is far longer than the run.
     "rm_warmup": Fault("rm_untrained", "rm", {"rm": ("optimizer.warmup_steps=30000",)}),
     # RM: it memorised a hundred pairs, each of which is in the file thirty times.
-    "pairs_repeated": Fault("rm_memorised", "rm", {}, hundred_pairs),
+    "pairs_repeated": Fault("rm_memorised", "rm", {}, changed("rm", lambda rows: rows[:100] * 30, ("train",))),
     # PPO: almost all replies get the same score.
     "reward_capped": Fault("reward_constant", "ppo", {}, scored_by("min(1, len(text.split()) / 4)")),
     # PPO: the KL is measured to another model than the one that PPO starts from.
     "reference_of_another_seed": Fault("reference_differs", "ppo", {}, reference_of_another_seed),
     # PPO: its prompts end differently from those of SFT and the reward model.
-    "prompts_without_end": Fault("template_differs", "ppo", {}, prompts_without_end),
+    "prompts_without_end": Fault("template_differs", "ppo", {}, changed("ppo", without_end, ("train",))),
     # PPO: the KL costs more than the score can gain, because the score is a hundredth as large.
     "score_of_hundredths": Fault("kl_too_strong", "ppo", {"ppo": ("rewards=[{type: reward_model, weight: 0.01}]",)}),
     # PPO: it hardly changed the policy, because the warm-up is far longer than the run.
     "ppo_warmup": Fault("ppo_hardly_moved", "ppo", {"ppo": ("optimizer.warmup_steps=20000",)}),
 }
-"""Faults that were written down after rules were mended for LATEST, before their first run."""
+"""Faults whose expected cause was written down before their first run."""
 FAULTS |= FRESH
 
 EVERYTHING = os.environ.get("RLHF_ALL_SEEDS") == "1"
@@ -485,7 +432,7 @@ OF_THE_TEST = tuple(FAULTS) if EVERYTHING else FEW
 
 def make_run(folder: Path, name: str, *, seed: int = 0, fault: Fault | None = None) -> Path:
     """The artifact directory of a run in `folder`, made if it is not there."""
-    fault = fault or (FAULTS | LATEST | SECOND)[name]
+    fault = fault or FAULTS[name]
     root = folder / f"{name}_{seed}"
     if (root / "ppo" / "manifest.json").exists():
         return root
