@@ -119,7 +119,7 @@ def echo(stage: str, rows: Sequence[tuple[str, str]]) -> dict[str, float]:
 
     >>> rows = [("the red vase", "a red one"), ("the blue mug", "a blue one"), ("the red mug", "a mug")]
     >>> round(echo("sft", rows)["sft.echo"], 2)
-    0.22
+    0.11
     """
     own, other = [], []
     for i, (prompt, answer) in enumerate(rows):

@@ -26,8 +26,9 @@ OF_PROBES = {
 """What the names of the figures of forward passes, of the data and of the judge begin with, by stage."""
 WITHOUT_RUN = {"policy_overoptimised", "prompts_dropped", "rm_weak"}
 """Causes that no planted fault has as its first; they show beside others."""
-NOT_NAMED = {"rm_twenty_steps"}
-"""Faults on whose runs nothing is named: this reward model has an accuracy of 0.65, so it is better than guessing."""
+NOT_NAMED = {"rm_twenty_steps", "reference_of_another_seed"}
+"""Faults on whose runs nothing is named. This reward model has an accuracy of 0.65, so it is better than guessing; this
+reference is nearer than that of a run which continues another, and gold rose as in the good run."""
 GOOD = [name for name, fault in FAULTS.items() if fault.cause is None]
 FAULTY = [name for name in FAULTS if name not in GOOD and (RECORDED / f"{name}.json").exists()]
 
@@ -86,7 +87,7 @@ def test_where_only_the_reward_model_read_other_prompts_its_stage_is_named() -> 
 
 
 def test_every_cause_but_rare_ones_has_a_run_that_shows_it() -> None:
-    first = {cause for name in FAULTS for cause in named(recorded(name))[:1]}
+    first = {cause for name in FAULTY for cause in named(recorded(name))[:1]}
     assert {cause.name for cause in CAUSES} - first == WITHOUT_RUN
 
 
