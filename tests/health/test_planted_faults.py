@@ -13,7 +13,7 @@ import pytest
 from rlhf_cli.commands import diagnose
 from rlhf_cli.health.evidence import Evidence, load_evidence
 from rlhf_cli.health.ranking import CAUSES, gather, not_judged, rank
-from support.faults import EVERYTHING, FAULTS, FRESH, OF_THE_TEST, RECORDED, make_run
+from support.faults import EVERYTHING, FAULTS, OF_THE_TEST, RECORDED, make_run
 from support.paths import ROOT
 
 OF_PROBES = {
