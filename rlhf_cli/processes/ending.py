@@ -112,8 +112,7 @@ class Ending:
         try:
             self._store.set(f"ready {self.rank}", "")
             while missing := [rank for rank in missing if not self._store.check([f"ready {rank}"])]:
-                self.look()
-                if self.is_anothers:
+                if self._store.check(["claimed"]):
                     raise EndedElsewhere(in_time(self._code_said, 1, SAID_S))
                 if time.monotonic() > deadline:
                     raise _missing(self.rank, timeout_s, f"process {missing[0]} of {self.size}")
@@ -124,9 +123,10 @@ class Ending:
     def _code_said(self) -> int:
         """The exit code of the process that prints, once it has printed."""
         while not self._store.check(["said"]):
-            self.look()
             pause(POLL_S)
-        return int(self._store.get("said"))
+        code = int(self._store.get("said"))
+        self.look()  # Not before: process 0, which holds the store, may end when the others know.
+        return code
 
     def _wait_until_known(self) -> None:
         while not self._store.check([f"known {rank}" for rank in range(self.size)]):

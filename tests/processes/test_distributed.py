@@ -8,13 +8,17 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from rlhf_cli.config.by_stage import load_stage_config
+from rlhf_cli.errors import EndedElsewhere
+from rlhf_cli.processes import ending
 from rlhf_cli.processes.launcher import LOST
 from rlhf_cli.processes.signs_of_life import LastSign, missing
 from rlhf_cli.run.artifacts import read_manifest
@@ -317,6 +321,28 @@ def test_a_mistake_that_one_process_alone_has_is_printed_and_ends_all(rank, writ
     assert [code for code, _ in ended] == [2, 2]
     assert ended[1 - rank][1] == ""
     assert re.match(r"error: .*sead: unknown key", ended[rank][1]), ended
+
+
+def test_process_0_keeps_the_store_until_the_others_know_the_exit_code():
+    """A process that starts looks for a line twice in 0.1 s. It must not report that it knows one before it is said."""
+    first = ending.Ending(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), 0, 2)
+    second = ending.Ending(first.store.clone(), 1, 2)
+    assert first.claim()
+    codes = []
+
+    def start() -> None:
+        with pytest.raises(EndedElsewhere) as ended:
+            second.wait_until_ready(120.0)
+        codes.append(ended.value.exit_code)
+
+    process = threading.Thread(target=start)
+    process.start()
+    process.join(0.5)
+    assert not first._store.check(["known 1"])
+    first.leave(2)
+    process.join(120)
+    assert codes == [2]
+    assert first._store.check(["known 1"])
 
 
 def test_a_process_that_never_starts_is_waited_for_until_the_timeout(tmp_path):
