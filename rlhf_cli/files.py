@@ -92,10 +92,10 @@ LARGEST_HEADER = 100_000_000
 def stored_dtype(folder: str | Path) -> str | None:
     """The number format of most numbers in the *.safetensors files of a folder, such as `bfloat16`.
 
-    None without such a file, or if its header cannot be read.
+    None without such a file that can be read.
     """
     numbers: Counter[str] = Counter()
-    for dtype, shape in _stored_tensors(folder):
+    for dtype, shape in stored_tensors(folder):
         numbers[dtype] += math.prod(shape)
     if not numbers:
         return None
@@ -105,20 +105,19 @@ def stored_dtype(folder: str | Path) -> str | None:
 
 def largest_dimension(folder: str | Path) -> int | None:
     """The largest size of a tensor in the *.safetensors files of a folder; None as for `stored_dtype`."""
-    return max((size for _, shape in _stored_tensors(folder) for size in shape), default=None)
+    return max((size for _, shape in stored_tensors(folder) for size in shape), default=None)
 
 
-def _stored_tensors(folder: str | Path) -> list[tuple[str, list[int]]]:
-    """(number format, shape) of each tensor in the *.safetensors files of a folder; [] if a header cannot be read."""
+def stored_tensors(folder: str | Path) -> list[tuple[str, list[int]]]:
+    """(number format, shape) of each tensor in the *.safetensors files of a folder. Skips files without a header."""
     found = []
-    try:
-        for path in sorted(Path(folder).glob("*.safetensors")):
+    for path in filter(Path.is_file, sorted(Path(folder).glob("*.safetensors"))):
+        try:
             with path.open("rb") as file:
                 (size,) = struct.unpack("<Q", file.read(8))
                 header = json.loads(file.read(min(size, LARGEST_HEADER)))
-            for name, tensor in header.items():
-                if name != "__metadata__":
-                    found.append((str(tensor["dtype"]), [int(length) for length in tensor["shape"]]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError):
-        return []
+            tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+            found += [(str(tensor["dtype"]), [int(length) for length in tensor["shape"]]) for tensor in tensors]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError):
+            continue
     return found

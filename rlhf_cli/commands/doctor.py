@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
-import json
 import math
 import os
 import platform
@@ -16,9 +15,9 @@ import shutil
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 from rich.text import Text
@@ -29,8 +28,9 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.console import Console
 from rlhf_cli.errors import ArtifactError, ConfigError
-from rlhf_cli.files import digest_file
+from rlhf_cli.files import digest_file, stored_tensors
 from rlhf_cli.printing import printable, size
+from rlhf_cli.processes.launcher import num_cores
 from rlhf_cli.program import install_extra
 from rlhf_cli.run.artifacts import (
     MANIFEST,
@@ -49,16 +49,19 @@ if TYPE_CHECKING:
     import torch
 
 NAMES_SHOWN = 5
+ARTIFACTS = "the `artifacts` directory of your configs"
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
-@dataclass(frozen=True)
-class Line:
-    """One result of a check: how bad it is, its subject, and what was found."""
+class Result(NamedTuple):
+    """What a check found: how bad it is, its subject, and a sentence."""
 
     word: Literal["ok", "warning", "problem"]
     what: str
     text: str
+
+
+ok, warning, problem = partial(Result, "ok"), partial(Result, "warning"), partial(Result, "problem")
 
 
 def doctor(
@@ -68,9 +71,7 @@ def doctor(
 ) -> None:
     """Check this machine and, if given, the integrity of a run's files."""
     if directory is not None and not directory.is_dir():
-        raise ArtifactError(
-            f"{directory}: no such directory. Give the `artifacts` directory of your configs, or a stage in it"
-        )
+        raise ArtifactError(f"{directory}: no such directory. Give {ARTIFACTS}, or a stage in it")
     console = Console(soft_wrap=True)
     problems = 0
     for line in _lines(directory):
@@ -84,7 +85,7 @@ def doctor(
         raise ArtifactError(f"{problems} problem{'s' if problems > 1 else ''}, see above")
 
 
-def _lines(directory: Path | None) -> Iterator[Line]:
+def _lines(directory: Path | None) -> Iterator[Result]:
     yield from versions()
     yield from machine()
     yield disk(directory)
@@ -104,12 +105,8 @@ def _lines(directory: Path | None) -> Iterator[Line]:
         yield from lines
     if not seen:
         runs = ", ".join(map(str, runs_in(directory)))
-        advice = (
-            f"is not a run, but contains runs: {runs}. Give one of them"
-            if runs
-            else ("is not a run. Give the `artifacts` directory of your configs")
-        )
-        yield Line("problem", "artifacts", f"{directory}: {advice}")
+        instead = f", but contains runs: {runs}. Give one of them" if runs else f". Give {ARTIFACTS}"
+        yield problem("artifacts", f"{directory}: is not a run{instead}")
 
 
 def names(items: Sequence[str]) -> str:
@@ -118,26 +115,26 @@ def names(items: Sequence[str]) -> str:
     return ", ".join(items[:NAMES_SHOWN]) + more
 
 
-def versions() -> Iterator[Line]:
+def versions() -> Iterator[Result]:
     """Python and the packages that rlhf requires. Imports none of them and downloads nothing."""
     python = platform.python_version()
     try:
         metadata = importlib.metadata.metadata("rlhf-cli")
     except importlib.metadata.PackageNotFoundError:
-        yield Line("ok", "python", python)
-        yield Line("warning", "packages", "rlhf-cli is not installed, so the required versions are unknown")
+        yield ok("python", python)
+        yield warning("packages", "rlhf-cli is not installed, so the required versions are unknown")
         return
     from packaging.specifiers import SpecifierSet
 
     required = metadata["Requires-Python"]
     if SpecifierSet(required or "").contains(python, prereleases=True):
-        yield Line("ok", "python", python)
+        yield ok("python", python)
     else:
-        yield Line("problem", "python", f"{python} is running, {required} is required")
+        yield problem("python", f"{python} is running, {required} is required")
     yield from packages(metadata.get_all("Requires-Dist") or [])
 
 
-def packages(requirements: Sequence[str]) -> Iterator[Line]:
+def packages(requirements: Sequence[str]) -> Iterator[Result]:
     """Compare installed versions with the required ones. Packages of the extra `lora` are optional."""
     from packaging.requirements import Requirement
 
@@ -148,32 +145,27 @@ def packages(requirements: Sequence[str]) -> Iterator[Line]:
         )
         if not needed and not with_lora:
             continue
-        name, specifier = requirement.name, str(requirement.specifier)
+        name, specifier = requirement.name, requirement.specifier
+        advice = f"{specifier} is required. Run: pip install '{name}{specifier}'"
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             if needed:
-                yield Line(
-                    "problem", name, f"not installed, {specifier} is required. Run: pip install '{name}{specifier}'"
-                )
+                yield problem(name, f"not installed, {advice}")
             else:
                 others.append(f"{name} not installed (for LoRA: {install_extra('lora', name)})")
             continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            yield Line(
-                "problem",
-                name,
-                f"{version} is installed, {specifier} is required. Run: pip install '{name}{specifier}'",
-            )
+        if not specifier.contains(version, prereleases=True):
+            yield problem(name, f"{version} is installed, {advice}")
         elif name in ("torch", "transformers"):
-            yield Line("ok", name, version)
+            yield ok(name, version)
         else:
             others.append(f"{name} {version}")
     if others:
-        yield Line("ok", "packages", ", ".join(others))
+        yield ok("packages", ", ".join(others))
 
 
-def machine() -> Iterator[Line]:
+def machine() -> Iterator[Result]:
     """Device, threads, speed of bfloat16, and whether training steps are reproducible."""
     try:
         import torch
@@ -182,22 +174,18 @@ def machine() -> Iterator[Line]:
     except Exception as error:
         # A broken installation fails in many ways: a missing package, a missing library, a missing symbol.
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        yield Line("problem", "torch", f"cannot be imported ({reason[0][:300]}). Install it again")
+        yield problem("torch", f"cannot be imported ({reason[0][:300]}). Install it again")
         return
     cores = usable_cores()
-    yield Line("ok", "device", f"cpu: {_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {cores} cores")
+    yield ok("device", f"cpu: {_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {cores} cores")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for number in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(number)
         major, minor = torch.cuda.get_device_capability(number)
-        yield Line(
-            "ok",
-            "device",
-            f"cuda:{number}: {torch.cuda.get_device_name(number)}, {size(free)} of {size(total)} free, "
-            f"compute capability {major}.{minor}",
-        )
+        memory = f"{size(free)} of {size(total)} free, compute capability {major}.{minor}"
+        yield ok("device", f"cuda:{number}: {torch.cuda.get_device_name(number)}, {memory}")
     if device.type == "cpu" and Path("/proc/driver/nvidia/version").exists():
-        yield Line("warning", "device", f"an NVIDIA driver is loaded, but torch {torch.__version__} finds no GPU")
+        yield warning("device", f"an NVIDIA driver is loaded, but torch {torch.__version__} finds no GPU")
     yield threads(torch.get_num_threads(), cores, os.getloadavg()[0])
     yield arithmetic(device, computes_in_bfloat16(device, "auto"))
     yield from training(device)
@@ -205,17 +193,14 @@ def machine() -> Iterator[Line]:
 
 def usable_cores() -> int:
     """Cores that this process may use: its CPU affinity, limited by the container's quota."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not available on macOS
-        cores = os.cpu_count() or 1
+    cores = num_cores()
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
         cores = min(cores, max(1, math.ceil(int(quota) / int(period))))  # "max" is no limit
     return cores
 
 
-def threads(num_threads: int, cores: int, load: float) -> Line:
+def threads(num_threads: int, cores: int, load: float) -> Result:
     """Compare torch's threads with the cores and the load average of the last minute.
 
     Threads that share a core wait for each other at the end of every operation. A training step of a small model was
@@ -223,18 +208,17 @@ def threads(num_threads: int, cores: int, load: float) -> Line:
     """
     text = f"torch uses {num_threads} on {cores} cores, the load average is {load:.1f}"
     if num_threads > cores:
-        return Line("warning", "threads", f"{text}: more threads than cores. Set OMP_NUM_THREADS={cores}")
+        return warning("threads", f"{text}: more threads than cores. Set OMP_NUM_THREADS={cores}")
     if num_threads > 1 and load > cores / 2:
-        return Line(
-            "warning",
+        return warning(
             "threads",
             f"{text}: on a busy CPU the threads wait for each other, and a step can take several times as long. "
             "Set OMP_NUM_THREADS=1 (the weights differ in the last bits from those of another number of threads)",
         )
-    return Line("ok", "threads", text)
+    return ok("threads", text)
 
 
-def arithmetic(device: torch.device, auto_is_bfloat16: bool) -> Line:
+def arithmetic(device: torch.device, auto_is_bfloat16: bool) -> Result:
     """The speed of bfloat16 against float32 in a square matmul, and the choice of `precision: auto`."""
     import torch
 
@@ -243,10 +227,8 @@ def arithmetic(device: torch.device, auto_is_bfloat16: bool) -> Line:
     try:
         float32, bfloat16 = _matmul_seconds(device, width, (torch.float32, torch.bfloat16))
     except RuntimeError as error:
-        return Line(
-            "warning",
-            "arithmetic",
-            f"bfloat16 does not work ({str(error).splitlines()[0][:200]}); precision: auto uses {auto}",
+        return warning(
+            "arithmetic", f"bfloat16 does not work ({str(error).splitlines()[0][:200]}); precision: auto uses {auto}"
         )
     ratio, where = float32 / bfloat16, " on one core" if device.type == "cpu" else ""
     text = (
@@ -255,8 +237,8 @@ def arithmetic(device: torch.device, auto_is_bfloat16: bool) -> Line:
     )
     # Not 1.0: small disturbances by other processes must not cause a warning.
     if auto_is_bfloat16 and ratio < 0.9:
-        return Line("warning", "arithmetic", f"{text}. Try precision: float32")
-    return Line("ok", "arithmetic", text)
+        return warning("arithmetic", f"{text}. Try precision: float32")
+    return ok("arithmetic", text)
 
 
 def _matmul_seconds(device: torch.device, width: int, dtypes: Sequence[torch.dtype]) -> list[float]:
@@ -288,30 +270,22 @@ def _matmul_seconds(device: torch.device, width: int, dtypes: Sequence[torch.dty
     return best
 
 
-def training(device: torch.device) -> Iterator[Line]:
+def training(device: torch.device) -> Iterator[Result]:
     """Check that training steps are reproducible bit for bit, and that packed rows equal separate forward passes."""
     first, note = training_digest(device)
     second, _ = training_digest(device)
     yield repeats([first, second], device)
-    if note is None:
-        yield Line(
-            "ok", "attention", "packed rows give the same result as one forward pass per sequence (a tiny Llama)"
-        )
-    else:
-        yield Line("warning", "attention", note)
+    same = "packed rows give the same result as one forward pass per sequence (a tiny Llama)"
+    yield ok("attention", same) if note is None else warning("attention", note)
 
 
-def repeats(digests: Sequence[str], device: object) -> Line:
+def repeats(digests: Sequence[str], device: object) -> Result:
     """Whether the same training steps gave identical weights each time."""
+    text = f"the same training steps of a tiny Llama on {device} give"
     if len(set(digests)) == 1:
-        text = f"the same training steps of a tiny Llama on {device} give identical weights"
-        return Line("ok", "determinism", text)
-    return Line(
-        "problem",
-        "determinism",
-        f"the same training steps of a tiny Llama on {device} give different weights each time: runs are not "
-        "reproducible, and a resumed run differs from an uninterrupted one",
-    )
+        return ok("determinism", f"{text} identical weights")
+    wrong = "runs are not reproducible, and a resumed run differs from an uninterrupted one"
+    return problem("determinism", f"{text} different weights each time: {wrong}")
 
 
 def training_digest(device: torch.device, seed: int = 0) -> tuple[str, str | None]:
@@ -375,7 +349,7 @@ MODELS = ("model", "value_model", "ema_model", "best_model")
 # ------------------------------------------------------------------------------------------ disk space
 
 
-def disk(directory: Path | None) -> Line:
+def disk(directory: Path | None) -> Result:
     """Compare the free space with what running a stage of `directory` again writes before it is published.
 
     That is ``models * (1 + 3 * (checkpoints.keep + 1))``: the saved models, and for each checkpoint (one more is being
@@ -385,7 +359,7 @@ def disk(directory: Path | None) -> Line:
     free = shutil.disk_usage(location).free
     text = f"{size(free)} free at {location}"
     if directory is not None and not os.access(directory, os.W_OK):
-        return Line("warning", "disk", f"{text}, which is not writable: you can inspect it, but not run a stage")
+        return warning("disk", f"{text}, which is not writable: you can inspect it, but not run a stage")
     needs = {}
     for stage, built in _stage_directories(directory).items():
         config = _config_of(stage, built)
@@ -394,7 +368,7 @@ def disk(directory: Path | None) -> Line:
             checkpoints = (config.checkpoints.keep if config is not None else 2) + 1
             needs[stage] = (models * (1 + 3 * checkpoints), f"{size(models)} x (1 + 3 x {checkpoints})")
     if not needs:
-        return Line("ok", "disk", text)
+        return ok("disk", text)
     most = max(need for need, _ in needs.values())
     sums = ", ".join(f"{stage} {formula} = {size(need)}" for stage, (need, formula) in needs.items())
     text += (
@@ -402,8 +376,8 @@ def disk(directory: Path | None) -> Line:
         f"size: the weights and the two moments of AdamW). {sums}"
     )
     if free < most:
-        return Line("problem", "disk", f"{text}. Free disk space, or lower checkpoints.keep")
-    return Line("ok", "disk", text)
+        return problem("disk", f"{text}. Free disk space, or lower checkpoints.keep")
+    return ok("disk", text)
 
 
 def _stage_directories(directory: Path | None) -> dict[str, Path]:
@@ -439,87 +413,75 @@ def _expected_bytes(config: Stage) -> int:
 
 
 def weight_bytes(directory: Path) -> int:
-    """Bytes of a model directory's weights in float32, from the headers of its safetensors files; 0 without any."""
-    numbers = 0
-    for path in filter(Path.is_file, directory.glob("*.safetensors")):
-        with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError), path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(length, 100_000_000)))
-            tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-            numbers += sum(math.prod(entry["shape"]) for entry in tensors)
-    return 4 * numbers
+    """Bytes of a model directory's weights in float32; 0 without any."""
+    return 4 * sum(math.prod(shape) for _, shape in stored_tensors(directory))
 
 
 # ---------------------------------------------------------------------------------------------- stages
 
 
-def finished(directory: Path, stage: str) -> Iterator[Line]:
+def finished(directory: Path, stage: str) -> Iterator[Result]:
     """Check a finished stage: its manifest, the digest of every file, foreign files, and whether it is stale."""
     try:
         manifest = read_manifest(directory) if (directory / MANIFEST).is_file() else None
     except ArtifactError as error:
-        yield Line("problem", stage, str(error))
+        yield problem(stage, str(error))
         return
     if manifest is None:
-        yield Line(
-            "problem",
-            stage,
-            f"{directory}: has no {MANIFEST}, so it is not a finished stage. Remove it, or run the stage",
-        )
-        return
-    if manifest.stage not in STAGES:
-        yield Line(
-            "problem", stage, f"{directory / MANIFEST}: names an unknown stage. Run the stage again with --restart"
-        )
-        return
-    problems = list(files(directory, manifest.files, stage))
-    yield from problems
-    if not any(line.word == "problem" for line in problems):
-        num_bytes = sum((directory / name).stat().st_size for name in manifest.files)
-        text = (
-            f"{len(manifest.files)} files, {size(num_bytes)}, all unchanged since they were written on "
-            f"{manifest.finished[:10]}"
-        )
-        yield Line("ok", stage, text)
-    yield inputs(directory, manifest)
+        advice = f"has no {MANIFEST}, so it is not a finished stage. Remove it, or run the stage"
+        yield problem(stage, f"{directory}: {advice}")
+    elif manifest.stage not in STAGES:
+        advice = "names an unknown stage. Run the stage again with --restart"
+        yield problem(stage, f"{directory / MANIFEST}: {advice}")
+    else:
+        found = list(files(directory, manifest.files, stage))
+        yield from found
+        if not any(result.word == "problem" for result in found):
+            total = size(sum((directory / name).stat().st_size for name in manifest.files))
+            unchanged = f"all unchanged since they were written on {manifest.finished[:10]}"
+            yield ok(stage, f"{len(manifest.files)} files, {total}, {unchanged}")
+        yield inputs(directory, manifest)
 
 
-def files(directory: Path, digests: Mapping[str, str], stage: str) -> Iterator[Line]:
+def files(directory: Path, digests: Mapping[str, str], stage: str) -> Iterator[Result]:
     """Check the files of a directory against their digests. Names that lead outside it, and links, are not followed."""
-    outside = [name for name in digests if not _stays_inside(name)]
-    links = [name for name in digests if name not in outside and _has_link(directory, name)]
-    missing, changed = [], []
-    for name in digests:
-        if name in outside or name in links:
-            continue
+    outside: list[str] = []
+    links: list[str] = []
+    missing: list[str] = []
+    changed: list[str] = []
+    for name, digest in digests.items():
         path = directory / name
-        if not path.is_file():
+        if not _stays_inside(name):
+            outside.append(name)
+        elif _has_link(directory, name):
+            links.append(name)
+        elif not path.is_file():
             missing.append(name)
-            continue
-        try:
-            if digest_file(path) != digests[name]:
-                changed.append(name)
-        except OSError as error:
-            changed.append(f"{name} (cannot be read: {error.strerror})")
+        else:
+            try:
+                if digest_file(path) != digest:
+                    changed.append(name)
+            except OSError as error:
+                changed.append(f"{name} (cannot be read: {error.strerror})")
     there = [
         (Path(parent) / name).relative_to(directory).as_posix()
         for parent, folders, names in os.walk(directory)
         for name in [*names, *(n for n in folders if (Path(parent) / n).is_symlink())]
     ]
     extra = sorted(set(there) - set(digests) - {MANIFEST})
-    kinds: list[tuple[Literal["warning", "problem"], list[str], str]] = [
-        ("problem", outside, "its manifest names files outside the directory, which were not read"),
-        ("problem", links, "files were replaced by links, which were not followed"),
-        ("problem", missing, "missing"),
-        ("problem", changed, "modified after they were written"),
-        ("warning", extra, "not written by the stage"),
-        ("warning", [n for n in there if Path(n).suffix.lower() in NOT_SAFETENSORS],
+    kinds = [
+        (problem, outside, "its manifest names files outside the directory, which were not read"),
+        (problem, links, "files were replaced by links, which were not followed"),
+        (problem, missing, "missing"),
+        (problem, changed, "modified after they were written"),
+        (warning, extra, "not written by the stage"),
+        (warning, [n for n in there if Path(n).suffix.lower() in NOT_SAFETENSORS],
          "not safetensors: rlhf does not read them, and programs that do may run code in them"),
-        ("warning", [n for n in there if Path(n).suffix == ".py"], "Python code, which rlhf does not run"),
+        (warning, [n for n in there if Path(n).suffix == ".py"], "Python code, which rlhf does not run"),
     ]  # fmt: skip
-    for word, found, what in kinds:
+    for result, found, what in kinds:
         if found:
-            yield Line(word, stage, f"{directory}: {what}: {names(found)}")
+            yield result(stage, f"{directory}: {what}: {names(found)}")
 
 
 def _stays_inside(name: str) -> bool:
@@ -532,54 +494,46 @@ def _has_link(directory: Path, name: str) -> bool:
     return any(directory.joinpath(*parts[: n + 1]).is_symlink() for n in range(len(parts)))
 
 
-def inputs(directory: Path, manifest: Manifest) -> Line:
+def inputs(directory: Path, manifest: Manifest) -> Result:
     """Check whether the data and inputs of a stage are unchanged."""
-    stage = manifest.stage
-    config = _config_of(stage, directory)
+    stage, config = manifest.stage, _config_of(manifest.stage, directory)
     if config is None:
-        return Line(
-            "warning", stage, "this version of rlhf cannot read its config.yaml, so it is unknown whether it is stale"
-        )
+        why = "this version of rlhf cannot read its config.yaml, so it is unknown whether it is stale"
+        return warning(stage, why)
     try:
         words = what_changed(config, manifest.identity, directory.absolute().parent)
     except OSError as error:
-        return Line("warning", stage, f"its data or inputs cannot be read ({error})")
-    return Line("warning", stage, words) if words else Line("ok", stage, "its data and inputs are unchanged")
+        return warning(stage, f"its data or inputs cannot be read ({error})")
+    return warning(stage, words) if words else ok(stage, "its data and inputs are unchanged")
 
 
-def unfinished(root: Path, stage: str) -> Iterator[Line]:
+def unfinished(root: Path, stage: str) -> Iterator[Result]:
     """Check for a running process, an interrupted run and its checkpoints, and files left by a killed process."""
     directory, partial = checkpoints_directory(root, stage), partial_directory(root, stage)
     old, lock = set_aside_directory(root, stage), lock_path(root, stage)
     is_lock = lock.is_file() and not lock.is_symlink()
     owner = owner_of(root, stage) if is_lock else None
     if owner is not None:
-        yield Line("ok", stage, f"running: {owner}")
+        yield ok(stage, f"running: {owner}")
     elif is_lock:
-        yield Line("ok", stage, f"{lock}: left by a process that has ended; the next run uses it")
+        yield ok(stage, f"{lock}: left by a process that has ended; the next run uses it")
     elif lock.exists() or lock.is_symlink():
-        yield Line("problem", stage, f"{lock}: is not a lock file of rlhf. Remove it")
+        yield problem(stage, f"{lock}: is not a lock file of rlhf. Remove it")
     if directory.is_dir() and (partial.is_dir() or owner is not None):
         yield from _checkpoints(directory, stage, is_running=owner is not None)
     elif directory.is_dir():
-        yield Line("warning", stage, f"{directory}: left by a finished run, no longer needed. Remove it")
+        yield warning(stage, f"{directory}: left by a finished run, no longer needed. Remove it")
     if owner is None and partial.is_dir() and not list_checkpoints(directory):
-        yield Line(
-            "warning",
-            stage,
-            f"{partial}: left by a run that was stopped before its first checkpoint; the next run starts over",
-        )
+        left = "left by a run that was stopped before its first checkpoint; the next run starts over"
+        yield warning(stage, f"{partial}: {left}")
     if old.is_dir() and stage_directory(root, stage).exists():
-        yield Line("warning", stage, f"{old}: left by an interrupted publication; the next run removes it")
+        yield warning(stage, f"{old}: left by an interrupted publication; the next run removes it")
     elif old.is_dir():
-        yield Line(
-            "warning",
-            stage,
-            f"{old}: the finished stage, set aside by an interrupted publication; the next run restores it",
-        )
+        left = "the finished stage, set aside by an interrupted publication; the next run restores it"
+        yield warning(stage, f"{old}: {left}")
 
 
-def _checkpoints(directory: Path, stage: str, *, is_running: bool) -> Iterator[Line]:
+def _checkpoints(directory: Path, stage: str, *, is_running: bool) -> Iterator[Result]:
     good, damaged = [], []
     for checkpoint in list_checkpoints(directory):
         wrong = _damage(checkpoint)
@@ -588,21 +542,17 @@ def _checkpoints(directory: Path, stage: str, *, is_running: bool) -> Iterator[L
         elif not is_running or checkpoint.exists():  # else the running process removed it meanwhile
             damaged.append(f"{checkpoint.name} ({wrong})")
     if good and not is_running:
-        yield Line(
-            "ok",
-            stage,
-            f"interrupted; the next run resumes from {good[-1]}, {len(good)} good checkpoints in {directory}",
-        )
+        resumes = f"interrupted; the next run resumes from {good[-1]}, {len(good)} good checkpoints in {directory}"
+        yield ok(stage, resumes)
     elif good:
-        yield Line("ok", stage, f"{len(good)} good checkpoints, the newest {good[-1]}")
+        yield ok(stage, f"{len(good)} good checkpoints, the newest {good[-1]}")
     if damaged and good:
-        yield Line("warning", stage, f"{directory}: damaged, not used: {names(damaged)}")
+        yield warning(stage, f"{directory}: damaged, not used: {names(damaged)}")
     elif damaged:
-        text = f"{directory}: every checkpoint is damaged, the next run starts over: {names(damaged)}"
-        yield Line("problem", stage, text)
+        yield problem(stage, f"{directory}: every checkpoint is damaged, the next run starts over: {names(damaged)}")
     left = sorted(path.name for path in directory.glob(".*"))
     if left and not is_running:
-        yield Line("warning", stage, f"{directory}: temporary files, not used: {names(left)}")
+        yield warning(stage, f"{directory}: temporary files, not used: {names(left)}")
 
 
 def _damage(checkpoint: Path) -> str | None:

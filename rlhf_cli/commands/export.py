@@ -22,30 +22,42 @@ from rlhf_cli.trained.locate import StageModel, is_model, locate
 if TYPE_CHECKING:
     from rlhf_cli.evaluation.fidelity import Check, Comparison
     from rlhf_cli.models.exporting import Dtype
+    from rlhf_cli.run.model_card import Origin
     from rlhf_cli.trained.model import Prompting
 
 Format = Literal["safetensors", "adapter", "gguf"]
 Quantization = Literal["int8", "int4", "q8_0", "q6_k", "q5_k_m", "q4_k_m"]
 TORCHAO = ("int8", "int4")
 SHARD_SIZE = "5GB"
+SEED = 0
+"""Of the comparison with the original."""
 FILE = "export.json"
 """What was exported, from what, and the figures of both models."""
 
 
 @dataclass(frozen=True)
-class Options:
-    """How a model is written."""
+class ExportOptions:
+    """How a model is written, and whether that is measured."""
 
-    format: Format = "safetensors"
-    dtype: Dtype | None = None
-    """None: that of the base model of the run, or as saved."""
-    quantize: Quantization | None = None
-    max_shard_size: str | None = None
-    """Of the files of a Hugging Face model; None: `SHARD_SIZE`."""
-    check: bool = True
-    """Measure what the export cost."""
-    device: str = "auto"
-    seed: int = 0
+    format: Annotated[
+        Format,
+        typer.Option("--format", help="A Hugging Face model, LoRA adapters alone, or a GGUF file by llama.cpp."),
+    ] = "safetensors"
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None,
+        typer.Option("--dtype", help="Number format; that of the run's base model by default.", show_default=False),
+    ] = None
+    quantize: Annotated[
+        Quantization | None,
+        typer.Option("--quantize", help="int8 and int4 by torchao, the others for GGUF.", show_default=False),
+    ] = None
+    max_shard_size: Annotated[
+        str | None, typer.Option("--max-shard-size", metavar="SIZE", help="Largest file of weights; 5GB by default.")
+    ] = None
+    no_check: Annotated[
+        bool, typer.Option("--no-check", help="Do not compare the result with the original on held-out rows.")
+    ] = False
+    device: Device = "auto"
 
     def require_fitting(self) -> None:
         """Raise ConfigError for options that exclude each other."""
@@ -79,37 +91,30 @@ class Source:
     def name(self) -> str:
         """The name of the model in cards and files."""
         if self.located is None:
-            return Path(self.path).absolute().name
-        return f"{self.located.root.absolute().name}-{self.located.name.replace('/', '-')}"
+            return Path(self.path).resolve().name
+        return f"{self.located.root.resolve().name}-{self.located.name.replace('/', '-')}"
+
+    def base(self) -> Origin | None:
+        """What the run of the model started from; None for random weights and for a model of no run."""
+        if self.located is None:
+            return None
+        from rlhf_cli.config.by_stage import load_stage_config
+        from rlhf_cli.run.model_card import base_model
+
+        root, stage = self.located.root, self.located.stage
+        file = stage_directory(root, stage) / "config.yaml"
+        config: Any = load_stage_config(stage, file, [f"artifacts={root}"])
+        return base_model(config, root)
 
 
 def export(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or that of any model.")],
     out: Annotated[Path, typer.Option("--out", help="The folder to write.")],
+    options: ExportOptions,
     stage: StageOfRun = None,
-    format: Annotated[
-        Format,
-        typer.Option("--format", help="A Hugging Face model, LoRA adapters alone, or a GGUF file by llama.cpp."),
-    ] = "safetensors",
-    dtype: Annotated[
-        Literal["bfloat16", "float16", "float32"] | None,
-        typer.Option("--dtype", help="Number format; that of the run's base model by default.", show_default=False),
-    ] = None,
-    quantize: Annotated[
-        Quantization | None,
-        typer.Option("--quantize", help="int8 and int4 by torchao, the others for GGUF.", show_default=False),
-    ] = None,
-    max_shard_size: Annotated[
-        str | None, typer.Option("--max-shard-size", metavar="SIZE", help="Largest file of weights; 5GB by default.")
-    ] = None,
-    no_check: Annotated[
-        bool, typer.Option("--no-check", help="Do not compare the result with the original on held-out rows.")
-    ] = False,
-    device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
     """Write a trained model for other programs, and measure what that cost."""
-    options = Options(format, dtype, quantize, max_shard_size, not no_check, device)
     options.require_fitting()
     source = source_of(directory, stage)
     require_new(out)
@@ -125,13 +130,13 @@ def export(
     check = _check(source, options, display)
     with new_folder(out) as folder:
         dtype, note = _dtype(source, options)
-        about = _write(source, folder, out, options, dtype, prompting)
+        parameters, gguf_file = _write(source, folder, out, options, dtype, prompting)
         if options.format != "gguf":  # a GGUF file has it inside
             _write_chat_template(folder, prompting)
         if check is not None:
             display.note(f"comparing {source.name} on {check.about}")
-        found = _compare(check, folder, about, display)
-        facts = _facts(source, options, about, dtype, check, found)
+        found = _compare(check, folder, gguf_file, display)
+        facts = _facts(source, options, parameters, dtype, check, found)
         facts |= {"prompts": prompting.sentence} if prompting is not None else {}
         text = json.dumps(facts, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         (folder / FILE).write_text(text, encoding="utf-8")
@@ -157,7 +162,7 @@ def source_of(directory: str, stage: str | None) -> Source:
     return Source(model_directory(directory))
 
 
-def _require_programs(options: Options) -> None:
+def _require_programs(options: ExportOptions) -> None:
     """Raise ConfigError for a program or package that this format needs and that is not installed."""
     if options.format == "gguf":
         from rlhf_cli.models.gguf import require_llama_cpp
@@ -170,9 +175,9 @@ def _require_programs(options: Options) -> None:
         require_torchao(options.quantize)
 
 
-def _check(source: Source, options: Options, display: Display) -> Check | None:
+def _check(source: Source, options: ExportOptions, display: Display) -> Check | None:
     """The comparison with the original, with its data read; None without a run or with --no-check."""
-    if not options.check:
+    if options.no_check:
         return None
     located = source.located
     if located is None or located.folder == "value_model":
@@ -184,7 +189,7 @@ def _check(source: Source, options: Options, display: Display) -> Check | None:
     from rlhf_cli.trained.run import open_run
 
     try:
-        run = open_run(located.root, stage=None, device=start(options.device).device, seed=options.seed)
+        run = open_run(located.root, stage=None, device=start(options.device).device, seed=SEED)
         check = check_of(run, located)
     except (ArtifactError, DataError) as error:
         if type(error) not in (ArtifactError, DataError):  # Those about a stage say themselves what to do.
@@ -195,7 +200,7 @@ def _check(source: Source, options: Options, display: Display) -> Check | None:
     return check if check.about else None
 
 
-def _dtype(source: Source, options: Options) -> tuple[Dtype, str]:
+def _dtype(source: Source, options: ExportOptions) -> tuple[Dtype, str]:
     """The number format to write, and a remark where it was not chosen."""
     from rlhf_cli.models.exporting import dtype_of
 
@@ -203,46 +208,33 @@ def _dtype(source: Source, options: Options) -> tuple[Dtype, str]:
         return options.dtype or "float32", ""
     if options.format == "gguf" and options.quantize is not None:
         return "float32", ""  # llama.cpp rounds once
-    if source.located is not None:
-        from rlhf_cli.config.by_stage import load_stage_config
-        from rlhf_cli.run.model_card import base_model
-
-        root, stage = source.located.root, source.located.stage
-        file = stage_directory(root, stage) / "config.yaml"
-        config: Any = load_stage_config(stage, file, [f"artifacts={root}"])
-        base = base_model(config, root)
-        if base is not None and (dtype := dtype_of(base.path, base.revision)) is not None:
-            return dtype, ", like its base model"
+    base = source.base()
+    if base is not None and (dtype := dtype_of(base.path, base.revision)) is not None:
+        return dtype, ", like its base model"
     return dtype_of(source.path) or "float32", ""
 
 
 # ------------------------------------------------------------------------------------------- writing
 
 
-@dataclass(frozen=True)
-class Written:
-    """What is in the folder."""
-
-    parameters: int
-    gguf_file: str | None = None
-    """The name of a GGUF file."""
-
-
 def _write(
-    source: Source, folder: Path, out: Path, options: Options, dtype: Dtype, prompting: Prompting | None
-) -> Written:
-    """Write the weights and everything that belongs to them, but no card."""
+    source: Source, folder: Path, out: Path, options: ExportOptions, dtype: Dtype, prompting: Prompting | None
+) -> tuple[int, str | None]:
+    """Write the weights and everything that belongs to them, but no card.
+
+    Returns the number of parameters, and the name of the GGUF file if there is one.
+    """
     from rlhf_cli.models import exporting
 
     if options.format == "gguf":
         return _write_gguf(source, folder, options, dtype, prompting)
     if options.format == "adapter":
-        return Written(exporting.write_adapter(source.path, folder, options.dtype, out))
+        return exporting.write_adapter(source.path, folder, options.dtype, out), None
     size = options.max_shard_size or SHARD_SIZE
     if options.quantize is not None:
         assert options.quantize in ("int8", "int4")
-        return Written(exporting.write_quantized(source.path, folder, dtype, options.quantize, size))
-    return Written(exporting.write_model(source.path, folder, dtype, size))
+        return exporting.write_quantized(source.path, folder, dtype, options.quantize, size), None
+    return exporting.write_model(source.path, folder, dtype, size), None
 
 
 def _write_chat_template(folder: Path, prompting: Prompting | None) -> None:
@@ -253,7 +245,9 @@ def _write_chat_template(folder: Path, prompting: Prompting | None) -> None:
         (folder / TEMPLATE_FILE).write_text(prompting.chat_template, encoding="utf-8")
 
 
-def _write_gguf(source: Source, folder: Path, options: Options, dtype: Dtype, prompting: Prompting | None) -> Written:
+def _write_gguf(
+    source: Source, folder: Path, options: ExportOptions, dtype: Dtype, prompting: Prompting | None
+) -> tuple[int, str]:
     from rlhf_cli.models.exporting import write_model
     from rlhf_cli.models.gguf import TYPES, convert
     from rlhf_cli.models.load import load_tokenizer
@@ -267,29 +261,29 @@ def _write_gguf(source: Source, folder: Path, options: Options, dtype: Dtype, pr
         if card.is_file():  # The converter copies its licence and base model.
             shutil.copyfile(card, Path(plain) / card.name)
         convert(Path(plain), folder / name, kind, source.name, load_tokenizer(plain))
-    return Written(parameters, name)
+    return parameters, name
 
 
 # ------------------------------------------------------------------------------------------- what it cost
 
 
-def _compare(check: Check | None, folder: Path, about: Written, display: Display) -> Comparison | None:
+def _compare(check: Check | None, folder: Path, gguf_file: str | None, display: Display) -> Comparison | None:
     """The figures of both models; None without a check, and for a GGUF file that transformers cannot read."""
     if check is None:
         return None
     from rlhf_cli.models.exporting import load_exported
 
     try:
-        return check.compare(load_exported(folder, check.model, gguf_file=about.gguf_file))
+        return check.compare(load_exported(folder, check.model, gguf_file=gguf_file))
     except ArtifactError as error:
-        if about.gguf_file is None:
+        if gguf_file is None:
             raise
-        display.warn(f"{about.gguf_file} is not compared with the original ({error})")
+        display.warn(f"{gguf_file} is not compared with the original ({error})")
         return None
 
 
 def _facts(
-    source: Source, options: Options, about: Written, dtype: Dtype, check: Check | None, found: Comparison | None
+    source: Source, options: ExportOptions, parameters: int, dtype: Dtype, check: Check | None, found: Comparison | None
 ) -> dict[str, Any]:
     """The content of export.json."""
     from rlhf_cli.evaluation.figures import as_json
@@ -300,7 +294,7 @@ def _facts(
         written_as += options.quantize or dtype
     if options.quantize in TORCHAO:
         written_as += f" with {dtype}"
-    facts: dict[str, Any] = {"model": source.name, "written_as": written_as, "parameters": about.parameters}
+    facts: dict[str, Any] = {"model": source.name, "written_as": written_as, "parameters": parameters}
     written = options.dtype if options.format == "adapter" else dtype
     facts |= {"format": options.format, "dtype": written, "quantize": options.quantize}
     if source.located is not None:
@@ -308,14 +302,14 @@ def _facts(
         facts |= {"stage": source.located.stage, "manifest": manifest}
     if check is not None and found is not None:
         sides = {"original": found.original, "exported": found.exported, "difference": found.difference}
-        facts |= {"compared_on": check.about, "seed": options.seed}
+        facts |= {"compared_on": check.about, "seed": SEED}
         facts |= {name: as_json(side) for name, side in sides.items()}
     return {**facts, "versions": library_versions()}
 
 
 def _card(
     source: Source,
-    options: Options,
+    options: ExportOptions,
     facts: dict[str, Any],
     found: Comparison | None,
     prompting: Prompting | None,

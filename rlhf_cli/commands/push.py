@@ -15,15 +15,15 @@ from typing import Annotated, Any
 
 import typer
 
+from rlhf_cli.commands.export import source_of
 from rlhf_cli.commands.options import StageOfRun
-from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.errors import ArtifactError, ConfigError, RunError
 from rlhf_cli.files import read_text
 from rlhf_cli.hub import is_local, is_offline
 from rlhf_cli.printing import say, size
 from rlhf_cli.program import command
-from rlhf_cli.run.artifacts import is_adapter, require_intact, stage_directory
-from rlhf_cli.trained.locate import StageModel, is_model, locate
+from rlhf_cli.run.artifacts import is_adapter, require_intact
+from rlhf_cli.trained.locate import StageModel, is_model
 
 CARD = "README.md"
 UPLOADED = (
@@ -111,12 +111,10 @@ def collect(directory: str, stage: str | None) -> Upload:
     Raises ArtifactError for a directory without a model, with a damaged one, with adapters whose base is on this
     machine only, or with a secret in a file.
     """
-    located = locate(directory, stage, ("ppo", "sft", "rm"))
-    folder = Path(located.path if located is not None else directory)
-    if not folder.is_dir():
+    if not Path(directory).is_dir():
         raise ArtifactError(f"{directory}: no such directory. Give a run, one of its stages or a model directory")
-    if located is None and stage is not None:
-        raise ConfigError(f"--stage: {directory} is a model and not a run. Remove the option")
+    source = source_of(directory, stage)
+    folder = Path(source.path)
     if not is_model(folder):
         raise ArtifactError(f"{folder}: has no config.json, so it is not a model directory")
     require_intact(folder, thorough=True)
@@ -131,28 +129,17 @@ def collect(directory: str, stage: str | None) -> Upload:
     for name in files:
         (_require_weights if name.endswith(WEIGHTS) else refuse_secrets)(folder / name)
     card = card_data(folder / CARD)
-    name = f"{located.root.resolve().name}-{located.name}" if located is not None else folder.resolve().name
-    left_out = [name for name in names if name not in files]
     base = card.get("base_model")
     return Upload(
         folder,
-        name,
+        source.name,
         files,
-        left_out,
+        [name for name in names if name not in files],
         card.get("license"),
         str(base) if base else None,
-        located is not None and _is_from_scratch(located),
-        _prompting(located, folder) | _base_without_folder(folder),
+        source.located is not None and source.base() is None,
+        _prompting(source.located, folder) | _base_without_folder(folder),
     )
-
-
-def _is_from_scratch(located: StageModel) -> bool:
-    """Whether the run of a model started from random weights."""
-    from rlhf_cli.run.model_card import base_model
-
-    file = stage_directory(located.root, located.stage) / "config.yaml"
-    config: Any = load_stage_config(located.stage, file, [f"artifacts={located.root}"])
-    return base_model(config, located.root) is None
 
 
 def _prompting(located: StageModel | None, folder: Path) -> dict[str, bytes]:

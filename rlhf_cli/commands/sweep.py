@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from pydantic import Field
 
 from rlhf_cli.commands.options import Quiet
 from rlhf_cli.commands.pipeline import overrides_for, pipeline, require_lora
+from rlhf_cli.config.base import EXPANDED, LocalPath, Section
 from rlhf_cli.config.by_stage import CONFIGS, load_stage_config
+from rlhf_cli.config.explain import alternatives, child_kind
+from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.stage import Stage
-from rlhf_cli.config.sweep import Member, load_sweep, members_of
 from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted, RunError, UserError
 from rlhf_cli.printing import say
 from rlhf_cli.program import command
@@ -28,14 +33,35 @@ from rlhf_cli.run.launch import explained
 
 FIGURES = {"score": "ppo/score_mean", "gold": "ppo/gold", "KL": "ppo/kl"}
 """Columns of the last table, and the final metrics that they show."""
+Key = Annotated[str, Field(min_length=1)]
+
+
+class Sweep(Section):
+    """A few settings of one pipeline, each run in a directory of its own."""
+
+    base: LocalPath
+    """The folder with the configs of the stages, for example configs/support."""
+    artifacts: Annotated[str, Field(min_length=1), EXPANDED]
+    """The directory of the sweep; each run gets a directory inside it, named after its values."""
+    grid: Annotated[dict[Key, Annotated[list[Any], Field(min_length=1)]], Field(min_length=1)]
+    """The values of each key; every combination is a run. A key applies to each stage that has it. `ppo:seed` is the
+    seed of PPO only, so SFT and the reward model are shared."""
+    set: dict[Key, Any] = Field(default_factory=dict)
+    """Keys that have the same value in every run and another one in the folder's configs."""
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A run of a sweep with the checked configs of its stages."""
+class Member:
+    """One run of a sweep."""
 
-    member: Member
-    configs: dict[str, Stage]
+    name: str
+    setting: str
+    """The name without the seeds."""
+    root: Path
+    overrides: list[str]
+    """As after `--set` of `rlhf pipeline`."""
+    configs: dict[str, Stage] = field(default_factory=dict)
+    """The checked configs of its stages."""
 
 
 def sweep(
@@ -48,9 +74,10 @@ def sweep(
     # run that fails is named at the end, and the others are run.
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("rlhf sweep: runs on one process. Use torchrun with the stages of one run instead")
-    settings = load_sweep(file)
-    folder = Path(settings.base)
-    runs = [_plan(member, folder) for member in members_of(settings, file)]
+    settings = load_config(file, Sweep)
+    folder, runs = Path(settings.base), members_of(settings, file)
+    for run in runs:
+        _load_configs(run, folder)
     display = Display("sweep", quiet=quiet)
     sources = [Path(config.artifacts) for config in _configs(folder, []).values()][:1]
     if dry_run:
@@ -58,25 +85,66 @@ def sweep(
         return
     failures: dict[str, Exception] = {}
     for number, run in enumerate(runs, 1):
-        root = run.member.root
         try:
             _share(run, sources)
             if all(_is_current(config, stage) for stage, config in run.configs.items()):
-                display.note(f"{number}/{len(runs)} {run.member.name}: finished")
+                display.note(f"{number}/{len(runs)} {run.name}: finished")
             else:
-                display.note(f"{number}/{len(runs)} {run.member.name}")
-                pipeline(folder, run.member.overrides, quiet=quiet)
+                display.note(f"{number}/{len(runs)} {run.name}")
+                pipeline(folder, run.overrides, quiet=quiet)
         except Interrupted as stop:
             raise Interrupted(f"{stop}. To resume the sweep: {command('sweep', str(file))}", stop.exit_code) from None
         except (UserError, RunError) as error:
-            failures[run.member.name] = error
-            say(f"sweep: {run.member.name}: error: {error}", error=True)
-        sources.append(root)
+            failures[run.name] = error
+            say(f"sweep: {run.name}: error: {error}", error=True)
+        sources.append(run.root)
     _show(runs, Path(settings.artifacts), display)
     if failures:
         names = ", ".join(failures)
         kind = RunError if any(isinstance(error, RunError) for error in failures.values()) else ConfigError
         raise kind(f"sweep: {len(failures)} of {len(runs)} runs failed: {names}. The same command runs them again")
+
+
+# ------------------------------------------------------------------------------------------- the runs
+
+
+def members_of(sweep: Sweep, path: Path) -> list[Member]:
+    """The runs of a sweep, in the order of the grid. Raises ConfigError for a key that no stage of the folder has."""
+    folder = Path(sweep.base)
+    stages = [stage for stage in CONFIGS if (folder / f"{stage}.yaml").is_file()]
+    if not stages:
+        raise ConfigError(f"{path}: base: {folder} has no sft.yaml, rm.yaml or ppo.yaml. Name a folder with configs")
+    for section, keys in (("set", sweep.set), ("grid", sweep.grid)):
+        for key in keys:
+            if re.split("[.:]", key)[-1] == "artifacts":
+                raise ConfigError(f"{path}: {section}: {key}: each run gets its own directory. Remove the key")
+            if not _stages_with(key, stages):
+                raise ConfigError(f"{path}: {section}: {key}: no config in {folder} can have this key")
+    members: dict[str, Member] = {}
+    for combination in itertools.product(*sweep.grid.values()):
+        values = dict(zip(sweep.grid, combination, strict=True))
+        root = Path(sweep.artifacts) / _name(values)
+        if root.name in members:
+            raise ConfigError(f"{path}: grid: two runs would have the directory {root.name}. Remove the repeated value")
+        overrides = [f"artifacts={json.dumps(str(root))}"]
+        for key, value in (sweep.set | values).items():
+            text = f"{key.partition(':')[2] or key}={json.dumps(value, ensure_ascii=False)}"
+            overrides += [f"{stage}:{text}" for stage in _stages_with(key, stages)]
+        setting = _name({key: value for key, value in values.items() if not is_seed(key)}) or "all runs"
+        members[root.name] = Member(root.name, setting, root, overrides)
+    return list(members.values())
+
+
+def _load_configs(run: Member, folder: Path) -> None:
+    """Load and check the configs of a run; the files that they name exist."""
+    try:
+        run.configs.update(_configs(folder, run.overrides))
+        for stage, config in run.configs.items():
+            with explained(folder / f"{stage}.yaml", config.artifacts, overrides_for(stage, run.overrides)):
+                require_files(config)
+            require_lora(stage, run.configs)
+    except UserError as error:
+        raise type(error)(f"{run.name}: {error}") from None
 
 
 def _configs(folder: Path, overrides: Sequence[str]) -> dict[str, Stage]:
@@ -88,37 +156,57 @@ def _configs(folder: Path, overrides: Sequence[str]) -> dict[str, Stage]:
     }
 
 
-def _plan(member: Member, folder: Path) -> Planned:
-    """A run with its checked configs; the files that they name exist."""
-    try:
-        configs = _configs(folder, member.overrides)
-        for stage, config in configs.items():
-            with explained(folder / f"{stage}.yaml", config.artifacts, overrides_for(stage, member.overrides)):
-                require_files(config)
-            require_lora(stage, configs)
-    except UserError as error:
-        raise type(error)(f"{member.name}: {error}") from None
-    return Planned(member, configs)
+def is_seed(key: str) -> bool:
+    """Whether a key of the grid is a seed, over which figures are averaged.
+
+    >>> is_seed("seed"), is_seed("ppo:seed"), is_seed("ppo.kl_coef")
+    (True, True, False)
+    """
+    return key.partition(":")[2] == "seed" or key == "seed"
+
+
+def _stages_with(key: str, stages: Sequence[str]) -> list[str]:
+    """The stages that a key applies to: the one in front of its colon, or all whose config can have it."""
+    stage, colon, bare = key.partition(":")
+    if colon:
+        return [stage] if stage in stages and _has(CONFIGS[stage], bare) else []
+    return [stage for stage in stages if _has(CONFIGS[stage], key)]
+
+
+def _has(kind: Any, key: str) -> bool:
+    """Whether a config can have this dotted key. Values that are checked later, such as an index, are accepted."""
+    first, _, rest = key.partition(".")
+    step = int(first) if first.isdecimal() else first
+    children = [child for kind in alternatives(kind)[0] if (child := child_kind(kind, step)) is not None]
+    return bool(children) and (not rest or any(_has(child, rest) for child in children))
+
+
+def _name(values: dict[str, Any]) -> str:
+    """The name of a run's directory: the last part of each key, or the complete key where two have the same.
+
+    >>> _name({"ppo.kl_coef": 0.1, "ppo:seed": 1}), _name({"ppo:optimizer.eps": 1, "rm:optimizer.eps": 2})
+    ('kl_coef=0.1_seed=1', 'ppo-optimizer.eps=1_rm-optimizer.eps=2')
+    """
+    last = [re.split("[.:]", key)[-1] for key in values]
+    words = last if len(set(last)) == len(last) else list(values)
+    texts = [value if isinstance(value, str) else json.dumps(value) for value in values.values()]
+    pairs = [f"{word}={text}" for word, text in zip(words, texts, strict=True)]
+    return "_".join(re.sub(r"[^\w.+=-]+", "-", pair) for pair in pairs)
 
 
 # ------------------------------------------------------------------------------------------- sharing
 
 
-def _is_current(config: Stage, stage: str) -> bool:
-    """Whether the stage is finished and would give the same result again."""
-    return _is_result_of(Path(config.artifacts), stage, config)
-
-
-def _is_result_of(root: Path, stage: str, config: Stage) -> bool:
-    """Whether the finished stage at `root` has the identity of `config`, and its models are intact."""
-    directory = stage_directory(root, stage)
+def _is_current(config: Stage, stage: str, root: Path | None = None) -> bool:
+    """Whether the stage, at `root` or where it belongs, is finished with what `config` gives, its models intact."""
+    directory = stage_directory(root or config.artifacts, stage)
     manifest = read_manifest_or_none(directory)
     if manifest is None or differences(manifest.identity, json.loads(json.dumps(identity(config)))):
         return False
     return damage_of_models(directory, manifest) is None
 
 
-def _share(run: Planned, sources: Sequence[Path]) -> None:
+def _share(run: Member, sources: Sequence[Path]) -> None:
     """Link the finished stages of other runs that this run would compute again, up to the first it has to compute."""
     for stage, config in run.configs.items():
         root = Path(config.artifacts)
@@ -126,7 +214,7 @@ def _share(run: Planned, sources: Sequence[Path]) -> None:
             continue
         if unfinished_identity(root, stage) is not None or stage_directory(root, stage).exists():
             return
-        source = next((other for other in sources if other != root and _is_result_of(other, stage, config)), None)
+        source = next((other for other in sources if other != root and _is_current(config, stage, other)), None)
         if source is None:
             return
         try:
@@ -151,11 +239,11 @@ def _link_file(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _plan_rows(runs: Sequence[Planned], sources: Sequence[Path]) -> list[list[str]]:
+def _plan_rows(runs: Sequence[Member], sources: Sequence[Path]) -> list[list[str]]:
     """What would happen to each stage of each run."""
     rows, computed = [], set()
     for run in runs:
-        cells, chain = [run.member.name], ""
+        cells, chain = [run.name], ""
         for stage, config in run.configs.items():
             chain += json.dumps(identity(config)["config"])
             step = last_step(config.artifacts, stage)
@@ -163,7 +251,7 @@ def _plan_rows(runs: Sequence[Planned], sources: Sequence[Path]) -> list[list[st
                 cells.append("finished")
             elif step is not None:
                 cells.append(f"resumes at {step}")
-            elif chain in computed or any(_is_result_of(source, stage, config) for source in sources):
+            elif chain in computed or any(_is_current(config, stage, source) for source in sources):
                 cells.append("shared")
             else:
                 cells.append("runs")
@@ -175,16 +263,16 @@ def _plan_rows(runs: Sequence[Planned], sources: Sequence[Path]) -> list[list[st
 # ------------------------------------------------------------------------------------------- results
 
 
-def _show(runs: Sequence[Planned], root: Path, display: Display) -> None:
+def _show(runs: Sequence[Member], root: Path, display: Display) -> None:
     """A table of the settings, averaged over their seeds, and the report of all runs."""
     by_setting: dict[str, list[Mapping[str, float]]] = {}
     finished = []
     for run in runs:
         stage = list(run.configs)[-1]
-        manifest = read_manifest_or_none(stage_directory(run.member.root, stage))
+        manifest = read_manifest_or_none(stage_directory(run.root, stage))
         if manifest is not None and _is_current(run.configs[stage], stage):
-            by_setting.setdefault(run.member.setting, []).append(manifest.metrics)
-            finished.append(run.member.root)
+            by_setting.setdefault(run.setting, []).append(manifest.metrics)
+            finished.append(run.root)
     if not by_setting:
         return
     every = [metrics for several in by_setting.values() for metrics in several]

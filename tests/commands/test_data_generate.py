@@ -186,13 +186,6 @@ def test_empty_samples_are_counted_also_after_a_resume(prompts: Path, tmp_path: 
             assert re.search(r"\d (prompts|rows)/s|s/(prompt|row)\b", result.stdout)
 
 
-@pytest.mark.parametrize("task", ["demonstrations", "samples"])
-def test_a_run_that_drops_every_row_fails(prompts: Path, tmp_path: Path, task: str) -> None:
-    with ChatServer(lambda _: (200, {}, completion(" "))) as server:
-        with pytest.raises(RunError, match=r"no row was written; 3 dropped \(3 empty answers\)"):
-            run(prompts, task, tmp_path / "out.jsonl", remote(server), num=3)
-
-
 def test_bad_rows_are_reported_before_the_model_is_asked(tmp_path: Path) -> None:
     lines = ['{"prompt": "a"}', '{"prompt": 7}', "{broken", '{"prompt": "b"}']
     source = tmp_path / "rows.jsonl"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -21,8 +19,8 @@ from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.rows import Row
 from rlhf_cli.data.views import ranking, scored
-from rlhf_cli.errors import ConfigError, DataError, RunError
-from support.servers import Call, ChatServer, Reply, completion, transformers_serve
+from rlhf_cli.errors import ConfigError, DataError
+from support.servers import Call, ChatServer, Reply, completion
 from support.tiny import WORDS, read_jsonl, write_jsonl
 from support.writers import contents, failing_after, local, remote, run_command
 
@@ -445,23 +443,6 @@ def test_killed_at_any_line_and_resumed_gives_the_same_bytes(
         assert contents(out) == expected, f"died at line {died_at}"
 
 
-def test_a_judge_that_dies_and_comes_back_scores_every_row_once(tmp_path: Path) -> None:
-    rows = [{"prompt": f"p{n}", "response": "r"} for n in range(20)]
-    source, out = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "out" / "out.jsonl"
-    calls = itertools.count()
-    with ChatServer(lambda _: (200, {}, completion("1")) if next(calls) < 11 else None) as server:
-        with pytest.raises(RunError, match="sent no valid HTTP answer"):
-            run(source, out, remote(server))
-    before = len(read_jsonl(out))
-    assert 8 <= before <= 11
-    with ChatServer(says(lambda _: "2")) as server:
-        run(source, out, remote(server))
-    written = read_jsonl(out)
-    assert [row["prompt"] for row in written] == [row["prompt"] for row in rows]
-    assert [row["score"] for row in written] == [1.0] * before + [2.0] * (20 - before)
-    assert len(server.bodies) == 20 - before
-
-
 def test_other_settings_are_refused(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "p", "response": "r"}] * 2)
     out = tmp_path / "out" / "out.jsonl"
@@ -494,34 +475,3 @@ def test_a_run_that_drops_every_row_fails_each_time(tmp_path: Path) -> None:
         again = CliRunner().invoke(app, [*command, "--server", server.url, "--restart"])
     assert again.exit_code == 1
     assert len(server.bodies) == 6
-
-
-# ------------------------------------------------------------------------------------ the whole of it
-
-
-@pytest.mark.slow
-def test_everything_runs_against_transformers_serve(chat_model: Path, data: dict[str, Path], tmp_path: Path) -> None:
-    """Demonstrations, samples and their scores, from another project's server with a tiny model."""
-    with transformers_serve(chat_model, tmp_path / "log") as url:
-        basic = ["--server", url, "--model", str(chat_model), "--concurrency", "2"]
-
-        def rlhf(*arguments: str) -> str:
-            result = CliRunner().invoke(app, ["data", *arguments, *basic])
-            assert result.exit_code == ("no row was written" in result.stderr), result.output
-            return result.output
-
-        prompts, demos, samples = str(data["prompts"]), tmp_path / "demos.jsonl", tmp_path / "samples.jsonl"
-        new = ["--max-new-tokens", "8"]
-        rlhf("generate", prompts, "--task", "demonstrations", "--out", str(demos), "--num", "5", *new)
-        assert [row["prompt"] for row in read_jsonl(demos)] == [
-            row["prompt"] for row in read_jsonl(data["prompts"])[:5]
-        ]
-        rlhf("generate", prompts, "--task", "demonstrations", "--out", str(demos), "--num", "9", *new)
-        assert len({row["prompt"] for row in read_jsonl(demos)}) == 9
-        rlhf("generate", prompts, "--task", "samples", "--out", str(samples), "--num", "4", "--samples", "3", *new)
-        assert all(len(row["responses"]) == 3 for row in read_jsonl(samples))
-        output = rlhf("score", str(samples), "--out", str(tmp_path / "scored.jsonl"), "--attempts", "2")
-        assert "4 dropped (4 no clear answer)" in output or "scores by" in output
-        lines = read_jsonl(tmp_path / "scored.jsonl") + dropped(tmp_path / "scored.jsonl")
-        assert len(lines) == 4
-        assert json.loads((tmp_path / "scored.jsonl.settings").read_text())["model"] == {"name": str(chat_model)}

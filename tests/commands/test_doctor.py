@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands import doctor as module
-from rlhf_cli.commands.doctor import Line
+from rlhf_cli.commands.doctor import Result
 from rlhf_cli.console import Console
 from rlhf_cli.printing import size
 from rlhf_cli.program import install_extra
@@ -42,11 +42,11 @@ def examined(directory: Path) -> tuple[int, list[str], str]:
     return result.exit_code, result.stdout.splitlines(), result.stderr
 
 
-def words(lines: Iterable[Line]) -> list[str]:
+def words(lines: Iterable[Result]) -> list[str]:
     return [line.word for line in lines]
 
 
-def only(lines: Iterable[Line], word: str) -> str:
+def only(lines: Iterable[Result], word: str) -> str:
     """The text of the one line with this word."""
     (text,) = (line.text for line in lines if line.word == word)
     return text
@@ -142,8 +142,8 @@ def test_a_name_that_would_move_the_cursor_is_shown_as_text(stage: Path) -> None
 def test_versions_are_the_required_ones() -> None:
     lines = list(module.versions())
     assert words(lines) == ["ok"] * len(lines)
-    assert lines[0] == Line("ok", "python", platform.python_version())
-    assert Line("ok", "torch", importlib.metadata.version("torch")) in lines
+    assert lines[0] == Result("ok", "python", platform.python_version())
+    assert Result("ok", "torch", importlib.metadata.version("torch")) in lines
 
 
 def test_a_wrong_or_missing_package_is_a_problem_with_the_command_that_fixes_it() -> None:
@@ -512,7 +512,7 @@ def test_a_named_pipe_instead_of_a_file_does_not_block(stage: Path) -> None:
 def test_lines_break_between_words_on_a_terminal(monkeypatch, capsys) -> None:
     """At 80 columns, below the text. A file keeps one line for each."""
     text = "supercalifragilistic " * 9
-    monkeypatch.setattr(module, "_lines", lambda _: iter([Line("ok", "torch", text.strip())]))
+    monkeypatch.setattr(module, "_lines", lambda _: iter([Result("ok", "torch", text.strip())]))
     for is_terminal in (True, False):
         monkeypatch.setattr(
             module, "Console", lambda on=is_terminal, **more: Console(force_terminal=on, width=80, **more)

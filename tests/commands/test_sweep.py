@@ -11,8 +11,8 @@ import yaml
 
 from rlhf_cli.commands import pipeline
 from rlhf_cli.commands import sweep as module
-from rlhf_cli.commands.sweep import over_seeds, sweep
-from rlhf_cli.config.sweep import load_sweep, members_of
+from rlhf_cli.commands.sweep import Sweep, members_of, over_seeds, sweep
+from rlhf_cli.config.loader import load_config
 from rlhf_cli.errors import ConfigError, Interrupted, RunError
 from rlhf_cli.report.distance import frontier_charts
 from rlhf_cli.report.read import read_run
@@ -184,7 +184,7 @@ def test_a_mistake_is_reported_before_the_first_run(folder, stages, grid, more, 
 
 def test_a_key_applies_to_the_stages_that_have_it(folder):
     path = write(folder, {"optimizer.learning_rate": [1e-3], "training.num_steps": [2]}, set={"ppo.kl_coef": 0.3})
-    (member,) = members_of(load_sweep(path), path)
+    (member,) = members_of(load_config(path, Sweep), path)
     assert member.overrides[1:] == [
         "ppo:ppo.kl_coef=0.3",
         *(f"{stage}:optimizer.learning_rate=0.001" for stage in ("sft", "rm", "ppo")),

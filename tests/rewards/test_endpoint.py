@@ -29,8 +29,9 @@ from support.rewards import CPU, asks, batch, lengths, source_of
 # ------------------------------------------------------------------------------------------ endpoints
 
 
-def test_request_and_answer(scripted):
-    """The interface of OpenRLHF's remote reward model."""
+def test_request_and_answer(scripted, monkeypatch):
+    """The interface of OpenRLHF's remote reward model. The hub's token is not for this server."""
+    monkeypatch.setenv("HF_TOKEN", "hf_private")
     server = scripted(lengths)
     samples = batch(["a", "bb", "ccc"], [{"n": 0, "answer": "x"}, {"n": 1, "answer": None}, {"n": 2, "answer": 7}])
     scores = total_score([asks(server)], samples)
@@ -262,6 +263,7 @@ ECHOES = {
     "the path of a redirect": (302, {"Location": "/login/t0ken%2F4711%2B/x"}, b""),
     "the path in lower case": (302, {"Location": "/login/t0ken%2f4711%2b/x"}, b""),
     "a header": (200, {"Bad\x01": "t0ken/4711+"}, b""),
+    "the encoding": (200, {"Content-Encoding": "t0ken/4711+"}, b"{}"),
     "the reason": b"HTTP/1.1 t0ken/4711+ OK\r\n\r\n",
 }
 
