@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -26,12 +26,10 @@ from rlhf_cli.commands.output import (
     refuse_own_output,
 )
 from rlhf_cli.commands.writer import WriterOptions, fill, read_template
+from rlhf_cli.data.records import Message, Record
 from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.report.progress import Display
 from rlhf_cli.rollout.requests import Failure, Request, Writer, Written
-
-if TYPE_CHECKING:
-    from rlhf_cli.data.records import Message, Record
 
 Task = Literal["prompts", "demonstrations", "samples", "dialogues"]
 PLACEHOLDERS: dict[str, str] = {"prompts": "seeds", "dialogues": "dialogue"}
@@ -145,7 +143,6 @@ def _answers(
     origin: dict[str, Any],
 ) -> list[Outcome]:
     """A row for each prompt, with `num_answers` answers."""
-    from rlhf_cli.data.records import Message
 
     def messages(record: Record) -> tuple[Message, ...]:
         if template is not None:

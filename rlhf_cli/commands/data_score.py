@@ -10,9 +10,9 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -30,12 +30,10 @@ from rlhf_cli.commands.output import (
     with_columns,
 )
 from rlhf_cli.commands.writer import MaxNewTokens, Temperature, WriterOptions, fill, read_template
+from rlhf_cli.data.records import Record
 from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.report.progress import Display
 from rlhf_cli.rollout.requests import Failure, Request, Writer
-
-if TYPE_CHECKING:
-    from rlhf_cli.data.records import Record
 
 Ties = Literal["drop", "keep"]
 Verdict = Literal["first", "second"]
@@ -73,15 +71,6 @@ LETTER = re.compile(r"\b[AB]\b")
 BINS = 10
 WIDTH = 30
 """Bars of the histogram, and characters of the longest bar."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """One question to the judge about a row."""
-
-    text: str
-    counters: tuple[int, ...]
-    """Identify the draw; the number of the attempt is appended."""
 
 
 @dataclass(frozen=True)
@@ -157,24 +146,17 @@ def data_score(
         rows.require_rows()
 
 
-def ask(
-    writer: Writer,
-    questions: Sequence[Question],
-    parse: Callable[[str], Any],
-    attempts: int,
-) -> list[Any]:
+def ask(writer: Writer, questions: Sequence[Request], parse: Callable[[str], Any], attempts: int) -> list[Any]:
     """`parse` of the answer to each question. While it is None the question is asked again with another draw.
 
     The result is a Failure for a request that failed, and Unclear if the last attempt was None.
     """
-    from rlhf_cli.data.records import Message
-
     results: list[Any] = [None] * len(questions)
     for attempt in range(attempts):
         left = [n for n, answer in enumerate(results) if answer is None or isinstance(answer, Unclear)]
         if not left:
             break
-        requests = [Request((Message("user", questions[n].text),), (*questions[n].counters, attempt)) for n in left]
+        requests = [replace(questions[n], counters=(*questions[n].counters, attempt)) for n in left]
         for n, answer in zip(left, writer.write(requests), strict=True):
             if isinstance(answer, Failure):
                 results[n] = answer
@@ -195,14 +177,10 @@ class _Scoring:
         if not record.answers:
             raise DataError(f"{record.where}: the row has no answer to score. Write answers with `rlhf data generate`")
 
-    def questions(self, number: int, record: Record) -> list[Question]:
-        limits = {"min": f"{self.lowest:g}", "max": f"{self.highest:g}"}
-        return [
-            Question(
-                fill(self.template, prompt=record.prompt.strip(), response=answer.text.strip(), **limits), (number, n)
-            )
-            for n, answer in enumerate(record.answers)
-        ]
+    def questions(self, number: int, record: Record) -> list[Request]:
+        values = {"min": f"{self.lowest:g}", "max": f"{self.highest:g}", "prompt": record.prompt.strip()}
+        texts = [fill(self.template, response=answer.text.strip(), **values) for answer in record.answers]
+        return [Request.of(text, number, n) for n, text in enumerate(texts)]
 
     def parse(self, answer: str) -> float | None:
         return number_in(answer, self.lowest, self.highest)
@@ -282,14 +260,12 @@ class _Comparison:
         if len(record.answers) != 2:
             raise DataError(f"{record.where}: the row has {len(record.answers)} answers, --compare needs exactly two")
 
-    def questions(self, number: int, record: Record) -> list[Question]:
+    def questions(self, number: int, record: Record) -> list[Request]:
         texts = [answer.text.strip() for answer in record.answers]
         if texts[0] == texts[1]:
             return []
-        return [
-            Question(fill(self.template, prompt=record.prompt.strip(), a=a, b=b), (number, n))
-            for n, (a, b) in enumerate((texts, texts[::-1]))
-        ]
+        orders = [fill(self.template, prompt=record.prompt.strip(), a=a, b=b) for a, b in (texts, texts[::-1])]
+        return [Request.of(text, number, n) for n, text in enumerate(orders)]
 
     def parse(self, answer: str) -> Verdict | None:
         return letter_in(answer)

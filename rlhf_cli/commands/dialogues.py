@@ -10,14 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_cli.commands.output import Dropped, Outcome
 from rlhf_cli.commands.writer import fill
+from rlhf_cli.data.records import Message, Record
 from rlhf_cli.rollout.requests import Failure, Request, Writer
-
-if TYPE_CHECKING:
-    from rlhf_cli.data.records import Message, Record
 
 USER_TEMPLATE = """\
 Below is a conversation between a person and an assistant.
@@ -60,8 +58,6 @@ def write_dialogues(
     Every dialogue ends with an answer, and every row with the columns of `origin`. A Failure that ends the run takes
     the place of the row.
     """
-    from rlhf_cli.data.records import Message
-
     dialogues = [_Dialogue(n, list(r.messages or (Message("user", r.prompt),))) for n, r in numbered]
     for turn in range(num_turns):
         if turn:
@@ -71,8 +67,6 @@ def write_dialogues(
 
 
 def _let_assistant_answer(dialogues: Sequence[_Dialogue], assistant: Writer, turn: int) -> None:
-    from rlhf_cli.data.records import Message
-
     still_open = [dialogue for dialogue in dialogues if dialogue.is_open]
     requests = [Request(tuple(dialogue.messages), (dialogue.number, turn, 0)) for dialogue in still_open]
     for dialogue, answer in zip(still_open, assistant.write(requests), strict=True):
@@ -88,13 +82,8 @@ def _let_assistant_answer(dialogues: Sequence[_Dialogue], assistant: Writer, tur
 
 
 def _let_user_speak(dialogues: Sequence[_Dialogue], user: Writer, turn: int, template: str) -> None:
-    from rlhf_cli.data.records import Message
-
     still_open = [dialogue for dialogue in dialogues if dialogue.is_open]
-    requests = [
-        Request((Message("user", fill(template, dialogue=as_text(d.messages))),), (d.number, turn, 1))
-        for d in still_open
-    ]
+    requests = [Request.of(fill(template, dialogue=as_text(d.messages)), d.number, turn, 1) for d in still_open]
     for dialogue, answer in zip(still_open, user.write(requests), strict=True):
         text = "" if isinstance(answer, Failure) else next_message(answer.text, ended=answer.ended)
         if text:

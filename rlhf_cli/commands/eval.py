@@ -10,11 +10,11 @@ from typing import Annotated, Literal
 import typer
 
 from rlhf_cli.commands.chat_server import OptionNames, ServerWriter
-from rlhf_cli.commands.data_score import COMPARE_TEMPLATE, Question, Unclear, Verdict, ask, letter_in
+from rlhf_cli.commands.data_score import COMPARE_TEMPLATE, Unclear, Verdict, ask, letter_in
 from rlhf_cli.commands.options import Quiet, WhereToRun
 from rlhf_cli.commands.writer import WriterOptions, fill, read_template
 from rlhf_cli.errors import ConfigError, RunError
-from rlhf_cli.rollout.requests import Failure
+from rlhf_cli.rollout.requests import Failure, Request
 
 NAMES = OptionNames("--judge", "--judge-key-env", "The other figures are written; run the same command to ask again")
 
@@ -105,7 +105,7 @@ class ServerJudge:
     def compare(self, pairs: Sequence[tuple[str, str, str]]) -> list[Verdict | None]:
         """See `rlhf_cli.evaluation.judging.Judge`."""
         questions = [
-            Question(fill(self.template, prompt=prompt.strip(), a=a.strip(), b=b.strip()), (number,))
+            Request.of(fill(self.template, prompt=prompt.strip(), a=a.strip(), b=b.strip()), number)
             for number, (prompt, a, b) in enumerate(pairs)
         ]
         found: list[Verdict | None] = []

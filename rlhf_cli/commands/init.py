@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, assert_never
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -20,6 +20,16 @@ from rlhf_cli.printing import say
 from rlhf_cli.program import command
 
 Template = Literal["support", "sentiment", "hh", "stories", "blank", "bilingual"]
+OWN = "It runs on a CPU without the hub, in seconds. Put your data and your model into the YAML files."
+NEEDS: dict[Template, str] = {
+    "support": "It runs on a CPU without the hub, in about two minutes.",
+    "blank": OWN,
+    "bilingual": OWN,
+    "sentiment": "It needs the hub (gpt2 and rotten_tomatoes) and a GPU.",
+    "hh": "It needs the hub (Qwen2.5-0.5B and Anthropic/hh-rlhf) and a GPU.",
+    "stories": "It needs the hub (tinyllama-15M).",
+}
+"""One line about what each template needs to run."""
 Files = dict[str, Callable[[], str]]
 """The files of a template: the name below the folder, and what writes the text."""
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -48,7 +58,7 @@ def init(
         except OSError as error:
             raise ConfigError(f"{directory / file}: cannot be written ({error.strerror})") from None
     say(f"{directory}: wrote {', '.join(files)}")
-    say(_needs(template))
+    say(NEEDS[template])
     say(f"Run it: {command('pipeline', str(directory))}")
 
 
@@ -56,24 +66,17 @@ def _files(template: Template) -> Files:
     def copy(name: str) -> Callable[[], str]:
         return lambda: _path(f"{template}/{name}").read_text(encoding="utf-8")
 
-    stages = [f"{stage}.yaml" for stage in STAGES if _path(f"{template}/{stage}.yaml").is_file()]
-    files = {name: copy(name) for name in stages}
+    files = {f"{stage}.yaml": copy(f"{stage}.yaml") for stage in STAGES if _path(f"{template}/{stage}.yaml").is_file()}
     data = {f"data/{name}": copy(name) for name in ("sft.jsonl", "preferences.jsonl", "prompts.jsonl")}
-    match template:
-        case "support":
-            return {**files, "judge.py": copy("gold.py"), **_support_data()}
-        case "sentiment":
-            return {**files, "judge.py": copy("judge.py")}
-        case "hh":
-            return files
-        case "stories":
-            return {**files, "reward.py": copy("reward.py"), "data/prompts.jsonl": _story_prompts}
-        case "blank":
-            return {**files, "reward.py": copy("reward.py"), **data}
-        case "bilingual":
-            return {**_files("blank"), **files, **data}
-        case _:
-            assert_never(template)
+    others: dict[Template, Callable[[], Files]] = {
+        "support": lambda: {"judge.py": copy("gold.py"), **_support_data()},
+        "sentiment": lambda: {"judge.py": copy("judge.py")},
+        "hh": dict,
+        "stories": lambda: {"reward.py": copy("reward.py"), "data/prompts.jsonl": _story_prompts},
+        "blank": lambda: {"reward.py": copy("reward.py"), **data},
+        "bilingual": lambda: {**_files("blank"), **files, **data},
+    }
+    return {**files, **others[template]()}
 
 
 def _path(name: str) -> Path:
@@ -136,20 +139,3 @@ def _fill(text: str, directory: Path, name: str) -> str:
             line = re.sub(r"__DIR__[^\s,}\]]*", lambda path: json.dumps(path[0], ensure_ascii=False), line)
         lines.append(line.replace("__DIR__", place))
     return "\n".join(lines) + "\n"
-
-
-def _needs(template: Template) -> str:
-    """One line about what the template needs to run."""
-    match template:
-        case "support":
-            return "It runs on a CPU without the hub, in about two minutes."
-        case "blank" | "bilingual":
-            return "It runs on a CPU without the hub, in seconds. Put your data and your model into the YAML files."
-        case "sentiment":
-            return "It needs the hub (gpt2 and rotten_tomatoes) and a GPU."
-        case "hh":
-            return "It needs the hub (Qwen2.5-0.5B and Anthropic/hh-rlhf) and a GPU."
-        case "stories":
-            return "It needs the hub (tinyllama-15M)."
-        case _:
-            assert_never(template)

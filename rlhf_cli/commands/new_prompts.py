@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rlhf_cli.commands.output import Dropped, Output
 from rlhf_cli.commands.writer import WriterOptions, fill
+from rlhf_cli.data.records import Record
 from rlhf_cli.data.words import words
 from rlhf_cli.errors import DataError, RunError
 from rlhf_cli.report.progress import Display
 from rlhf_cli.rollout.requests import Failure, Request
-
-if TYPE_CHECKING:
-    from rlhf_cli.data.records import Record
 
 PROMPTS_TEMPLATE = """\
 Below are requests that people sent to an assistant.
@@ -99,12 +96,11 @@ def _request(number: int, seeds: list[str], template: str, num_seeds: int, seed:
     """The request of a round: the template with seed prompts that are drawn from (seed, round)."""
     import torch
 
-    from rlhf_cli.data.records import Message
     from rlhf_cli.seeding import generator
 
     order = torch.randperm(len(seeds), generator=generator(seed, "seed prompts", number)).tolist()
     chosen = "\n".join(f"{place}. {seeds[i]}" for place, i in enumerate(order[:num_seeds], 1))
-    return Request((Message("user", fill(template, seeds=chosen, num=str(NUM_ASKED))),), (number,))
+    return Request.of(fill(template, seeds=chosen, num=str(NUM_ASKED)), number)
 
 
 def _seed(record: Record) -> str:

@@ -26,6 +26,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from rlhf_cli.commands.options import OnBadRow
 from rlhf_cli.config.data import DataSource
+from rlhf_cli.data.formats import Purpose, read_record, recognise
+from rlhf_cli.data.records import Record
+from rlhf_cli.data.rows import BadRow
+from rlhf_cli.data.sources import read_rows
 from rlhf_cli.data_files import find_files
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
 from rlhf_cli.files import digest_file, read_text
@@ -35,8 +39,6 @@ from rlhf_cli.run.artifacts import differences, fingerprint
 from rlhf_cli.run.checkpoint_files import write_text
 
 if TYPE_CHECKING:
-    from rlhf_cli.data.formats import Purpose
-    from rlhf_cli.data.records import Record
     from rlhf_cli.processes.distributed import World
 
 T = TypeVar("T")
@@ -71,10 +73,6 @@ def items(
 
     A row that cannot be read, or for which `check` raises DataError, stops the command or, with "skip", is Dropped.
     """
-    from rlhf_cli.data.formats import read_record, recognise
-    from rlhf_cli.data.rows import BadRow
-    from rlhf_cli.data.sources import read_rows
-
     format_ = None
     for row in read_rows(source):
         try:

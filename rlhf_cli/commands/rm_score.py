@@ -41,12 +41,13 @@ from rlhf_cli.commands.output import (
 from rlhf_cli.commands.rm_serve import RewardModelOptions, as_reward
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.console import Console
+from rlhf_cli.data.records import Answer, Record, Scored
+from rlhf_cli.data.views import answered, ranking
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.report.progress import Display
 from rlhf_cli.run.artifacts import model_directory, read_manifest_or_none, reward_model_stage
 
 if TYPE_CHECKING:
-    from rlhf_cli.data.records import Record
     from rlhf_cli.rewards.base import Samples
     from rlhf_cli.rewards.models import RewardModel
 
@@ -95,8 +96,6 @@ def score_typed(settings: RewardModelOptions, *, quiet: bool = False) -> None:
 
     A terminal shows the score below the line; a pipe gets a JSON line with prompt, response and score for each.
     """
-    from rlhf_cli.data.records import Answer, Record
-
     display = Display("score", quiet=quiet, console=Console(soft_wrap=True, stderr=True))
     model, template, notes = _load(settings)
     is_terminal = sys.stdin.isatty()
@@ -200,9 +199,7 @@ def samples_of(model: RewardModel, records: Sequence[Record], template: str | No
         prompt_text,
         whole_text,
     )
-    from rlhf_cli.data.records import Scored
     from rlhf_cli.data.special_tokens import special_tokens_of
-    from rlhf_cli.data.views import answered
     from rlhf_cli.models.heads import reads_last_token
     from rlhf_cli.rewards.base import Samples
 
@@ -232,8 +229,6 @@ def samples_of(model: RewardModel, records: Sequence[Record], template: str | No
 
 def scored_row(record: Record, scores: Sequence[float]) -> OutputRow:
     """The row with the scores of its answers. A preference pair has its better answer under `chosen`."""
-    from rlhf_cli.data.views import ranking
-
     texts = [text_of(record, answer.text) for answer in record.answers]
     prompt = prompt_column(record)
     if len(texts) == 1:
@@ -263,7 +258,6 @@ class _Summary:
 
     def add(self, record: Record, scores: Sequence[float], ids: Sequence[list[int]]) -> None:
         """Count a row with the scores and token ids of its answers."""
-        from rlhf_cli.data.views import ranking
         from rlhf_cli.evaluation.agreement import gold_gap, longer_wins
 
         self.num_rows += 1

@@ -36,17 +36,12 @@ from rlhf_cli.rewards.base import RewardSource, Samples, failure, finite, shown
 
 @dataclass(kw_only=True)
 class Endpoint(RewardSource):
-    """A server that receives texts, `batch_size` in a request, and returns one score for each."""
+    """A server that receives texts, `config.batch_size` in a request, and returns one score for each."""
 
     kind: ClassVar[str] = "reward"
-    url: str
+    advice: str = "Check the server's log, or count such scores as 0.0 with on_error: zero"
+    config: HTTPReward
     token: str | None = field(default=None, repr=False)
-    label_column: str | None = None
-    batch_size: int = 64
-    concurrency: int = 4
-    timeout_s: float = 60.0
-    retries: int = 5
-    backoff_s: float = 1.0
 
     def score(self, samples: Samples) -> torch.Tensor:
         """The server's scores, [B] float32."""
@@ -56,12 +51,13 @@ class Endpoint(RewardSource):
 
     async def _request_all(self, samples: Samples, scores: list[float]) -> None:
         """Fill `scores`, a batch of rows in each request."""
+        config = self.config
         client = JSONClient(
-            self.url,
+            config.url,
             key=self.token,
-            timeout_s=self.timeout_s,
-            retries=self.retries,
-            backoff_s=self.backoff_s,
+            timeout_s=config.timeout_s,
+            retries=config.retries,
+            backoff_s=config.backoff_s,
             stop_requested=stop_requested,
         )
         async with client:
@@ -79,27 +75,29 @@ class Endpoint(RewardSource):
                         scores[row] = finite(reward)
                     except ValueError:
                         value = client.quote(repr(reward))
-                        problem = f"{without_secrets(self.url)} returned {value}, it must be a finite number"
+                        problem = f"{without_secrets(config.url)} returned {value}, it must be a finite number"
                         self.fail(samples, [row], problem)
 
-            await for_each(list(chunks(range(len(scores)), self.batch_size)), request, self.concurrency)
+            await for_each(list(chunks(range(len(scores)), config.batch_size)), request, config.concurrency)
 
     def _body(self, samples: Samples, rows: Sequence[int]) -> dict[str, Any]:
+        column = self.config.label_column
         return {
             "query": [samples.prompts[i] + samples.responses[i] for i in rows],
             "prompts": [samples.prompts[i] for i in rows],
-            "labels": ["" if self.label_column is None else samples.rows[i].get(self.label_column) for i in rows],
+            "labels": ["" if column is None else samples.rows[i].get(column) for i in rows],
             "ended": [samples.ended[i] for i in rows],
         }
 
     @property
     def reads_a_column(self) -> bool:
-        return self.label_column is not None
+        return self.config.label_column is not None
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row of the data without the label that would be sent."""
-        if self.label_column is not None and self.label_column not in row:
-            raise ValueError(f"its row has no column {self.label_column!r}; it has {shown(', '.join(map(str, row)))}")
+        column = self.config.label_column
+        if column is not None and column not in row:
+            raise ValueError(f"its row has no column {column!r}; it has {shown(', '.join(map(str, row)))}")
 
 
 def rewards_in(answer: Any, num_texts: int) -> list[Any]:
@@ -126,18 +124,4 @@ def load_endpoint(reward: HTTPReward, name: str, key: str) -> tuple[Endpoint, li
     parts = urlsplit(reward.url)
     if token is not None and parts.scheme == "http" and not is_loopback(parts.hostname or ""):
         notes.append(f"{key}: the token is sent unencrypted to {without_secrets(reward.url)}. Use https")
-    source = Endpoint(
-        name=name,
-        weight=reward.weight,
-        on_error=reward.on_error,
-        advice="Check the server's log, or count such scores as 0.0 with on_error: zero",
-        url=reward.url,
-        token=token,
-        label_column=reward.label_column,
-        batch_size=reward.batch_size,
-        concurrency=reward.concurrency,
-        timeout_s=reward.timeout_s,
-        retries=reward.retries,
-        backoff_s=reward.backoff_s,
-    )
-    return source, notes
+    return Endpoint(name=name, weight=reward.weight, on_error=reward.on_error, config=reward, token=token), notes

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from rlhf_cli.data.records import Message
+from rlhf_cli.data.records import Message
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,11 @@ class Request:
     """A conversation that ends before the answer."""
     counters: tuple[int, ...]
     """Identify the draw (row, sample, attempt): the same counters draw the same answer, whatever else is asked."""
+
+    @classmethod
+    def of(cls, text: str, *counters: int) -> Request:
+        """A request of one message."""
+        return cls((Message("user", text),), counters)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,22 +162,10 @@ def test_empty_samples_are_counted_also_after_a_resume(prompts: Path, tmp_path: 
         return 200, {}, completion("" if next(counters) % 4 == 1 else "fine")
 
     out = tmp_path / "out.jsonl"
-    command = [
-        "data",
-        "generate",
-        str(prompts),
-        "--task",
-        "samples",
-        "--samples",
-        "4",
-        "--out",
-        str(out),
-        "--model",
-        "m",
-    ]
+    command = ["data", "generate", str(prompts), "--task", "samples", "--samples", "4", "--out", str(out)]
     with ChatServer(answer) as server:
         for num, lost in (("2", 2), ("5", 5)):
-            options = ["--server", server.url, "--concurrency", "1", "--num", num]
+            options = ["--model", "m", "--server", server.url, "--concurrency", "1", "--num", num]
             result = CliRunner().invoke(app, [*command, *options])
             assert result.exit_code == 0, result.output
             said = f"{num} rows, {lost} answers missing in rows with others (they were empty or refused)\n"
@@ -468,29 +456,17 @@ def test_changed_settings_are_refused_by_name_and_restart_starts_over(
     writer = local(make_model("llama"))
     run(prompts, "demonstrations", out, writer, num=3)
     first = contents(out)
-    changed: list[tuple[str, Callable[[], None]]] = [
-        (
-            r"temperature \(1.0, now 0.5\)",
-            lambda: run(prompts, "demonstrations", out, local(make_model("llama"), temperature=0.5)),
-        ),
-        (r"seed \(0, now 1\)", lambda: run(prompts, "demonstrations", out, local(make_model("llama"), seed=1))),
-        (
-            r"top_p \(null, now 0.5\)",
-            lambda: run(prompts, "demonstrations", out, local(make_model("llama"), top_p=0.5)),
-        ),
-        (
-            r"max_new_tokens \(8, now 9\)",
-            lambda: run(prompts, "demonstrations", out, local(make_model("llama"), max_new_tokens=9)),
-        ),
-        (r"model.digest, model.path", lambda: run(prompts, "demonstrations", out, local(make_model("qwen2")))),
-        (
-            r'num_answers \(1, now 4\), task \("demonstrations", now "samples"\)',
-            lambda: run(prompts, "samples", out, writer),
-        ),
+    changed: list[tuple[str, dict[str, Any]]] = [
+        (r"temperature \(1.0, now 0.5\)", {"temperature": 0.5}),
+        (r"seed \(0, now 1\)", {"seed": 1}),
+        (r"top_p \(null, now 0.5\)", {"top_p": 0.5}),
+        (r"max_new_tokens \(8, now 9\)", {"max_new_tokens": 9}),
+        (r"model.digest, model.path", {"model": str(make_model("qwen2"))}),
+        (r'num_answers \(1, now 4\), task \("demonstrations", now "samples"\)', {}),
     ]
-    for said, other in changed:
+    for said, change in changed:
         with pytest.raises(ConfigError, match=f"was made with other settings: {said}.*--restart to start over"):
-            other()
+            run(prompts, "demonstrations" if change else "samples", out, replace(writer, **change))
         assert contents(out) == first
     lines = prompts.read_bytes()
     copy = tmp_path / "data" / "copy.jsonl"
@@ -520,19 +496,18 @@ def test_files_of_other_programs_are_never_overwritten(make_model: Any, prompts:
     with pytest.raises(ArtifactError, match="cannot be written"):
         run(prompts, "demonstrations", link, writer, restart=True)
     assert mine.read_text() == '{"precious": 1}\n'
-    with pytest.raises(ConfigError, match="would be one of the files of"):
-        run(prompts.parent, "demonstrations", prompts.parent / "new.jsonl", writer)
-    with pytest.raises(ConfigError, match="would be one of the files of"):
-        run(f"{prompts.parent}/*.jsonl", "demonstrations", prompts.parent / "new.jsonl", writer)
-    with pytest.raises(ConfigError, match="would be one of the files of"):
-        run(prompts, "demonstrations", prompts, writer)
-    with pytest.raises(ConfigError, match=r"must end in .jsonl"):
-        run(prompts, "demonstrations", tmp_path / "out.csv", writer)
-    with pytest.raises(ArtifactError, match="cannot be written"):
-        run(prompts, "demonstrations", mine / "out.jsonl", writer)
     (tmp_path / "folder.jsonl").mkdir()
-    with pytest.raises(ArtifactError, match="cannot be written"):
-        run(prompts, "demonstrations", tmp_path / "folder.jsonl", writer)
+    refused: list[tuple[Path | str, Path, str]] = [
+        (prompts.parent, prompts.parent / "new.jsonl", "would be one of the files of"),
+        (f"{prompts.parent}/*.jsonl", prompts.parent / "new.jsonl", "would be one of the files of"),
+        (prompts, prompts, "would be one of the files of"),
+        (prompts, tmp_path / "out.csv", "must end in .jsonl"),
+        (prompts, mine / "out.jsonl", "cannot be written"),
+        (prompts, tmp_path / "folder.jsonl", "cannot be written"),
+    ]
+    for source, out, said in refused:
+        with pytest.raises((ConfigError, ArtifactError), match=said):
+            run(source, "demonstrations", out, writer)
 
 
 def test_a_full_disk_is_one_line_and_the_file_can_be_resumed(make_model: Any, prompts: Path, tmp_path: Path) -> None:

@@ -175,17 +175,7 @@ def test_named_pipes_do_not_block(project: Path, tmp_path: Path) -> None:
     for pipe in pipes:
         os.mkfifo(pipe)
     rows = str(write_jsonl(tmp_path / "good.jsonl", [{"prompt": "a", "response": "b"}]))
-    generate = (
-        "data",
-        "generate",
-        rows,
-        "--task",
-        "demonstrations",
-        "--model",
-        "m",
-        "--server",
-        "http://127.0.0.1:1/v1",
-    )
+    generate = ("data", "generate", rows, "--task", "demonstrations", "--model", "m", "--server", "http://127.0.0.1:1")
     (tmp_path / "other.jsonl").write_text("{}\n")
     commands: list[tuple[str | Path, ...]] = [
         ("config", "check", pipes[0]),
