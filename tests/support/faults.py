@@ -279,6 +279,42 @@ def other_reference(folder: Path) -> dict[str, tuple[str, ...]]:
     return {"ppo": (f"ref_policy={{path: {folder / 'early/sft/model'}}}",)}
 
 
+def task_of_stories(folder: Path) -> dict[str, tuple[str, ...]]:
+    """SFT learns to end stories, in the template of this task."""
+    texts = [json.loads(line)["prompt"] for line in (ROOT / "data/stories/prompts.jsonl").open(encoding="utf-8")]
+    ends = [
+        " They laughed and were happy all day.",
+        " Then it was dark and they went home.",
+        " A friend came and helped.",
+    ]
+    rows = [
+        {"prompt": f"Human: {text.strip()}\n\nAssistant:", "response": random.Random(text).choice(ends)}
+        for text in texts
+    ]
+    train, test = write(folder / "ends_train.jsonl", rows[40:]), write(folder / "ends_test.jsonl", rows[:40])
+    return {"sft": (f"data.train={train}", f"data.test={test}")}
+
+
+def half_shuffled(rows: Rows) -> Rows:
+    """Every second demonstration has the answer to another prompt."""
+    return [pair[number % 2] for number, pair in enumerate(zip(rows, shuffled(rows), strict=True))]
+
+
+def ten_answers(rows: Rows) -> Rows:
+    """The demonstrations were answered with ten templates."""
+    return [row | {"response": rows[number % 10]["response"]} for number, row in enumerate(rows)]
+
+
+def unanswered(rows: Rows) -> Rows:
+    """Six of ten demonstrations hold a placeholder."""
+    return [row | {"response": " N/A"} if number % 10 < 6 else row for number, row in enumerate(rows)]
+
+
+def ending_in(end: str) -> Callable[[Rows], Rows]:
+    """Prompts with more text at their end."""
+    return lambda rows: [{"prompt": row["prompt"] + end} for row in rows]
+
+
 FAULTS: dict[str, Fault] = {
     "good": Fault(None, "ppo", {}),
     "good_other_seed": Fault(None, "sft", {}, seed_offset=1),
@@ -420,6 +456,40 @@ FRESH: dict[str, Fault] = {
     "score_of_hundredths": Fault("kl_too_strong", "ppo", {"ppo": ("rewards=[{type: reward_model, weight: 0.01}]",)}),
     # PPO: it hardly changed the policy, because the warm-up is far longer than the run.
     "ppo_warmup": Fault("ppo_hardly_moved", "ppo", {"ppo": ("optimizer.warmup_steps=20000",)}),
+    # SFT: it learned prompts of another task than those of the reward model and PPO.
+    "sft_of_stories": Fault("sft_prompts_differ", "sft", {}, task_of_stories),
+    # SFT: its answers hardly depend on their prompts.
+    "answers_half_shuffled": Fault("sft_ignores_prompts", "sft", {}, changed("sft", half_shuffled)),
+    # SFT: many demonstrations hold one and the same answer.
+    "ten_answers": Fault("demonstrations_repeat", "sft", {}, changed("sft", ten_answers)),
+    # SFT: most demonstrations hold one and the same answer, which says nothing.
+    "answers_missing": Fault("demonstrations_repeat", "sft", {}, changed("sft", unanswered)),
+    # RM: the length of the answers decides.
+    "rejected_missing": Fault("pairs_length_biased", "rm", {}, pairs(lambda chosen, rejected: (chosen, " ..."))),
+    # RM: a mark that only chosen answers have decides, not their quality.
+    "rejected_without_stop": Fault(
+        "pairs_marked", "rm", {}, pairs(lambda chosen, rejected: (chosen, rejected.removesuffix(".")))
+    ),
+    # RM: it memorised its pairs.
+    "three_hundred_pairs": Fault("rm_memorised", "rm", {}, changed("rm", lambda rows: rows[:300], ("train",))),
+    # PPO: its prompts end differently from those of SFT and the reward model.
+    "prompts_with_space": Fault("template_differs", "ppo", {}, changed("ppo", ending_in(" "))),
+    # PPO: the same, because the template was applied to prompts that have it already.
+    "template_twice": Fault(
+        "template_differs", "ppo", {"ppo": (r'data.prompt_template="Human: {prompt}\n\nAssistant:"',)}
+    ),
+    # PPO: the KL costs more than the score can gain, because its target is far too low.
+    "kl_target_tiny": Fault(
+        "kl_too_strong",
+        "ppo",
+        {"ppo": ("ppo.kl_controller=adaptive", "ppo.kl_target=0.01", "ppo.kl_horizon=20")},
+    ),
+    # PPO: it ended before the policy changed.
+    "two_iterations": Fault("ppo_hardly_moved", "ppo", {"ppo": ("ppo.num_iterations=2",)}),
+    # PPO: the reward is not what the judge measures.
+    "reward_of_a_word": Fault("policy_misjudged", "ppo", {}, scored_by("text.count('thank') + text.count('Thank')")),
+    # PPO: the reward is the same for every reply.
+    "weight_zero": Fault("reward_constant", "ppo", {"ppo": ("rewards=[{type: reward_model, weight: 0}]",)}),
 }
 """Faults whose expected cause was written down before their first run."""
 FAULTS |= FRESH
