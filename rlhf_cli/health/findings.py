@@ -5,14 +5,14 @@ rule serves while a run is running (`iterations.py` and `trends.py` read a `Hist
 after it (`sft_causes.py`, `rm_causes.py` and `ppo_causes.py` read an `Evidence`). What health said while the run was
 running is evidence for the latter.
 
-To add a rule, write the function with its decorator and name it in the tuple at the end of its file. A rule for
-`rlhf diagnose` also needs a section in docs/diagnose.md and a run in tests/support/faults.py that shows it, one for a
-running stage a row in docs/health.md and a test in tests/health/test_running.py.
+To add a rule for `rlhf diagnose`, write the function with its decorator, a section in docs/diagnose.md and a run in
+tests/support/faults.py that shows it. A rule for a running stage is also named at the end of its file, and needs a row
+in docs/health.md and a test in tests/health/test_running.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -75,6 +75,11 @@ class Rule:
 def rule(advice: str, **settings: Any) -> Callable[[Callable[[Any], Signs]], Rule]:
     """Make a function a rule; `settings` are fields of `Rule`."""
     return lambda signs: Rule(signs, advice, **settings)
+
+
+def rules_of(names: Mapping[str, Any]) -> tuple[Rule, ...]:
+    """The rules of a file, in its order, from its globals()."""
+    return tuple(value for value in names.values() if isinstance(value, Rule))
 
 
 @dataclass(frozen=True)

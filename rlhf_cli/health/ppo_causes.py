@@ -6,7 +6,7 @@ See `findings.py` for how rules work. Where a rule of a running stage sees the s
 from __future__ import annotations
 
 from rlhf_cli.health.evidence import Evidence
-from rlhf_cli.health.findings import Signs, rule, shows, supports
+from rlhf_cli.health.findings import Signs, rule, rules_of, shows, supports
 from rlhf_cli.health.rm_causes import UNKNOWN_WORDS, other_words, shifted
 from rlhf_cli.health.sft_causes import skipped
 from rlhf_cli.health.trends import KL_RUNAWAY, MOVED
@@ -327,23 +327,4 @@ def ppo_hardly_moved(run: Evidence) -> Signs:
         )
 
 
-CAUSES = (
-    reward_opposed,
-    reward_constant,
-    reference_differs,
-    prompts_dropped,
-    prompts_few,
-    prompts_differ,
-    template_differs,
-    temperature_differs,
-    kl_too_strong,
-    clip_too_narrow,
-    value_untrained,
-    replies_cut,
-    ppo_steps_too_large,
-    kl_unrestrained,
-    policy_overoptimised,
-    policy_misjudged,
-    score_unlearned,
-    ppo_hardly_moved,
-)
+CAUSES = rules_of(globals())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from rlhf_cli.health.baselines import GUESSING, weak_reward
 from rlhf_cli.health.evidence import Evidence
-from rlhf_cli.health.findings import Sign, Signs, rule, shows, supports
+from rlhf_cli.health.findings import Sign, Signs, rule, rules_of, shows, supports
 from rlhf_cli.health.history import STANDARD_ERRORS
 from rlhf_cli.health.sft_causes import skipped
+
+cause = partial(rule, stage="rm")
 
 OPPOSITE = 0.45
 """Share of pairs, with its interval. A random head may be below chance too, but seldom far."""
@@ -102,10 +106,9 @@ def shifted(run: Evidence) -> Signs:
         )
 
 
-@rule(
+@cause(
     "Read a few pairs (`rlhf data show`). If they are swapped, set data.train.keys: {chosen: rejected, rejected: "
     "chosen}, also for data.test, and train RM and PPO again",
-    stage="rm",
     explains=("rm_without_eos", "rm_weak", "rm_memorised"),
     needs=("rm.judge_agrees_with_labels", "rm.gold_accuracy", "ppo.score_gold_correlation"),
     wants="a judge (evaluation.gold) or pairs with the columns gold_chosen and gold_rejected",
@@ -142,10 +145,9 @@ def labels_swapped(run: Evidence) -> Signs:
         )
 
 
-@rule(
+@cause(
     "Train the reward model on pairs of this task, with prompts written as SFT's: `rlhf data show` prints them as "
     "the model reads them",
-    stage="rm",
     explains=("rm_weak",),
     needs=("rm.prompt_end", "ppo.unknown_to_sft"),
     wants="three prompts in samples.jsonl of SFT, RM and PPO, or a finished PPO stage and its prompts",
@@ -162,10 +164,9 @@ def rm_prompts_differ(run: Evidence) -> Signs:
     yield from shifted(run)
 
 
-@rule(
+@cause(
     "Raise rm optimizer.learning_rate or training.num_steps, and check model.freeze. If rewards.path names a model "
     "of your own, it must have a trained head",
-    stage="rm",
     explains=("rm_without_eos", "labels_swapped", "rm_weak"),
 )
 def rm_untrained(run: Evidence) -> Signs:
@@ -189,9 +190,8 @@ def rm_untrained(run: Evidence) -> Signs:
         )
 
 
-@rule(
+@cause(
     "Lower rm optimizer.learning_rate to a third or a tenth, and lengthen optimizer.warmup_steps",
-    stage="rm",
     explains=("rm_weak", "rm_without_eos"),
 )
 def rm_steps_too_large(run: Evidence) -> Signs:
@@ -211,9 +211,8 @@ def rm_steps_too_large(run: Evidence) -> Signs:
         yield supports(f"{run['rm.bad_steps']:.0f} steps had a NaN or infinite loss or gradient.")
 
 
-@rule(
+@cause(
     "Raise rm data.max_length: `rlhf data check --for rm` says how many tokens keep 95 % of the rows",
-    stage="rm",
     explains=("rm_weak", "rm_memorised", "rm_untrained", "pairs_length_biased"),
     needs=("rm.skipped_share",),
     wants="the training pairs of RM",
@@ -223,10 +222,9 @@ def pairs_dropped(run: Evidence) -> Signs:
     yield from skipped(run, "rm", "rm.data.max_length")
 
 
-@rule(
+@cause(
     "Join the answers to their prompts again, by an id rather than by the order of the rows: `rlhf data show` prints a "
     "few pairs",
-    stage="rm",
     explains=("labels_noisy", "rm_weak"),
     needs=("rm.echo",),
     wants="the training pairs of RM",
@@ -242,10 +240,9 @@ def pairs_mixed_up(run: Evidence) -> Signs:
         )
 
 
-@rule(
+@cause(
     "Remove that word from the answers, or add pairs in which both or neither have it. It often marks which model or "
     "tool wrote an answer",
-    stage="rm",
     explains=("rm_weak", "pairs_length_biased"),
     needs=("rm.word_share",),
     wants="the training pairs of RM",
@@ -261,10 +258,9 @@ def pairs_marked(run: Evidence) -> Signs:
         )
 
 
-@rule(
+@cause(
     "Train it on whole answers with EOS: raise rm data.max_length, set data.truncation: drop, and encode pairs of "
     "other tools with EOS",
-    stage="rm",
     explains=("rm_weak",),
 )
 def rm_without_eos(run: Evidence) -> Signs:
@@ -288,10 +284,9 @@ def rm_without_eos(run: Evidence) -> Signs:
         )
 
 
-@rule(
+@cause(
     "Add pairs of similar length, or pairs whose better answer is the other one in length; until then set "
     "ppo.length_penalty",
-    stage="rm",
     explains=("rm_weak",),
 )
 def pairs_length_biased(run: Evidence) -> Signs:
@@ -311,10 +306,9 @@ def pairs_length_biased(run: Evidence) -> Signs:
         yield supports(f"PPO changed the length of replies from {before:.0f} to {after:.0f} tokens.")
 
 
-@rule(
+@cause(
     "Label a few pairs yourself (`rlhf label`): where you disagree with one source or labeller, leave it out. "
     "Pairs with a clear difference teach more than many noisy ones",
-    stage="rm",
     explains=("rm_weak", "rm_memorised", "rm_without_eos"),
 )
 def labels_noisy(run: Evidence) -> Signs:
@@ -338,9 +332,8 @@ def labels_noisy(run: Evidence) -> Signs:
         )
 
 
-@rule(
+@cause(
     "Add pairs, lower rm training.num_steps, or set evaluation.keep_best",
-    stage="rm",
     explains=("rm_weak", "rm_without_eos"),
 )
 def rm_memorised(run: Evidence) -> Signs:
@@ -355,9 +348,8 @@ def rm_memorised(run: Evidence) -> Signs:
         )
 
 
-@rule(
+@cause(
     "Train it on more pairs, and on pairs that differ in what you want. More rows in data.test narrow the interval",
-    stage="rm",
 )
 def rm_weak(run: Evidence) -> Signs:
     """The reward model may be no better than guessing, or than a simple rule."""
@@ -365,17 +357,4 @@ def rm_weak(run: Evidence) -> Signs:
         yield shows(message)
 
 
-CAUSES = (
-    labels_swapped,
-    rm_prompts_differ,
-    rm_untrained,
-    rm_steps_too_large,
-    pairs_dropped,
-    pairs_mixed_up,
-    pairs_marked,
-    rm_without_eos,
-    pairs_length_biased,
-    labels_noisy,
-    rm_memorised,
-    rm_weak,
-)
+CAUSES = rules_of(globals())

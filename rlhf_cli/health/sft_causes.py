@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from rlhf_cli.health.evidence import Evidence
-from rlhf_cli.health.findings import Signs, rule, shows, supports
+from rlhf_cli.health.findings import Signs, rule, rules_of, shows, supports
+
+cause = partial(rule, stage="sft")
 
 STILL_FALLING = 0.25
 """Share of the whole fall of the training loss that came in the second half of the steps."""
@@ -44,10 +48,9 @@ LATER = ("rm_weak", "rm_without_eos", "template_differs", "prompts_differ")
 """What a language model that cannot answer may cause in the later stages."""
 
 
-@rule(
+@cause(
     "Lower sft optimizer.learning_rate to a third or a tenth, lengthen optimizer.warmup_steps, and run all stages "
     "again",
-    stage="sft",
     explains=("sft_underfit", "sft_without_eos", "sft_ignores_prompts", *LATER),
 )
 def sft_steps_too_large(run: Evidence) -> Signs:
@@ -72,10 +75,9 @@ def sft_steps_too_large(run: Evidence) -> Signs:
         yield supports(f"{run['sft.bad_steps']:.0f} steps had a NaN or infinite loss or gradient.")
 
 
-@rule(
+@cause(
     "Raise sft training.num_steps (or num_epochs), or a learning rate that is too low, until the held-out loss is "
     "flat; then run RM and PPO again",
-    stage="sft",
     explains=("sft_without_eos", "sft_ignores_prompts", *LATER),
 )
 def sft_underfit(run: Evidence) -> Signs:
@@ -95,9 +97,8 @@ def sft_underfit(run: Evidence) -> Signs:
         )
 
 
-@rule(
+@cause(
     "Lower sft training.num_steps, set evaluation.keep_best, or add demonstrations",
-    stage="sft",
     explains=("sft_underfit", "sft_ignores_prompts", *LATER),
 )
 def sft_memorised(run: Evidence) -> Signs:
@@ -110,10 +111,9 @@ def sft_memorised(run: Evidence) -> Signs:
         )
 
 
-@rule(
+@cause(
     "Read a few demonstrations (`rlhf data show`): answers may be in another order than their prompts, or the same "
     "for all. If they fit, train longer or lower optimizer.learning_rate",
-    stage="sft",
     explains=LATER,
     needs=("sft.gain_of_prompt",),
     wants="held-out rows of SFT",
@@ -128,9 +128,8 @@ def sft_ignores_prompts(run: Evidence) -> Signs:
         )
 
 
-@rule(
+@cause(
     "Raise sft data.max_length: `rlhf data check --for sft` says how many tokens keep 95 % of the rows",
-    stage="sft",
     explains=("sft_underfit", "sft_memorised", "sft_ignores_prompts", *LATER),
     needs=("sft.skipped_share",),
     wants="held-out rows of SFT",
@@ -149,10 +148,9 @@ def skipped(run: Evidence, stage: str, limit: str) -> Signs:
         )
 
 
-@rule(
+@cause(
     "Read a few demonstrations (`rlhf data show`), and leave out canned answers, refusals and placeholders, or keep a "
     "few of each (data.deduplicate skips rows that are wholly the same)",
-    stage="sft",
     explains=("sft_ignores_prompts", *LATER),
     needs=("sft.answer_share",),
     wants="held-out rows of SFT",
@@ -167,23 +165,8 @@ def demonstrations_repeat(run: Evidence) -> Signs:
         )
 
 
-@rule(
-    "Write the prompts of all stages alike, and look at the columns: `rlhf data show` prints demonstrations as the "
-    "model reads them. If prompt and answer are swapped, set data.train.keys: {prompt: response, response: prompt}",
-    stage="sft",
-    explains=("sft_ignores_prompts", *LATER),
-    needs=("sft.prompt_end",),
-    wants="three prompts in samples.jsonl of SFT, RM and PPO",
-)
-def sft_prompts_differ(run: Evidence) -> Signs:
-    """SFT learned to answer other prompts than the reward model and PPO have."""
-    if "rm.prompt_end" in run.texts and not run.other_end("rm"):
-        yield from map(shows, run.other_end("sft"))
-
-
-@rule(
+@cause(
     "Cut the answers where the turn ends: `rlhf data show` marks the learned tokens. This program adds EOS itself",
-    stage="sft",
     explains=("sft_without_eos", *LATER),
     needs=("sft.answers_with_markup",),
     wants="held-out rows of SFT",
@@ -198,10 +181,22 @@ def demonstrations_hold_markup(run: Evidence) -> Signs:
         )
 
 
-@rule(
+@cause(
+    "Write the prompts of all stages alike, and look at the columns: `rlhf data show` prints demonstrations as the "
+    "model reads them. If prompt and answer are swapped, set data.train.keys: {prompt: response, response: prompt}",
+    explains=("sft_ignores_prompts", *LATER),
+    needs=("sft.prompt_end",),
+    wants="three prompts in samples.jsonl of SFT, RM and PPO",
+)
+def sft_prompts_differ(run: Evidence) -> Signs:
+    """SFT learned to answer other prompts than the reward model and PPO have."""
+    if "rm.prompt_end" in run.texts and not run.other_end("rm"):
+        yield from map(shows, run.other_end("sft"))
+
+
+@cause(
     "Train SFT on whole answers whose EOS is a target: `rlhf data show` marks the learned tokens. In another tool, "
     "use a padding token that is not EOS. If replies end with another token, name it in rollout.stop_tokens",
-    stage="sft",
     explains=("rm_weak", "rm_without_eos"),
     needs=("sft.eos_probability", "ppo.start.eos_fraction"),
     wants="held-out rows of SFT, or a PPO stage",
@@ -226,14 +221,4 @@ def sft_without_eos(run: Evidence) -> Signs:
         yield supports("Padding and EOS are the same token; a loss that skips padding never learns to end.")
 
 
-CAUSES = (
-    sft_steps_too_large,
-    sft_underfit,
-    sft_memorised,
-    sft_ignores_prompts,
-    demonstrations_dropped,
-    demonstrations_repeat,
-    demonstrations_hold_markup,
-    sft_prompts_differ,
-    sft_without_eos,
-)
+CAUSES = rules_of(globals())

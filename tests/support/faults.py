@@ -465,7 +465,7 @@ FRESH: dict[str, Fault] = {
     # SFT: most demonstrations hold one and the same answer, which says nothing.
     "answers_missing": Fault("demonstrations_repeat", "sft", {}, changed("sft", unanswered)),
     # RM: the length of the answers decides.
-    "rejected_missing": Fault("pairs_length_biased", "rm", {}, pairs(lambda chosen, rejected: (chosen, " ..."))),
+    "rejected_missing": Fault("pairs_length_biased", "rm", {}, pairs(lambda chosen, _: (chosen, " ..."))),
     # RM: a mark that only chosen answers have decides, not their quality.
     "rejected_without_stop": Fault(
         "pairs_marked", "rm", {}, pairs(lambda chosen, rejected: (chosen, rejected.removesuffix(".")))
