@@ -102,7 +102,7 @@ def reward_constant(run: Evidence) -> Signs:
 
 @rule(
     "Remove ref_policy: null measures the KL to the model that PPO starts from. If it is meant, to continue an earlier "
-    "run, see that it is the model which that run started from",
+    "run, see that it is the model which that run started from"
 )
 def reference_differs(run: Evidence) -> Signs:
     """The KL is measured to another model than the one that PPO starts from."""
@@ -184,7 +184,7 @@ def temperature_differs(run: Evidence) -> Signs:
 
 @rule(
     "Lower ppo.kl_coef (0.05 to 0.2 for normalised scores), or raise ppo.kl_target. If ppo.score_clip is below the "
-    "standard deviation of the scores, raise it to about 5 of them",
+    "standard deviation of the scores, raise it to about 5 of them"
 )
 def kl_too_strong(run: Evidence) -> Signs:
     """The KL penalty costs more than the score can gain."""

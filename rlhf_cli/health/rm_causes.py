@@ -332,10 +332,7 @@ def labels_noisy(run: Evidence) -> Signs:
         )
 
 
-@cause(
-    "Add pairs, lower rm training.num_steps, or set evaluation.keep_best",
-    explains=("rm_weak", "rm_without_eos"),
-)
+@cause("Add pairs, lower rm training.num_steps, or set evaluation.keep_best", explains=("rm_weak", "rm_without_eos"))
 def rm_memorised(run: Evidence) -> Signs:
     """The reward model memorised its training pairs."""
     yield from map(shows, run.said("rm.memorises"))
@@ -348,9 +345,7 @@ def rm_memorised(run: Evidence) -> Signs:
         )
 
 
-@cause(
-    "Train it on more pairs, and on pairs that differ in what you want. More rows in data.test narrow the interval",
-)
+@cause("Train it on more pairs, and on pairs that differ in what you want. More rows in data.test narrow the interval")
 def rm_weak(run: Evidence) -> Signs:
     """The reward model may be no better than guessing, or than a simple rule."""
     if message := _weakness(run):
