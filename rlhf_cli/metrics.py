@@ -33,8 +33,8 @@ class JsonLines:
         present = self.path.read_bytes()
         self._size, self._digest = len(present), hashlib.sha256(present)
 
-    def write(self, row: dict[str, Any]) -> None:
-        """Append one row; NaN and infinity become null. Raises OSError with the file's name."""
+    def write(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Append one row; NaN and infinity become null. Returns what it wrote; raises OSError with the file's name."""
         clean = {key: _finite(value) for key, value in row.items()}
         line = (json.dumps(clean, ensure_ascii=False) + "\n").encode()
         try:
@@ -44,6 +44,7 @@ class JsonLines:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
         self._size += len(line)
         self._digest.update(line)
+        return clean
 
     def size(self) -> int:
         """Number of bytes written, those before this object included."""

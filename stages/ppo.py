@@ -86,7 +86,6 @@ from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import RolloutBatch, collect
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.scoring import TokenScores, response_values, score_tokens
-from rlhf_cli.run import launch
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.tensor_ops import totals
 
@@ -432,4 +431,6 @@ def _kl_in_loss(
 
 
 if __name__ == "__main__":
+    from rlhf_cli.run import launch
+
     launch.main("ppo", run)

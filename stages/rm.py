@@ -85,7 +85,6 @@ from rlhf_cli.processes.distributed import World, require_rows_for_all
 from rlhf_cli.processes.pass_loop import GradientSum
 from rlhf_cli.report.progress import Display
 from rlhf_cli.rewards.models import sequence_scores
-from rlhf_cli.run import launch
 from rlhf_cli.run.artifacts import model_directory
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.tensor_ops import totals
@@ -415,4 +414,6 @@ def _normalize(
 
 
 if __name__ == "__main__":
+    from rlhf_cli.run import launch
+
     launch.main("rm", run)

@@ -63,7 +63,6 @@ from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.pass_loop import GradientSum
 from rlhf_cli.report.progress import Display
 from rlhf_cli.rollout.questions import answer, first_questions
-from rlhf_cli.run import launch
 from rlhf_cli.run.artifacts import model_directory
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.tensor_ops import totals
@@ -295,4 +294,6 @@ def _warn_of_unused_tokens(
 
 
 if __name__ == "__main__":
+    from rlhf_cli.run import launch
+
     launch.main("sft", run)

@@ -21,9 +21,10 @@ from rlhf_cli.commands.options import Overrides
 from rlhf_cli.commands.pipeline import require_lora
 from rlhf_cli.config.by_stage import CONFIGS, known_stage, load_stage_config, stage_of
 from rlhf_cli.config.explain import KEY_SYNONYMS, alternatives, fields_of, tag_values
-from rlhf_cli.config.loader import config_schema, dump_config
+from rlhf_cli.config.loader import config_schema
 from rlhf_cli.config.quoting import plain
 from rlhf_cli.config.stage import Stage
+from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.errors import ConfigError, UserError
 from rlhf_cli.printing import say
 

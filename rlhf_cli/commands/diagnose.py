@@ -37,7 +37,7 @@ def diagnose(
     Exit code 0: no fault was found. 2: at least one was named, or the directory is wrong.
     """
     from rlhf_cli.health.ranking import gather, not_judged, rank
-    from rlhf_cli.run.checkpoint_files import unfinished_stages
+    from rlhf_cli.run.state import unfinished_stages
 
     unfinished = unfinished_stages(directory)
     evidence = gather(directory, device=device, files_only=files_only)

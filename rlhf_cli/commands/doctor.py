@@ -42,8 +42,8 @@ from rlhf_cli.run.artifacts import (
     stage_directory,
 )
 from rlhf_cli.run.checkpoint_files import checkpoints_directory, damage_of, list_checkpoints
-from rlhf_cli.run.identity import what_changed
 from rlhf_cli.run.lock import lock_path, owner_of
+from rlhf_cli.run.stale import what_changed
 
 if TYPE_CHECKING:
     import torch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -10,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rlhf_cli.config.quoting import Keys, found, plain
+from rlhf_cli.config.quoting import Keys, did_you_mean, found, plain
 from rlhf_cli.config.yaml_text import SCALARS
 
 Errors = list[tuple[Keys, Any]]
@@ -55,9 +54,6 @@ NOT_OFFERED = {
     "stage, and a reward model with another tokenizer reads text",
 }
 """Keys that a section does not have on purpose, and why."""
-
-VALUE_SYNONYMS = {"gpu": "cuda", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Values from other libraries. A value counts only where its translation is a valid one."""
 
 
 def explain(kind: Any, value: Any, errors: Errors, keys: Keys, root: Any) -> Iterator[tuple[Keys, str]]:
@@ -204,19 +200,6 @@ def _elsewhere(key: str, root: Any) -> str:
         if any(key in fields_of(member) for member in alternatives(field.annotation)[0])
     ]
     return " or ".join(sections)
-
-
-def did_you_mean(value: Any, options: Iterable[Any]) -> str:
-    """The option most like ``value``, as the end of a message; ignores letter case."""
-    if not isinstance(value, str):
-        return ""
-    by_folded = {option.lower(): option for option in options if isinstance(option, str)}
-    synonym = VALUE_SYNONYMS.get(value.lower())
-    if synonym in by_folded:
-        return f"; say {synonym}"
-    longer = [option for option in by_folded if len(value) >= 4 and option.startswith(value.lower())]
-    close = sorted(longer, key=len) or difflib.get_close_matches(value.lower()[:80], by_folded, n=1, cutoff=0.65)
-    return f"; did you mean {by_folded[close[0]]}?" if close else ""
 
 
 # ------------------------------------------------------------------- what the annotation of a field allows

@@ -1,4 +1,4 @@
-"""A YAML file and ``--set`` overrides to a typed config and back. An error names the file, the line and the key.
+"""A YAML file and ``--set`` overrides to a typed config. An error names the file, the line and the key.
 
 `yaml_text` and `yaml_tree` read the text, pydantic checks the values in strict JSON mode, `explain` words its errors.
 
@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from rlhf_cli.config.base import FILLED, UnreadError
-from rlhf_cli.config.explain import Errors, did_you_mean, explain, fields_of
-from rlhf_cli.config.yaml_text import SCALARS, TAG
+from rlhf_cli.config.explain import Errors, explain, fields_of
+from rlhf_cli.config.quoting import did_you_mean
 from rlhf_cli.config.yaml_tree import Tree
 
 M = TypeVar("M", bound=BaseModel)
@@ -28,22 +27,6 @@ EXTENDS = (
     "Another YAML file, relative to this one. Its values are taken where this file has none: mappings are merged, "
     "lists and plain values are replaced."
 )
-
-
-class Dumper(yaml.SafeDumper):
-    """Writes block style without aliases. Quotes text that this loader, or one for YAML 1.1, would read otherwise."""
-
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
-        return True
-
-    def represent_text(self, text: str) -> yaml.ScalarNode:
-        """Escape line breaks that PyYAML would fold when it reads them, which needs double quotes."""
-        return self.represent_scalar(TAG + "str", text, style='"' if re.search("[\x85\u2028\u2029]", text) else None)
-
-
-Dumper.add_representer(str, Dumper.represent_text)
-for _name, _pattern in SCALARS.items():
-    Dumper.add_implicit_resolver(TAG + _name, _pattern, None)
 
 
 def load_config(path: str | Path, schema: type[M], overrides: Sequence[str] = ()) -> M:
@@ -117,12 +100,6 @@ def _without_unread(tree: Tree, schema: type[BaseModel], error: ValidationError)
         else:
             tree.report_invalid(keys, message)
     return is_changed
-
-
-def dump_config(config: BaseModel) -> str:
-    """``config`` as YAML text: every field in schema order. :func:`load_config` reads it back as equal."""
-    values = config.model_dump(mode="json", round_trip=True)
-    return yaml.dump(values, Dumper=Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=100)
 
 
 def config_schema(schema: type[BaseModel]) -> dict[str, Any]:

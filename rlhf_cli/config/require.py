@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, model_validator
 
 from rlhf_cli.config.base import Section
-from rlhf_cli.config.explain import did_you_mean
+from rlhf_cli.config.quoting import did_you_mean
 
 FIGURES = {
     "sft": ("loss", "perplexity", "token_accuracy"),

@@ -1,4 +1,4 @@
-"""The text of a config file: reading it, PyYAML's loader with our scalars, and the values of scalars.
+"""The text of a config file: reading and writing it, PyYAML's loader with our scalars, and the values of scalars.
 
 Rules that differ from PyYAML's own, because a config must mean what it looks like:
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
 from rlhf_cli.config.quoting import shown
 from rlhf_cli.errors import ConfigError
@@ -125,3 +126,25 @@ def scalar(node: yaml.ScalarNode) -> Any:
 
 def shown_tag(tag: str) -> str:
     return shown(tag.replace(TAG, "!!"))[1:-1]
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes block style without aliases. Quotes text that this loader, or one for YAML 1.1, would read otherwise."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        return True
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """Escape line breaks that PyYAML would fold when it reads them, which needs double quotes."""
+        return self.represent_scalar(TAG + "str", text, style='"' if re.search("[\x85\u2028\u2029]", text) else None)
+
+
+Dumper.add_representer(str, Dumper.represent_text)
+for _name, _pattern in SCALARS.items():
+    Dumper.add_implicit_resolver(TAG + _name, _pattern, None)
+
+
+def dump_config(config: BaseModel) -> str:
+    """``config`` as YAML text: every field in schema order. :func:`load_config` reads it back as equal."""
+    values = config.model_dump(mode="json", round_trip=True)
+    return yaml.dump(values, Dumper=Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=100)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,11 +25,13 @@ from rlhf_cli.rewards.models import RewardModel
 from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rewards.sources import samples_of, total_score
 from rlhf_cli.rollout.distribution import Response
-from rlhf_cli.rollout.engine import SyncedEngine
 from rlhf_cli.rollout.rollout import RolloutBatch, collect
 from rlhf_cli.rollout.sampling import draw_uniforms, response_text
 from rlhf_cli.rollout.scoring import Models
 from rlhf_cli.tensor_ops import pad_rows
+
+if TYPE_CHECKING:
+    from rlhf_cli.rollout.engine import SyncedEngine
 
 T = TypeVar("T")
 

@@ -6,6 +6,7 @@ import copy
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -45,7 +46,6 @@ from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.models import RewardModel
 from rlhf_cli.rewards.sources import check_rows, load_rewards
 from rlhf_cli.rollout.distribution import Sampling
-from rlhf_cli.rollout.engine import SyncedEngine, load_engine, require_engine
 from rlhf_cli.rollout.offload import Offload
 from rlhf_cli.rollout.sampling import generation_settings, sampling_of
 from rlhf_cli.rollout.scoring import Models
@@ -53,6 +53,9 @@ from rlhf_cli.run.artifacts import model_directory
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.training.ema import WeightAverage
 from rlhf_cli.training.optimizer import Stepper, build_stepper, float32_moments, warmup_warning
+
+if TYPE_CHECKING:
+    from rlhf_cli.rollout.engine import SyncedEngine
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,10 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     """Load everything, and raise before training if anything cannot work."""
     world, ppo = stage.world, config.ppo
     require_rows_for_all(world, ppo.minibatch_size, "ppo.minibatch_size")
-    require_engine(config, world)
+    if config.rollout.engine != "own":
+        from rlhf_cli.rollout.engine import load_engine, require_engine
+
+        require_engine(config, world)
     path = model_directory(config.stage_model(config.policy.path, "sft"))
     tokenizer = load_tokenizer(path, config.policy.revision)
     require_shardable(config)
@@ -213,7 +219,7 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
         value_work=work_of(value.model) if value.model is not None else None,
         mean_prompt_length=float(train.lengths("ids").mean()),
         compile_s=compile_s,
-        engine=load_engine(config, world, policy, train, longest),
+        engine=load_engine(config, world, policy, train, longest) if config.rollout.engine != "own" else None,
     )
 
 

@@ -22,7 +22,7 @@ from rlhf_cli.report.read import RunData, read_runs
 from rlhf_cli.report.tables import TITLES, side_by_side, tables_of
 from rlhf_cli.report.verdict import headline, verdict
 from rlhf_cli.run.artifacts import repeat_commands
-from rlhf_cli.run.checkpoint_files import state_of, unfinished_stages
+from rlhf_cli.run.state import state_of, unfinished_stages
 
 if TYPE_CHECKING:
     import jinja2

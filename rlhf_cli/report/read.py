@@ -19,7 +19,7 @@ from rlhf_cli.files import digest_file
 from rlhf_cli.metrics import parsed
 from rlhf_cli.report.chart import COLORS, METRICS
 from rlhf_cli.run.artifacts import MANIFEST, Manifest, partial_directory, read_manifest_or_none, stage_directory
-from rlhf_cli.run.checkpoint_files import unfinished_stages
+from rlhf_cli.run.state import unfinished_stages
 
 MOST_POINTS = 600
 """Points of a curve. A longer one keeps the smallest and the largest value of each of half as many parts."""

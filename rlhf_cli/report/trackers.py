@@ -1,14 +1,16 @@
 """Sends a stage's rows to TensorBoard, Weights & Biases, MLflow or trackio (the config key `trackers`).
 
-Each tracker has a thread that reads the files of rows which the stage writes, so the stage never waits for it. Whatever
-a tracker does, the run continues: after an error the thread prints one warning and ends. The number of rows that were
+Each tracker has a thread with a queue of the rows that the stage writes, so the stage never waits for it. Whatever a
+tracker does, the run continues: after an error the thread prints one warning and ends. The number of rows that were
 sent is saved beside the checkpoints. So a resumed run continues in the same place, and does not send the rows again
 that it repeats.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import queue
 import textwrap
 import threading
 import time
@@ -17,9 +19,9 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.config.loader import dump_config
 from rlhf_cli.config.stage import Stage
-from rlhf_cli.metrics import Tail
+from rlhf_cli.config.yaml_text import dump_config
+from rlhf_cli.metrics import parsed
 from rlhf_cli.program import install_extra
 from rlhf_cli.report.progress import Display
 from rlhf_cli.report.tracker_services import TRACKERS, MLflow, TrackedRun, Tracker, WandB
@@ -27,8 +29,7 @@ from rlhf_cli.run.artifacts import partial_directory
 from rlhf_cli.run.checkpoint_files import checkpoints_directory
 
 FILES = ("metrics", "evaluations", "samples", "health")
-"""The files of rows that are sent. Rows of one step are sent in this order."""
-SECONDS_BETWEEN_LOOKS = 0.5
+"""The files of rows that are sent. The rows of one step in the files of a resumed run are sent in this order."""
 SECONDS_TO_OPEN = 120.0
 """How long the end of a stage waits for its trackers to open: a package is imported, a database is created."""
 SECONDS_TO_CLOSE = 15.0
@@ -39,24 +40,23 @@ MOST_ROWS = 100
 """Rows of metrics in one call. These may be lost if the process is killed during the call."""
 LONGEST_REASON = 1000
 
-Row = tuple[str, int, dict[str, Any]]
-"""Name of the file without .jsonl, step, and the row without its step."""
+Row = tuple[str, int, int, dict[str, Any]]
+"""Name of the file without .jsonl, the row's number in it (from 1), its step, and the rest of the row."""
 
 
 class Trackers:
-    """The trackers that a config names; without any, nothing is imported or started."""
+    """The trackers that a config names."""
 
     def __init__(self, stage: str, config: Stage, display: Display):
         self.stage, self.config, self.display = stage, config, display
         self._followers: list[_Follower] = []
+        self._num_rows = dict.fromkeys(FILES, 0)
 
     def start(self) -> None:
-        """Start to follow the files. Call it after a resumed run has removed the rows that it repeats."""
-        if not self.config.trackers:
-            return
-        root = self.config.artifacts
+        """Start to send, first the rows of a resumed run. Call it when the rows that it repeats are removed."""
+        root = Path(self.config.artifacts)
         values, text = self.config.model_dump(mode="json"), dump_config(self.config)
-        run = TrackedRun(self.stage, Path(root).resolve().name, Path(root), values, text)
+        run = TrackedRun(self.stage, root.resolve().name, root, values, text)
         for name in dict.fromkeys(self.config.trackers):
             follower = _Follower(name, run, self.display)
             try:
@@ -65,6 +65,21 @@ class Trackers:
                 self.display.warn(f"tracker {name}: is off, the run continues without it ({error})")
             else:
                 self._followers.append(follower)
+        rows = []
+        for file in FILES:
+            with contextlib.suppress(FileNotFoundError):
+                path = partial_directory(root, self.stage) / f"{file}.jsonl"
+                rows += [(file, row) for row in parsed(path.read_bytes().splitlines())]
+        for file, row in sorted(rows, key=lambda row: row[1].get("step", 0)):
+            self.send(file, row)
+
+    def send(self, name: str, row: dict[str, Any]) -> None:
+        """Queue a row of the file <name>.jsonl, if trackers take such rows."""
+        if name in FILES:
+            self._num_rows[name] += 1
+            values = {key: value for key, value in row.items() if key != "step"}
+            for follower in (one for one in self._followers if one.is_alive()):
+                follower.rows.put((name, self._num_rows[name], int(row.get("step", 0)), values))
 
     def close(self, status: str) -> None:
         """Send the last rows and end: `status` is finished, stopped or failed. A second call does nothing."""
@@ -81,9 +96,10 @@ class Trackers:
             follower.join(max(0.0, deadline - time.monotonic()))
             if follower.is_alive():
                 waited = to_close if follower.is_open.is_set() else SECONDS_TO_OPEN + to_close
+                total = sum(self._num_rows.values())
                 self.display.warn(
-                    f"tracker {follower.tracker}: did not answer for {waited:g} s; {follower.arrived()} arrived there. "
-                    "The files of the stage have all of them"
+                    f"tracker {follower.tracker}: did not answer for {waited:g} s; {follower.num_arrived:,} of "
+                    f"{total:,} rows arrived there. The files of the stage have all of them"
                 )
 
 
@@ -93,28 +109,19 @@ class _Follower(threading.Thread):
     def __init__(self, tracker: str, run: TrackedRun, display: Display):
         super().__init__(name=f"tracker {tracker}", daemon=True)
         self.tracker, self.tracked_run, self.display = tracker, run, display
-        self._state = checkpoints_directory(run.artifacts, run.stage) / f"tracker-{tracker}.json"
-        self._directory = partial_directory(run.artifacts, run.stage)
-        self._tails = {name: Tail(self._directory / f"{name}.jsonl") for name in FILES}
-        self._read = dict.fromkeys(FILES, 0)
-        self._sent = dict.fromkeys(FILES, 0)
-        self._num_arrived = 0
-        self._held: list[Row] = []
-        self._newest = -1
-        self._status = "failed"
-        self._is_last = threading.Event()
+        self.rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        """The rows to send, then None."""
+        self.num_arrived = 0
         self.is_open = threading.Event()
         """Set when the tracker can take rows, or has failed."""
-
-    def arrived(self) -> str:
-        """How many of the rows in the stage's files the tracker has taken, in words."""
-        total = sum(tail.path.read_bytes().count(b"\n") for tail in self._tails.values() if tail.path.is_file())
-        return f"{self._num_arrived:,} of {total:,} rows"
+        self._state = checkpoints_directory(run.artifacts, run.stage) / f"tracker-{tracker}.json"
+        self._sent = dict.fromkeys(FILES, 0)
+        self._status = "failed"
 
     def end(self, status: str) -> None:
         """Have the thread send the rest, close the tracker with this status, and end."""
         self._status = status
-        self._is_last.set()
+        self.rows.put(None)
 
     def run(self) -> None:
         try:
@@ -134,56 +141,35 @@ class _Follower(threading.Thread):
         self._sent |= saved.get("rows", {})
         if service.num_rows is not None:
             self._sent["metrics"] = service.num_rows
-        self._num_arrived = sum(self._sent.values())
+        self.num_arrived = sum(self._sent.values())
         self._save(service)
         self.is_open.set()
         self.display.note(f"tracker {self.tracker}: {service.url}")
-        while True:
-            is_last = self._is_last.is_set()
-            self._send(service, self._new_rows(is_last=is_last))
-            if is_last:
-                sends_model = self.tracked_run.config["track_model"] and self._status == "finished"
-                if sends_model and isinstance(service, WandB | MLflow):
-                    service.model(self._directory / "model")
-                service.close(self._status)
-                return
-            self._is_last.wait(SECONDS_BETWEEN_LOOKS)
-
-    def _new_rows(self, *, is_last: bool) -> list[Row]:
-        """The rows that can be sent now, by step. Those of the newest steps wait for the next look.
-
-        The stage writes while the files are read one after another, so a row may be missed in a file that was read
-        before it was written, although a later step is found in the next file. But the stage writes the steps in their
-        order. So the files now have all rows before the newest step of the last look, and rows up to it can be sent.
-        """
-        newest_before, rows = self._newest, self._held
-        for name, tail in self._tails.items():
-            for row in tail.new()[1]:
-                self._read[name] += 1
-                step = int(row.pop("step", 0))
-                self._newest = max(self._newest, step)
-                if self._read[name] > self._sent[name]:
-                    rows.append((name, step, row))
-        rows.sort(key=lambda row: (row[1], FILES.index(row[0])))
-        num_ready = len(rows) if is_last else sum(step <= newest_before for _, step, _ in rows)
-        self._held = rows[num_ready:]
-        return rows[:num_ready]
+        is_last = False
+        while not is_last:
+            rows = [self.rows.get()]
+            while not self.rows.empty():
+                rows.append(self.rows.get())
+            is_last = None in rows
+            self._send(service, [row for row in rows if row is not None and row[1] > self._sent[row[0]]])
+        sends_model = self.tracked_run.config["track_model"] and self._status == "finished"
+        if sends_model and isinstance(service, WandB | MLflow):
+            service.model(partial_directory(self.tracked_run.artifacts, self.tracked_run.stage) / "model")
+        service.close(self._status)
 
     def _send(self, service: Tracker, rows: Sequence[Row]) -> None:
-        for name, group in _groups(rows):
-            for file, *_ in group:
-                self._sent[file] += 1
+        for kind, group in _groups(rows):
+            self._sent |= {file: number for file, number, *_ in group}
             # Before they are sent: after a kill, a missing point is better than one that is drawn twice.
             self._save(service)
-            steps = [step for _, step, _ in group]
-            if name == "samples":
-                service.samples(steps[0], [row for *_, row in group])
-            elif name == "health":
-                for step, finding in ((step, f) for _, step, row in group for f in row["findings"]):
+            if kind == "samples":
+                service.samples(group[0][2], [values for *_, values in group])
+            elif kind == "health":
+                for step, finding in ((step, f) for *_, step, values in group for f in values["findings"]):
                     service.alert(step, finding)
             else:
-                service.metrics([(step, _numbers(file, row)) for file, step, row in group])
-            self._num_arrived += len(group)
+                service.metrics([(step, _numbers(file, values)) for file, _, step, values in group])
+            self.num_arrived += len(group)
 
     def _saved(self) -> dict[str, Any]:
         """The id of the unfinished run in this tracker and the number of rows sent, by file; empty for a new run."""
@@ -202,7 +188,7 @@ def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
     """Rows that go out in one call: rows of metrics that follow each other, or the samples of one step."""
 
     def call(row: Row) -> tuple[str, int]:
-        name, step, _ = row
+        name, _, step, _ = row
         return (name, step) if name == "samples" else ("metrics" if name == "evaluations" else name, 0)
 
     for (name, _), group in groupby(rows, key=call):

@@ -22,7 +22,7 @@ from rlhf_cli.metrics import Tail
 from rlhf_cli.report.progress import clock
 from rlhf_cli.report.read import names_of
 from rlhf_cli.run.artifacts import partial_directory, stage_directory
-from rlhf_cli.run.checkpoint_files import NOT_RUN, StageState, state_of
+from rlhf_cli.run.state import NOT_RUN, StageState, state_of
 
 SHOWN = {
     "sft": {

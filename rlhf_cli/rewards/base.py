@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -87,6 +87,14 @@ class RewardSource:
     def score(self, samples: Samples) -> torch.Tensor:
         """[B] float32 on the CPU."""
         raise NotImplementedError
+
+    @property
+    def reads_a_column(self) -> bool:
+        """Whether it reads a column of the rows, which `check_row` looks for before training."""
+        return False
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise ValueError for a row of the data without the column."""
 
     def fail(self, samples: Samples, rows: Sequence[int], problem: str, cause: BaseException | None = None) -> None:
         """Report that these rows have no score: raise RewardError or, with on_error "zero", count them."""

@@ -26,7 +26,6 @@ from rlhf_cli.errors import DataError, RewardError
 from rlhf_cli.models.shared import Backbone
 from rlhf_cli.processes.sharding import is_sharded
 from rlhf_cli.rewards.base import NOTHING, RewardSource, Samples, Scores, Spoken
-from rlhf_cli.rewards.endpoint import Endpoint, load_endpoint
 from rlhf_cli.rewards.functions import PythonFunction, load_function_reward
 from rlhf_cli.rewards.models import RewardModel, load_reward_source
 from rlhf_cli.rewards.rules import Rule
@@ -73,6 +72,8 @@ def load_rewards(
             case FunctionReward():
                 source = load_function_reward(reward, name, key)
             case HTTPReward():
+                from rlhf_cli.rewards.endpoint import load_endpoint
+
                 source, lines = load_endpoint(reward, name, key)
             case LengthReward() | RegexReward() | AnswerReward() | RepetitionReward() | JSONReward():
                 source = Rule(name=name, weight=reward.weight, on_error=reward.on_error, rule=reward)
@@ -88,7 +89,7 @@ def check_rows(sources: Sequence[RewardSource], rows: Iterable[tuple[str, Mappin
 
     Sources with on_error "zero" are not checked: they count such rows as 0.0.
     """
-    strict = [s for s in sources if isinstance(s, Rule | Endpoint) and s.reads_a_column and s.on_error == "stop"]
+    strict = [s for s in sources if s.reads_a_column and s.on_error == "stop"]
     if not strict:
         return
     for where, row in rows:

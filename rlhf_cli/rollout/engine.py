@@ -12,7 +12,7 @@ import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, assert_never
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -253,14 +253,8 @@ def _cause(
 
 def require_engine(config: PPOConfig, world: World) -> None:
     """Raise ConfigError if the engine of the config cannot run here, before any model is loaded."""
-    match config.rollout.engine:
-        case "own":
-            return
-        case "vllm":
-            if importlib.util.find_spec("vllm") is None:
-                raise ConfigError(f"rollout.engine: vllm is not installed. Run: {install_extra('vllm', 'vllm')}")
-        case _:
-            assert_never(config.rollout.engine)
+    if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(f"rollout.engine: vllm is not installed. Run: {install_extra('vllm', 'vllm')}")
     problem = "needs a GPU, and there is none" if world.device.type != "cuda" else ""
     if world.size > 1:
         problem = f"runs with one process so far, and this run has {world.size}"
@@ -270,15 +264,13 @@ def require_engine(config: PPOConfig, world: World) -> None:
 
 def load_engine(
     config: PPOConfig, world: World, policy: PreTrainedModel, prompts: Sequence[PromptRow], longest: int
-) -> SyncedEngine | None:
-    """The engine that samples for this policy, or None if it samples itself.
+) -> SyncedEngine:
+    """The engine that samples for this policy.
 
     prompts: the training prompts; the probe uses the first of them. longest: tokens of the longest text. Raises
     ConfigError for an encoder-decoder.
     """
     rollout = config.rollout
-    if rollout.engine == "own":
-        return None
     if policy.config.is_encoder_decoder:
         raise ConfigError(
             f"rollout.engine: {rollout.engine} samples from causal models only, and {type(policy).__name__} is an "

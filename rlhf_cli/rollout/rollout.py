@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from rlhf_cli.processes.distributed import World, gather_rows
 from rlhf_cli.processes.pass_loop import over_pieces
 from rlhf_cli.processes.sharding import device_of
 from rlhf_cli.rollout.distribution import Response, Sampling
-from rlhf_cli.rollout.engine import SyncedEngine
 from rlhf_cli.rollout.sampling import sample
 from rlhf_cli.rollout.scoring import (
     Models,
@@ -27,6 +27,9 @@ from rlhf_cli.rollout.scoring import (
     score_tokens,
 )
 from rlhf_cli.tensor_ops import length_mask, pad_rows
+
+if TYPE_CHECKING:
+    from rlhf_cli.rollout.engine import SyncedEngine
 
 
 @dataclass(frozen=True)

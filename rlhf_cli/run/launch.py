@@ -28,7 +28,8 @@ from rlhf_cli.processes.signals import LAUNCHED
 from rlhf_cli.program import command, set_options, torchrun
 from rlhf_cli.run import artifacts, checkpoint_files
 from rlhf_cli.run.gate import check_requirements
-from rlhf_cli.run.identity import identity, problems_of, require_files, require_inputs, require_intact_inputs
+from rlhf_cli.run.identity import identity, require_files, require_inputs, require_intact_inputs
+from rlhf_cli.run.stale import problems_of
 
 Run = Callable[..., None]
 FULL_OR_UNWRITABLE = {

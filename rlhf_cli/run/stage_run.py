@@ -14,19 +14,18 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from rlhf_cli.config.loader import dump_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
+from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrupted, RewardError, RunError, UserError
 from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.recap import at, findings_of, last_names, unit_of
 from rlhf_cli.processes import distributed
 from rlhf_cli.processes.signals import Launcher, StopRequests
 from rlhf_cli.report.progress import Display, figures
-from rlhf_cli.report.trackers import Trackers
 from rlhf_cli.run import artifacts, checkpoint_files
 from rlhf_cli.run.checkpoint import CheckpointStore, Stateful
 from rlhf_cli.run.identity import identity, may_change, require_inputs
@@ -37,6 +36,9 @@ from rlhf_cli.run.stage_files import NOTHING_WRITTEN, StageFiles
 from rlhf_cli.training.bad_steps import BadSteps, append_new
 from rlhf_cli.training.loss_scale import LossScale
 from rlhf_cli.training.speed import Speed
+
+if TYPE_CHECKING:
+    from rlhf_cli.report.trackers import Trackers
 
 Check = Callable[[Any], None]
 ADVICE_ON_BAD_STEPS = (
@@ -67,7 +69,7 @@ class StageRun:
         self.display = Display(stage, quiet=quiet, silent=not self.world.is_main)
         self.directory: Path = artifacts.partial_directory(config.artifacts, stage)
         self.files = StageFiles(self.directory, writes=self.world.is_main)
-        self.trackers = Trackers(stage, config, self.display)
+        self.trackers: Trackers | None = None
         self.lock = Lock(config.artifacts, stage)
         self.checkpoints_directory = checkpoint_files.checkpoints_directory(config.artifacts, stage)
         self.checkpoints = CheckpointStore(
@@ -98,7 +100,8 @@ class StageRun:
         self.stop_requests.remove()
         shown = self._shown(error, failure)
         self.display.end()
-        self.trackers.close("stopped" if self.stop_requests.received is not None else "failed")
+        if self.trackers is not None:
+            self.trackers.close("stopped" if self.stop_requests.received is not None else "failed")
         if shown is not None and not isinstance(shown, EndedElsewhere):
             self._keep_end(shown)
         if self.world.is_main:
@@ -232,12 +235,19 @@ class StageRun:
             checkpoint_files.write_total(self.checkpoints_directory, total)
             for name in ("metrics", "samples"):
                 self.files.rows(name)
-            self.trackers.start()
+            self._start_trackers()
         self.world.barrier()
         self._last_checkpoint = time.monotonic()
         self._saved_step = done
         distributed.at_step(f"{self.stage} step {done + 1}")
         return done
+
+    def _start_trackers(self) -> None:
+        if self.config.trackers:
+            from rlhf_cli.report.trackers import Trackers
+
+            self.trackers = Trackers(self.stage, self.config, self.display)
+            self.trackers.start()
 
     # ---------------------------------------------------------------------------------------------- steps
 
@@ -344,23 +354,22 @@ class StageRun:
 
         A figure that the row lacks, as a held-out one, keeps its latest value.
         """
-        if not self.world.is_main:
-            return
-        self.files.rows("metrics").write({"step": step, **metrics, "time/elapsed_s": self.files.seconds()})
-        if shown:
+        self.record("metrics", {"step": step, **metrics, "time/elapsed_s": self.files.seconds()})
+        if shown and self.world.is_main:
             latest = self.files.latest
             latest |= {name: value for name, value in metrics.items() if name in shown}
             self.display.step(step, figures({name: latest[name] for name in shown if name in latest}))
 
     def sample(self, row: dict[str, Any]) -> None:
         """Write a row of samples.jsonl."""
-        if self.world.is_main:
-            self.files.rows("samples").write(row)
+        self.record("samples", row)
 
     def record(self, name: str, row: dict[str, Any]) -> None:
         """Write a row of <name>.jsonl; the file is created with its first row."""
         if self.world.is_main:
-            self.files.rows(name).write(row)
+            written = self.files.rows(name).write(row)
+            if self.trackers is not None:
+                self.trackers.send(name, written)
 
     def report(self, step: int, findings: Sequence[Finding], line: str | None) -> None:
         """Print health findings and write them to health.jsonl; `line` is the summary shown beside the progress.
@@ -392,7 +401,8 @@ class StageRun:
         self.checkpoints.wait()
         if self.bad_steps.total:
             self.display.warn(f"{self.bad_steps.total} steps were skipped: their loss or gradient was NaN or infinite")
-        self.trackers.close("finished")
+        if self.trackers is not None:
+            self.trackers.close("finished")
         self.files.close()
         (self.directory / "checkpoints.jsonl").unlink(missing_ok=True)
         try:

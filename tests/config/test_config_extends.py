@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from rlhf_cli.config.by_stage import CONFIGS, load_stage_config, stage_of
-from rlhf_cli.config.loader import config_schema, dump_config
+from rlhf_cli.config.loader import config_schema
+from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.errors import ConfigError
 from support.paths import ROOT
 

@@ -16,11 +16,12 @@ from pydantic import BaseModel
 from rlhf_cli.config import base, data, models, ppo, ppo_update, rewards, sft_rm, stage
 from rlhf_cli.config.base import Section
 from rlhf_cli.config.by_stage import CONFIGS
-from rlhf_cli.config.loader import config_schema, dump_config, load_config, load_values
+from rlhf_cli.config.loader import config_schema, load_config, load_values
 from rlhf_cli.config.ppo import PPOConfig, ValueModel
 from rlhf_cli.config.ppo_update import PPO as PPOSection
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import STAGES, Training
+from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.errors import ConfigError
 from support.paths import ROOT
 

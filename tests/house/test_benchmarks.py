@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_cli.config.by_stage import load_stage_config
-from rlhf_cli.config.loader import dump_config
+from rlhf_cli.config.yaml_text import dump_config
 from support.paths import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"

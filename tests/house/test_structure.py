@@ -89,6 +89,8 @@ WITHOUT_TORCH = (
     "health.recap",
     "health.ranking",
     "run.lock",
+    "run.stale",
+    "run.state",
     "run.checkpoint_files",
 )
 

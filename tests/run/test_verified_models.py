@@ -23,7 +23,8 @@ from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer, new_reward_model
 from rlhf_cli.run import artifacts
 from rlhf_cli.run.artifacts import DamagedStageError, read_manifest, require_intact
-from rlhf_cli.run.identity import identity, imported_files, what_changed
+from rlhf_cli.run.identity import identity, imported_files
+from rlhf_cli.run.stale import what_changed
 from support.projects import write_project
 from support.setup import config_of
 from support.worlds import in_each_process

@@ -25,10 +25,10 @@ import torch
 from rlhf_cli.run import artifacts, checkpoint_files
 from rlhf_cli.run.artifacts import digest_file
 from rlhf_cli.run.checkpoint import CheckpointStore
-from rlhf_cli.run.checkpoint_files import state_of
 from rlhf_cli.run.lock import Lock, Owner, lock_path, owner_of
 from rlhf_cli.run.stage_files import StageFiles
 from rlhf_cli.run.stage_run import StageRun
+from rlhf_cli.run.state import state_of
 from stages import sft as sft_stage
 from support import crash
 from support.paths import ROOT
