@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.config.stage import Optimizer
-from rlhf_cli.environment import set_up_process
+from rlhf_cli.processes.environment import set_up_process
 from rlhf_cli.run.checkpoint import CheckpointStore, Weights
 from rlhf_cli.run.checkpoint_files import list_checkpoints
 from rlhf_cli.training.optimizer import Stepper, build_stepper

@@ -19,7 +19,7 @@ middle half. A ratio below 1 is faster than the flat reduction.
 from __future__ import annotations
 
 if __name__ == "__main__":  # Before torch is imported, which reads these settings.
-    from rlhf_cli.environment import set_up_process
+    from rlhf_cli.processes.environment import set_up_process
 
     set_up_process()
 

@@ -13,7 +13,7 @@ Medians of five.
 from __future__ import annotations
 
 if __name__ == "__main__":  # Before torch is imported, which reads these settings.
-    from rlhf_cli.environment import set_up_process
+    from rlhf_cli.processes.environment import set_up_process
 
     set_up_process()
 

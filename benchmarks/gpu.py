@@ -36,8 +36,8 @@ import torch
 from gpu_inputs import FULL, MEDIUM, MEDIUM_SIZES, SIZES, TINY, TINY_SIZES, Inputs
 from speed_report import code, table
 
-from rlhf_cli.environment import set_up_process
 from rlhf_cli.models.quantized import quiet_bitsandbytes
+from rlhf_cli.processes.environment import set_up_process
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes")

@@ -33,7 +33,6 @@ from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt
-from rlhf_cli.environment import set_up_process
 from rlhf_cli.models.forward import is_packed
 from rlhf_cli.models.load import prepare
 from rlhf_cli.plan.budget import auto_tokens
@@ -42,6 +41,7 @@ from rlhf_cli.plan.memory import Batch, Held, Phase, Setting
 from rlhf_cli.plan.shapes import shape_of_loaded
 from rlhf_cli.plan.stages import FULL, at_rest, training_phases
 from rlhf_cli.processes.distributed import World
+from rlhf_cli.processes.environment import set_up_process
 from rlhf_cli.rewards.models import score_sequences
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import cut_responses

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from rlhf_cli.environment import set_up_process
 from rlhf_cli.kernels.linear import _product, prefers_onednn
+from rlhf_cli.processes.environment import set_up_process
 
 SHAPES = [(64, 128, 384), (1400, 128, 128), (1400, 128, 344), (700, 128, 2048), (1400, 512, 1376), (700, 512, 8192)]
 

@@ -27,9 +27,9 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 
 import stages.ppo
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.environment import set_up_process
 from rlhf_cli.ppo import setup as ppo_setup
 from rlhf_cli.ppo.setup import Setup
+from rlhf_cli.processes.environment import set_up_process
 from rlhf_cli.rewards.models import RewardModel
 
 VOCABULARY = 32_000

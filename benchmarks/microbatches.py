@@ -23,11 +23,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from rlhf_cli.data.batches import token_chunks
-from rlhf_cli.environment import set_up_process
 from rlhf_cli.models.forward import target_logits
 from rlhf_cli.models.load import prepare
 from rlhf_cli.plan.memory import Batch, Held, Setting
 from rlhf_cli.plan.shapes import shape_of_loaded
+from rlhf_cli.processes.environment import set_up_process
 from rlhf_cli.tensor_ops import token_logprobs
 
 SHAPES = {"a": (128, 344, 4, 4, 2048), "b": (512, 1376, 6, 8, 8192)}

@@ -24,10 +24,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_cli.algorithms.language_model import lm_loss
 from rlhf_cli.config.sft_rm import SFTConfig
-from rlhf_cli.environment import set_up_process
 from rlhf_cli.models.forward import autocast, target_logprobs
 from rlhf_cli.models.load import prepare
 from rlhf_cli.models.passes import has_bfloat16, set_up_passes
+from rlhf_cli.processes.environment import set_up_process
 
 CPU = torch.device("cpu")
 MODELS = {

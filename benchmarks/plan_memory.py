@@ -272,7 +272,7 @@ def measure(work: Path, case: Case, result: Path) -> None:
 
 def run_child(stage: str, path: Path) -> None:
     """Run a stage in this process, and print its memory as JSON."""
-    from rlhf_cli.environment import set_up_process
+    from rlhf_cli.processes.environment import set_up_process
 
     set_up_process()
     import importlib

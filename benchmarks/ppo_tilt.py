@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rlhf_cli.algorithms.best_of_n import best_of_n, best_of_n_kl_bound
 from rlhf_cli.algorithms.tilt import exponential_tilt, tilt_beta
-from rlhf_cli.environment import set_up_process
+from rlhf_cli.processes.environment import set_up_process
 
 NUM_PROMPTS = 128
 SFT_SAMPLES = 64

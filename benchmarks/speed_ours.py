@@ -18,7 +18,7 @@ from speed_gate import Facts, Gate  # noqa: E402
 
 GATE = Gate(TASK["cores"])  # Before torch counts the cores.
 
-from rlhf_cli.environment import set_up_process  # noqa: E402
+from rlhf_cli.processes.environment import set_up_process  # noqa: E402
 
 set_up_process()  # Before torch is imported, as in the `rlhf` command.
 

@@ -3,9 +3,9 @@
     python benchmarks/threads.py [--spins 500 2000 300000]      # about a minute each
 
 GOMP_SPINCOUNT is how often a thread polls before it yields its core. libgomp's default is 300,000 if no more threads
-run than there are cores; rlhf_cli/environment.py sets 2,000. Each figure is the median time of a training step (forward
-and backward over 2,000 packed tokens of a Llama of 1 M parameters) in a separate process, with one thread per core. The
-spin counts take turns.
+run than there are cores; rlhf_cli/processes/environment.py sets 2,000. Each figure is the median time of a training
+step (forward and backward over 2,000 packed tokens of a Llama of 1 M parameters) in a separate process, with one thread
+per core. The spin counts take turns.
 """
 
 import argparse
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROUNDS = 3
 STEP = """
 import statistics, time
-from rlhf_cli.environment import set_up_process
+from rlhf_cli.processes.environment import set_up_process
 set_up_process()
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -19,10 +19,10 @@ from rlhf_cli.commands.plan import ROOM
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
-from rlhf_cli.environment import set_up_process
 from rlhf_cli.plan.memory import Machine
 from rlhf_cli.plan.sources import Sources
 from rlhf_cli.plan.stages import plan_stage
+from rlhf_cli.processes.environment import set_up_process
 
 PAGE = Path(__file__).with_suffix(".md")
 TOKENS = 1024

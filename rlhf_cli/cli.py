@@ -19,8 +19,8 @@ import typer.core
 import typer.main
 
 from rlhf_cli.commands.options import NumProcesses, Overrides, Quiet, SourceCommand, one_by_one
-from rlhf_cli.environment import set_up_process
 from rlhf_cli.printing import say
+from rlhf_cli.processes.environment import set_up_process
 from rlhf_cli.program import command
 
 

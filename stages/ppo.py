@@ -30,7 +30,7 @@ loss (it would be counted twice), a Huber loss for the value model (not shown to
 from __future__ import annotations
 
 if __name__ == "__main__":  # Before torch is imported, which reads these settings.
-    from rlhf_cli.environment import set_up_process
+    from rlhf_cli.processes.environment import set_up_process
 
     set_up_process()
 

@@ -18,7 +18,7 @@ The loss is the usual next-token cross-entropy: the supervised baseline of Stien
 from __future__ import annotations
 
 if __name__ == "__main__":  # Before torch is imported, which reads these settings.
-    from rlhf_cli.environment import set_up_process
+    from rlhf_cli.processes.environment import set_up_process
 
     set_up_process()
 

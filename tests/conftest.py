@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from rlhf_cli.environment import DEFAULTS
+from rlhf_cli.processes.environment import DEFAULTS
 
 os.environ.update(DEFAULTS, HF_HUB_OFFLINE="1")
 

@@ -22,10 +22,10 @@ from rich.live import Live
 from rich.table import Table
 
 from rlhf_cli.commands.options import Quantized, WhereToRun, WritingStage
-from rlhf_cli.console import Console
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError, DataError, RewardError, RunError, UserError
 from rlhf_cli.printing import printable, say
+from rlhf_cli.report.progress import Console
 
 if TYPE_CHECKING:
     from rlhf_cli.rewards.base import RewardSource

@@ -11,9 +11,9 @@ from urllib.parse import urlsplit, urlunsplit
 import httpx2
 
 from rlhf_cli.commands.writer import WriterOptions
-from rlhf_cli.concurrency import for_each
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.http_client import JSONClient, Malformed, NoAnswer, key_from_environment
+from rlhf_cli.rewards.concurrency import for_each
+from rlhf_cli.rewards.http_client import JSONClient, Malformed, NoAnswer, key_from_environment
 from rlhf_cli.rollout.requests import Failure, Request, Written
 from rlhf_cli.seeding import derived_seed
 
@@ -34,9 +34,9 @@ class OptionNames:
 class ServerWriter:
     """A model behind an OpenAI-compatible `chat/completions` endpoint.
 
-    At most `options.concurrency` requests are under way; `rlhf_cli.http_client` says how they are retried and limited.
-    After a request that used up its retries, or a status that no retry can mend, nothing more is sent, and every
-    missing answer is a fatal Failure.
+    At most `options.concurrency` requests are under way; `rlhf_cli.rewards.http_client` says how they are retried and
+    limited. After a request that used up its retries, or a status that no retry can mend, nothing more is sent, and
+    every missing answer is a fatal Failure.
 
     Raises ConfigError for an unusable URL or key.
     """

@@ -32,11 +32,11 @@ from rlhf_cli.config.by_stage import load_stage_config, stage_of
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.console import Console
 from rlhf_cli.data.encode import Limits
 from rlhf_cli.data.views import StageRows, ppo_rows, probe_rows, ptx_rows, rm_purpose, rm_rows, sft_rows
 from rlhf_cli.errors import ConfigError, DataError, RunError
 from rlhf_cli.printing import say
+from rlhf_cli.report.progress import Console
 from rlhf_cli.run.artifacts import model_directory
 
 # ----------------------------------------------------------------------------------------- which rows to read

@@ -13,7 +13,6 @@ from rlhf_cli.commands.data_check import parts_of
 from rlhf_cli.commands.data_report import has_unicode, new_console
 from rlhf_cli.commands.options import ConfigOrNone, Format, ForOrNone, Keys, SourceOrConfigSet, SourceOrNone, Tokenizer
 from rlhf_cli.config.data import Rows
-from rlhf_cli.console import Console
 from rlhf_cli.data.encode import (
     Skipped,
     encode_answers,
@@ -34,6 +33,7 @@ from rlhf_cli.data.sources import read_rows
 from rlhf_cli.data.views import Seen, StageRows, demonstrations_of, see
 from rlhf_cli.errors import DataError
 from rlhf_cli.printing import printable
+from rlhf_cli.report.progress import Console
 from rlhf_cli.run.artifacts import model_directory
 
 if TYPE_CHECKING:

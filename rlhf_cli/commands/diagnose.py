@@ -12,9 +12,9 @@ import typer
 from rich.text import Text
 
 from rlhf_cli.commands.options import WhereToRun
-from rlhf_cli.console import Console
 from rlhf_cli.errors import ArtifactError, EndedElsewhere
 from rlhf_cli.printing import printable, say
+from rlhf_cli.report.progress import Console
 
 if TYPE_CHECKING:
     from rlhf_cli.health.evidence import Evidence

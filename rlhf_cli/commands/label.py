@@ -15,7 +15,7 @@ from rlhf_cli.commands.labelling import SKIPPED, TIE, Labelling, pair_digest, pa
 from rlhf_cli.commands.options import SOURCE_HELP, RestartOut, SourceOptions
 from rlhf_cli.commands.output import Dropped, Output, data_digest, items, read_lines, refuse_own_output
 from rlhf_cli.config.data import DataSource
-from rlhf_cli.data_files import COMPRESSIONS, find_files
+from rlhf_cli.data.paths import COMPRESSIONS, find_files
 from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.printing import say
 from rlhf_cli.program import command

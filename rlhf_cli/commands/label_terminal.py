@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_cli.commands.labelling import KEYS, Labelling, Shown, counted
-from rlhf_cli.console import Console
 from rlhf_cli.printing import say
+from rlhf_cli.report.progress import Console
 
 TWO_COLUMNS = 120
 """Columns of a terminal that shows the replies side by side. A narrower one shows one above the other."""

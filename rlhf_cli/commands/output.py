@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 from rlhf_cli.commands.options import OnBadRow
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import Purpose, read_record, recognise
+from rlhf_cli.data.paths import find_files
 from rlhf_cli.data.records import Record
 from rlhf_cli.data.rows import BadRow
 from rlhf_cli.data.sources import read_rows
-from rlhf_cli.data_files import find_files
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
 from rlhf_cli.files import digest_file, read_text
 from rlhf_cli.report.progress import Display

@@ -40,11 +40,10 @@ from rlhf_cli.commands.output import (
 )
 from rlhf_cli.commands.rm_serve import RewardModelOptions, as_reward
 from rlhf_cli.config.data import DataSource
-from rlhf_cli.console import Console
 from rlhf_cli.data.records import Answer, Record, Scored
 from rlhf_cli.data.views import answered, ranking
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
-from rlhf_cli.report.progress import Display
+from rlhf_cli.report.progress import Console, Display
 from rlhf_cli.run.artifacts import model_directory, read_manifest_or_none, reward_model_stage
 
 if TYPE_CHECKING:

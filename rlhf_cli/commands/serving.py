@@ -30,8 +30,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.http_client import is_loopback, key_from_environment
 from rlhf_cli.printing import say
+from rlhf_cli.rewards.http_client import is_loopback, key_from_environment
 
 MAX_CONNECTIONS = 512
 """Beyond this many, those that have waited longest for a request are closed."""

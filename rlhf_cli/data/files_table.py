@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
+from rlhf_cli.data.paths import reason
 from rlhf_cli.data.records import shown
 from rlhf_cli.data.rows import BLOCK, MAX_ROW, BadRow, Row
-from rlhf_cli.data_files import reason
 from rlhf_cli.errors import DataError
 from rlhf_cli.printing import is_utf8
 

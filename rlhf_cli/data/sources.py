@@ -27,8 +27,8 @@ from typing import Any
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.files_json import json_rows
 from rlhf_cli.data.files_table import csv_rows, table_rows
+from rlhf_cli.data.paths import COMPRESSIONS, KINDS, ending, find_files, reason, shown_path
 from rlhf_cli.data.rows import BLOCK, DECODER, MAX_ROW, BadRow, Fault, Row, is_deep, json_fault, object_fault
-from rlhf_cli.data_files import COMPRESSIONS, KINDS, ending, find_files, reason, shown_path
 from rlhf_cli.errors import DataError
 from rlhf_cli.hub import is_offline
 

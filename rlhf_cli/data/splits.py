@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.formats import Purpose
-from rlhf_cli.data_files import find_files, shown_path
+from rlhf_cli.data.paths import find_files, shown_path
 from rlhf_cli.seeding import derived_seed
 
 SIDES = ("train", "validation", "test")

@@ -30,11 +30,11 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.encode import Skipped
 from rlhf_cli.data.encoders import RowEncoder
+from rlhf_cli.data.paths import data_fingerprint
 from rlhf_cli.data.report import Report
 from rlhf_cli.data.splits import SIDES
 from rlhf_cli.data.table import Table, TableWriter
 from rlhf_cli.data.views import seen_rows
-from rlhf_cli.data_files import data_fingerprint
 from rlhf_cli.errors import DataError
 from rlhf_cli.files import cache_root, digest_file
 

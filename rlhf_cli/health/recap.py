@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.metrics import parsed
+from rlhf_cli.files import json_rows
 
 HEALTHY = "healthy"
 
@@ -87,4 +87,4 @@ def _rows(directory: Path) -> Iterator[dict[str, Any]]:
     path = directory / "health.jsonl"
     if path.is_file():
         with path.open("rb") as file:
-            yield from parsed(file)
+            yield from json_rows(file)

@@ -21,12 +21,12 @@ from rlhf_cli.data.answers import answer_encoder
 from rlhf_cli.data.encode import Example, Skipped, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, RowEncoder
 from rlhf_cli.data.formats import Purpose
+from rlhf_cli.data.paths import find_files
 from rlhf_cli.data.report import Report
 from rlhf_cli.data.splits import SHARES
 from rlhf_cli.data.views import StageRows, Viewed, answers_of, rm_rows, seen_rows, sft_rows
-from rlhf_cli.data_files import find_files
 from rlhf_cli.errors import DataError, UserError
-from rlhf_cli.metrics import parsed
+from rlhf_cli.files import json_rows
 from rlhf_cli.models.load import load_tokenizer
 from rlhf_cli.run.artifacts import model_directory, partial_directory, stage_directory
 
@@ -129,7 +129,7 @@ def _seconds_of_a_unit(stage: str, config: Stage) -> tuple[float, Path] | None:
                 for name, value in row.items()
                 if name.startswith("time/") and name not in NO_PHASES and isinstance(value, int | float)
             ]
-            for row in parsed(lines)
+            for row in json_rows(lines)
         ]
         seconds = [sum(times) for times in phases if times]
         if seconds:

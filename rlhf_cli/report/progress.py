@@ -1,4 +1,4 @@
-"""What a stage prints: a live progress line on a terminal, and occasional plain lines elsewhere."""
+"""What commands print: a live progress line on a terminal, and occasional plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import rich.console
 from rich.box import SIMPLE_HEAD
-from rich.console import Console as RichConsole
-from rich.console import ConsoleOptions
+from rich.console import ConsoleOptions, RenderableType
 from rich.live import Live
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_cli.console import Console
 from rlhf_cli.health.recap import Seen, at, names_in, state_of, unit_of
+from rlhf_cli.printing import printable
 
 SECONDS_BETWEEN_LINES = 10.0
 BAR_WIDTH, NARROW_BAR_WIDTH, SHORTEST_BAR = 20, 12, 4
@@ -37,6 +38,22 @@ LABELS = {
     "validation/mse": "validation",
 }
 """What the screen calls a metric, by its name or the last part of it."""
+
+
+class Console(rich.console.Console):
+    """rich's console. What it prints contains no control characters but its own.
+
+    Text is printed as it is: `[b]` in a name or a prompt is not read as markup.
+    """
+
+    def __init__(self, **options: Any):
+        super().__init__(**{"highlight": False, "markup": False, "emoji": False, **options})
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """The segments of anything that is printed, also of the cells of a table."""
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            yield segment if control or text.isprintable() else Segment(printable(text, keep="\n"), style)
 
 
 class Progress:
@@ -68,7 +85,7 @@ class Progress:
     def _pace(self) -> tuple[float, int]:
         return max(time.monotonic() - self.started, 1e-9), max(self.done - self.done_before, 1)
 
-    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> Iterable[Text]:
+    def __rich_console__(self, console: rich.console.Console, options: ConsoleOptions) -> Iterable[Text]:
         figures = [f"  {_cut(figure)}" for figure in (*self.figures, self.rate())]
         counts = f"{self.done}/{self.total}  {clock(self.seconds_left())} left"
         # The bar never grows back when a figure becomes shorter, so that the text does not jump.
@@ -84,7 +101,7 @@ class Progress:
         line.end = ""
         yield line
 
-    def _bar(self, console: RichConsole, options: ConsoleOptions, counts: str) -> Text:
+    def _bar(self, console: rich.console.Console, options: ConsoleOptions, counts: str) -> Text:
         """Stage, bar, steps and time left."""
         width = options.max_width
         bar = BAR_WIDTH if width >= 100 else NARROW_BAR_WIDTH
@@ -121,7 +138,7 @@ def _cut(figure: str) -> str:
 class Display:
     """The output of one stage. With `quiet` it prints warnings only; with `silent` (other processes) nothing."""
 
-    def __init__(self, stage: str, *, quiet: bool, silent: bool = False, console: RichConsole | None = None):
+    def __init__(self, stage: str, *, quiet: bool, silent: bool = False, console: rich.console.Console | None = None):
         self.stage, self.quiet, self.silent = stage, quiet or silent, silent
         self.console = console or Console(soft_wrap=not Console().is_terminal)
         self.reported: list[str] = []

@@ -15,8 +15,7 @@ import yaml
 
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
-from rlhf_cli.files import digest_file
-from rlhf_cli.metrics import parsed
+from rlhf_cli.files import digest_file, json_rows
 from rlhf_cli.report.chart import COLORS, METRICS
 from rlhf_cli.run.artifacts import MANIFEST, Manifest, partial_directory, read_manifest_or_none, stage_directory
 from rlhf_cli.run.state import unfinished_stages
@@ -173,7 +172,7 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
-        yield from parsed(file)
+        yield from json_rows(file)
 
 
 def curves(rows: Iterator[dict[str, Any]], names: Collection[str]) -> dict[str, tuple[list[float], list[float]]]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.config.yaml_text import dump_config
-from rlhf_cli.metrics import parsed
+from rlhf_cli.files import json_rows
 from rlhf_cli.program import install_extra
 from rlhf_cli.report.progress import Display
 from rlhf_cli.report.tracker_services import TRACKERS, MLflow, TrackedRun, Tracker, WandB
@@ -69,7 +69,7 @@ class Trackers:
         for file in FILES:
             with contextlib.suppress(FileNotFoundError):
                 path = partial_directory(root, self.stage) / f"{file}.jsonl"
-                rows += [(file, row) for row in parsed(path.read_bytes().splitlines())]
+                rows += [(file, row) for row in json_rows(path.read_bytes().splitlines())]
         for file, row in sorted(rows, key=lambda row: row[1].get("step", 0)):
             self.send(file, row)
 

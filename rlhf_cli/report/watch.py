@@ -15,11 +15,10 @@ from rich.live import Live
 from rich.text import Text
 
 from rlhf_cli.config.stage import STAGES
-from rlhf_cli.console import Console
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.files import Tail
 from rlhf_cli.health.recap import HEALTHY
-from rlhf_cli.metrics import Tail
-from rlhf_cli.report.progress import clock
+from rlhf_cli.report.progress import Console, clock
 from rlhf_cli.report.read import names_of
 from rlhf_cli.run.artifacts import partial_directory, stage_directory
 from rlhf_cli.run.state import NOT_RUN, StageState, state_of

@@ -4,7 +4,7 @@
     answer      {"rewards": [number, ...]}, or the bare list
 
 `ended` is our addition: whether the response ended with EOS. A reward model that reads EOS needs it; other servers
-ignore it. `rlhf_cli.http_client` says how requests are retried and limited.
+ignore it. `rlhf_cli.rewards.http_client` says how requests are retried and limited.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from urllib.parse import urlsplit
 
 import torch
 
-from rlhf_cli.concurrency import for_each
 from rlhf_cli.config.rewards import HTTPReward
 from rlhf_cli.data.batches import chunks
-from rlhf_cli.http_client import (
+from rlhf_cli.processes.signals import stop_requested
+from rlhf_cli.rewards.base import RewardSource, Samples, failure, finite, shown
+from rlhf_cli.rewards.concurrency import for_each
+from rlhf_cli.rewards.http_client import (
     JSONClient,
     Malformed,
     NoAnswer,
@@ -30,8 +32,6 @@ from rlhf_cli.http_client import (
     key_from_environment,
     without_secrets,
 )
-from rlhf_cli.processes.signals import stop_requested
-from rlhf_cli.rewards.base import RewardSource, Samples, failure, finite, shown
 
 
 @dataclass(kw_only=True)

@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from rlhf_cli.concurrency import for_each
 from rlhf_cli.config.rewards import FunctionReward
 from rlhf_cli.data.batches import chunks
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.processes.signals import is_interrupt
 from rlhf_cli.rewards import guard
 from rlhf_cli.rewards.base import RewardSource, Samples, finite, shown
+from rlhf_cli.rewards.concurrency import for_each
 from rlhf_cli.rewards.guard import user_code
 from rlhf_cli.run.artifacts import fingerprint
 from rlhf_cli.run.identity import imported_files

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.config.stage import STAGES, Stage
-from rlhf_cli.data_files import data_fingerprint, find_files
+from rlhf_cli.data.paths import data_fingerprint, find_files
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.hub import is_local
 from rlhf_cli.run.artifacts import (

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from rlhf_cli.files import digest_once
-from rlhf_cli.metrics import JsonLines
+from rlhf_cli.files import JsonLines, digest_once
 from rlhf_cli.run import artifacts
 from rlhf_cli.run.checkpoint import State
 

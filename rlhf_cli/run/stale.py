@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.stage import STAGES, Stage
-from rlhf_cli.data_files import data_fingerprint
+from rlhf_cli.data.paths import data_fingerprint
 from rlhf_cli.run.artifacts import (
     DamagedStageError,
     Manifest,

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.config.stage import STAGES
-from rlhf_cli.files import read_text
+from rlhf_cli.files import last_row, read_text
 from rlhf_cli.health.recap import unit_of
-from rlhf_cli.metrics import last_row
 from rlhf_cli.run.artifacts import partial_directory, stage_directory
 from rlhf_cli.run.checkpoint_files import END, TOTAL, checkpoints_directory
 from rlhf_cli.run.lock import Owner, owner_of

@@ -15,10 +15,10 @@ from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Training
 from rlhf_cli.data.batches import Budget, ahead
 from rlhf_cli.data.splits import Drawn, HeldOutRows
+from rlhf_cli.files import json_rows
 from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.recap import findings_of
 from rlhf_cli.health.trends import MEMORISES, memorises
-from rlhf_cli.metrics import parsed
 from rlhf_cli.report.progress import epochs
 from rlhf_cli.run.checkpoint import Weights
 from rlhf_cli.run.stage_run import StageRun
@@ -190,7 +190,7 @@ class Loop(Generic[T]):
         if key is None or any(one.name == MEMORISES for one in findings_of(directory)):
             return
         with (directory / "metrics.jsonl").open("rb") as file:
-            rows = list(parsed(file))
+            rows = list(json_rows(file))
         of = f"loss/{self.stage.stage}"
         training = [(row["step"], row[of]) for row in rows if row.get(of) is not None]
         held_out = [(row["step"], row[key]) for row in rows if row.get(key) is not None and row["step"] < done]

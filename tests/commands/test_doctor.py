@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 from rlhf_cli.cli import app
 from rlhf_cli.commands import doctor as module
 from rlhf_cli.commands.doctor import Result
-from rlhf_cli.console import Console
 from rlhf_cli.printing import size
 from rlhf_cli.program import install_extra
+from rlhf_cli.report.progress import Console
 from rlhf_cli.run.artifacts import digest_file, partial_directory, read_manifest
 from rlhf_cli.run.checkpoint_files import checkpoints_directory, new_checkpoint
 from rlhf_cli.run.lock import Lock

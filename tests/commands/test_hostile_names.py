@@ -21,10 +21,9 @@ from rlhf_cli.cli import app
 from rlhf_cli.config.by_stage import CONFIGS, load_stage_config
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.explain import alternatives
-from rlhf_cli.console import Console
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.printing import printable, say
-from rlhf_cli.report.progress import Display
+from rlhf_cli.report.progress import Console, Display
 from rlhf_cli.run.checkpoint_files import (
     checkpoints_directory,
     damage_of,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from rlhf_cli import http_client
 from rlhf_cli.cli import app
+from rlhf_cli.rewards import http_client
 from support.servers import KEY, ChatServer, completion
 from support.tiny import write_jsonl
 

@@ -31,9 +31,9 @@ from rlhf_cli.commands.labelling import Labelling, pairs_of
 from rlhf_cli.commands.options import SourceOptions
 from rlhf_cli.commands.output import Output, items
 from rlhf_cli.config.data import DataSource
-from rlhf_cli.console import Console
 from rlhf_cli.data.views import ranking
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
+from rlhf_cli.report.progress import Console
 from support.paths import ROOT
 from support.tiny import read_jsonl, write_jsonl
 from support.writers import contents, failing_after

@@ -27,7 +27,7 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands import rm_serve, serving
 from rlhf_cli.commands.rm_serve import RewardModelOptions
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.http_client import JSONClient
+from rlhf_cli.rewards.http_client import JSONClient
 from rlhf_cli.run.artifacts import digest_file
 from support import crash
 from support.rewards import CHAT, batch, source_of

@@ -23,7 +23,7 @@ from rlhf_cli.commands.chat_server import ServerWriter
 from rlhf_cli.commands.writer import WriterOptions
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.http_client import JSONClient, retry_after
+from rlhf_cli.rewards.http_client import JSONClient, retry_after
 from rlhf_cli.rollout.local_writer import LocalWriter
 from rlhf_cli.rollout.requests import Drawing, Failure, Request, Written
 from rlhf_cli.seeding import derived_seed

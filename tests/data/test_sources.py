@@ -31,9 +31,9 @@ from hypothesis import strategies as st
 
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data import files_json, files_table, sources
+from rlhf_cli.data.paths import COMPRESSIONS, KINDS, find_files, reason
 from rlhf_cli.data.rows import BadRow, Row
 from rlhf_cli.data.sources import read_rows
-from rlhf_cli.data_files import COMPRESSIONS, KINDS, find_files, reason
 from rlhf_cli.errors import DataError
 from support.data_files import PACK, arrow_bytes, csv_bytes, parquet_bytes, zstd
 from support.paths import ROOT

@@ -12,7 +12,7 @@ import torch
 
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.errors import ConfigError, Interrupted
-from rlhf_cli.metrics import OF_THE_MACHINE
+from rlhf_cli.files import OF_THE_MACHINE
 from rlhf_cli.models.load import load_policy
 from rlhf_cli.ppo import setup as ppo_setup
 from rlhf_cli.report.progress import Display

@@ -26,7 +26,7 @@ from rlhf_cli.config.ppo import PPOConfig, PPOEvaluation, Ptx, Rollout, ValueMod
 from rlhf_cli.config.ppo_update import PPO
 from rlhf_cli.data.batches import stream
 from rlhf_cli.errors import ConfigError, RunError
-from rlhf_cli.metrics import OF_THE_MACHINE
+from rlhf_cli.files import OF_THE_MACHINE
 from rlhf_cli.models.load import load_policy
 from rlhf_cli.ppo.scores import ask_rewards, measure_reference, texts_of
 from rlhf_cli.ppo.setup import kl_note, load_setup

@@ -291,7 +291,7 @@ def started(path: Path, overrides: list[str], environments: list[dict[str, str]]
     """(exit code, output) of each process of SFT. Process i reads `<path>`, or `<path>i` where that exists."""
     code = """
 import os, sys
-from rlhf_cli.environment import set_up_process
+from rlhf_cli.processes.environment import set_up_process
 set_up_process()  # as python -m stages.sft does
 if os.path.exists(own := sys.argv[2] + os.environ["RANK"]):
     sys.argv[2] = own
@@ -359,7 +359,7 @@ def test_a_process_that_never_starts_is_waited_for_until_the_timeout(tmp_path):
 
 COUNTED = """
 import sys
-from rlhf_cli.environment import set_up_process
+from rlhf_cli.processes.environment import set_up_process
 set_up_process()
 from rlhf_cli import files as digests
 digest_file = digests.digest_file

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from rlhf_cli import metrics
+from rlhf_cli import files
+from rlhf_cli.files import last_row
 from rlhf_cli.health.recap import findings_of, last_names
-from rlhf_cli.metrics import last_row
 from rlhf_cli.report import progress as progress_module
 from rlhf_cli.report.progress import Display, Progress, clock
 from rlhf_cli.run.stage_files import StageFiles
@@ -209,7 +209,7 @@ def test_the_last_row_of_a_file_that_is_being_written(tmp_path: Path, monkeypatc
     assert last_row(path) is None
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "los')
     assert last_row(path) == {"step": 2}
-    monkeypatch.setattr(metrics, "LAST_BYTES", 20)
+    monkeypatch.setattr(files, "LAST_BYTES", 20)
     path.write_text('{"step": 1}\n' * 1000 + '{"step": 7}\n')
     assert last_row(path) == {"step": 7}
 

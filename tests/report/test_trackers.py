@@ -15,7 +15,7 @@ import pytest
 
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.errors import ConfigError, Interrupted
-from rlhf_cli.metrics import JsonLines
+from rlhf_cli.files import JsonLines
 from rlhf_cli.report import trackers as module
 from rlhf_cli.report.progress import Display
 from rlhf_cli.report.tracker_services import TRACKERS, MLflow

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
-from rlhf_cli.metrics import Tail
+from rlhf_cli.files import Tail
 from rlhf_cli.report.watch import ASCII_BLOCKS, Watched, _screen, sparkline, watch
 from rlhf_cli.run.lock import Lock
 

@@ -15,13 +15,12 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from typer.testing import CliRunner
 
-from rlhf_cli import http_client
 from rlhf_cli.cli import app
 from rlhf_cli.config.rewards import Reward
 from rlhf_cli.errors import ConfigError, DataError, RewardError
-from rlhf_cli.http_client import JSONClient
 from rlhf_cli.processes.signals import StopRequests, stop_requested
-from rlhf_cli.rewards import endpoint
+from rlhf_cli.rewards import endpoint, http_client
+from rlhf_cli.rewards.http_client import JSONClient
 from rlhf_cli.rewards.sources import check_rows, load_rewards, total_score
 from rlhf_cli.run.checkpoint_files import last_step
 from support.rewards import CPU, asks, batch, lengths, source_of

@@ -15,12 +15,11 @@ import pytest
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from rlhf_cli import http_client
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import Reward, reward_names
 from rlhf_cli.errors import ConfigError, DataError, RewardError
-from rlhf_cli.rewards import rules
+from rlhf_cli.rewards import http_client, rules
 from rlhf_cli.rewards.sources import check_rows, total_score
 from support.paths import ROOT, TESTS
 from support.rewards import batch, lengths, scores_of, source_of

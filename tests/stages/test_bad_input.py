@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
-from rlhf_cli.data_files import SUFFIXES, data_fingerprint
+from rlhf_cli.data.paths import SUFFIXES, data_fingerprint
 from rlhf_cli.program import program
 from rlhf_cli.run import artifacts
 from support.forked import Forked

@@ -13,7 +13,7 @@ import os
 
 import pytest
 
-from rlhf_cli.metrics import OF_THE_MACHINE
+from rlhf_cli.files import OF_THE_MACHINE
 from support.paths import TESTS
 from support.tiny import read_jsonl
 

@@ -236,7 +236,7 @@ def test_a_starved_process_is_waited_for_and_named(begin, tmp_path, rank, shard)
 
 
 HUNGRY = """
-from rlhf_cli.environment import set_up_process
+from rlhf_cli.processes.environment import set_up_process
 set_up_process()  # as python -m stages.sft does
 import os, torch
 from rlhf_cli.run import launch

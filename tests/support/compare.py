@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from rlhf_cli.metrics import OF_THE_MACHINE
+from rlhf_cli.files import OF_THE_MACHINE
 from rlhf_cli.models.adapters import merge_in_place
 from support.tiny import read_jsonl
 

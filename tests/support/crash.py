@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from rlhf_cli import cli
-from rlhf_cli.metrics import OF_THE_MACHINE, JsonLines
+from rlhf_cli.files import OF_THE_MACHINE, JsonLines
 from rlhf_cli.models import save
 from rlhf_cli.run import checkpoint
 from rlhf_cli.run.artifacts import digest_file

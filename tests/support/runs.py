@@ -53,7 +53,7 @@ def start_forked(environments, code, *arguments, log):
 
 
 DIES_ONCE = """
-from rlhf_cli.environment import set_up_process
+from rlhf_cli.processes.environment import set_up_process
 set_up_process()  # as python -m stages.sft does
 import os, signal
 from pathlib import Path

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_cli.errors import Interrupted, RunError
-from rlhf_cli.metrics import OF_THE_MACHINE
+from rlhf_cli.files import OF_THE_MACHINE
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.training.bad_steps import BadSteps
 from rlhf_cli.training.loss_scale import LossScale
