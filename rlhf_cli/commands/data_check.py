@@ -9,25 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from rlhf_cli.commands.data_count import Check, encoder_of, in_tokens, in_words
 from rlhf_cli.commands.data_report import figures, new_console, print_bad_rows, print_figures
-from rlhf_cli.commands.options import (
-    ConfigOrNone,
-    For,
-    Format,
-    ForOrNone,
-    Keys,
-    SourceOrConfigSet,
-    SourceOrNone,
-    Tokenizer,
-    source_of,
-)
+from rlhf_cli.commands.options import SOURCE_HELP, For, Format, Keys, OnBadRow, SourceOptions
 from rlhf_cli.config.by_stage import load_stage_config, stage_of
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.config.ppo import PPOConfig
@@ -48,7 +39,7 @@ def rows_of_source(
     *,
     test: str | None = None,
     max_length: int | None = None,
-    on_bad_row: Literal["error", "skip"] = "skip",
+    on_bad_row: OnBadRow = "skip",
 ) -> StageRows:
     """What a stage would read from a source. The file `test` is read with the same options."""
     held_out = [source.model_copy(update={"path": test})] if test is not None else None
@@ -79,61 +70,71 @@ def rows_of_config(path: Path, stage: str | None, overrides: Sequence[str]) -> t
     return [rows for rows in found if rows is not None], str(folder) if is_there else None
 
 
-def parts_of(
-    path: str | None,
-    config: Path | None,
-    for_: For | None,
-    overrides: list[str] | None,
-    format: str | None,
-    keys: list[str] | None,
-    of_source: dict[str, Any],
-) -> tuple[list[StageRows], str | None]:
-    """The rows that a command line names, and the tokenizer of its config.
+@dataclass(frozen=True)
+class RowsOptions:
+    """Which rows to read as a stage would: those of a source, or of a stage's config."""
 
-    of_source: the values of further options that a config has keys for: `--max-length` and `--test`.
-    Raises ConfigError unless it names either a source or a config.
-    """
-    if (path is None) == (config is None):
-        raise ConfigError("give either SOURCE and --for, or --config")
-    if config is not None:
-        for option, value in {"--key": keys, "--format": format, **of_source}.items():
-            if value is not None:
-                raise ConfigError(f"{option}: does not go with --config. Change the file, or --set a key of it")
-        return rows_of_config(config, "rm" if for_ == "rm-scores" else for_, overrides or [])
-    if for_ is None:
-        raise ConfigError("--for: is missing, must be one of sft, rm, rm-scores, ppo: the stage to read for")
-    assert path is not None
-    source = source_of(path, overrides, format, keys)
-    limits = {option[2:].replace("-", "_"): value for option, value in of_source.items()}
-    return [rows_of_source(source, for_, **limits)], None
+    path: Annotated[str | None, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)] = None
+    for_: Annotated[
+        For | None,
+        typer.Option("--for", help="The stage to read for. rm-scores is rm with loss: mse or bce.", show_default=False),
+    ] = None
+    config: Annotated[Path | None, typer.Option("--config", help="A stage's YAML file instead of SOURCE.")] = None
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Set a key of the source, such as limit=100 or split=test, or of the config. Repeatable.",
+        ),
+    ] = None
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", help="A model directory or hub id. Without it, lengths are in words.")
+    ] = None
+    max_length: Annotated[int | None, typer.Option("--max-length", min=1, help="Longest row that the stage takes.")] = (
+        None
+    )
+    format: Format = None
+    keys: Keys = None
+
+    def read(self, test: str | None = None) -> tuple[list[StageRows], str | None]:
+        """The rows, and the path of the tokenizer to measure them with, if one is known.
+
+        `test` is a file of held-out rows. Raises ConfigError unless either a source or a config is named.
+        """
+        if (self.path is None) == (self.config is None):
+            raise ConfigError("give either SOURCE and --for, or --config")
+        if self.config is not None:
+            given = {"--key": self.keys, "--format": self.format, "--test": test, "--max-length": self.max_length}
+            for option, value in given.items():
+                if value is not None:
+                    raise ConfigError(f"{option}: does not go with --config. Change the file, or --set a key of it")
+            stage = "rm" if self.for_ == "rm-scores" else self.for_
+            parts, found = rows_of_config(self.config, stage, self.overrides or [])
+            return parts, self.tokenizer or found
+        if self.for_ is None:
+            raise ConfigError("--for: is missing, must be one of sft, rm, rm-scores, ppo: the stage to read for")
+        assert self.path is not None
+        source = SourceOptions(self.overrides, self.format, self.keys).source(self.path)
+        return [rows_of_source(source, self.for_, test=test, max_length=self.max_length)], self.tokenizer
 
 
 # -------------------------------------------------------------------------------------------- the command
 
 
 def data_check(
-    path: SourceOrNone = None,
-    for_: ForOrNone = None,
-    config: ConfigOrNone = None,
-    overrides: SourceOrConfigSet = None,
-    tokenizer: Tokenizer = None,
-    max_length: Annotated[int | None, typer.Option("--max-length", min=1, help="Count rows longer than this.")] = None,
+    rows: RowsOptions,
     test: Annotated[
         str | None,
         typer.Option("--test", metavar="FILE", help="Held-out rows. Reports prompts that are in both files."),
     ] = None,
-    format: Format = None,
-    keys: Keys = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what a stage would read: counts, lengths, duplicates, leaks, labels, bad rows.
 
     Exit code 0: every row can be read. 1: some rows cannot. 2: the source or an option is wrong.
     """
-
-    of_source = {"--test": test, "--max-length": max_length}
-    parts, found = parts_of(path, config, for_, overrides, format, keys, of_source)
-    check_data(parts, tokenizer or found, as_json=as_json)
+    check_data(*rows.read(test), as_json=as_json)
 
 
 def check_data(specs: Sequence[StageRows], tokenizer_path: str | None, *, as_json: bool) -> None:

@@ -12,25 +12,23 @@ stays a list of messages. The file is written under a temporary name beside `out
 from __future__ import annotations
 
 import gzip
-import io
-import json
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import typer
 
 from rlhf_cli.commands.data_check import rows_of_source
-from rlhf_cli.commands.options import For, Format, Keys, OnBadRow, Quiet, Source, SourceSet, source_of
+from rlhf_cli.commands.options import For, Quiet, Source, SourceOptions
+from rlhf_cli.commands.output import json_line, new_file
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
 from rlhf_cli.data.records import Message, Record, shown_name
 from rlhf_cli.data.report import Report
 from rlhf_cli.data.rows import Row
 from rlhf_cli.data.views import Seen, StageRows, demonstrations_of, see, seen_rows
-from rlhf_cli.errors import ArtifactError, ConfigError, DataError
+from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.report.progress import Display
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
@@ -45,18 +43,15 @@ def data_convert(
     path: Source,
     for_: Annotated[For, typer.Option("--for", help="The stage to read for. rm-scores is rm with loss: mse or bce.")],
     out: Annotated[Path, typer.Option("--out", help="The .jsonl, .jsonl.gz or .parquet file to write.")],
+    reading: SourceOptions,
     keep: Annotated[
         list[str] | None, typer.Option("--keep", metavar="COLUMN", help="Copy a column unchanged. Repeatable.")
     ] = None,
-    on_bad_row: OnBadRow = "error",
-    overrides: SourceSet = None,
-    format: Format = None,
-    keys: Keys = None,
     quiet: Quiet = False,
 ) -> None:
     """Convert rows of any supported format into one file that a stage reads directly."""
     keep = keep or []
-    part = rows_of_source(source_of(path, overrides, format, keys), for_, on_bad_row=on_bad_row)
+    part = rows_of_source(reading.source(path), for_, on_bad_row=reading.on_bad_row)
     if not out.name.lower().endswith(ENDINGS):
         raise ConfigError(f"--out: {out}: must end in {', '.join(ENDINGS)}")
     if out.is_symlink() or out.exists():
@@ -68,7 +63,11 @@ def data_convert(
     report = Report()
     lost: list[str] = []
     number = 0
-    with _writer(out) as write:
+    lower = out.name.lower()
+    with (
+        new_file(out) as file,
+        _parquet(file) if lower.endswith(".parquet") else _lines(file, is_packed=lower.endswith(".gz")) as write,
+    ):
         for side, seen in seen_rows(part, report):
             record = seen.record
             report.kept[side] += 1
@@ -174,51 +173,20 @@ def _column(record: Record, name: str) -> Any:
 
 # ---------------------------------------------------------------------------------------------- writing
 
-Write = Callable[[str, dict[str, Any]], None]
+Write = Callable[[str, dict[str, Any]], object]
+"""Writes a row, given its place and the row."""
 
 
 @contextmanager
-def _writer(out: Path) -> Iterator[Write]:
-    """A function that writes a row, given its place and the row. The file appears as `out` if the block succeeds."""
-    beside = out.with_name(f".{out.name}.writing")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
-            beside.unlink()
-        # O_EXCL: a link with this name, which would lead elsewhere, is not followed.
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
-            with _parquet(file) if out.name.lower().endswith(".parquet") else _lines(file, out) as write:
-                yield write
-            file.flush()
-            os.fsync(file.fileno())
-        beside.rename(out)
-    except OSError as error:
-        raise ArtifactError(
-            f"{out}: cannot be written ({error.strerror or error}). Free disk space, or give another --out"
-        ) from None
-    finally:
-        with suppress(OSError):
-            beside.unlink()
-
-
-@contextmanager
-def _lines(file: io.BufferedWriter, out: Path) -> Iterator[Write]:
-    packed = gzip.GzipFile("", "wb", 6, file, mtime=0) if out.name.lower().endswith(".gz") else None
-
-    def write(where: str, row: dict[str, Any]) -> None:  # noqa: ARG001
-        try:
-            line = json.dumps(row, ensure_ascii=False, default=str).encode()
-        except UnicodeEncodeError:  # a lone surrogate in a copied column
-            line = json.dumps(row, default=str).encode()
-        (packed or file).write(line + b"\n")
-
-    yield write
+def _lines(file: BinaryIO, *, is_packed: bool) -> Iterator[Write]:
+    packed = gzip.GzipFile("", "wb", 6, file, mtime=0) if is_packed else None
+    yield lambda _, row: (packed or file).write(json_line(row))
     if packed is not None:
         packed.close()
 
 
 @contextmanager
-def _parquet(file: io.BufferedWriter) -> Iterator[Write]:
+def _parquet(file: BinaryIO) -> Iterator[Write]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from rlhf_cli.commands.data_check import parts_of
+from rlhf_cli.commands.data_check import RowsOptions
 from rlhf_cli.commands.data_report import has_unicode, new_console
-from rlhf_cli.commands.options import ConfigOrNone, Format, ForOrNone, Keys, SourceOrConfigSet, SourceOrNone, Tokenizer
 from rlhf_cli.config.data import Rows
 from rlhf_cli.data.encode import (
     Skipped,
@@ -56,24 +55,14 @@ class _Report(Report):
 
 
 def data_show(
-    path: SourceOrNone = None,
-    for_: ForOrNone = None,
-    config: ConfigOrNone = None,
-    overrides: SourceOrConfigSet = None,
-    tokenizer: Tokenizer = None,
+    rows: RowsOptions,
     num: Annotated[int, typer.Option("-n", "--num", min=1, help="Number of rows, from the first.")] = 3,
     row: Annotated[
         int | None, typer.Option("--row", min=1, help="Show the row with this number, as messages count rows.")
     ] = None,
-    max_length: Annotated[
-        int | None, typer.Option("--max-length", min=1, help="Maximum length of a row in tokens.")
-    ] = None,
-    format: Format = None,
-    keys: Keys = None,
 ) -> None:
     """Show rows as the model sees them: prompt, answer, special tokens, learned tokens."""
-    parts, tokenizer_path = parts_of(path, config, for_, overrides, format, keys, {"--max-length": max_length})
-    part, tokenizer_path = parts[0], tokenizer or tokenizer_path
+    (part, *_), tokenizer_path = rows.read()
     loaded = None
     if tokenizer_path is not None:
         from rlhf_cli.models.load import load_tokenizer
@@ -82,15 +71,15 @@ def data_show(
         require_eos(loaded, tokenizer_path)
         if part.template == "chat":
             require_chat_template(loaded)
-    screen = Screen(new_console(), part)
+    screen = RowPrinter(new_console(), part)
     if row is not None:
         screen.legend()
         _show(screen, _numbered(screen, part, row), part, loaded)
         return
     report = _Report()
     once = [source.model_copy(update={"weight": 1.0}) for source in part.rows.train]
-    rows = part.rows.model_copy(update={"train": once})
-    found = records(rows, part.purpose, report, prompt_words=part.prompt_words, role=part.role, only="train")
+    training = part.rows.model_copy(update={"train": once})
+    found = records(training, part.purpose, report, prompt_words=part.prompt_words, role=part.role, only="train")
     for number, record in enumerate(islice((record for _, record in found), num)):
         if number == 0:
             for path, kind in report.kinds.items():
@@ -101,7 +90,7 @@ def data_show(
         _show(screen, record, part, loaded)
 
 
-def _numbered(screen: Screen, part: StageRows, number: int) -> Record:
+def _numbered(screen: RowPrinter, part: StageRows, number: int) -> Record:
     """The row whose place ends in `number`, from the first file that has one. A bad row is printed unparsed."""
     for source in [*part.rows.train, *(part.rows.validation or []), *(part.rows.test or [])]:
         format_ = None
@@ -124,7 +113,7 @@ def _numbered(screen: Screen, part: StageRows, number: int) -> Record:
     raise DataError(f"{paths}: there is no row {number}. Blank lines are counted but give no row")
 
 
-def _show(screen: Screen, record: Record, part: StageRows, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def _show(screen: RowPrinter, record: Record, part: StageRows, tokenizer: PreTrainedTokenizerBase | None) -> None:
     try:
         seen = see(record, part, "train")
     except DataError as error:
@@ -142,7 +131,7 @@ def _show(screen: Screen, record: Record, part: StageRows, tokenizer: PreTrained
         _show_tokens(screen, seen, part, tokenizer)
 
 
-def _show_tokens(screen: Screen, seen: Seen, part: StageRows, tokenizer: PreTrainedTokenizerBase) -> None:
+def _show_tokens(screen: RowPrinter, seen: Seen, part: StageRows, tokenizer: PreTrainedTokenizerBase) -> None:
     """Print a row's prompt, or each of its answers behind its prompt, which is written out once."""
     first: list[int] = []
     for number, (ids, target_mask, text) in enumerate(_encoded(seen, part, tokenizer)):
@@ -219,7 +208,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int], target_mask: Sequ
     return result
 
 
-class Screen:
+class RowPrinter:
     """Prints rows with the targets in colour, or between marks on a screen without colour."""
 
     def __init__(self, console: Console, part: StageRows):

@@ -79,7 +79,7 @@ class ExportOptions:
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelGiven:
     """The model to export."""
 
     path: str
@@ -149,17 +149,17 @@ def export(
     display.note(f"{out}: {source.name} as {facts['written_as']}{note}, {size / 1e6:,.1f} MB")
 
 
-def source_of(directory: str, stage: str | None) -> Source:
+def source_of(directory: str, stage: str | None) -> ModelGiven:
     """The model of `stage` of a run, or of the last finished one of ppo, sft and rm; a model directory as it is.
 
     Raises ArtifactError if the stage is not finished.
     """
     located = locate(directory, stage, default=("ppo", "sft", "rm"))
     if located is not None:
-        return Source(located.path, located)
+        return ModelGiven(located.path, located)
     if stage is not None:
         raise ConfigError(f"--stage: {directory} is a model and not a run. Remove the option")
-    return Source(model_directory(directory))
+    return ModelGiven(model_directory(directory))
 
 
 def _require_programs(options: ExportOptions) -> None:
@@ -175,7 +175,7 @@ def _require_programs(options: ExportOptions) -> None:
         require_torchao(options.quantize)
 
 
-def _check(source: Source, options: ExportOptions, display: Display) -> Check | None:
+def _check(source: ModelGiven, options: ExportOptions, display: Display) -> Check | None:
     """The comparison with the original, with its data read; None without a run or with --no-check."""
     if options.no_check:
         return None
@@ -200,7 +200,7 @@ def _check(source: Source, options: ExportOptions, display: Display) -> Check | 
     return check if check.about else None
 
 
-def _dtype(source: Source, options: ExportOptions) -> tuple[Dtype, str]:
+def _dtype(source: ModelGiven, options: ExportOptions) -> tuple[Dtype, str]:
     """The number format to write, and a remark where it was not chosen."""
     from rlhf_cli.models.exporting import dtype_of
 
@@ -218,7 +218,7 @@ def _dtype(source: Source, options: ExportOptions) -> tuple[Dtype, str]:
 
 
 def _write(
-    source: Source, folder: Path, out: Path, options: ExportOptions, dtype: Dtype, prompting: Prompting | None
+    source: ModelGiven, folder: Path, out: Path, options: ExportOptions, dtype: Dtype, prompting: Prompting | None
 ) -> tuple[int, str | None]:
     """Write the weights and everything that belongs to them, but no card.
 
@@ -246,7 +246,7 @@ def _write_chat_template(folder: Path, prompting: Prompting | None) -> None:
 
 
 def _write_gguf(
-    source: Source, folder: Path, options: ExportOptions, dtype: Dtype, prompting: Prompting | None
+    source: ModelGiven, folder: Path, options: ExportOptions, dtype: Dtype, prompting: Prompting | None
 ) -> tuple[int, str]:
     from rlhf_cli.models.exporting import write_model
     from rlhf_cli.models.gguf import TYPES, convert
@@ -283,7 +283,12 @@ def _compare(check: Check | None, folder: Path, gguf_file: str | None, display: 
 
 
 def _facts(
-    source: Source, options: ExportOptions, parameters: int, dtype: Dtype, check: Check | None, found: Comparison | None
+    source: ModelGiven,
+    options: ExportOptions,
+    parameters: int,
+    dtype: Dtype,
+    check: Check | None,
+    found: Comparison | None,
 ) -> dict[str, Any]:
     """The content of export.json."""
     from rlhf_cli.evaluation.figures import as_json
@@ -308,7 +313,7 @@ def _facts(
 
 
 def _card(
-    source: Source,
+    source: ModelGiven,
     options: ExportOptions,
     facts: dict[str, Any],
     found: Comparison | None,

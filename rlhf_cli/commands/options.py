@@ -54,37 +54,13 @@ Quantized = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print only warnings and errors.")]
 
 For = Literal["sft", "rm", "rm-scores", "ppo"]
+OnBadRow = Literal["error", "skip"]
 SOURCE_HELP = "A data file, a folder of files, a glob, or the id of a hub dataset."
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)]
-SourceOrNone = Annotated[str | None, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)]
-SourceSet = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Set a key of the source, such as limit=100 or split=test (rlhf config docs sft.data.train). Repeatable.",
-    ),
-]
-SourceOrConfigSet = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Set a key of the source, such as limit=100 or split=test, or of the config. Repeatable.",
-    ),
-]
 Format = Annotated[str | None, typer.Option("--format", help="The format of the rows, if it is not detected.")]
 Keys = Annotated[
     list[str] | None,
     typer.Option("--key", "--keys", metavar="OURS=THEIRS", help="Rename a column. Repeatable."),
-]
-ForOrNone = Annotated[
-    For | None,
-    typer.Option("--for", help="The stage to read for. rm-scores is rm with loss: mse or bce.", show_default=False),
-]
-ConfigOrNone = Annotated[Path | None, typer.Option("--config", help="A stage's YAML file instead of SOURCE.")]
-Tokenizer = Annotated[
-    str | None, typer.Option("--tokenizer", help="A model directory or hub id. Without it, lengths are in words.")
 ]
 Out = Annotated[Path, typer.Option("--out", help="The .jsonl file to write or to continue.", show_default=False)]
 Template = Annotated[Path | None, typer.Option("--template", help="A text file that replaces the built-in prompt.")]
@@ -95,9 +71,6 @@ TopP = Annotated[
 Seed = Annotated[int, typer.Option("--seed", help="Another seed samples other answers.")]
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option("--device", help="Where the model runs.")]
 WhereToRun = Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option("--device", help="Where to run.")]
-OnBadRow = Annotated[
-    Literal["error", "skip"], typer.Option("--on-bad-row", help="Stop at a row that cannot be read, or skip it.")
-]
 RestartOut = Annotated[bool, typer.Option("--restart", help="Start over and remove the rows in --out.")]
 
 
@@ -105,14 +78,33 @@ RestartOut = Annotated[bool, typer.Option("--restart", help="Start over and remo
 class SourceOptions:
     """How the rows of a source are read."""
 
-    overrides: SourceSet = None
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Set a key of the source: limit=100, split=test (rlhf config docs sft.data.train). Repeatable.",
+        ),
+    ] = None
     format: Format = None
     keys: Keys = None
-    on_bad_row: OnBadRow = "error"
+    on_bad_row: Annotated[
+        OnBadRow, typer.Option("--on-bad-row", help="Stop at a row that cannot be read, or skip it.")
+    ] = "error"
 
     def source(self, path: str) -> DataSource:
         """The source at a path; raises ConfigError if it is not valid."""
-        return source_of(path, self.overrides, self.format, self.keys)
+        from rlhf_cli.config.data import DataSource
+        from rlhf_cli.config.loader import load_values
+        from rlhf_cli.errors import ConfigError
+
+        pairs = [pair.split("=", 1) for pair in self.keys or []]
+        if any(len(pair) != 2 for pair in pairs):
+            raise ConfigError("--key: must be OURS=THEIRS, for example response=output.text")
+        values: dict[str, Any] = {"path": path, "keys": dict(pairs)}
+        if self.format is not None:
+            values["format"] = self.format
+        return load_values(values, DataSource, self.overrides or [], "SOURCE")
 
 
 @dataclass(frozen=True)
@@ -174,18 +166,3 @@ class SourceCommand(typer.core.TyperCommand):
                 say(f"error: {option}: is a key of the source. Write --set {instead}", error=True)
                 raise typer.Exit(2)
         return super().parse_args(ctx, args)
-
-
-def source_of(path: str, overrides: list[str] | None, format: str | None, keys: list[str] | None) -> DataSource:
-    """A source from the command line; raises ConfigError if it is not valid."""
-    from rlhf_cli.config.data import DataSource
-    from rlhf_cli.config.loader import load_values
-    from rlhf_cli.errors import ConfigError
-
-    pairs = [pair.split("=", 1) for pair in keys or []]
-    if any(len(pair) != 2 for pair in pairs):
-        raise ConfigError("--key: must be OURS=THEIRS, for example response=output.text")
-    values: dict[str, Any] = {"path": path, "keys": dict(pairs)}
-    if format is not None:
-        values["format"] = format
-    return load_values(values, DataSource, overrides or [], "SOURCE")

@@ -210,6 +210,31 @@ def json_line(values: dict[str, Any], indent: int | None = None) -> bytes:
     return line + b"\n"
 
 
+@contextlib.contextmanager
+def new_file(out: Path) -> Iterator[BinaryIO]:
+    """A file to write. It is on the disk and has the name `out` when the block succeeds; otherwise nothing is left.
+
+    Raises ArtifactError if it cannot be written.
+    """
+    beside = out.with_name(f".{out.name}.writing")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        beside.unlink(missing_ok=True)
+        # O_EXCL: a link with this name, which would lead elsewhere, is not followed.
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        beside.rename(out)
+    except OSError as error:
+        raise ArtifactError(
+            f"{out}: cannot be written ({error.strerror or error}). Free disk space, or give another --out"
+        ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+
+
 class Line(dict[str, Any]):
     """A row or a dropped item, which may have been edited by hand. Raises ArtifactError for a key that it lacks."""
 

@@ -9,7 +9,7 @@ import contextlib
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,6 +33,7 @@ from rlhf_cli.commands.output import (
     batched,
     items,
     json_line,
+    new_file,
     prompt_column,
     refuse_own_output,
     text_of,
@@ -42,7 +43,7 @@ from rlhf_cli.commands.rm_serve import RewardModelOptions, as_reward
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.records import Answer, Record, Scored
 from rlhf_cli.data.views import answered, ranking
-from rlhf_cli.errors import ArtifactError, ConfigError, DataError
+from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.report.progress import Console, Display
 from rlhf_cli.run.artifacts import model_directory, read_manifest_or_none, reward_model_stage
 
@@ -136,7 +137,7 @@ def score_file(
     for note in notes:
         display.note(note)
     summary = _Summary()
-    with _lines_to(out) as write:
+    with new_file(out) if out is not None else contextlib.nullcontext(sys.stdout.buffer) as file:
         for chunk in batched(islice(items(source, "sft", on_bad_row, _require_answer), num), CHUNK):
             records = [record for record in chunk if not isinstance(record, Dropped)]
             summary.num_bad_rows += len(chunk) - len(records)
@@ -146,7 +147,8 @@ def score_file(
             for record in records:
                 own_scores = [next(scores) for _ in record.answers]
                 summary.add(record, own_scores, [next(ids) for _ in record.answers])
-                write(scored_row(record, own_scores))
+                file.write(json_line(scored_row(record, own_scores)))
+        file.flush()
     if out is not None:
         display.note(f"{out}: {summary.num_rows} rows")
     summary.show(display, model.report())
@@ -316,22 +318,3 @@ def _target(record: Record) -> float | None:
     columns = (record.answers[0].score, record.columns.get("score"), record.columns.get("label"))
     numbers = (float(value) for value in columns if isinstance(value, int | float) and math.isfinite(value))
     return next(numbers, None)
-
-
-@contextlib.contextmanager
-def _lines_to(out: Path | None) -> Iterator[Callable[[OutputRow], object]]:
-    """A function that writes a row to stdout or to `out`, which appears when all rows are written."""
-    if out is None:
-        yield lambda row: sys.stdout.buffer.write(json_line(row))
-        sys.stdout.buffer.flush()
-        return
-    partial = out.with_name(f".{out.name}.partial")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            yield lambda row: file.write(json_line(row))
-        partial.replace(out)
-    except OSError as error:
-        raise ArtifactError(f"{out}: cannot be written ({error.strerror or error})") from None
-    finally:
-        partial.unlink(missing_ok=True)
