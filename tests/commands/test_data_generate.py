@@ -39,11 +39,6 @@ from support.tiny import WORDS, read_jsonl, write_jsonl
 from support.writers import contents, failing_after, local, remote, run_command
 
 
-@pytest.fixture(autouse=True)
-def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = random.Random(2)

@@ -25,11 +25,6 @@ from support.tiny import WORDS, read_jsonl, write_jsonl
 from support.writers import contents, failing_after, local, remote, run_command
 
 
-@pytest.fixture(autouse=True)
-def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
 def run(source: Path, out: Path, writer: WriterOptions, **settings: Any) -> None:
     run_command(data_score.data_score, source, out, writer=writer, **settings)
 

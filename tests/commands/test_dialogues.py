@@ -22,11 +22,6 @@ from support.tiny import read_jsonl, write_jsonl
 from support.writers import contents, failing_after, local, remote, run_command
 
 
-@pytest.fixture(autouse=True)
-def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     rows = [{"prompt": "Where is my tent?"}, {"prompt": "My lamp is broken."}]

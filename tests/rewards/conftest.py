@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from support.servers import Scripted
@@ -23,13 +25,5 @@ def function(tmp_path):
 
 @pytest.fixture
 def scripted():
-    servers = []
-
-    def start(play):
-        servers.append(Scripted(play))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.server.shutdown()
-        server.server.server_close()
+    with contextlib.ExitStack() as servers:
+        yield lambda play: servers.enter_context(Scripted(play))

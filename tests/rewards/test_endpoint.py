@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import itertools
 import os
 import random
@@ -210,11 +212,38 @@ def test_an_unreachable_server_is_reported():
     assert ", after" not in str(caught.value)
 
 
-def test_an_oversized_answer_is_refused(scripted, monkeypatch):
-    monkeypatch.setattr(http_client, "MAX_ANSWER_BYTES", 1000)
-    server = scripted(lambda *_: (200, {}, b"[" + b"1," * 1000 + b"1]"))
-    with pytest.raises(RewardError, match="answered 200 with more than 1000 bytes"):
+@pytest.mark.parametrize("layers", [0, 1, 2, 3])
+def test_an_oversized_answer_is_refused(scripted, monkeypatch, layers):
+    """The bytes after each layer of compression are counted."""
+    monkeypatch.setattr(http_client, "MAX_ANSWER_BYTES", 1_000_000)
+    answer = b"[" + b"1," * 2_000_000 + b"1]"
+    for _ in range(layers):
+        answer = gzip.compress(answer, 1)
+    server = scripted(lambda *_: (200, {"Content-Encoding": ", ".join(["gzip"] * layers)} if layers else {}, answer))
+    with pytest.raises(RewardError, match="answered 200 with more than 1000000 bytes"):
         asks(server).score(batch(["x"]))
+
+
+def test_an_answer_without_an_end_is_cut_off(monkeypatch):
+    monkeypatch.setattr(http_client, "MAX_ANSWER_BYTES", 1_000_000)
+    sent = []
+
+    def flood(connection):
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        with contextlib.suppress(OSError):
+            while len(sent) < 1000:
+                connection.sendall(b"x" * 1_000_000)
+                sent.append(1)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=lambda: flood(listener.accept()[0]))
+        thread.start()
+        source = source_of({"type": "http", "url": f"http://127.0.0.1:{listener.getsockname()[1]}/", "retries": 0})
+        with pytest.raises(RewardError, match="answered 200 with more than 1000000 bytes"):
+            source.score(batch(["x"]))
+        thread.join()
+    assert len(sent) < 50, "what the sockets hold, and not the gigabyte that was offered"
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])

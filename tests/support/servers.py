@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import importlib.util
 import json
 import os
@@ -14,43 +13,50 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
-from rlhf_cli.data.records import Message
+from rlhf_cli.data import records
 from rlhf_cli.processes.launcher import free_port
 from rlhf_cli.rollout.requests import Request
 
 
 class Scripted:
-    """A server whose answers a test decides: `play(number of the request, body)` returns (status, headers, body),
-    raw bytes to send, or None to close the connection."""
+    """A server on loopback whose answers a test decides: `play(number of the request, body)` returns (status, headers,
+    body), raw bytes to send, or None to close the connection."""
 
-    def __init__(self, play):
-        self.requests, self.headers, self.paths, self.times, self.play = [], [], [], [], play
-        self.now, self.most, self.lock = 0, 0, threading.Lock()
-        outer = self
+    path = "/get_reward"
 
-        class Handler(http.server.BaseHTTPRequestHandler):
+    def __init__(self, play: Callable[[int, Any], Any], port: int = 0):
+        self.requests: list[Any] = []
+        self.headers: list[Message] = []
+        self.paths: list[str] = []
+        self.times: list[float] = []
+        self.now, self.most, lock, outer = 0, 0, threading.Lock(), self
+
+        class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
             disable_nagle_algorithm = True  # else the body waits 40 ms for the client to acknowledge the headers
 
-            def do_POST(self):
+            def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with outer.lock:
+                with lock:
                     number = len(outer.requests)
                     outer.requests.append(body)
-                    outer.headers.append(dict(self.headers))
+                    outer.headers.append(self.headers)
                     outer.paths.append(self.path)
                     outer.times.append(time.monotonic())
                     outer.now += 1
                     outer.most = max(outer.most, outer.now)
-                answer = outer.play(number, body)
-                with outer.lock:
-                    outer.now -= 1
+                try:
+                    answer = play(number, body)
+                finally:
+                    with lock:
+                        outer.now -= 1
                 if isinstance(answer, tuple):
                     status, headers, content = answer
                     content = content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -63,20 +69,27 @@ class Scripted:
                     self.close_connection = True
                     self.wfile.write(answer or b"")
 
-            def log_message(self, *args):
+            def log_message(self, *_: Any) -> None:
                 pass
 
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.handle_error = lambda *_: None
-        self.url = f"http://127.0.0.1:{self.server.server_port}/get_reward"
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.server.handle_error = lambda *_: None  # type: ignore[method-assign]
+        self.url = f"http://127.0.0.1:{self.server.server_port}{self.path}"
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
 
 
 KEY = "sk-very-secret-0123456789"
 
 
 def ask(text: str, *counters: int) -> Request:
-    return Request((Message("user", text),), counters or (0,))
+    return Request((records.Message("user", text),), counters or (0,))
 
 
 def completion(text: Any, finish_reason: str = "stop") -> bytes:
@@ -100,68 +113,19 @@ class Call:
         return str(self.body["messages"][-1]["content"])
 
 
-class ChatServer:
-    """An OpenAI-compatible server on loopback; `reply` returns the answer to a request."""
+class ChatServer(Scripted):
+    """An OpenAI-compatible server; `reply` returns the answer to a request."""
 
-    def __init__(self, reply: Callable[[Call], Reply] | None = None, port: int = 0):
-        self.reply = reply or (lambda call: (200, {}, completion(f"echo {call.text}")))
-        self.bodies: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
-        self.paths: list[str] = []
-        self.times: list[float] = []
-        self.most_at_once = self.at_once = 0
-        lock, server = threading.Lock(), self
+    path = "/v1"
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True  # else the body waits 40 ms for the client to acknowledge the headers
+    def __init__(self, reply: Callable[[Call], Reply] | None = None):
+        reply = reply or (lambda call: (200, {}, completion(f"echo {call.text}")))
+        super().__init__(lambda number, body: reply(Call(number, body)))
 
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                with lock:
-                    number = len(server.bodies)
-                    server.bodies.append(body)
-                    server.headers.append({k.lower(): v for k, v in self.headers.items()})
-                    server.paths.append(self.path)
-                    server.times.append(time.monotonic())
-                    server.at_once += 1
-                    server.most_at_once = max(server.most_at_once, server.at_once)
-                try:
-                    answer = server.reply(Call(number, body))
-                finally:
-                    with lock:
-                        server.at_once -= 1
-                if answer is None:
-                    self.close_connection = True
-                    return
-                status, headers, content = answer
-                with contextlib.suppress(OSError):  # The client may have timed out.
-                    self.send_response(status)
-                    for name, value in {"content-length": str(len(content)), **headers}.items():
-                        self.send_header(name, value)
-                    self.end_headers()
-                    self.wfile.write(content)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-
-            def handle_error(self, *_: Any) -> None:
-                """Print nothing when a client disconnects."""
-
-        self._server = Server(("127.0.0.1", port), Handler)
-        self.port = self._server.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}/v1"
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-
-    def __enter__(self) -> ChatServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    @property
+    def bodies(self) -> list[Any]:
+        """The requests."""
+        return self.requests
 
 
 @contextlib.contextmanager
