@@ -6,7 +6,6 @@ import doctest
 import importlib
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.yaml_text import dump_config
+from support.forked import Forked
 from support.paths import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -280,9 +280,11 @@ def test_the_parts_of_the_gpu_benchmark_begin_with_the_memory_of_ppo(load):
 @pytest.mark.parametrize("part", ["memory tiny PPO NF4", "speed tiny rollouts"])
 def test_a_part_of_the_gpu_benchmark_runs_on_a_cpu(part, tmp_path):
     """All of it: `python benchmarks/gpu.py --work DIR --device cpu --tiny`."""
-    file, environment = tmp_path / "part.json", os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, BENCHMARKS / "gpu.py", "--work", tmp_path, "--device", "cpu", "--part", part]
-    subprocess.run([*command, "--part-file", file], env=environment, cwd=ROOT, check=True)
+    file = tmp_path / "part.json"
+    code = f"import runpy, sys; sys.path.insert(0, '{BENCHMARKS}'); runpy.run_module('gpu', None, '__main__')"
+    options = ["--work", str(tmp_path), "--device", "cpu", "--part", part, "--part-file", str(file)]
+    exit_code, output = Forked(code, *options, folder=ROOT, log=tmp_path / "log").wait()
+    assert exit_code == 0, output
     result = json.loads(file.read_text(encoding="utf-8"))
     if part.startswith("memory"):
         assert [row[3] for row in result["rows"]] == ["peak", "load", "rollout", "scoring", "update", "save"]

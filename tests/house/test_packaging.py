@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -48,6 +49,25 @@ def test_the_wheel_contains_both_packages_and_nothing_else(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+COMMANDS = """
+import json, os, sys
+import rlhf_cli, stages, stages.ppo, stages.rm, stages.sft
+from rlhf_cli.cli import main
+print(rlhf_cli.__file__, stages.__file__, flush=True)
+for typed, words in json.loads(sys.argv[1]):
+    if not (process := os.fork()):
+        with open("typed", "w") as file:
+            file.write(typed)
+        os.dup2(os.open("typed", os.O_RDONLY), 0)
+        sys.stdin, sys.argv = open(0, closefd=False), ["rlhf", *words]
+        main()
+        sys.exit(0)
+    if code := os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]):
+        sys.exit(f"{words}: exit code {code}")
+"""
+"""Runs commands, each with what is typed, in forks of one process: the imports of torch take most of the time."""
+
+
 @pytest.mark.slow
 def test_the_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> None:
     """In a new environment away from the checkout, with the dependencies of this one on its path."""
@@ -58,63 +78,51 @@ def test_the_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> 
     site = next((tmp_path / "env" / "lib").glob("python*/site-packages"))
     lent = next(path for path in sys.path if path.endswith("site-packages"))
     # PYTHONPATH reads no .pth file, so the editable install of this checkout is not found.
-    env = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{lent}"}
-    (tmp_path / "away").mkdir()
-    where = "import rlhf_cli, stages; print(rlhf_cli.__file__, stages.__file__)"
-    process = subprocess.run([python, "-c", where], capture_output=True, text=True, env=env, cwd=tmp_path / "away")
-    assert process.stdout.count(str(site)) == 2, process.stdout + process.stderr
-    config = ROOT / "configs" / "support"
-    small = ["--set", f"artifacts={tmp_path / 'run'}", "--set", f"data.train={ROOT}/data/support/sft_test.jsonl"]
-    small += ["--set", "data.test=null", "--set", "training.num_steps=3", "--set", "evaluation.num_samples=0"]
-    command = [tmp_path / "env" / "bin" / "rlhf", "sft", "--config", str(config / "sft.yaml"), *small]
-    result = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path / "away", timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert (tmp_path / "run" / "sft" / "model" / "model.safetensors").is_file()
-    # `rlhf init` finds its templates in the wheel, and what it writes runs there.
-    rlhf = tmp_path / "env" / "bin" / "rlhf"
+    env = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{lent}", "OMP_NUM_THREADS": "1"}
+    away, run = tmp_path / "away", "artifacts/mine"
+    away.mkdir()
+    (away / "prompts.jsonl").write_text('{"prompt": "Hello"}\n', encoding="utf-8")
+    small = [f"artifacts={tmp_path}/run", f"data.train={ROOT}/data/support/sft_test.jsonl", "data.test=null"]
+    small += ["training.num_steps=3", "evaluation.num_samples=0"]
     short = ["sft:training.num_steps=3", "rm:training.num_steps=3", "ppo:ppo.num_iterations=1"]
     short += ["ppo:evaluation.num_prompts=4", "rm:evaluation.num_normalization_samples=4"]
-    sets = [word for pair in short for word in ("--set", pair)]
-    for command in (["init", "mine"], ["pipeline", "mine", "--quiet", *sets]):
-        result = subprocess.run([rlhf, *command], capture_output=True, text=True, env=env, cwd=tmp_path / "away")
-        assert result.returncode == 0, result.stdout + result.stderr
-    assert (tmp_path / "away" / "artifacts" / "mine" / "ppo" / "model" / "model.safetensors").is_file()
-    for template, code in {
-        "blank": ("reward.py",),
-        "bilingual": ("reward.py", "data/prompts.jsonl"),
-        "sentiment": ("judge.py",),
-        "hh": (),
-        "stories": ("reward.py", "data/prompts.jsonl"),
-    }.items():
-        result = subprocess.run(
-            [rlhf, "init", template, "--from", template], capture_output=True, text=True, env=env, cwd=tmp_path / "away"
-        )
-        assert result.returncode == 0, result.stdout + result.stderr
-        assert all((tmp_path / "away" / template / name).stat().st_size for name in ("ppo.yaml", *code))
-    result = subprocess.run(
-        [rlhf, "pipeline", "blank", "--quiet"], capture_output=True, text=True, env=env, cwd=tmp_path / "away"
-    )
+    small, short = ([word for pair in pairs for word in ("--set", pair)] for pairs in (small, short))
+    command = [tmp_path / "env/bin/rlhf", "sft", "--config", str(ROOT / "configs/support/sft.yaml"), *small]
+    result = subprocess.run(command, capture_output=True, text=True, env=env, cwd=away, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
-    # What has been trained is used: each command's files and optional parts are there.
-    away, run = tmp_path / "away", "artifacts/mine"
-    (away / "prompts.jsonl").write_text('{"prompt": "Hello"}\n', encoding="utf-8")
-    for typed, command, written in (
-        ("Hello\n", ["chat", run], ""),
-        (
-            "",
-            ["generate", run, "--prompts", "prompts.jsonl", "--compare", "sft", "--out", "pairs.jsonl"],
-            "pairs.jsonl",
+    assert (tmp_path / "run/sft/model/model.safetensors").is_file()
+    generate = ["generate", run, "--prompts", "prompts.jsonl"]
+    commands = [
+        # `rlhf init` finds its templates in the wheel, and what it writes runs there.
+        ("", ["init", "mine"], "mine/ppo.yaml"),
+        ("", ["pipeline", "mine", "--quiet", *short], f"{run}/ppo/model/model.safetensors"),
+        *(
+            ("", ["init", name, "--from", name], f"{name}/{written}")
+            for name, written in {
+                "blank": "reward.py",
+                "bilingual": "data/prompts.jsonl",
+                "sentiment": "judge.py",
+                "hh": "ppo.yaml",
+                "stories": "data/prompts.jsonl",
+            }.items()
         ),
+        ("", ["pipeline", "blank", "--quiet"], "blank/ppo.yaml"),
+        # What has been trained is used: each command's files and optional parts are there.
+        ("Hello\n", ["chat", run], ""),
+        ("", [*generate, "--compare", "sft", "--out", "pairs.jsonl"], "pairs.jsonl"),
         ("1", ["label", "pairs.jsonl", "--num", "1"], "pairs.labels.jsonl"),
         ("", ["eval", run], ""),
-        ("", ["report", run], "artifacts/mine/report.html"),
+        ("", ["report", run], f"{run}/report.html"),
         ("", ["export", run, "--no-check", "--out", "exported"], "exported/model.safetensors"),
         ("", ["push", "exported", "me/mine"], ""),
         ("", ["serve", run, "--dry-run"], ""),
-    ):
-        result = subprocess.run([rlhf, *command], input=typed, capture_output=True, text=True, env=env, cwd=away)
-        assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
-        assert (away / written).exists()
+    ]
+    typed = json.dumps([command[:2] for command in commands])
+    result = subprocess.run([python, "-c", COMMANDS, typed], capture_output=True, text=True, env=env, cwd=away)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count(str(site)) == 2, result.stdout
+    for _, command, written in commands:
+        assert (away / written).exists(), command
 
 
 NAME_OF = {"vl_convert": "vl-convert-python", "yaml": "pyyaml", "mlflow": "mlflow-skinny"}

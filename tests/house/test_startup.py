@@ -148,13 +148,13 @@ runpy.run_module({"rlhf": "rlhf_cli"}.get(sys.argv[0], sys.argv[0]), run_name="_
 """
 
 
-@pytest.mark.parametrize("module", ["rlhf_cli", "stages.sft", "stages.rm", "stages.ppo"])
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("module", "given", "expected"),
     [
-        ({}, "2000 128 32 error 1"),
-        ({"GOMP_SPINCOUNT": "7", "TRANSFORMERS_VERBOSITY": "info"}, "7 128 32 info 1"),
-        ({"OMP_WAIT_POLICY": "active", "LRU_CACHE_CAPACITY": "9"}, "None 128 9 error 1"),
+        ("rlhf_cli", {}, "2000 128 32 error 1"),
+        ("rlhf_cli", {"GOMP_SPINCOUNT": "7", "TRANSFORMERS_VERBOSITY": "info"}, "7 128 32 info 1"),
+        ("rlhf_cli", {"OMP_WAIT_POLICY": "active", "LRU_CACHE_CAPACITY": "9"}, "None 128 9 error 1"),
+        *((f"stages.{stage}", {}, "2000 128 32 error 1") for stage in STAGES),
     ],
 )
 def test_a_command_sets_its_environment_before_torch_is_imported_and_keeps_user_values(

@@ -88,7 +88,7 @@ def test_reads_and_output_of_a_reward_model_that_shares_the_tokenizer(start, pip
 def test_reads_and_output_of_an_encoder_with_labels(start, word_piece, tmp_path):
     """It reads the text, with or without the prompt. The probability is the label's entry of the softmax."""
     model = encoder(tmp_path / "two", word_piece, 2, id2label={0: "bad", 1: "good"}, label2id={"bad": 0, "good": 1})
-    reward = {"type": "reward_model", "path": str(tmp_path / "two"), "label": "good", "weight": -2.0}
+    reward = {"type": "reward_model", "path": str(tmp_path / "two"), "label": "bad", "weight": -2.0}
     for reads, output in itertools.product(("prompt_and_response", "response"), ("logit", "probability")):
         with start(rewards=[{**reward, "reads": reads, "output": output}]) as setup:
             rollout, texts, scores = scored_rollout(setup)
@@ -98,7 +98,7 @@ def test_reads_and_output_of_an_encoder_with_labels(start, word_piece, tmp_path)
             full_text = prompt.text + text if reads == "prompt_and_response" else text
             with torch.no_grad():
                 logits = model(**word_piece(full_text, return_tensors="pt")).logits[0]
-            expected = logits.softmax(0)[1] if output == "probability" else logits[1]
+            expected = logits.softmax(0)[0] if output == "probability" else logits[0]
             assert score.item() == pytest.approx(expected.item(), abs=1e-5)
             assert total.item() == pytest.approx(-2.0 * expected.item(), abs=1e-5)
 

@@ -1,6 +1,6 @@
 """PPO on two processes gives the same result as on one.
 
-By default the two processes are threads that take turns (`support.worlds`). The slow tests start real ones.
+The two processes are threads that take turns (`support.worlds`), but in two slow tests, which start real ones.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from support.setup import learning
 from support.tiny import merged, read_jsonl
 from support.worlds import run_in_threads
 
-TWO = [run_in_threads, pytest.param(run_forked, marks=pytest.mark.slow)]
 
-
-def compare_one_and_two_processes(watch, write_config, base, tmp_path, changes, run_two=run_forked):
+def compare_one_and_two_processes(watch, write_config, base, tmp_path, changes):
     """Run on one process and on two, compare all that they write, and return the record of the first run."""
     changes = merged({"optimizer": {"eps": 1e-3}}, changes)
     one = watch("one", **changes)
-    run_two(2, "ppo", write_config("ppo", tmp_path / "two", **merged(base, changes)))
+    run_in_threads(2, "ppo", write_config("ppo", tmp_path / "two", **merged(base, changes)))
     same_runs(one.stage_dir, tmp_path / "two/ppo")
     return one
 
@@ -39,9 +37,8 @@ def limits(run):
     return limits_found
 
 
-@pytest.mark.parametrize("run_two", TWO)
 def test_groups_may_be_split_over_processes_and_all_processes_stop_early_together(
-    watch, write_config, base, tmp_path, data, run_two
+    watch, write_config, base, tmp_path, data
 ):
     """[37] Three responses per prompt, one or two of them on each process. No process waits forever."""
     changes = {
@@ -61,7 +58,7 @@ def test_groups_may_be_split_over_processes_and_all_processes_stop_early_togethe
     }
     limit, _ = limits(watch("free", **changes))
     run = compare_one_and_two_processes(
-        watch, write_config, base, tmp_path, merged(changes, {"ppo": {"max_approx_kl": limit}}), run_two
+        watch, write_config, base, tmp_path, merged(changes, {"ppo": {"max_approx_kl": limit}})
     )
     assert any(row["policy/stopped_early"] for row in run.metrics)
     assert {move for _, move in run.moves} == {True, False}
@@ -99,22 +96,18 @@ SPLIT = {
 
 
 DEFAULT = ("scores", "reference")
-"""Cases of SPLIT whose thread runs are not slow: each statistic of scores and rewards is one of both processes."""
+"""Cases of SPLIT that are not slow: each statistic of scores and rewards is one of both processes."""
 
 
 @pytest.mark.parametrize(
-    ("name", "run_two"),
-    [
-        *(pytest.param(name, run_in_threads, id=name) for name in DEFAULT),
-        *(pytest.param(name, run_forked, id=f"{name}, processes", marks=pytest.mark.slow) for name in SPLIT),
-    ],
+    "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in SPLIT]
 )
-def test_two_processes_give_the_result_of_one_with(name, run_two, watch, write_config, base, functions, tmp_path):
+def test_two_processes_give_the_result_of_one_with(name, watch, write_config, base, functions, tmp_path):
     changes = SPLIT[name]
     if name == "dense":
         rewards = [{"type": "function", "function": f"{functions}:tokens", "per_token": True}]
         changes = merged(changes, {"rewards": rewards})
-    run = compare_one_and_two_processes(watch, write_config, base, tmp_path, changes, run_two)
+    run = compare_one_and_two_processes(watch, write_config, base, tmp_path, changes)
     assert run.metrics[-1]["objective/kl"] != 0.0
 
 

@@ -94,10 +94,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("architecture", "name", "options"),
-    [("llama", *case) for case in CASES] + [("encoder", *case) for case in CASES if case[0].startswith("rm")],
+    ("architecture", "name", "options", "deduplicate"),
+    [
+        *(("llama", name, options, False) for name, options in CASES),
+        *(("llama", name, options, True) for name, options in CASES if not options),
+        *(("encoder", name, {"truncation": "right"}, False) for name in ("rm", "rm mse", "rm labels")),
+    ],
 )
-@pytest.mark.parametrize("deduplicate", [False, True])
 def test_data_check_and_the_stage_count_the_same_rows(
     name: str,
     options: dict[str, Any],

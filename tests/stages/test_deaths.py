@@ -43,17 +43,23 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("fate", FATES)
 @pytest.mark.parametrize(
-    ("stage", "work", "rank"),
-    [("rm", "_accumulate", 1), ("ppo", "collect", 0), ("ppo", "scores_of_rollout", 1)],
-    ids=["rm", "rollout", "rewards"],
+    ("fate", "stage", "work", "rank"),
+    [
+        ("killed", "rm", "_accumulate", 1),
+        ("memory", "rm", "_accumulate", 1),
+        # The first process holds the store by which all know of each other.
+        ("killed", "ppo", "collect", 0),
+        ("hangs", "ppo", "collect", 0),
+        # The others wait without a connection to it: it gives no sign of life, killed or not.
+        ("killed", "ppo", "scores_of_rollout", 1),
+    ],
 )
 def test_one_line_names_rank_stage_step_and_wait(fate, stage, work, rank, write_config, make_model, tmp_path):
     (tmp_path / "rewards.py").write_text("def score(prompts, responses, rows):\n    return [1.0] * len(responses)\n")
     action = FATES[fate]
     if (fate, work) == ("killed", "scores_of_rollout"):
-        fate = "hangs"  # the others wait without a connection to it: it gives no sign of life
+        fate = "hangs"
     timeout_s = 5 if fate == "hangs" else 60
     model = {"path": str(make_model("llama"))}
     changes = {

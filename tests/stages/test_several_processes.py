@@ -1,4 +1,4 @@
-"""Every stage on several processes, with whole copies and sharded models: the tokens and figures of one process."""
+"""Every stage on four processes, sharded, and PPO with whole copies: the tokens and figures of one process."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ def changes_of(model_of, run_stage, tokenizer, tmp_path) -> Callable[..., dict[s
 
 SHARDED = {"distributed": {"shard": True}}
 CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "sft whole": (("sft", "gpt2"), {}),
     "sft sharded": (("sft", "qwen2"), SHARDED),
-    "rm whole": (("rm", "qwen2"), {}),
     "rm sharded": (("rm", "gpt2"), SHARDED),
     "ppo whole": (("ppo", "gpt2", "llama"), {}),
     "ppo sharded": (("ppo", "qwen2", "gpt2"), SHARDED),

@@ -37,14 +37,14 @@ from rlhf_cli.run.artifacts import digest_file, read_manifest
 from rlhf_cli.training.optimizer import Stepper
 from stages import sft as sft_stage
 from support.compare import same_runs, weights_of
-from support.runs import digests, run_forked, run_processes
+from support.runs import digests, run_forked
 from support.tiny import ARCHITECTURES, BAD, GOOD, WORDS, encoder, read_jsonl, training_examples, write_jsonl
 
 STAGES = ("sft", "rm", "ppo")
 EVALUATION = {"score_mean", "score_median", "kl", "length", "eos_fraction", "distinct_2", "seconds"}
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
 def arch(request):
     return request.param
 
@@ -154,10 +154,11 @@ def test_the_reward_model_stores_the_mean_and_std_of_sft_scores(root):
     assert config["score_std"] > 0
 
 
-def test_a_rerun_gives_the_same_bytes(arch, root, make_model, run_stage, tmp_path):
-    """In the same process, where the global random generators have advanced since the first run."""
-    torch.manual_seed(100 + ARCHITECTURES.index(arch))
-    run_stage("sft", tmp_path, model={"path": str(make_model(arch))})
+def test_a_rerun_gives_the_same_bytes(pipeline, make_model, run_stage, tmp_path):
+    """In the same process, where the global random generators have advanced since the first run. GPT-2 has dropout."""
+    root = pipeline("gpt2")
+    torch.manual_seed(100)
+    run_stage("sft", tmp_path, model={"path": str(make_model("gpt2"))})
     run_stage("rm", tmp_path)
     run_stage("ppo", tmp_path)
     for stage in STAGES:
@@ -182,47 +183,29 @@ TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "in
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_model_from_scratch_runs_through_all_stages(run_stage, tmp_path, name):
-    """AutoTokenizer loads its tokenizer as one of the model's family."""
+def test_a_tokenizer_from_scratch_is_loaded_as_one_of_the_models_family(run_stage, tmp_path, name):
     config = {**TINY, "max_position_embeddings": 128}
     if name == "qwen2":
         config["num_key_value_heads"] = 2  # 32 by default
     if name == "gpt2":
         config = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 128}
     scratch = {"architecture": name, "config": config, "tokenizer": {"vocab_size": 290}}
-    run_stage("sft", tmp_path, model={"scratch": scratch})
-    run_stage("rm", tmp_path)
-    run_stage("ppo", tmp_path)
-    model, tokenizer = (auto.from_pretrained(tmp_path / "ppo/model") for auto in (AutoModelForCausalLM, AutoTokenizer))
+    path = run_stage("sft", tmp_path, model={"scratch": scratch}) / "model"
+    model, tokenizer = (auto.from_pretrained(path) for auto in (AutoModelForCausalLM, AutoTokenizer))
     assert len(tokenizer) <= model.get_input_embeddings().weight.shape[0]
     assert tokenizer.decode(tokenizer("a new lamp 12", add_special_tokens=False)["input_ids"]) == "a new lamp 12"
 
 
-@pytest.mark.parametrize("loss", ["logexp", "mse"])
-def test_the_other_reward_model_losses_run(data, pipeline, run_stage, tmp_path, loss):
-    rows = str(data["scored" if loss == "mse" else "preferences"])
-    run_stage(
-        "rm",
-        tmp_path,
-        model={"path": str(pipeline("llama") / "sft")},
-        data={"train": rows, "test": rows},
-        loss=loss,
-    )
-    final = read_manifest(tmp_path / "rm").metrics
-    assert {"mse": {"eval/mse", "eval/spearman"}, "logexp": {"eval/accuracy"}}[loss] <= set(final)
-
-
 def test_logexp_equals_logsigmoid(pipeline, run_stage, tmp_path):
     model = {"path": str(pipeline("llama") / "sft")}
-    losses = [
-        [row["loss/rm"] for row in metrics(run_stage("rm", tmp_path / loss, model=model, loss=loss).parent, "rm")[:3]]
-        for loss in ("logexp", "logsigmoid")
-    ]
+    runs = [run_stage("rm", tmp_path / loss, model=model, loss=loss) for loss in ("logexp", "logsigmoid")]
+    losses = [[row["loss/rm"] for row in metrics(run.parent, "rm")[:3]] for run in runs]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert "eval/accuracy" in read_manifest(runs[0]).metrics
 
 
-@pytest.mark.parametrize("loss", ["logsigmoid", "mse"])
-def test_labelled_rows_train_as_pairs_and_as_scores(pipeline, run_stage, tmp_path, loss):
+def test_labelled_rows_train_as_scores(pipeline, run_stage, tmp_path):
+    """test_data_counts.py trains on them as pairs."""
     rows = [
         {"text": f"{GOOD if i % 3 else BAD} we will send a {WORDS[i % 9]} {i}", "label": int(i % 3 > 0)}
         for i in range(18)
@@ -233,12 +216,11 @@ def test_labelled_rows_train_as_pairs_and_as_scores(pipeline, run_stage, tmp_pat
         tmp_path,
         model={"path": str(pipeline("llama") / "sft")},
         data={"train": path, "test": path},
-        loss=loss,
+        loss="mse",
     )
     final = read_manifest(tmp_path / "rm").metrics
-    assert ("eval/mse" if loss == "mse" else "eval/accuracy") in final
-    if loss == "mse":
-        assert final["eval/target_variance"] == pytest.approx(2 / 9, abs=1e-6), "twelve ones and six zeros"
+    assert {"eval/mse", "eval/spearman"} <= set(final)
+    assert final["eval/target_variance"] == pytest.approx(2 / 9, abs=1e-6), "twelve ones and six zeros"
 
 
 def test_hh_transcripts_run_through_all_stages(make_model, run_stage, tmp_path):
@@ -300,12 +282,11 @@ def test_label_selects_the_logit_of_a_classifier(pipeline, word_piece, run_stage
     for label in (None, "great"):
         with pytest.raises(ConfigError, match="bad, good"):
             run_stage("ppo", tmp_path / "refused", policy=policy, rewards=[{**rewards[0], "label": label}])
-    for number, label in enumerate(("bad", "good")):
-        run_stage("ppo", tmp_path / label, policy=policy, rewards=[{**rewards[0], "label": label}])
-        example = json.loads((tmp_path / label / "ppo/evaluation.json").read_text())["examples"][0]
-        with torch.no_grad():
-            logits = model(**word_piece(example["prompt"] + example["sft"]["reply"], return_tensors="pt")).logits[0]
-        assert example["sft"]["score"] == pytest.approx(logits[number].item(), abs=1e-5)
+    run_stage("ppo", tmp_path, policy=policy, rewards=[{**rewards[0], "label": "good"}])
+    example = json.loads((tmp_path / "ppo/evaluation.json").read_text())["examples"][0]
+    with torch.no_grad():
+        logits = model(**word_piece(example["prompt"] + example["sft"]["reply"], return_tensors="pt")).logits[0]
+    assert example["sft"]["score"] == pytest.approx(logits[1].item(), abs=1e-5)
 
 
 def test_a_long_text_is_cut_to_the_positions_of_roberta(word_piece, tmp_path):
@@ -375,73 +356,22 @@ def test_one_normalization_sample_gives_no_nan(pipeline, run_stage, tmp_path):
 # --------------------------------------------------------------------------------------- several processes
 
 
-@pytest.mark.parametrize(
-    ("stage", "minibatch", "run_two"),
-    [
-        # With a minibatch of 2 a process may have no row.
-        pytest.param("ppo", 2, run_forked),
-        pytest.param("ppo", 8, run_processes, marks=pytest.mark.slow),
-        *(pytest.param(stage, 2, run_forked, marks=pytest.mark.slow) for stage in ("sft", "rm")),
-        *(pytest.param(stage, 8, run_processes, marks=pytest.mark.slow) for stage in ("sft", "rm")),
-    ],
-)
-def test_two_processes_give_the_weights_of_one(stage, minibatch, run_two, pipeline, write_config, run_stage, tmp_path):
-    """Weights and figures agree to 1e-5. Adam's first steps have the size of the learning rate, whatever the gradient's
-    size. A larger eps makes a difference in the gradient visible and hides rounding."""
-    root = pipeline("llama")
-    training = {"minibatch_size": minibatch + 1, "num_steps": 5}
-    changes = {
-        "sft": {"model": {"path": str(root / "sft/model")}, "training": training},
-        "rm": {"model": {"path": str(root / "sft")}, "training": training},
-        "ppo": {
-            "policy": {"path": str(root / "sft")},
-            "rewards": [{"type": "reward_model", "path": str(root / "rm")}],
-            "ppo": {"minibatch_size": minibatch, "ppo_epochs": 2},
-        },
-    }[stage] | {"optimizer": {"eps": 1e-3}}
-    run_stage(stage, tmp_path / "one", **changes)
-    run_two(2, stage, write_config(stage, tmp_path / "two", **changes))
-    manifest = read_manifest(tmp_path / "two" / stage)
-    assert manifest.num_processes == 2
-    same_runs(tmp_path / "one" / stage, tmp_path / "two" / stage)
+def test_two_processes_give_the_weights_of_one(pipeline, write_config, run_stage, tmp_path):
+    """On minibatches of two rows, of which a process may have none. Weights and figures agree to 1e-5.
 
-
-@pytest.mark.slow
-def test_minibatches_that_do_not_divide_evenly_over_processes(pipeline, write_config, run_stage, tmp_path):
-    """[37] Nine responses, three per step, two processes: both take the same number of steps, and none hangs."""
+    Adam's first steps have the size of the learning rate, whatever the gradient's size. A larger eps makes a
+    difference in the gradient visible and hides rounding.
+    """
     root = pipeline("llama")
     changes = {
         "policy": {"path": str(root / "sft")},
         "rewards": [{"type": "reward_model", "path": str(root / "rm")}],
-        "ppo": {"num_iterations": 1, "rollout_batch_size": 9, "minibatch_size": 3, "ppo_epochs": 1},
+        "ppo": {"minibatch_size": 2, "ppo_epochs": 2},
         "optimizer": {"eps": 1e-3},
     }
     run_stage("ppo", tmp_path / "one", **changes)
     run_forked(2, "ppo", write_config("ppo", tmp_path / "two", **changes))
-    same_runs(tmp_path / "one/ppo", tmp_path / "two/ppo")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("prompts", [4, 3], ids=["whole prompts each", "every second response"])
-def test_two_processes_compute_group_advantages_as_one_does(prompts, pipeline, write_config, run_stage, tmp_path):
-    """The responses to a prompt stay on one process if prompts divide evenly over processes, otherwise they do not."""
-    root = pipeline("llama")
-    changes = {
-        "policy": {"path": str(root / "sft")},
-        "rewards": [{"type": "reward_model", "path": str(root / "rm")}],
-        "rollout": {"samples_per_prompt": 3},
-        "ppo": {
-            "num_iterations": 3,
-            "rollout_batch_size": 3 * prompts,
-            "minibatch_size": 3,
-            "ppo_epochs": 1,
-            "advantage_estimator": "rloo",
-            "num_rollouts_per_update": 2,
-        },
-        "optimizer": {"eps": 1e-3},
-    }
-    run_stage("ppo", tmp_path / "one", **changes)
-    run_forked(2, "ppo", write_config("ppo", tmp_path / "two", **changes))
+    assert read_manifest(tmp_path / "two/ppo").num_processes == 2
     same_runs(tmp_path / "one/ppo", tmp_path / "two/ppo")
 
 
@@ -571,24 +501,6 @@ def test_ppo_learns_to_write_a_letter(make_model, run_stage, tmp_path):
     assert evaluation["ppo"]["kl"] > 0.5
 
 
-def test_kl_coef_keeps_the_policy_near_the_reference(make_model, run_stage, tmp_path):
-    """The same run with and without `kl_coef`."""
-    rewards = function_file(tmp_path, "return [10 * r.count('e') / max(1, len(r)) for r in responses]")
-    kl = {}
-    for coef in (0.0, 5.0):
-        root = tmp_path / str(coef)
-        run_stage(
-            "ppo",
-            root,
-            policy={"path": str(make_model("llama"))},
-            rewards=rewards,
-            ppo={"num_iterations": 16, "rollout_batch_size": 32, "minibatch_size": 16, "kl_coef": coef},
-            optimizer={"learning_rate": 1e-3},
-        )
-        kl[coef] = json.loads((root / "ppo/evaluation.json").read_text())["ppo"]["kl"]
-    assert kl[5.0] < 0.5 * kl[0.0], kl
-
-
 # ------------------------------------------------------------------------------- details
 
 
@@ -676,9 +588,9 @@ def test_a_reward_function_can_use_dataclasses_and_import_neighbours(tmp_path):
     assert load_function(f"{tmp_path}/reward.py:f")(["a"], ["b"], [{}]) == [2.5]
 
 
-def test_the_scale_of_scored_targets_is_saved_with_the_model(tmp_path, make_model, data, run_stage):
-    run_stage("sft", tmp_path, model={"path": str(make_model("llama"))})
-    run_stage("rm", tmp_path, loss="mse", data={"train": str(data["scored"]), "test": str(data["scored"])})
+def test_the_scale_of_scored_targets_is_saved_with_the_model(tmp_path, pipeline, data, run_stage):
+    rows = {"train": str(data["scored"]), "test": str(data["scored"])}
+    run_stage("rm", tmp_path, model={"path": str(pipeline("llama") / "sft")}, loss="mse", data=rows)
     config = AutoConfig.from_pretrained(tmp_path / "rm/model")
     assert config.target_std > 0
     assert config.score_std > 0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from rlhf_cli.processes.launcher import free_port
@@ -13,24 +10,8 @@ from support.forked import Forked
 from support.paths import ROOT
 
 
-def run_processes(count, stage, config):
-    """Run a stage with `torchrun` on the CPU. The system chooses the port."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, "-m", f"stages.{stage}", "--config", str(config), "--quiet"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 def run_forked(count, stage, config, per_node=None):
-    """Run a stage as `run_processes` does, without `torchrun` and without seconds of imports in each process.
+    """Run a stage on the CPU in `count` processes, as `torchrun` does, without seconds of imports in each.
 
     per_node: the processes that count as those of one machine; None for all.
     """

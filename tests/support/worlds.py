@@ -119,7 +119,7 @@ def in_each_process(size: int, program: Callable[[World], T]) -> list[T]:
 
 
 def run_in_threads(size: int, stage: str, config: Path) -> None:
-    """Run a stage on `size` processes, as `support.runs.run_processes` does with `torchrun`."""
+    """Run a stage on `size` processes, as `support.runs.run_forked` does with real ones."""
 
     def program(world: World) -> None:
         worlds[threading.get_ident()] = world

@@ -32,7 +32,6 @@ def changes(pipeline) -> dict[str, dict[str, Any]]:
         "rm": (often, TRAINING),
         "rm lora": (often, {"model": {"path": str(root / "sft/model"), "lora": {"r": 2}}, **TRAINING}),
         "ppo": (ppo, PPO_CARRIES),
-        "ppo bfloat16": (ppo, four | {"precision": "bfloat16", "optimizer": {"precision": "bfloat16"}}),
         "ppo 8bit": (ppo, four | {"optimizer": {"precision": "8bit"}}),
         "ppo lora penalty": (
             ppo,
@@ -58,14 +57,15 @@ def changes(pipeline) -> dict[str, dict[str, Any]]:
                 "ptx": {"train": str(root.parent), "coef": 0.5},
             },
         ),
-        "ppo groups": (
+        "ppo groups bfloat16": (
             ppo,
             {
                 "rollout": {"samples_per_prompt": 2},
                 "ppo": {"num_iterations": 4, "advantage_estimator": "rloo", "score_normalization": "running"},
                 "evaluation": {"every_iterations": 2, "best_metric": "-kl"},
                 "policy": {"freeze": ["embeddings", "layers.0"]},
-                "optimizer": {"max_grad_norm": None},
+                "optimizer": {"max_grad_norm": None, "precision": "bfloat16"},
+                "precision": "bfloat16",
             },
         ),
     }

@@ -221,7 +221,7 @@ def test_resume_after_a_full_disk_gives_the_same_bytes(small_disk, config_in, un
     same(crash.outcome(root / "sft"), undisturbed("sft"))
 
 
-@pytest.mark.parametrize("size", [f"{n}k" for n in (60, 400, 500, 600, 750)])
+@pytest.mark.parametrize("size", [f"{n}k" for n in (60, 500, 750)])
 def test_a_disk_that_is_full_at_any_point_gives_one_line_and_can_be_resumed(size, small_disk, config_in, undisturbed):
     """Rows, a checkpoint or the model may not fit: one line, and with more space the run resumes to the same bytes."""
     disk = small_disk(size)
@@ -295,8 +295,10 @@ def test_a_run_under_a_file_size_limit_can_be_resumed(stopped, undisturbed, tmp_
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
 
-@pytest.mark.parametrize("removed", [".", ".sft.partial", ".sft.checkpoints", ".sft.lock"])
-@pytest.mark.parametrize("step", [3, 6, None])
+@pytest.mark.parametrize(
+    ("removed", "step"),
+    [(".", 3), (".sft.partial", 3), (".sft.checkpoints", 6), (".sft.lock", 6), (".", None), (".sft.partial", None)],
+)
 def test_a_stage_directory_that_is_deleted_during_the_run(
     removed, step, config_in, at_step, undisturbed, tmp_path, monkeypatch
 ):

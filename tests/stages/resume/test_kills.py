@@ -27,13 +27,15 @@ from support.tiny import merged, read_jsonl
 
 KILLS = 100 if ALL else 8
 """Number of kills per stage."""
+STAGES = ("sft", "rm", "ppo") if ALL else ("ppo",)
+"""PPO carries every kind of state from one step to the next."""
 
 
 # -------------------------------------------------------------------------------------------- kills
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["sft", "rm", "ppo"])
+@pytest.mark.parametrize("case", STAGES)
 def test_resume_after_a_kill_at_any_moment_gives_the_same_bytes(case, config_in, undisturbed, tmp_path):
     """Kill a run and resume it until it is finished; repeat until there were enough kills.
 
@@ -66,7 +68,7 @@ def test_resume_after_a_kill_at_any_moment_gives_the_same_bytes(case, config_in,
     print(f"{case}: {kills} kills in {runs} runs, all equal")
 
 
-SITUATIONS = ("from the start", "resume", "resume from an older checkpoint", "restart over a finished stage")
+SITUATIONS = ("from the start", "resume from an older checkpoint", "restart over a finished stage")
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +94,13 @@ def situation(config_in, stopped) -> Callable[[str, str, Path], tuple[list[str],
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "case"),
-    [*((name, "sft") for name in SITUATIONS), ("resume", "rm"), ("from the start", "ppo"), ("resume", "ppo")],
+    ("name", "case"), [*((name, "sft") for name in SITUATIONS), ("resume", "rm"), ("resume", "ppo")]
 )
 def test_resume_after_a_kill_at_every_file_operation_gives_the_same_bytes(name, case, situation, undisturbed, tmp_path):
     """Kill before each operation of saving, pruning, restoring, discarding and publishing, and within weights and rows.
 
-    A stage that was finished before stays until the new one is finished.
+    A stage that was finished before stays until the new one is finished. An fsync changes no file: a kill before it is
+    a kill before the next operation.
     """
     arranged = tmp_path / "arranged"
     first, then = situation(name, case, arranged)
@@ -117,7 +119,7 @@ def test_resume_after_a_kill_at_every_file_operation_gives_the_same_bytes(name, 
 
     code, output = attempt(None)
     assert code == 0, output
-    points = (tmp_path / "points").read_text().splitlines()
+    points = [point for point in (tmp_path / "points").read_text().splitlines() if not point.startswith("fsync ")]
     assert len(set(points)) == len(points) > 20
     chosen = points if ALL else points[len(points) % 7 :: 7]
     root = tmp_path / "run"

@@ -25,8 +25,8 @@ from support import crash
 from support.resume import STEPS, ask_to_stop, checkpoints, refused, rlhf, same, state_of, status, succeed, truncate
 from support.tiny import read_jsonl
 
-CASES = ("sft", "sft scratch", "rm", "ppo", "ppo lora penalty", "ppo shared filters", "ppo groups")
-OTHER_WEIGHTS = ("sft dora", "rm lora", "ppo bfloat16", pytest.param("ppo 8bit", marks=pytest.mark.slow))
+CASES = ("sft", "sft scratch", "rm", "ppo", "ppo lora penalty", "ppo shared filters", "ppo groups bfloat16")
+OTHER_WEIGHTS = ("sft dora", "rm lora", pytest.param("ppo 8bit", marks=pytest.mark.slow))
 
 
 # ------------------------------------------------------------------------------------- exact resume
@@ -70,16 +70,15 @@ def test_a_resumed_run_gives_the_same_bytes(case, config_in, undisturbed, at_ste
         assert names == ({"score.weight"} if stage == "rm" else set()), "frozen weights are not in a checkpoint"
 
 
-def test_a_run_stopped_after_every_step_gives_the_same_bytes(config_in, undisturbed, monkeypatch, tmp_path):
-    arguments, real = config_in("ppo", tmp_path), StageRun.finish_step
-
-    def finish(self: StageRun, done: int, total: int) -> None:
-        ask_to_stop(self)
-        real(self, done, total)
-
-    monkeypatch.setattr(StageRun, "finish_step", finish)
-    codes = [rlhf(arguments, "--quiet").exit_code for _ in range(STEPS["ppo"] + 1)]
-    assert codes == [143] * STEPS["ppo"] + [0]
+def test_a_run_stopped_after_its_first_and_its_last_step_gives_the_same_bytes(
+    config_in, undisturbed, at_step, tmp_path
+):
+    arguments = config_in("ppo", tmp_path)
+    for step in (1, STEPS["ppo"]):
+        at_step(step, ask_to_stop)
+        assert rlhf(arguments, "--quiet").exit_code == 143
+    at_step(0, ask_to_stop)
+    succeed(arguments)
     same(crash.outcome(tmp_path / "ppo"), undisturbed("ppo"))
 
 
@@ -262,16 +261,20 @@ def flip_a_bit(path: Path) -> None:
 DAMAGES = {"truncated": truncate, "flipped": flip_a_bit, "missing": Path.unlink, "empty": lambda p: os.truncate(p, 0)}
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", ["state.safetensors", "numbers.json", "manifest.json"])
-def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(name, damage, stopped, undisturbed, tmp_path):
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(stopped, undisturbed, tmp_path):
     arguments = stopped("sft", tmp_path)
     before, newest = checkpoints(tmp_path, "sft")
-    DAMAGES[damage](newest / name)
+    for name in ("state.safetensors", "numbers.json", "manifest.json"):
+        for damage, do in DAMAGES.items():
+            damaged = Path(shutil.copytree(newest, tmp_path / f"{damage} {name}" / newest.name))
+            do(damaged / name)
+            # A flipped bit in the manifest may change the digest of another file.
+            expected = "" if (name, damage) == ("manifest.json", "flipped") else name
+            assert expected in checkpoint_files.damage_of(damaged), (name, damage)
+            shutil.rmtree(damaged.parent)
+    flip_a_bit(newest / "state.safetensors")
     output = succeed(arguments)
-    assert f"warning: {newest}: cannot be used, " in output
-    # A flipped bit in the manifest may change the digest of another file.
-    assert name in output or (name, damage) == ("manifest.json", "flipped")
+    assert f"warning: {newest}: cannot be used, state.safetensors was modified" in output
     assert f"resuming after step 2 of 6, from {before}" in output
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
@@ -404,10 +407,10 @@ def test_a_changed_config_is_refused_with_the_changed_keys(case, override, key, 
     arguments = stopped(case, tmp_path)
     message = refused(arguments, "--set", override, "--set", "seed=5")
     assert f"was started with a different {', '.join(sorted([key, 'seed']))}. Restore it" in message
-    assert "seed" in message
     assert "--restart" in message
-    succeed(arguments)
-    same(crash.outcome(tmp_path / case), undisturbed(case))
+    if case == "rm":
+        succeed(arguments)
+        same(crash.outcome(tmp_path / case), undisturbed(case))
 
 
 def test_changed_data_is_refused(stopped, data, tmp_path):
