@@ -22,8 +22,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -282,23 +282,19 @@ class TooLong(BaseException):
     """A case used up its processor time. The tested code does not catch a BaseException."""
 
 
-def verdict(number: int, path: Path) -> tuple[str, str]:
-    """Load a case. Returns ("valid", ""), ("refused", "") or ("wrong", the problem)."""
+def verdict(number: int, path: Path) -> str:
+    """ "valid", "refused", or what is wrong with the way a case is loaded, or used before a model or data is."""
     stage, file, overrides = case(number)
     path.write_bytes(file)
     try:
-        config = load_config(path, CONFIGS[stage], overrides)
+        config: Stage = load_config(path, CONFIGS[stage], overrides)
     except ConfigError as error:
-        problem = unreadable(str(error), path)
-        return ("wrong", problem) if problem else ("refused", "")
-    except TooLong:
-        return "wrong", f"more than {SECONDS} s"
-    except BaseException:
-        return "wrong", traceback.format_exc(limit=-2)
+        return unreadable(str(error), path) or "refused"
+    for check in (require_inputs, require_files, identity):
+        with contextlib.suppress(UserError), explained(path, config.artifacts):
+            check(config)
     path.write_text(dump_config(config), encoding="utf-8")
-    if load_config(path, CONFIGS[stage]) != config:
-        return "wrong", "differs after it is written and read again"
-    return "valid", ""
+    return "valid" if load_config(path, CONFIGS[stage]) == config else "differs after it is written and read again"
 
 
 def unreadable(message: str, path: Path) -> str:
@@ -310,34 +306,11 @@ def unreadable(message: str, path: Path) -> str:
             return f"is not printable: {line[:200]!r}"
         if not 15 < len(line.removeprefix(str(path))) <= LONGEST_LINE:
             return f"{len(line)} characters long: {line[:200]}"
-    if "Traceback" in message:
-        return "is a traceback"
-    return ""
-
-
-def problem_in_use(number: int, path: Path) -> str:
-    """The problem that a command has with a valid config before it loads a model or data; "" if there is none."""
-    stage, file, overrides = case(number)
-    path.write_bytes(file)
-    try:
-        config: Stage = load_config(path, CONFIGS[stage], overrides)
-        with explained(path, config.artifacts), contextlib.suppress(UserError):
-            require_inputs(config)
-        with explained(path, config.artifacts), contextlib.suppress(UserError):
-            require_files(config)
-        with explained(path, config.artifacts), contextlib.suppress(UserError):
-            identity(config)
-    except UserError:
-        return ""
-    except TooLong:
-        return f"more than {SECONDS} s"
-    except BaseException:
-        return traceback.format_exc(limit=-2)
-    return ""
+    return "is a traceback" if "Traceback" in message else ""
 
 
 def work(first: int, count: int) -> dict[str, Any]:
-    """Run the cases in this process, with a limit on its memory and on the time of each case."""
+    """The verdicts of some cases in this process, with a limit on its memory and on the time of each case."""
     bases()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
@@ -345,72 +318,44 @@ def work(first: int, count: int) -> dict[str, Any]:
         raise TooLong
 
     signal.signal(signal.SIGVTALRM, raise_too_long)
-    counts = {"valid": 0, "refused": 0, "wrong": 0}
-    problems: list[str] = []
-    problems_later: list[str] = []
-    longest = total = 0.0
+    verdicts = {}
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.yaml"
         os.chdir(folder)
         Path("data").symlink_to(ROOT / "data")
         for number in range(first, first + count):
-            started = time.process_time()
             signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
-            outcome, problem = verdict(number, path)
+            try:
+                verdicts[number] = verdict(number, Path(folder) / "config.yaml")
+            except BaseException:
+                verdicts[number] = traceback.format_exc(limit=-2)
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            seconds = time.process_time() - started
-            longest, total = max(longest, seconds), total + seconds
-            counts[outcome] += 1
-            if problem:
-                problems.append(f"case {number}: {problem}")
-            if outcome == "valid":
-                signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
-                problem_later = problem_in_use(number, path)
-                signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-                problems_later += [f"case {number}: {problem_later}"] if problem_later else []
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    heavy = sorted({"torch", "transformers", "datasets", "numpy"} & set(sys.modules))
+    counts = Counter(verdicts.values())
     return {
-        **counts,
-        "problems": problems,
-        "problems_later": problems_later,
-        "mean_s": total / count,
-        "longest_s": longest,
-        "peak_mb": peak,
-        "heavy": heavy,
+        "valid": counts["valid"],
+        "problems": {number: found for number, found in verdicts.items() if found not in ("valid", "refused")},
+        "heavy": sorted({"torch", "transformers", "datasets", "numpy"} & set(sys.modules)),
     }
 
 
-def run_cases(first: int, count: int, timeout: float) -> dict[str, Any]:
-    """Run the cases in a separate process."""
-    command = [sys.executable, __file__, str(first), str(count)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    process = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, check=False)
+def separately(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A program of Python in a process of its own."""
+    path = os.pathsep.join([str(ROOT), str(TESTS), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, **variables}
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=900, env=env, check=False
+    )
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 250), pytest.param(250, 750, marks=pytest.mark.slow)])
+def test_mutated_configs_are_usable_or_refused(first: int, count: int) -> None:
+    """The files and inputs of a valid one exist, or a UserError names the missing ones."""
+    process = separately(__file__, str(first), str(count))
     assert process.returncode == 0, process.stderr[-3000:]
-    result: dict[str, Any] = json.loads(process.stdout)
-    return result
-
-
-@pytest.fixture(scope="module", params=[(0, 250), pytest.param((250, 750), marks=pytest.mark.slow)])
-def cases(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What came of a range of cases."""
-    first, count = request.param
-    return {"count": count, **run_cases(first, count, timeout=900)}
-
-
-def test_mutated_configs_are_valid_or_refused(cases: dict[str, Any]) -> None:
-    count = cases["count"]
-    assert cases["problems"] == []
-    assert cases["valid"] + cases["refused"] == count
+    found = json.loads(process.stdout)
+    assert found["problems"] == {}
     # Mutations that leave too few or too many configs valid would find nothing.
-    assert 0.1 * count < cases["valid"] < 0.5 * count
-    assert cases["mean_s"] < 1
-    assert cases["heavy"] == []
-
-
-def test_valid_configs_are_usable_or_refused(cases: dict[str, Any]) -> None:
-    """Their files and inputs exist, or a UserError names the missing ones. No other exception is raised."""
-    assert cases["problems_later"] == []
+    assert 0.1 * count < found["valid"] < 0.5 * count
+    assert found["heavy"] == []
 
 
 @pytest.mark.parametrize(
@@ -439,32 +384,15 @@ def test_a_name_that_is_too_long_for_a_file_is_refused_in_one_line(
     assert len(result.stderr.splitlines()) == 1
 
 
-def check_by_command(number: int, folder: Path) -> None:
-    """`rlhf config check` in a separate process: one line and exit code 0, or the errors and exit code 2."""
-    stage, file, overrides = case(number)
-    path = folder / f"{number}.yaml"
-    path.write_bytes(file)
-    # A command line cannot contain a null character or half of a surrogate pair.
-    sets = [text for text in overrides if "\0" not in text and text.isascii()]
-    try:
-        load_config(path, CONFIGS[stage], sets)
-    except ConfigError as error:
-        expected, code, message = "", 2, f"error: {error}\n"
-    else:
-        expected, code, message = f"{path}: valid {stage} config\n", 0, ""
-    options = [part for text in sets for part in ("--set", text)]
-    command = [sys.executable, "-m", "rlhf_cli", "config", "check", str(path), "--stage", stage, *options]
-    # An ASCII environment: a character that it cannot encode must not end in a traceback.
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii:backslashreplace"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
-    actual = (result.returncode, result.stdout, result.stderr)
-    assert actual == (code, expected, message.encode("ascii", "backslashreplace").decode()), number
-
-
-@pytest.mark.parametrize("numbers", [range(3), pytest.param(range(3, 12), marks=pytest.mark.slow)])
-def test_configs_through_the_command(tmp_path: Path, numbers: range) -> None:
-    for number in numbers:
-        check_by_command(number, tmp_path)
+def test_a_config_is_refused_in_a_terminal_that_cannot_show_its_text(tmp_path: Path) -> None:
+    """A character that the terminal cannot encode must not end in a traceback."""
+    path = tmp_path / "sft.yaml"
+    path.write_text("artifacts: ünï 😀\nseed: ünï 😀\n", encoding="utf-8")
+    done = separately("-m", "rlhf_cli", "config", "check", str(path), PYTHONIOENCODING="ascii:backslashreplace")
+    with pytest.raises(ConfigError) as error:
+        load_config(path, CONFIGS["sft"])
+    expected = f"error: {error.value}\n".encode("ascii", "backslashreplace").decode()
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 
 if __name__ == "__main__":
