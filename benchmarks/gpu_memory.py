@@ -20,8 +20,8 @@ from gpu_inputs import Inputs
 from speed_inputs import write_config
 
 from rlhf_cli.config.by_stage import load_stage_config
+from rlhf_cli.plan.fit import machine_of, plan_of
 from rlhf_cli.plan.memory import Machine
-from rlhf_cli.plan.plan import machine_of, plan_of
 
 HEAD = ["model", "stage", "weights", "phase", "plan, GB", "allocated, GB", "plan / allocated", "reserved, GB"]
 KINDS: dict[str, dict[str, Any]] = {

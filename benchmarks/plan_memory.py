@@ -36,8 +36,8 @@ from typing import Any
 from speed_inputs import EOS, Size, word_tokenizer, write_config, write_lines
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from rlhf_cli.plan.fit import plan_of
 from rlhf_cli.plan.memory import Machine
-from rlhf_cli.plan.plan import plan_of
 from rlhf_cli.plan.stages import StagePlan
 
 PLANNED = ("load", "normalisation", "rollout", "scoring", "update", "save")

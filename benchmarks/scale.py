@@ -16,8 +16,8 @@ from transformers import LlamaConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.plan.memory import Machine
+from rlhf_cli.plan.origins import Sources
 from rlhf_cli.plan.shapes import Shape
-from rlhf_cli.plan.sources import Sources
 from rlhf_cli.plan.stages import StagePlan, plan_stage
 
 Shard = bool | Literal["hybrid"]

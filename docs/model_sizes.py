@@ -20,7 +20,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.plan.memory import Machine
-from rlhf_cli.plan.sources import Sources
+from rlhf_cli.plan.origins import Sources
 from rlhf_cli.plan.stages import plan_stage
 from rlhf_cli.processes.environment import set_up_process
 

@@ -38,7 +38,7 @@ from rlhf_cli.data.encode import Example, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.reading import records
 from rlhf_cli.data.records import Demonstration
-from rlhf_cli.data.report import Report
+from rlhf_cli.data.row_counts import Report
 from rlhf_cli.data.splits import Drawn, held_out_rows
 from rlhf_cli.data.table import Table
 from rlhf_cli.data.tokens import tokenise
@@ -57,7 +57,7 @@ from rlhf_cli.models.scratch import new_model, train_tokenizer
 from rlhf_cli.models.seq2seq import require_one_answer
 from rlhf_cli.models.shard import shard_for, shards
 from rlhf_cli.models.vocabulary import add_tokens, embed_tokens
-from rlhf_cli.plan.adapters import require_adapters
+from rlhf_cli.plan.adapter_errors import require_adapters
 from rlhf_cli.plan.loaded import microbatch_tokens
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.pass_loop import GradientSum

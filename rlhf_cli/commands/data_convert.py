@@ -25,7 +25,7 @@ from rlhf_cli.commands.output import json_line, new_file
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
 from rlhf_cli.data.records import Message, Record, shown_name
-from rlhf_cli.data.report import Report
+from rlhf_cli.data.row_counts import Report
 from rlhf_cli.data.rows import Row
 from rlhf_cli.data.views import Seen, StageRows, demonstrations_of, see, seen_rows
 from rlhf_cli.errors import ConfigError, DataError

@@ -15,7 +15,7 @@ from rlhf_cli.data.encode import Skipped, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder, RowEncoder
 from rlhf_cli.data.reading import records, row_digest
 from rlhf_cli.data.records import Record
-from rlhf_cli.data.report import DUPLICATE, Report
+from rlhf_cli.data.row_counts import DUPLICATE, Report
 from rlhf_cli.data.views import Seen, StageRows, demonstrations_of, see
 from rlhf_cli.data.words import glued
 from rlhf_cli.errors import DataError

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rlhf_cli.algorithms.rates import wilson_interval
 from rlhf_cli.commands.data_count import MAX_EXAMPLES, Check, Side
-from rlhf_cli.data.report import MANY_SKIPPED
+from rlhf_cli.data.row_counts import MANY_SKIPPED
 from rlhf_cli.data.splits import SIDES
 from rlhf_cli.data.views import StageRows
 from rlhf_cli.printing import printable

@@ -26,9 +26,9 @@ from rlhf_cli.data.encoders import NO_LIMITS
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.reading import records
 from rlhf_cli.data.records import Prompt, Record, shown_name
-from rlhf_cli.data.report import Report
+from rlhf_cli.data.row_counts import Report
+from rlhf_cli.data.row_sources import read_rows
 from rlhf_cli.data.rows import BadRow, Row
-from rlhf_cli.data.sources import read_rows
 from rlhf_cli.data.views import Seen, StageRows, demonstrations_of, see
 from rlhf_cli.errors import DataError
 from rlhf_cli.printing import printable

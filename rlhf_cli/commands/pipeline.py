@@ -87,7 +87,7 @@ def require_lora(stage: str, configs: Mapping[str, Stage], *, here: bool = True)
     assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
     models = (config.policy, config.value_model) if isinstance(config, PPOConfig) else (config.model,)
     if any(model.lora is not None for model in models):
-        from rlhf_cli.plan.adapters import require_adapters
+        from rlhf_cli.plan.adapter_errors import require_adapters
 
         require_adapters(config, {name: other for name, other in configs.items() if name != stage}, here=here)
 

@@ -18,9 +18,9 @@ from rlhf_cli.program import set_options
 from rlhf_cli.report.progress import epochs
 
 if TYPE_CHECKING:
+    from rlhf_cli.plan.fit import PlannedStage
     from rlhf_cli.plan.length import Length
     from rlhf_cli.plan.memory import Machine, Phase
-    from rlhf_cli.plan.plan import Planned
 
 UNITS = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}
 WIDTH = 51
@@ -66,7 +66,7 @@ def plan(
     path = file if file is not None else config
     assert path is not None
     memory = None if gpu_memory is None else size_of(gpu_memory)
-    from rlhf_cli.plan.plan import machine_of, plan_of
+    from rlhf_cli.plan.fit import machine_of, plan_of
 
     machine = machine_of(gpus, memory, nproc, per_node)
     planned = plan_of(path, overrides or [], stage, machine, ROOM * machine.memory, tokens_per_s, rows)
@@ -97,7 +97,7 @@ def size_of(text: str) -> float:
     return size
 
 
-def lines_of(one: Planned, machine: Machine) -> list[str]:
+def lines_of(one: PlannedStage, machine: Machine) -> list[str]:
     """The plan of a stage for an 80-column terminal."""
     plan, peak, batch = one.plan, one.plan.peak, one.plan.batch
     unit = unit_of(peak.total)
@@ -127,7 +127,7 @@ def lines_of(one: Planned, machine: Machine) -> list[str]:
     return lines if one.fits else lines + change_lines(one, machine)
 
 
-def offloaded(one: Planned) -> float:
+def offloaded(one: PlannedStage) -> float:
     """Bytes of the CPU's memory that `distributed.offload` takes for each process."""
     return sum(model.offloaded_bytes for model in one.plan.models)
 
@@ -176,7 +176,7 @@ def duration(hours: float) -> str:
     return f"{value:,.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
 
 
-def change_lines(one: Planned, machine: Machine) -> list[str]:
+def change_lines(one: PlannedStage, machine: Machine) -> list[str]:
     """The changes, each with its new peak, and what is enough."""
     room, before = ROOM * machine.memory, one.plan.tokens_per_microbatch
     head = f"What lowers the peak, each by itself ({amount(room, 'GB')} GB fit)"
@@ -223,7 +223,7 @@ def amount(size: float, unit: str) -> str:
     return f"{value:.1f}" if value >= 10 or unit == "MB" else f"{value:.2f}"
 
 
-def as_dict(one: Planned, machine: Machine) -> dict[str, Any]:
+def as_dict(one: PlannedStage, machine: Machine) -> dict[str, Any]:
     """The plan of a stage as JSON values, in bytes."""
     plan, rows = one.plan, one.length.rows
     return {

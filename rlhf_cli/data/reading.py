@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.formats import Format, Purpose, read_record, recognise
 from rlhf_cli.data.records import Record
-from rlhf_cli.data.report import DUPLICATE, Report
+from rlhf_cli.data.row_counts import DUPLICATE, Report
+from rlhf_cli.data.row_sources import read_rows
 from rlhf_cli.data.rows import BadRow, Row
-from rlhf_cli.data.sources import read_rows
 from rlhf_cli.data.splits import in_part, in_share, is_held_out, num_copies
 from rlhf_cli.errors import DataError
 

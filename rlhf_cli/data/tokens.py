@@ -31,7 +31,7 @@ from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.encode import Skipped
 from rlhf_cli.data.encoders import RowEncoder
 from rlhf_cli.data.paths import data_fingerprint
-from rlhf_cli.data.report import Report
+from rlhf_cli.data.row_counts import Report
 from rlhf_cli.data.splits import SIDES
 from rlhf_cli.data.table import Table, TableWriter
 from rlhf_cli.data.views import seen_rows

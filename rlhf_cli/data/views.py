@@ -28,7 +28,7 @@ from rlhf_cli.data.records import (
     Scored,
     number,
 )
-from rlhf_cli.data.report import Report
+from rlhf_cli.data.row_counts import Report
 from rlhf_cli.errors import DataError
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.answers import AnswerEncoder, answer_encoder
 from rlhf_cli.data.encode import Limits, Skipped, is_chat
 from rlhf_cli.data.records import Message, Ranking
+from rlhf_cli.data.row_sources import read_rows
 from rlhf_cli.data.rows import BadRow
-from rlhf_cli.data.sources import read_rows
 from rlhf_cli.data.views import StageRows, answered
 from rlhf_cli.errors import DataError
 from rlhf_cli.evaluation.figures import rate_figure

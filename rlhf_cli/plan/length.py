@@ -22,7 +22,7 @@ from rlhf_cli.data.encode import Example, Skipped, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, RowEncoder
 from rlhf_cli.data.formats import Purpose
 from rlhf_cli.data.paths import find_files
-from rlhf_cli.data.report import Report
+from rlhf_cli.data.row_counts import Report
 from rlhf_cli.data.splits import SHARES
 from rlhf_cli.data.views import StageRows, Viewed, answers_of, rm_rows, seen_rows, sft_rows
 from rlhf_cli.errors import DataError, UserError

@@ -13,7 +13,7 @@ from rlhf_cli.config.stage import Stage, Training
 from rlhf_cli.plan.activations import ROW
 from rlhf_cli.plan.budget import auto_tokens
 from rlhf_cli.plan.memory import Batch, Held, Machine, Phase, Setting, fullest, join
-from rlhf_cli.plan.sources import Sources
+from rlhf_cli.plan.origins import Origins
 
 PAIR = 1.5
 """Length of a preference pair in maximum lengths: both answers follow one prompt, which is computed once and is taken
@@ -44,11 +44,11 @@ class StagePlan:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-def plan_stage(stage: str, config: Stage, sources: Sources, machine: Machine) -> StagePlan:
+def plan_stage(stage: str, config: Stage, origins: Origins, machine: Machine) -> StagePlan:
     """The plan of one stage. Raises ConfigError or ArtifactError if a model cannot be found or built."""
     assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
     setting, training = setting_of(config, machine), _training(config)
-    models, tokens = models_of(config, sources, setting), training.tokens_per_microbatch
+    models, tokens = models_of(config, origins, setting), training.tokens_per_microbatch
     if tokens == "auto":
         tokens = _auto(config, models, machine)
     batch = _batch(config, models, training.minibatch_size, tokens)
@@ -58,7 +58,7 @@ def plan_stage(stage: str, config: Stage, sources: Sources, machine: Machine) ->
         phases = [*_rollout(config, models), *_passes(config, models, batch, scored), _save(models, static)]
     else:
         phases = [
-            *_normalisation(config, sources, setting),
+            *_normalisation(config, origins, setting),
             _load(models),
             *_passes(config, models, batch, batch),
             _save(models, static | {"optimizer": 0.0}),  # which is freed before
@@ -67,10 +67,10 @@ def plan_stage(stage: str, config: Stage, sources: Sources, machine: Machine) ->
     return StagePlan(stage, models, phases, batch, tokens, setting)
 
 
-def planned_tokens(config: Stage, sources: Sources, machine: Machine) -> int:
+def planned_tokens(config: Stage, origins: Origins, machine: Machine) -> int:
     """The `tokens_per_microbatch` of a stage. `auto` is computed, and nothing else of the plan is."""
     setting, given = setting_of(config, machine), _training(config).tokens_per_microbatch
-    return _auto(config, models_of(config, sources, setting), machine) if given == "auto" else given
+    return _auto(config, models_of(config, origins, setting), machine) if given == "auto" else given
 
 
 def setting_of(config: Stage, machine: Machine) -> Setting:
@@ -94,44 +94,44 @@ def setting_of(config: Stage, machine: Machine) -> Setting:
 # ------------------------------------------------------------------------------------------------------ models
 
 
-def models_of(config: Stage, sources: Sources, setting: Setting) -> list[Held]:
-    """The models of a stage, the trained ones first, and of these the policy. `sources` gives their shapes."""
+def models_of(config: Stage, origins: Origins, setting: Setting) -> list[Held]:
+    """The models of a stage, the trained ones first, and of these the policy. `origins` gives their shapes."""
     if isinstance(config, PPOConfig):
-        return _models_of_ppo(config, sources, setting)
+        return _models_of_ppo(config, origins, setting)
     assert isinstance(config, SFTConfig | RMConfig)
     is_rm = isinstance(config, RMConfig)
-    name, start = "reward model" if is_rm else "model", sources.start(config)
-    return [sources.held(name, start, setting, is_rm, "model", config.model)]
+    name, start = "reward model" if is_rm else "model", origins.start(config)
+    return [origins.held(name, start, setting, is_rm, "model", config.model)]
 
 
-def _models_of_ppo(config: PPOConfig, sources: Sources, setting: Setting) -> list[Held]:
-    start, lora, value = sources.start(config), config.policy.lora, config.value_model
+def _models_of_ppo(config: PPOConfig, origins: Origins, setting: Setting) -> list[Held]:
+    start, lora, value = origins.start(config), config.policy.lora, config.value_model
     whole = config.distributed.keep_whole
-    policy = sources.held("policy", start, setting, False, "policy", config.policy, whole="policy" in whole)
+    policy = origins.held("policy", start, setting, False, "policy", config.policy, whole="policy" in whole)
     trained, frozen = [policy], []
     if lora is None or config.ref_policy is not None:
-        source = start if config.ref_policy is None else sources.given(config.ref_policy, config, "ref_policy.path")
+        origin = start if config.ref_policy is None else origins.given(config.ref_policy, config, "ref_policy.path")
         is_whole = "ref_policy" in whole
-        frozen.append(sources.held("reference policy", source, setting, False, "ref_policy", whole=is_whole))
+        frozen.append(origins.held("reference policy", origin, setting, False, "ref_policy", whole=is_whole))
     rewards = [(n, reward) for n, reward in enumerate(config.rewards) if isinstance(reward, ModelReward)]
     for number, reward in rewards:
         key, name = f"rewards[{number}].path", name_of_reward(config, reward)
-        source, shares = sources.reward_model(config, reward, key), _shares(config, reward, sources, setting)
-        frozen.append(sources.held(name, source, setting, True, key, shares=shares, whole="rewards" in whole))
+        origin, shares = origins.reward_model(config, reward, key), _shares(config, reward, origins, setting)
+        frozen.append(origins.held(name, origin, setting, True, key, shares=shares, whole="rewards" in whole))
     if config.ppo.has_value_model and value.init != "shared":
         first = rewards[0][1] if value.init in ("auto", "reward_model") and rewards and value.path is None else None
-        source = start if first is None else sources.reward_model(config, first, "rewards[0].path")
+        origin = start if first is None else origins.reward_model(config, first, "rewards[0].path")
         shares = lora is not None and value.lora is not None and lora.quantize == value.lora.quantize
-        shares = shares and _shares(config, first, sources, setting)
+        shares = shares and _shares(config, first, origins, setting)
         is_whole = "value_model" in whole
-        held = sources.held("value model", source, setting, True, "value_model", value, shares=shares, whole=is_whole)
+        held = origins.held("value model", origin, setting, True, "value_model", value, shares=shares, whole=is_whole)
         trained.append(held)
     return [*trained, *frozen]
 
 
-def _shares(config: PPOConfig, reward: ModelReward | None, sources: Sources, setting: Setting) -> bool:
+def _shares(config: PPOConfig, reward: ModelReward | None, origins: Origins, setting: Setting) -> bool:
     """Whether a reward model, or what starts as the policy (None), may share the policy's weights. No sharded one."""
-    return setting.sharded == 1 and (reward is None or sources.shares_backbone(config, reward))
+    return setting.sharded == 1 and (reward is None or origins.shares_backbone(config, reward))
 
 
 def name_of_reward(config: PPOConfig, reward: ModelReward) -> str:
@@ -272,11 +272,11 @@ def _load(models: list[Held], *, sampler: Held | None = None, copied: bool = Fal
     return Phase("load", join(replace(models[0].setting, half=False).libraries, fullest(moments)))
 
 
-def _normalisation(config: SFTConfig | RMConfig, sources: Sources, setting: Setting) -> list[Phase]:
+def _normalisation(config: SFTConfig | RMConfig, origins: Origins, setting: Setting) -> list[Phase]:
     """The SFT model and its samples, before the reward model is loaded."""
     if isinstance(config, SFTConfig) or not config.evaluation.num_normalization_samples:
         return []
-    policy = sources.held("SFT model", sources.start(config), setting, False, "model")
+    policy = origins.held("SFT model", origins.start(config), setting, False, "model")
     evaluation = config.evaluation
     rows = -(-evaluation.num_normalization_samples // setting.processes)
     live = min(rows, evaluation.max_live_rows or rows)

@@ -31,7 +31,7 @@ from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
 from rlhf_cli.data.reading import records
 from rlhf_cli.data.records import Demonstration, Prompt
-from rlhf_cli.data.report import DUPLICATE, Report
+from rlhf_cli.data.row_counts import DUPLICATE, Report
 from rlhf_cli.data.rows import Row
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import Seen, StageRows, see

@@ -25,7 +25,7 @@ from rlhf_cli.data.encode import Example, Limits, Skipped, fit, fit_prompt
 from rlhf_cli.data.encoders import DemonstrationEncoder, Tokens
 from rlhf_cli.data.reading import first_format, records
 from rlhf_cli.data.records import Demonstration, Message, Ranking
-from rlhf_cli.data.report import DUPLICATE, Report
+from rlhf_cli.data.row_counts import DUPLICATE, Report
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.data.table import Table, TableWriter
 from rlhf_cli.data.tokens import tokenise

@@ -68,21 +68,12 @@ def test_the_sampler_uses_the_named_decoder_and_every_decoder_draws_the_same_tok
         same(other, responses[0])
 
 
-@pytest.mark.parametrize("name", ["auto", "paged", "plain"])
 def test_the_config_names_the_decoder_of_a_run(
-    name: str, pipeline: Any, run_stage: Any, tmp_path: Path, used: list[object]
+    make_model: Any, run_stage: Any, tmp_path: Path, used: list[object]
 ) -> None:
-    run_stage("ppo", tmp_path, **models(pipeline("llama")), rollout={"max_new_tokens": 8, "decoder": name})
-    assert {type(decoder) for decoder in used} == {PlainDecoder if name == "plain" else PagedDecoder}
-
-
-def models(root: Path) -> dict[str, Any]:
-    judge = {"path": str(root / "rm" / "model")}
-    return {
-        "policy": {"path": str(root / "sft" / "model")},
-        "value_model": judge,
-        "rewards": [{"type": "reward_model", **judge}],
-    }
+    models = {"policy": {"path": str(make_model("llama"))}, "rewards": [{"type": "length", "target": 5}]}
+    run_stage("ppo", tmp_path, **models, value_model={"init": "policy"}, rollout={"decoder": "plain"})
+    assert {type(decoder) for decoder in used} == {PlainDecoder}
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from rlhf_cli.plan import budget as budget_module
 from rlhf_cli.plan import loaded, memory
 from rlhf_cli.plan.activations import activation_bytes
 from rlhf_cli.plan.budget import CPU_TOKENS, FEWEST_TOKENS, GPU_TOKENS, SHARE_OF_CPU, SHARE_OF_GPU
+from rlhf_cli.plan.fit import plan_of
 from rlhf_cli.plan.loaded import Loaded, forward_tokens, microbatch_tokens
 from rlhf_cli.plan.memory import Machine
-from rlhf_cli.plan.plan import plan_of
 from rlhf_cli.plan.stages import planned_tokens
 from rlhf_cli.processes.distributed import World
 from stages import ppo, rm, sft

@@ -50,12 +50,15 @@ def plan(*arguments):
     return json.loads(run(*arguments, "--json").stdout)["stages"]
 
 
-@pytest.fixture(scope="module")
-def runs(benchmark, tmp_path_factory):
-    """The recorded runs, each with its plan: (case, row, plan)."""
+LARGER = pytest.param(("100M", "300M"), marks=pytest.mark.slow, id="larger")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(("152k", "1M", "25M"), id="small"), LARGER])
+def runs(request, benchmark, tmp_path_factory):
+    """The recorded runs of some sizes of models, each with its plan: (case, row, plan)."""
     folder = tmp_path_factory.mktemp("runs")
     cases = [(benchmark.case_of(row), row) for row in benchmark.recorded()]
-    return [(case, row, benchmark.planned(case, folder)) for case, row in cases]
+    return [(case, row, benchmark.planned(case, folder)) for case, row in cases if case.size in request.param]
 
 
 def is_far(planned, measured):
@@ -64,8 +67,7 @@ def is_far(planned, measured):
 
 def test_planned_peaks_are_within_15_percent_of_measured_ones(runs):
     kinds = {(case.kind, case.processes) for case, _, _ in runs}
-    alone = ("float32", "bfloat16", "lora", "nf4", "long-8bit")
-    assert kinds >= {(kind, 1) for kind in alone} | {("sharded", 2), ("sharded", 4)}
+    assert kinds >= {(kind, 1) for kind in ("float32", "bfloat16", "lora", "nf4")} | {("sharded", 2)}
     found = {case.name: plan.peak.total / row["peak"] for case, row, plan in runs}
     assert {name: ratio for name, ratio in found.items() if is_far(ratio, 1)} == {}
 
@@ -90,7 +92,9 @@ def test_each_planned_phase_is_within_15_percent_of_the_measured_one(runs):
                     found[f"{case.name}: {phase.name}"] = phase.total / size
     assert seen >= {("sharded", "ppo", "save"), ("float32", "ppo", "load"), ("float32", "rm", "normalisation")}
     assert seen >= {("lora", stage, "save") for stage in ("sft", "rm", "ppo")}
-    assert found.keys() == too_low, found
+    assert found.keys() == {name for name in too_low if name.partition("-")[0] in {case.size for case, _, _ in runs}}, (
+        found
+    )
     assert min(found.values()) > 0.5
 
 
@@ -103,11 +107,11 @@ def test_each_planned_phase_is_within_15_percent_of_the_measured_one(runs):
     ],
 )
 def test_a_wrong_model_of_memory_misses_the_measured_peaks(
-    runs, benchmark, tmp_path, monkeypatch, missed, owner, name, fault
+    benchmark, tmp_path, monkeypatch, missed, owner, name, fault
 ):
-    (case, row, _), *_ = [run for run in runs if run[0].name == missed]
+    row = next(row for row in benchmark.recorded() if benchmark.case_of(row).name == missed)
     monkeypatch.setattr(owner, name, fault)
-    assert is_far(benchmark.planned(case, tmp_path).peak.total, row["peak"])
+    assert is_far(benchmark.planned(benchmark.case_of(row), tmp_path).peak.total, row["peak"])
 
 
 # ------------------------------------------------------------------------------------------ what fits

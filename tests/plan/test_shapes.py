@@ -26,8 +26,8 @@ from rlhf_cli.models.load import load_policy, prepare
 from rlhf_cli.packing import pack
 from rlhf_cli.plan.activations import ROW, kept_bytes
 from rlhf_cli.plan.memory import BUCKET_BYTES, STATES, Batch, Held, Setting
+from rlhf_cli.plan.origins import from_path
 from rlhf_cli.plan.shapes import shape_of, shape_of_loaded
-from rlhf_cli.plan.sources import from_path
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 97}
 CONFIGS = {

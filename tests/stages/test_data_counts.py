@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from rlhf_cli.cli import app
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.data.report import DUPLICATE, Report
+from rlhf_cli.data.row_counts import DUPLICATE, Report
 from rlhf_cli.errors import DataError
 from rlhf_cli.training.loop import warnings
 from stages import ppo, rm, sft
