@@ -28,7 +28,7 @@ from rlhf_cli.models.adapters import head_names, merge_in_place
 from rlhf_cli.models.check import check_directory, check_weights, reason_of, try_out
 from rlhf_cli.models.deferred import is_deferred, place_of, take
 from rlhf_cli.models.forward import PRECISIONS, autocast
-from rlhf_cli.models.heads import offer_classifier
+from rlhf_cli.models.heads import offer_classifier, scalar_heads
 from rlhf_cli.models.load import (
     is_language_model,
     load_policy,
@@ -37,7 +37,7 @@ from rlhf_cli.models.load import (
     quiet_loading,
     set_dropout_off,
 )
-from rlhf_cli.models.save import head_layers, save
+from rlhf_cli.models.save import save
 from rlhf_cli.models.seq2seq import is_seq2seq, is_seq2seq_config
 from rlhf_cli.program import install_extra
 from rlhf_cli.run.artifacts import ADAPTER_CONFIG, is_adapter, model_directory
@@ -58,7 +58,7 @@ def load_model(path: str, dtype: Dtype, *, heads_in_float32: bool = False) -> Pr
     load = load_policy if is_language_model(path) else load_reward_model
     model = load(path, deferred=True)
     was_deferred = is_deferred(model)
-    heads = head_layers(model) if heads_in_float32 else set()
+    heads = scalar_heads(model) if heads_in_float32 else {}
     for name, weight in model.named_parameters():
         given = take(weight) if place_of(weight) is not None else weight.data
         weight.data = given.to(torch.float32 if name.rpartition(".")[0] in heads else PRECISIONS[dtype])

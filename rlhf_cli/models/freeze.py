@@ -77,7 +77,7 @@ def _is_part(part: str, wanted: str) -> bool:
 
 def _weights(model: PreTrainedModel) -> Weights:
     """Every weight outside the scalar heads under all of its names, `embeddings` and `layers.<number>...` included."""
-    heads = {id(weight) for head in scalar_heads(model) for weight in head.parameters()}
+    heads = {id(weight) for head in scalar_heads(model).values() for weight in head.parameters()}
     named = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if id(p) not in heads]
     stacks = [
         name

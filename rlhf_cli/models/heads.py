@@ -73,16 +73,18 @@ def reads_last_token(model: PreTrainedModel) -> bool:
     return isinstance(getattr(model, "score", None), torch.nn.Linear)
 
 
-def scalar_heads(model: PreTrainedModel) -> list[torch.nn.Linear]:
-    """The linear layers outside the backbone whose outputs are the labels."""
+def scalar_heads(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
+    """The linear layers outside the backbone whose outputs are the labels, by name; none of a language model."""
+    if model.get_output_embeddings() is not None:
+        return {}
     backbone = set(model.base_model.modules())
-    return [
-        module
-        for module in model.modules()
+    return {
+        name: module
+        for name, module in model.named_modules()
         if module not in backbone
         and isinstance(module, torch.nn.Linear)
         and module.out_features == model.config.num_labels
-    ]
+    }
 
 
 def scalar_weight(model: PreTrainedModel) -> torch.Tensor:

@@ -159,9 +159,8 @@ def new_reward_model(
         model, new = _load(
             AutoModelForSequenceClassification, path, revision, new_head=True, deferred=deferred, num_labels=1
         )
-        names = {module: name for name, module in model.named_modules()}
-        for head in scalar_heads(model):
-            if f"{names[head]}.weight" not in new:
+        for name, head in scalar_heads(model).items():
+            if f"{name}.weight" not in new:
                 continue
             std = head_std if head_std is not None else 1.0 / math.sqrt(head.in_features + 1)
             torch.nn.init.normal_(head.weight, std=std)
@@ -179,7 +178,7 @@ def new_value_model(path: str, revision: str | None, *, deferred: bool = False) 
         raise ArtifactError(
             f"{path}: a {type(model).__name__} does not give a value for each token. Set value_model.init: policy"
         )
-    for head in scalar_heads(model):
+    for head in scalar_heads(model).values():
         read_deferred(head)
         torch.nn.init.zeros_(head.weight)
         if head.bias is not None:

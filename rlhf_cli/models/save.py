@@ -118,7 +118,7 @@ def _dtypes(model: PreTrainedModel, names: Mapping[str, object], dtype: str | No
     held = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
     buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
     if dtype is not None:
-        heads = head_layers(model)
+        heads = scalar_heads(model)
         held = {name: torch.float32 if name.rpartition(".")[0] in heads else PRECISIONS[dtype] for name in names}
     return {name: buffers.get(name) or held.get(name, torch.float32) for name in names}
 
@@ -130,7 +130,7 @@ def _with_value_head(
     model = value_model_like(policy)
     before, after = (f"{one.base_model_prefix}." for one in (policy, model))
     found = {after + n.removeprefix(before): weight for n, weight in weights.items() if n.startswith(before)}
-    (name,) = head_layers(model)
+    (name,) = scalar_heads(model)
     return model, found | {f"{name}.{key}": (p.shape, partial(whole, p.detach())) for key, p in head.named_parameters()}
 
 
@@ -265,15 +265,7 @@ def round_weights(model: PreTrainedModel, dtype: str) -> None:
     """
     if has_adapters(model):
         return
-    heads = head_layers(model)
+    heads = scalar_heads(model)
     for name, parameter in model.named_parameters():
         if name.rpartition(".")[0] not in heads and parameter.is_floating_point():
             parameter.copy_(parameter.to(PRECISIONS[dtype]))
-
-
-def head_layers(model: PreTrainedModel) -> set[str]:
-    """The names of the scalar heads."""
-    if model.get_output_embeddings() is not None:
-        return set()
-    heads = set(scalar_heads(model))
-    return {name for name, module in model.named_modules() if module in heads}

@@ -151,7 +151,7 @@ def _shared_head(path: str | None, policy: PreTrainedModel) -> torch.nn.Linear:
     torch.nn.init.zeros_(head.weight)
     if path is not None:
         value_model = load_value_model(path, deferred=True)
-        for layer in scalar_heads(value_model):
+        for layer in scalar_heads(value_model).values():
             read_deferred(layer)
         weight = scalar_weight(value_model)
         if weight.shape != head.weight.shape:

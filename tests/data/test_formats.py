@@ -783,52 +783,37 @@ def real(path: str) -> list[Row]:
     return [Row(value, f"{path} row {n}") for n, value in enumerate(values, 1)]
 
 
-def counts(rows: list[Row], purpose: Purpose) -> tuple[str, int, int, int]:
+@pytest.mark.parametrize(
+    ("path", "purpose", "name", "counts"),
+    [
+        ("hh-rlhf/helpful-base-test.jsonl.gz", "rm pairs", "hh", (2354, 2352, 0)),
+        ("pandalm/pairs.jsonl.gz", "rm pairs", "preference", (842, 842, 0)),
+        ("mt-bench-scores/scored.jsonl.gz", "rm scores", "scored", (640, 0, 640)),
+        ("mt-bench-scores/scored.jsonl.gz", "sft", "prompt_response", (640, 0, 0)),
+        ("sentence-polarity/sentences.jsonl.gz", "rm scores", "labelled", (10662, 0, 10662)),
+        ("sentence-polarity/sentences.jsonl.gz", "sft", "text", (10662, 0, 0)),
+        ("gsm8k/test.jsonl.gz", "ppo", "prompt_response", (1319, 0, 0)),
+        ("formats/alpaca_en_demo.json", "sft", "alpaca", (999, 0, 0)),
+        ("formats/dpo_en_demo.json", "rm pairs", "preference", (300, 300, 0)),
+    ],
+)
+def test_published_data(path: str, purpose: Purpose, name: str, counts: tuple[int, int, int]) -> None:
     """The format, and the number of rows that give a demonstration, a ranking and a score."""
+    rows = real(path)
     format_ = recognise(rows[0], SOURCE, purpose)
+    assert format_.name == name
     records = [read_record(row, format_, SOURCE) for row in rows]
     assert all(prompt(record).prompt == record.prompt for record in records)
     views: list[Callable[[Record], Any]] = [demonstration, ranking, scored]
-    return (format_.name, *(sum(bool(view(record)) for record in records) for view in views))  # type: ignore[return-value]
-
-
-def test_real_transcripts() -> None:
-    rows = real("hh-rlhf/helpful-base-test.jsonl.gz")
-    assert counts(rows, "rm pairs") == ("hh", 2354, 2352, 0)
-    for row in rows:
-        record = read_record(row, FORMATS["hh"], SOURCE)
-        assert record.prompt.startswith("\n\nHuman:")
-        assert record.prompt.endswith(ASSISTANT)
-        for answer, whole in zip(record.answers, (row.values["chosen"], row.values["rejected"]), strict=True):
-            assert record.prompt + answer.text == whole or (record.prompt, answer.text) == (whole, " ")
-
-
-def test_real_pairs_and_scores() -> None:
-    assert counts(real("pandalm/pairs.jsonl.gz"), "rm pairs") == ("preference", 842, 842, 0)
-    rows = real("mt-bench-scores/scored.jsonl.gz")
-    assert counts(rows, "rm scores") == ("scored", 640, 0, 640)
-    assert counts(rows, "sft") == ("prompt_response", 640, 0, 0)
-    values = [scored(read_record(row, FORMATS["scored"], SOURCE))[0].score for row in rows]
-    assert 1.0 <= min(values) < max(values) <= 5.0
-    rows = real("sentence-polarity/sentences.jsonl.gz")
-    assert counts(rows, "rm scores") == ("labelled", 10662, 0, 10662)
-    assert counts(rows, "sft") == ("text", 10662, 0, 0)
-
-
-def test_real_questions_and_instructions() -> None:
-    assert counts(real("gsm8k/test.jsonl.gz"), "ppo") == ("prompt_response", 1319, 0, 0)
-    rows = real("formats/alpaca_en_demo.json")
-    assert counts(rows, "sft") == ("alpaca", 999, 0, 0)
-    with_input = [read_record(row, FORMATS["alpaca"], SOURCE).prompt.count("### Input:") for row in rows]
-    assert sum(with_input) == 412
-
-
-def test_real_sharegpt_pairs() -> None:
-    rows = real("formats/dpo_en_demo.json")
-    assert counts(rows, "rm pairs") == ("preference", 300, 300, 0)
-    records = [read_record(row, FORMATS["preference"], SOURCE) for row in rows]
-    assert sum(record.messages[0].role == "system" for record in records) == 80
-    assert {record.messages[-1].role for record in records} == {"user"}
+    assert tuple(sum(bool(view(record)) for record in records) for view in views) == counts
+    for row, record in zip(rows, records, strict=True):
+        if name == "hh":
+            assert record.prompt.endswith(ASSISTANT)
+            wholes = (row.values["chosen"], row.values["rejected"])
+            for answer, whole in zip(record.answers, wholes, strict=True):
+                assert record.prompt + answer.text == whole or (record.prompt, answer.text) == (whole, " ")
+        elif name == "alpaca":
+            assert ("### Input:" in record.prompt) == bool(row.values["input"].strip())
 
 
 # ------------------------------------------------------------------------------- paths and names of columns

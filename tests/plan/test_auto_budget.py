@@ -222,6 +222,7 @@ print(run_and_estimate(model, 2048) / (memory("VmHWM") - before))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_estimated_memory_is_close_to_measured_memory(tmp_path):
     """Compared with the peak of a process that returns freed memory immediately."""
