@@ -24,6 +24,7 @@ from rlhf_cli.models.adapters import adapters_off, add_lora
 from rlhf_cli.rollout import sampling as sampling_module
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw, draw_uniforms, sample
+from support.compare import adapt
 from support.decoders import (
     _GPT2,
     _LLAMA,
@@ -251,10 +252,7 @@ def test_adapters_count_and_can_be_disabled(name, targets, monkeypatch):
     some = ["c_attn"] if name == "gpt2" else ["q_proj", "down_proj"]
     add_lora(model, Lora(r=4, target_modules=None if targets == "all" else some), "policy.lora", seed=0)
     same(sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"], "paged", monkeypatch), plain)
-    with torch.no_grad():
-        for key, weight in model.named_parameters():
-            if "lora_B" in key:
-                weight += 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(key)))
+    adapt(model, std=0.3)
     adapted = sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"], "paged", monkeypatch)
     same(adapted, sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"], "plain", monkeypatch))
     assert [r.ids for r in adapted] != [r.ids for r in plain]

@@ -21,10 +21,10 @@ from rlhf_cli.config.models import ScratchModel
 from rlhf_cli.models.exporting import load_exported
 from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model
-from support.tiny import SETTINGS, random_ids
+from support.compare import logits_of
+from support.tiny import SETTINGS
 
 pytestmark = pytest.mark.slow
-IDS = torch.tensor(random_ids(11))
 LLAMA_CPP = Path(sys.executable).parent.parent / "llama.cpp"
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 needs_llama_cpp = pytest.mark.skipif(
@@ -38,12 +38,6 @@ def export(directory: Path, out: Path, *options: str) -> dict[str, Any]:
     assert result.exit_code == 0, result.output
     facts: dict[str, Any] = json.loads((out / "export.json").read_text())
     return facts
-
-
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    result: torch.Tensor = model.eval()(input_ids=IDS).logits.float()
-    return result
 
 
 @needs_torchao
@@ -62,14 +56,14 @@ def test_int8_is_read_by_transformers_and_its_cost_is_measured(pipeline: Any, tm
     for name in quantized:
         step = weights[name].abs().amax(1, keepdim=True) / 127
         assert ((model.get_parameter(name).dequantize() - weights[name]).abs() <= 0.51 * step).all()
-    assert 0 < (logits(model) - logits(original)).abs().max() < 0.1 * logits(original).abs().max()
+    assert 0 < (logits_of(model) - logits_of(original)).abs().max() < 0.1 * logits_of(original).abs().max()
     export(root, tmp_path / "rm", "--stage", "rm", "--quantize", "int8", "--max-shard-size", "20KB")
     assert len(list((tmp_path / "rm").glob("model-*.safetensors"))) > 1
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm")
     original = AutoModelForSequenceClassification.from_pretrained(root / "rm" / "model")
     assert torch.equal(model.score.weight, original.score.weight)
     assert model.config.score_std == original.config.score_std
-    assert 0 < (logits(model) - logits(original)).abs().max() < 0.1
+    assert 0 < (logits_of(model) - logits_of(original)).abs().max() < 0.1
 
 
 LINEAR = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
@@ -128,7 +122,9 @@ def test_gguf_has_the_tensors_and_the_tokenizer_of_the_model(
     for name, tensor in same.items():
         assert np.array_equal(found[name], tensor), name
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert (logits(load_exported(tmp_path / "out", plain, gguf_file=path.name)) - logits(plain)).abs().max() < 1e-5
+    assert (
+        logits_of(load_exported(tmp_path / "out", plain, gguf_file=path.name)) - logits_of(plain)
+    ).abs().max() < 1e-5
 
 
 @needs_llama_cpp

@@ -16,16 +16,10 @@ from rlhf_cli.models.frozen import frozen_policy
 from rlhf_cli.models.load import load_policy, load_reward_model, new_reward_model
 from rlhf_cli.models.quantized import Int8Linear
 from rlhf_cli.trained.model import TrainedLanguageModel
-from support.tiny import CPU, random_ids
+from support.compare import logits_of
+from support.tiny import CPU
 
-IDS = torch.tensor(random_ids(11))
 TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}
-
-
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    result: torch.Tensor = model.eval()(input_ids=IDS).logits
-    return result
 
 
 def as_torchao_writes_it(model: Path, out: Path, *, shift: int = 0) -> tuple[Path, Path]:
@@ -74,14 +68,14 @@ def test_an_export_in_int8_is_read_without_torchao(make_model: Any, tmp_path: Pa
     for name, layer in layers.items():
         assert layer.weight.dtype == torch.int8
         assert torch.equal(layer.weight.float() * layer.scale[:, None], expected.get_parameter(f"{name}.weight"))
-    assert (logits(held) - logits(expected)).abs().max() < 1e-5 * logits(expected).abs().max()
+    assert (logits_of(held) - logits_of(expected)).abs().max() < 1e-5 * logits_of(expected).abs().max()
 
 
 def test_a_reward_model_in_int8_scores_as_its_numbers_do(make_model: Any, tmp_path: Path) -> None:
     model, _ = new_reward_model(str(make_model("llama")), None, seed=0, head_std=None)
     model.save_pretrained(tmp_path / "model")
     integers, plain = as_torchao_writes_it(tmp_path / "model", tmp_path)
-    assert torch.equal(logits(load_reward_model(str(integers))), logits(load_reward_model(str(plain))))
+    assert torch.equal(logits_of(load_reward_model(str(integers))), logits_of(load_reward_model(str(plain))))
 
 
 def test_integers_with_a_zero_point_are_refused(make_model: Any, tmp_path: Path) -> None:
@@ -112,7 +106,7 @@ def test_weights_are_rounded_to_127_steps_of_their_row(architecture: str, make_m
     linear = [m for m in exact.base_model.modules() if type(m).__name__ in ("Linear", "Conv1D")]
     assert len(layers) == len(linear)
     assert len(others) + sum(1 + (layer.bias is not None) for layer in layers.values()) == len([*exact.parameters()])
-    difference = (logits(held) - logits(exact)).abs().max() / logits(exact).abs().max()
+    difference = (logits_of(held) - logits_of(exact)).abs().max() / logits_of(exact).abs().max()
     assert 0 < difference < 0.05
 
 

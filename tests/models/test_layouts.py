@@ -22,9 +22,9 @@ from rlhf_cli.config.models import ScratchModel
 from rlhf_cli.models.load import align, load_policy, new_reward_model, prepare
 from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model
-from support.tiny import SETTINGS, random_ids
+from support.compare import logits_of
+from support.tiny import SETTINGS
 
-IDS = torch.tensor(random_ids(11))
 STACKED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
@@ -76,11 +76,9 @@ def exported(
     return architecture, tied, folder / "model", folder / "out"
 
 
-@torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
     align(model)
-    result: torch.Tensor = model.eval()(input_ids=IDS).logits
-    return result
+    return logits_of(model)
 
 
 def test_transformers_computes_the_same_logits(exported: tuple[str, bool, Path, Path]) -> None:

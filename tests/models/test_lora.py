@@ -38,12 +38,12 @@ from rlhf_cli.models.save import plain_weights, save
 from rlhf_cli.ppo.setup import load_setup
 from rlhf_cli.run.stage_run import StageRun
 from stages import rm, sft
-from support.compare import merged_copy
+from support.compare import adapt, logits_of, merged_copy
+from support.compare import close_in_size as close
 from support.resume import stopping_after
 from support.setup import config_of
-from support.tiny import CPU, random_ids
+from support.tiny import CPU
 
-IDS = torch.tensor(random_ids(11))
 BF16 = torch.bfloat16
 FAST = {"optimizer": {"learning_rate": 3e-2}}
 
@@ -68,15 +68,10 @@ def trained(run_stage, monkeypatch):
     return run
 
 
-@torch.no_grad()
 def logits(model) -> torch.Tensor:
     """By transformers' own layers."""
     model.set_attn_implementation("eager")
-    return model.eval()(input_ids=IDS).logits
-
-
-def close(a: torch.Tensor, b: torch.Tensor) -> None:
-    assert (a - b).abs().max().item() <= 1e-5 * max(1.0, b.abs().max().item())
+    return logits_of(model)
 
 
 def by_hand(base: Path, adapter: Path, *, scale: float, transposed: bool) -> dict[str, torch.Tensor]:
@@ -415,9 +410,7 @@ def test_adapters_without_a_tokenizer_take_that_of_their_base(make_model, pipeli
     """A folder of PEFT, and `model/adapter` of our own stages, in `rlhf merge`, `rlhf chat` and as PPO's policy."""
     base, folder = make_model("llama"), tmp_path / "peft"
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"]))
-    for name, weight in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight)
+    adapt(model)
     model.save_pretrained(folder)
     assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors", ".md"}
     result = CliRunner().invoke(app, ["merge", str(folder), str(tmp_path / "merged")])
@@ -448,9 +441,7 @@ def test_adapters_of_experts_are_merged_one_layer_at_a_time(tmp_path):
     config = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     model = MixtralForCausalLM(MixtralConfig(**config, vocab_size=1000, intermediate_size=32, num_local_experts=4))
     add_lora(model, Lora(r=2), "lora", seed=0)
-    for name, weight in model.named_parameters():
-        if ".lora_B" in name:
-            torch.nn.init.normal_(weight, std=0.1)
+    adapt(model)
     expected = dict(merged_copy(model).named_parameters())
     read = {name: weight() for name, (_, weight) in plain_weights(model).items()}
     assert list(read) == list(expected)

@@ -30,6 +30,7 @@ from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import collect
 from rlhf_cli.rollout.scoring import Models, ref_response_logprobs, score_tokens
 from stages import rm as rm_stage
+from support import compare
 from support.tiny import ARCHITECTURES, SETTINGS
 from support.worlds import in_each_process
 
@@ -85,12 +86,7 @@ def close(found, wanted, tolerance=1e-4):
 
 
 def same_gradients(model, plain, tolerance=1e-4):
-    found, wanted = ({name: p.grad for name, p in m.named_parameters() if p.grad is not None} for m in (model, plain))
-    assert found.keys() == wanted.keys()
-    size = max(g.abs().max() for g in wanted.values())
-    assert size > 0
-    for name in wanted:
-        assert (found[name] - wanted[name]).abs().max() <= tolerance * size, name
+    compare.same_gradients(compare.grads(model), compare.grads(plain), tolerance)
     for m in (model, plain):
         m.zero_grad()
 

@@ -21,6 +21,7 @@ from rlhf_cli.models.forward import target_logprobs
 from rlhf_cli.models.load import load_policy, new_value_model, prepare
 from rlhf_cli.models.passes import has_bfloat16, recomputing, set_up_passes
 from rlhf_cli.rewards.models import sequence_scores
+from support.compare import adapt
 
 CPU = torch.device("cpu")
 SEQUENCES = [[5, 9, 3, 17, 4], [8, 2, 6], [7, 1, 1, 30, 22, 6, 19]]
@@ -47,9 +48,7 @@ def gradients(
     prepare(model, CPU)
     if lora:
         add_lora(model, Lora(r=2, alpha=4), "policy.lora", seed=0)
-        for name, weight in model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.constant_(weight, 0.1)
+        adapt(model)
     lines, seconds = set_up_passes([model], config(**settings), CPU)
     assert len(lines) == int(seconds > 0)
     runs = []

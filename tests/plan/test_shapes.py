@@ -28,6 +28,7 @@ from rlhf_cli.plan.activations import ROW, kept_bytes
 from rlhf_cli.plan.memory import BUCKET_BYTES, STATES, Batch, Held, Setting
 from rlhf_cli.plan.origins import from_path
 from rlhf_cli.plan.shapes import shape_of, shape_of_loaded
+from support.compare import adapt
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 97}
 CONFIGS = {
@@ -168,9 +169,7 @@ def test_adapters_are_counted_as_they_are_read(kept, tmp_path):
     base.save_pretrained(tmp_path / "base")
     model = load_policy(str(tmp_path / "base"))
     add_lora(model, Lora(r=2), "lora", seed=0)
-    for name, weight in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight)
+    adapt(model)
     save_adapter(model, tmp_path / "adapter", BaseModel(str(tmp_path / "base")))
 
     real = load_policy(str(tmp_path / "adapter"), deferred=True).requires_grad_(False)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from rlhf_cli.files import OF_THE_MACHINE
 from rlhf_cli.models.adapters import merge_in_place
-from support.tiny import read_jsonl
+from support.tiny import random_ids, read_jsonl
 
 TOLERANCE = 1e-5
 """The largest difference of a weight or a figure on one process and on several, relative to numbers above 1."""
@@ -36,6 +36,25 @@ def same_weights(one, two, tolerance=TOLERANCE):
 
 def close(actual, expected, tolerance=TOLERANCE):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def close_in_size(actual, expected, tolerance=TOLERANCE):
+    """Assert that tensors agree to within `tolerance` times the largest number, or 1."""
+    gap = (actual - expected).abs().max().item()
+    assert gap <= tolerance * max(1.0, expected.abs().max().item()), f"difference {gap:.1e}"
+
+
+@torch.no_grad()
+def logits_of(model):
+    """The logits of a model, or the scores of a classifier, for one text."""
+    return model.eval()(input_ids=torch.tensor(random_ids(11), device=model.device)).logits.float()
+
+
+def adapt(model, std=0.1):
+    """Give the adapters of a model an effect: their second factor is zero when they are new."""
+    for number, (name, weight) in enumerate(model.named_parameters()):
+        if ".lora_B" in name:
+            torch.nn.init.normal_(weight, std=std, generator=torch.Generator().manual_seed(number))
 
 
 def grads(model):
