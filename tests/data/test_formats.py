@@ -249,34 +249,41 @@ def test_every_format_of_the_config_is_read_and_has_a_fixture() -> None:
     assert set(EXPECTED) == set(FORMATS) == {path.stem for path in FIXTURES.iterdir()}
 
 
-# The purposes in the order of ALL: sft, rm pairs, rm scores, ppo. SFT and PPO need no score and no label.
-RECOGNISED: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
-    "prompt_response": ("prompt_response", None, None, "prompt_response"),
-    "prompt": (None, None, None, "prompt"),
-    "text": ("text", None, None, "text"),
-    "labelled": ("text", "labelled", "labelled", "text"),
-    "messages": ("messages", None, None, "messages"),
-    "alpaca": ("alpaca", None, None, "alpaca"),
-    "instruction": ("alpaca", None, None, "alpaca"),
-    "preference": ("preference", "preference", None, "preference"),
-    "hh": ("hh", "hh", None, "hh"),
-    "shp": ("shp", "shp", "shp", "shp"),
-    "summarize": ("summarize", "summarize", None, "summarize"),
-    "webgpt": ("webgpt", "webgpt", "webgpt", "webgpt"),
-    "stackexchange": ("stackexchange", "stackexchange", None, "stackexchange"),
-    "pandalm": ("pandalm", "pandalm", None, "pandalm"),
-    "ultrafeedback": ("ultrafeedback", "ultrafeedback", "ultrafeedback", "ultrafeedback"),
-    "helpsteer": ("helpsteer", None, "helpsteer", "helpsteer"),
-    "kto": ("kto", None, "kto", "kto"),
-    "ranking": ("ranking", "ranking", None, "ranking"),
-    "scored": ("prompt_response", None, "scored", "prompt_response"),
+# The format that each purpose recognises in the first row of a fixture, in the order of ALL: sft, rm pairs, rm scores,
+# ppo (SFT and PPO need no score and no label); and the columns without which that row is refused.
+FORMS: dict[str, tuple[tuple[str | None, ...], tuple[str, ...]]] = {
+    "prompt_response": (("prompt_response", None, None, "prompt_response"), ("prompt", "response")),
+    "prompt": ((None, None, None, "prompt"), ("user_input",)),
+    "text": (("text", None, None, "text"), ("text",)),
+    "labelled": (("text", "labelled", "labelled", "text"), ("text", "label")),
+    "messages": (("messages", None, None, "messages"), ("messages",)),
+    "alpaca": (("alpaca", None, None, "alpaca"), ("instruction",)),
+    "instruction": (("alpaca", None, None, "alpaca"), ("instruction",)),
+    "preference": (("preference", "preference", None, "preference"), ("prompt", "chosen", "rejected")),
+    "hh": (("hh", "hh", None, "hh"), ("chosen", "rejected")),
+    "shp": (("shp", "shp", "shp", "shp"), ("history", "human_ref_A", "human_ref_B", "labels")),
+    "summarize": (("summarize", "summarize", None, "summarize"), ("info", "summaries", "choice")),
+    "webgpt": (("webgpt", "webgpt", "webgpt", "webgpt"), ("question", "answer_0", "answer_1", "score_0", "score_1")),
+    "stackexchange": (
+        ("stackexchange", "stackexchange", None, "stackexchange"),
+        ("question", "response_j", "response_k"),
+    ),
+    "pandalm": (("pandalm", "pandalm", None, "pandalm"), ("instruction", "response1", "response2")),
+    "ultrafeedback": (
+        ("ultrafeedback", "ultrafeedback", "ultrafeedback", "ultrafeedback"),
+        ("instruction", "completions"),
+    ),
+    "helpsteer": (("helpsteer", None, "helpsteer", "helpsteer"), ("prompt", "response", "helpfulness")),
+    "kto": (("kto", None, "kto", "kto"), ("prompt", "completion", "label")),
+    "ranking": (("ranking", "ranking", None, "ranking"), ("prompt", "answers")),
+    "scored": (("prompt_response", None, "scored", "prompt_response"), ("prompt", "response", "score")),
 }
 
 
-@pytest.mark.parametrize("name", RECOGNISED)
+@pytest.mark.parametrize("name", FORMS)
 def test_a_format_is_recognised_by_its_first_row(name: str) -> None:
     row = fixture(name)[0]
-    for purpose, expected in zip(ALL, RECOGNISED[name], strict=True):
+    for purpose, expected in zip(ALL, FORMS[name][0], strict=True):
         if expected is not None:
             assert recognise(row, SOURCE, purpose).name == expected
         else:
@@ -638,30 +645,7 @@ def without(values: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in names}
 
 
-NEEDED = {
-    "prompt_response": ("prompt", "response"),
-    "prompt": ("user_input",),
-    "text": ("text",),
-    "labelled": ("text", "label"),
-    "messages": ("messages",),
-    "alpaca": ("instruction",),
-    "instruction": ("instruction",),
-    "preference": ("prompt", "chosen", "rejected"),
-    "hh": ("chosen", "rejected"),
-    "shp": ("history", "human_ref_A", "human_ref_B", "labels"),
-    "summarize": ("info", "summaries", "choice"),
-    "webgpt": ("question", "answer_0", "answer_1", "score_0", "score_1"),
-    "stackexchange": ("question", "response_j", "response_k"),
-    "pandalm": ("instruction", "response1", "response2"),
-    "ultrafeedback": ("instruction", "completions"),
-    "helpsteer": ("prompt", "response", "helpfulness"),
-    "kto": ("prompt", "completion", "label"),
-    "ranking": ("prompt", "answers"),
-    "scored": ("prompt", "response", "score"),
-}
-
-
-@pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in NEEDED.items() for key in keys])
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name, (_, keys) in FORMS.items() for key in keys])
 def test_a_row_without_a_column_is_named(name: str, key: str) -> None:
     values = without(fixture(name)[0].values, key)
     with pytest.raises(DataError, match=r"^file:3: ") as error:
