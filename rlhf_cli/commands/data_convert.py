@@ -27,7 +27,7 @@ from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
 from rlhf_cli.data.records import Message, Record, shown_name
 from rlhf_cli.data.row_counts import Report
 from rlhf_cli.data.rows import Row
-from rlhf_cli.data.views import Seen, StageRows, demonstrations_of, see, seen_rows
+from rlhf_cli.data.views import SeenRow, StageRows, demonstrations_of, see, seen_rows
 from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.report.progress import Display
 
@@ -99,7 +99,7 @@ def _lost(record: Record, part: StageRows, report: Report) -> list[str]:
     return [name for name, value in record.columns.items() if name not in kept and value != record.prompt]
 
 
-def _require_same(row: dict[str, Any], seen: Seen, purpose: Purpose, keep: Sequence[str]) -> None:
+def _require_same(row: dict[str, Any], seen: SeenRow, purpose: Purpose, keep: Sequence[str]) -> None:
     """Raise ConfigError if a column of `keep` changes how the first row is read."""
     where, source = seen.record.where, DataSource(path="out.jsonl")
     problem = "the row would be read differently"
@@ -111,19 +111,19 @@ def _require_same(row: dict[str, Any], seen: Seen, purpose: Purpose, keep: Seque
     except DataError as error:
         problem = str(error)
         again = None
-    num = len(again.answers) if isinstance(again, Seen) else 0
-    if not isinstance(again, Seen) or _meaning(again, num) != _meaning(seen, num):
+    num = len(again.answers) if isinstance(again, SeenRow) else 0
+    if not isinstance(again, SeenRow) or _meaning(again, num) != _meaning(seen, num):
         raise ConfigError(f"--keep: {where} with {', '.join(keep)}: {problem}. Remove the column that our formats use")
 
 
-def _meaning(seen: Seen, num: int) -> tuple[Any, ...]:
+def _meaning(seen: SeenRow, num: int) -> tuple[Any, ...]:
     """Everything that must be equal when a row is read back. Of scored answers, one row holds only the first."""
     record = seen.record
     ended = [row.ended for row in demonstrations_of(seen)]
     return record.prompt, record.messages, record.key, seen.answers[:num], seen.scores[:num], ended[:num]
 
 
-def written_rows(seen: Seen, purpose: Purpose, format: str) -> list[dict[str, Any]]:
+def written_rows(seen: SeenRow, purpose: Purpose, format: str) -> list[dict[str, Any]]:
     """A row of `format` in our own columns; scored answers give one row each.
 
     A plain text has no prompt and stays a text, because the whole text identifies the row. Rows with a column `ended`

@@ -16,7 +16,7 @@ from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder, RowEncod
 from rlhf_cli.data.reading import records, row_digest
 from rlhf_cli.data.records import Record
 from rlhf_cli.data.row_counts import DUPLICATE, Report
-from rlhf_cli.data.views import Seen, StageRows, demonstrations_of, see
+from rlhf_cli.data.views import SeenRow, StageRows, demonstrations_of, see
 from rlhf_cli.data.words import glued
 from rlhf_cli.errors import DataError
 
@@ -40,7 +40,7 @@ class Remarkable:
     """The places of the first rows."""
     example: str | None = None
 
-    def add(self, seen: Seen, example: str | None) -> None:
+    def add(self, seen: SeenRow, example: str | None) -> None:
         """Count a row, unless `example` is None."""
         if example is None:
             return
@@ -81,7 +81,7 @@ class Side:
     glued: Remarkable = field(default_factory=Remarkable)
     """Rows whose prompt and answer meet without a space."""
 
-    def add(self, seen: Seen, measured: Measured, spec: StageRows) -> None:
+    def add(self, seen: SeenRow, measured: Measured, spec: StageRows) -> None:
         """Count the lengths of a row, and what is remarkable about its texts."""
         self.special.add(seen, measured.special_token)
         self.glued.add(seen, next((pair for pair in _glued(seen, spec) if pair is not None), None))
@@ -120,7 +120,7 @@ class Side:
         self.lengths[name].append(length)
 
 
-def _glued(seen: Seen, spec: StageRows) -> Iterator[str | None]:
+def _glued(seen: SeenRow, spec: StageRows) -> Iterator[str | None]:
     """`words.glued` of the prompt, as its template writes it, and each answer. A chat template separates the two."""
     record = seen.record
     if record.messages or spec.template == "chat":
@@ -146,7 +146,7 @@ class Measured:
     """A special token in the row's own text."""
 
 
-def in_words(rows: Sequence[Seen]) -> list[Measured]:
+def in_words(rows: Sequence[SeenRow]) -> list[Measured]:
     """Lengths in words, separated by blanks. Length limits are in tokens, so no row is skipped for its length."""
     return [
         Measured(
@@ -158,7 +158,7 @@ def in_words(rows: Sequence[Seen]) -> list[Measured]:
     ]
 
 
-def in_tokens(encoder: RowEncoder, rows: Sequence[Seen]) -> list[Measured]:
+def in_tokens(encoder: RowEncoder, rows: Sequence[SeenRow]) -> list[Measured]:
     """Lengths in tokens, EOS included, of the sequences that the stage's encoder makes."""
     from rlhf_cli.data.answers import AnswerEncoder
 
@@ -235,7 +235,7 @@ class Check(Report):
     def _name(self, side: str) -> str:
         return side if self._role == "data" else self._role.removeprefix("data.")
 
-    def count(self, spec: StageRows, measure: Callable[[Sequence[Seen]], list[Measured]]) -> None:
+    def count(self, spec: StageRows, measure: Callable[[Sequence[SeenRow]], list[Measured]]) -> None:
         """Read the rows of a stage and count them. Raises DataError for a source that cannot be read at all."""
         self._role = spec.role
         # A weight above 1 would read the same rows again. Duplicates are counted here, see `_views`.
@@ -243,7 +243,7 @@ class Check(Report):
         rows = spec.rows.model_copy(update={"train": once, "deduplicate": False})
         with ThreadPoolExecutor(1) as pool:
             # The tokenizer works on one chunk while the next one is read.
-            pending: list[tuple[list[tuple[str, Seen]], Future[list[Measured]]]] = []
+            pending: list[tuple[list[tuple[str, SeenRow]], Future[list[Measured]]]] = []
             for chunk in batched(self._views(rows, spec), CHUNK):
                 pending.append((chunk, pool.submit(measure, [seen for _, seen in chunk])))
                 if len(pending) == 2:
@@ -251,7 +251,7 @@ class Check(Report):
             for chunk, measured in pending:
                 self._take(chunk, measured, spec)
 
-    def _views(self, rows: Rows, spec: StageRows) -> Iterator[tuple[str, Seen]]:
+    def _views(self, rows: Rows, spec: StageRows) -> Iterator[tuple[str, SeenRow]]:
         """(name of the side, row) of the rows that the stage would encode; the others are counted."""
         digests: set[tuple[str, bytes]] = set()
         for side, record in records(rows, spec.purpose, self, prompt_words=spec.prompt_words, role=spec.role):
@@ -265,7 +265,7 @@ class Check(Report):
                 continue
             name = self._name(side)
             self.num_read[name] += 1
-            if isinstance(seen, Seen):
+            if isinstance(seen, SeenRow):
                 self._register(name, record)
             if spec.rows.deduplicate and len(digests) == num_before:
                 self.skip(name, DUPLICATE)
@@ -285,7 +285,7 @@ class Check(Report):
         counts.files.append(self.files.setdefault(file, len(self.files)))
         counts.numbers.append(int(record.where[len(file) :] or -1))
 
-    def _take(self, chunk: Sequence[tuple[str, Seen]], pending: Future[list[Measured]], spec: StageRows) -> None:
+    def _take(self, chunk: Sequence[tuple[str, SeenRow]], pending: Future[list[Measured]], spec: StageRows) -> None:
         """Add the measurements of a chunk."""
         for (name, seen), measured in zip(chunk, pending.result(), strict=True):
             self.sides[name].add(seen, measured, spec)

@@ -29,7 +29,7 @@ from rlhf_cli.data.records import Prompt, Record, shown_name
 from rlhf_cli.data.row_counts import Report
 from rlhf_cli.data.row_sources import read_rows
 from rlhf_cli.data.rows import BadRow, Row
-from rlhf_cli.data.views import Seen, StageRows, demonstrations_of, see
+from rlhf_cli.data.views import SeenRow, StageRows, demonstrations_of, see
 from rlhf_cli.errors import DataError
 from rlhf_cli.printing import printable
 from rlhf_cli.report.progress import Console
@@ -131,7 +131,7 @@ def _show(screen: RowPrinter, record: Record, part: StageRows, tokenizer: PreTra
         _show_tokens(screen, seen, part, tokenizer)
 
 
-def _show_tokens(screen: RowPrinter, seen: Seen, part: StageRows, tokenizer: PreTrainedTokenizerBase) -> None:
+def _show_tokens(screen: RowPrinter, seen: SeenRow, part: StageRows, tokenizer: PreTrainedTokenizerBase) -> None:
     """Print a row's prompt, or each of its answers behind its prompt, which is written out once."""
     first: list[int] = []
     for number, (ids, target_mask, text) in enumerate(_encoded(seen, part, tokenizer)):
@@ -147,7 +147,7 @@ def _show_tokens(screen: RowPrinter, seen: Seen, part: StageRows, tokenizer: Pre
 
 
 def _encoded(
-    seen: Seen, part: StageRows, tokenizer: PreTrainedTokenizerBase
+    seen: SeenRow, part: StageRows, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[list[int], list[bool], str]]:
     """For each sequence of a row its ids, which of them are targets, and a description of both."""
     limits, bos, keep = part.limits or NO_LIMITS, tokenizer.bos_token_id, part.keep_special
@@ -177,7 +177,7 @@ def _tokens(ids: list[int], kept: list[int], fitting: object) -> str:
     return f"{len(kept)} tokens" if len(kept) == len(ids) else f"{len(kept)} tokens, cut from {len(ids)}"
 
 
-def _name(seen: Seen, part: StageRows, number: int) -> str:
+def _name(seen: SeenRow, part: StageRows, number: int) -> str:
     if part.purpose == "rm pairs":
         names = (
             ("chosen", "rejected") if len(seen.answers) == 2 else [f"rank {n}" for n in range(1, 1 + len(seen.answers))]

@@ -249,7 +249,7 @@ def prompt(record: Record) -> Prompt:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenRow:
     """A record, and the row that a stage sees of it."""
 
     record: Record
@@ -285,13 +285,13 @@ def texts_of(row: Viewed) -> Iterator[str]:
     yield from answers_of(row)
 
 
-def see(record: Record, rows: StageRows, side: str) -> Seen | Skipped:
+def see(record: Record, rows: StageRows, side: str) -> SeenRow | Skipped:
     """`StageRows.view` with the record beside the row. Raises DataError for a bad row."""
     row = rows.view(record, side)
-    return row if isinstance(row, Skipped) else Seen(record, row)
+    return row if isinstance(row, Skipped) else SeenRow(record, row)
 
 
-def seen_rows(spec: StageRows, report: Report, *, only: str | None = None) -> Iterator[tuple[str, Seen]]:
+def seen_rows(spec: StageRows, report: Report, *, only: str | None = None) -> Iterator[tuple[str, SeenRow]]:
     """(side, row) of each row that the stage has a use for; the others are counted. `only` limits them to one side."""
     words, role = spec.prompt_words, spec.role
     for side, record in records(spec.rows, spec.purpose, report, prompt_words=words, role=role, only=only):
@@ -306,7 +306,7 @@ def seen_rows(spec: StageRows, report: Report, *, only: str | None = None) -> It
             yield side, seen
 
 
-def demonstrations_of(seen: Seen) -> list[Demonstration]:
+def demonstrations_of(seen: SeenRow) -> list[Demonstration]:
     """A row with each of its answers. A prompt gives an empty list."""
     row = seen.row
     if isinstance(row, Demonstration):

@@ -21,7 +21,7 @@ from rlhf_cli.models.adapters import import_peft, require_targets
 from rlhf_cli.models.load import ensure_pad_token, load_tokenizer
 from rlhf_cli.models.lora import refuse_adapter_as_base, require_loadable
 from rlhf_cli.models.quantized import require_quantizable
-from rlhf_cli.plan.origins import Origin, Origins, from_path
+from rlhf_cli.plan.origins import ModelOrigin, ModelOrigins, from_path
 from rlhf_cli.plan.shapes import built
 from rlhf_cli.run.artifacts import model_directory
 
@@ -37,10 +37,10 @@ def require_adapters(config: Stage, stages: Mapping[str, Stage] | None = None, *
     such as those of a reward model.
     """
     assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
-    origins = Origins(stages or {})
+    origins = ModelOrigins(stages or {})
     model, section = (config.policy, "policy") if isinstance(config, PPOConfig) else (config.model, "model")
     base = BaseModel(model_directory(config.stage_model(model.path, "sft")), model.revision)
-    starts: list[Callable[[], Origin]] = [lambda: origins.start(config)]
+    starts: list[Callable[[], ModelOrigin]] = [lambda: origins.start(config)]
     if model.lora is not None:
         _require(f"{section}.lora", model.lora, base, starts, isinstance(config, RMConfig), here=here)
     if isinstance(config, PPOConfig) and config.ppo.has_value_model and config.value_model.lora is not None:
@@ -58,7 +58,7 @@ def require_adapters(config: Stage, stages: Mapping[str, Stage] | None = None, *
 
 
 def _require(
-    key: str, lora: Lora, base: BaseModel, starts: list[Callable[[], Origin]], is_classifier: bool, *, here: bool
+    key: str, lora: Lora, base: BaseModel, starts: list[Callable[[], ModelOrigin]], is_classifier: bool, *, here: bool
 ) -> None:
     """Raise what is wrong with adapters on each of the models that they may be trained on: only the run can tell."""
     if here:
@@ -70,7 +70,7 @@ def _require(
 
 
 def _error(
-    key: str, lora: Lora, base: BaseModel, start: Callable[[], Origin], is_classifier: bool, *, here: bool
+    key: str, lora: Lora, base: BaseModel, start: Callable[[], ModelOrigin], is_classifier: bool, *, here: bool
 ) -> ConfigError | None:
     """What is wrong with adapters on a model; None if nothing is, or if there is no such model."""
     try:
@@ -94,7 +94,7 @@ def _error(
 
 
 def _download_config(base: BaseModel) -> None:
-    """Put the config.json of a hub model into the cache, where `Origins` looks for it."""
+    """Put the config.json of a hub model into the cache, where `ModelOrigins` looks for it."""
     if not is_local(base.path) and not Path(base.path).exists():
         with contextlib.suppress(Exception):  # the stage says what is wrong with its model
             AutoConfig.from_pretrained(base.path, revision=base.revision, trust_remote_code=False)

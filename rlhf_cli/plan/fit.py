@@ -17,7 +17,7 @@ from rlhf_cli.models.cost import total_memory
 from rlhf_cli.plan.adapter_errors import require_adapters
 from rlhf_cli.plan.length import Length, length_of
 from rlhf_cli.plan.memory import Machine
-from rlhf_cli.plan.origins import Origins
+from rlhf_cli.plan.origins import ModelOrigins
 from rlhf_cli.plan.stages import StagePlan, plan_stage
 
 
@@ -90,11 +90,11 @@ def _planned(
 ) -> PlannedStage:
     def replan(more: list[str]) -> StagePlan:
         config = load_stage_config(stage, file, [*overrides, *more])
-        return plan_stage(stage, config, Origins({**configs, stage: config}), machine)
+        return plan_stage(stage, config, ModelOrigins({**configs, stage: config}), machine)
 
     config = configs[stage]
     require_adapters(config, {name: one for name, one in configs.items() if name != stage}, here=False)
-    plan = plan_stage(stage, config, Origins(configs), machine)
+    plan = plan_stage(stage, config, ModelOrigins(configs), machine)
     fits = plan.peak.total <= room
     changes = [] if fits else single_changes(config, plan, machine, replan)
     enough = None if fits else enough_changes(changes, room, replan)

@@ -18,14 +18,14 @@ from rlhf_cli.models.cost import total_memory
 from rlhf_cli.models.forward import compute_dtype
 from rlhf_cli.plan.budget import auto_tokens
 from rlhf_cli.plan.memory import Batch, Held, Machine, Phase, Setting
-from rlhf_cli.plan.origins import Origins
+from rlhf_cli.plan.origins import ModelOrigins
 from rlhf_cli.plan.shapes import Shape, shape_of_loaded
 from rlhf_cli.plan.stages import name_of_reward, planned_tokens
 from rlhf_cli.processes.distributed import World
 
 
 @dataclass(frozen=True)
-class Loaded(Origins):
+class Loaded(ModelOrigins):
     """The models of a run, by the names that its plan gives them."""
 
     models: Mapping[str, PreTrainedModel] = field(default_factory=dict)

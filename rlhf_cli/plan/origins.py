@@ -23,7 +23,7 @@ from rlhf_cli.run.artifacts import is_adapter, model_directory
 
 
 @dataclass(frozen=True)
-class Origin:
+class ModelOrigin:
     """Where a model comes from: its config, and the bytes of a number in its file."""
 
     config: PreTrainedConfig
@@ -33,7 +33,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Origins:
+class ModelOrigins:
     """The configs of a run's stages. A stage that is not among them has finished, or is not needed."""
 
     configs: Mapping[str, Stage]
@@ -41,7 +41,7 @@ class Origins:
     def held(
         self,
         name: str,
-        origin: Origin,
+        origin: ModelOrigin,
         setting: Setting,
         is_classifier: bool,
         key: str,
@@ -72,7 +72,7 @@ class Origins:
         lora, frozen = (None, None) if trained is None else (trained.lora, trained.freeze)
         return shape_of(config, is_classifier, setting.precision, lora, frozen, key)
 
-    def start(self, config: Stage) -> Origin:
+    def start(self, config: Stage) -> ModelOrigin:
         """The model that a stage trains; in PPO the policy."""
         assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
         if isinstance(config, SFTConfig) and config.model.scratch is not None:
@@ -81,19 +81,19 @@ class Origins:
             return self.given(config.policy, config, "policy.path")
         return self.given(config.model, config, "model.path")
 
-    def given(self, model: Model, config: Stage, key: str) -> Origin:
+    def given(self, model: Model, config: Stage, key: str) -> ModelOrigin:
         """The model that a section of the config names, or else the model of the run's SFT stage."""
         if model.path is not None:
             return from_path(model.path, model.revision, key)
         return self.of_stage("sft", config, key)
 
-    def reward_model(self, config: PPOConfig, reward: ModelReward, key: str) -> Origin:
+    def reward_model(self, config: PPOConfig, reward: ModelReward, key: str) -> ModelOrigin:
         """A reward model of PPO."""
         if reward.path is not None:
             return from_path(reward.path, reward.revision, key)
         return self.of_stage("rm", config, key)
 
-    def of_stage(self, stage: str, config: Stage, key: str) -> Origin:
+    def of_stage(self, stage: str, config: Stage, key: str) -> ModelOrigin:
         """The model that a later stage gets from the run's own `stage`.
 
         It is the model that the stage's config names, or else the finished stage. Raises ConfigError without both.
@@ -132,7 +132,7 @@ def _are_alone(lora: Lora | None) -> bool:
     return lora is not None and lora.save == "adapter"
 
 
-def from_scratch(scratch: ScratchModel, new_tokens: int) -> Origin:
+def from_scratch(scratch: ScratchModel, new_tokens: int) -> ModelOrigin:
     """A new model. Its vocabulary is the size that its tokenizer may reach at most."""
     rows = scratch.tokenizer.vocab_size + new_tokens
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -140,10 +140,10 @@ def from_scratch(scratch: ScratchModel, new_tokens: int) -> Origin:
         config = AutoConfig.for_model(scratch.architecture, **{**scratch.config, **special, "vocab_size": rows})
     except Exception as error:
         raise ConfigError(f"model.scratch: cannot build this model ({reason_of(error)})") from None
-    return Origin(config)
+    return ModelOrigin(config)
 
 
-def from_path(path: str, revision: str | None, key: str) -> Origin:
+def from_path(path: str, revision: str | None, key: str) -> ModelOrigin:
     """The model of a directory, or of a hub id whose config.json is in the cache. No weights are read."""
     directory = model_directory(path)
     if is_adapter(directory):
@@ -166,4 +166,4 @@ def from_path(path: str, revision: str | None, key: str) -> Origin:
             ) from None
         raise ArtifactError(f"{key}: {path}: cannot read its config.json ({reason_of(error)})") from None
     stored = getattr(config.dtype, "itemsize", 4) if config.dtype is not None else 4
-    return Origin(config, stored)
+    return ModelOrigin(config, stored)

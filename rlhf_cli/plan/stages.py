@@ -13,7 +13,7 @@ from rlhf_cli.config.stage import Stage, Training
 from rlhf_cli.plan.activations import ROW
 from rlhf_cli.plan.budget import auto_tokens
 from rlhf_cli.plan.memory import Batch, Held, Machine, Phase, Setting, fullest, join
-from rlhf_cli.plan.origins import Origins
+from rlhf_cli.plan.origins import ModelOrigins
 
 PAIR = 1.5
 """Length of a preference pair in maximum lengths: both answers follow one prompt, which is computed once and is taken
@@ -44,7 +44,7 @@ class StagePlan:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-def plan_stage(stage: str, config: Stage, origins: Origins, machine: Machine) -> StagePlan:
+def plan_stage(stage: str, config: Stage, origins: ModelOrigins, machine: Machine) -> StagePlan:
     """The plan of one stage. Raises ConfigError or ArtifactError if a model cannot be found or built."""
     assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
     setting, training = setting_of(config, machine), _training(config)
@@ -67,7 +67,7 @@ def plan_stage(stage: str, config: Stage, origins: Origins, machine: Machine) ->
     return StagePlan(stage, models, phases, batch, tokens, setting)
 
 
-def planned_tokens(config: Stage, origins: Origins, machine: Machine) -> int:
+def planned_tokens(config: Stage, origins: ModelOrigins, machine: Machine) -> int:
     """The `tokens_per_microbatch` of a stage. `auto` is computed, and nothing else of the plan is."""
     setting, given = setting_of(config, machine), _training(config).tokens_per_microbatch
     return _auto(config, models_of(config, origins, setting), machine) if given == "auto" else given
@@ -94,7 +94,7 @@ def setting_of(config: Stage, machine: Machine) -> Setting:
 # ------------------------------------------------------------------------------------------------------ models
 
 
-def models_of(config: Stage, origins: Origins, setting: Setting) -> list[Held]:
+def models_of(config: Stage, origins: ModelOrigins, setting: Setting) -> list[Held]:
     """The models of a stage, the trained ones first, and of these the policy. `origins` gives their shapes."""
     if isinstance(config, PPOConfig):
         return _models_of_ppo(config, origins, setting)
@@ -104,7 +104,7 @@ def models_of(config: Stage, origins: Origins, setting: Setting) -> list[Held]:
     return [origins.held(name, start, setting, is_rm, "model", config.model)]
 
 
-def _models_of_ppo(config: PPOConfig, origins: Origins, setting: Setting) -> list[Held]:
+def _models_of_ppo(config: PPOConfig, origins: ModelOrigins, setting: Setting) -> list[Held]:
     start, lora, value = origins.start(config), config.policy.lora, config.value_model
     whole = config.distributed.keep_whole
     policy = origins.held("policy", start, setting, False, "policy", config.policy, whole="policy" in whole)
@@ -129,7 +129,7 @@ def _models_of_ppo(config: PPOConfig, origins: Origins, setting: Setting) -> lis
     return [*trained, *frozen]
 
 
-def _shares(config: PPOConfig, reward: ModelReward | None, origins: Origins, setting: Setting) -> bool:
+def _shares(config: PPOConfig, reward: ModelReward | None, origins: ModelOrigins, setting: Setting) -> bool:
     """Whether a reward model, or what starts as the policy (None), may share the policy's weights. No sharded one."""
     return setting.sharded == 1 and (reward is None or origins.shares_backbone(config, reward))
 
@@ -272,7 +272,7 @@ def _load(models: list[Held], *, sampler: Held | None = None, copied: bool = Fal
     return Phase("load", join(replace(models[0].setting, half=False).libraries, fullest(moments)))
 
 
-def _normalisation(config: SFTConfig | RMConfig, origins: Origins, setting: Setting) -> list[Phase]:
+def _normalisation(config: SFTConfig | RMConfig, origins: ModelOrigins, setting: Setting) -> list[Phase]:
     """The SFT model and its samples, before the reward model is loaded."""
     if isinstance(config, SFTConfig) or not config.evaluation.num_normalization_samples:
         return []

@@ -34,7 +34,7 @@ from rlhf_cli.data.records import Demonstration, Prompt
 from rlhf_cli.data.row_counts import DUPLICATE, Report
 from rlhf_cli.data.rows import Row
 from rlhf_cli.data.tokens import tokenise
-from rlhf_cli.data.views import Seen, StageRows, see
+from rlhf_cli.data.views import SeenRow, StageRows, see
 from rlhf_cli.errors import DataError
 from support.paths import ROOT, TESTS
 from support.tiny import encoder, read_jsonl, seen_of, training_examples, write_jsonl
@@ -449,7 +449,7 @@ def closing_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizer
     return own
 
 
-def rows_seen(purpose: Purpose, count: int = 60) -> list[Seen]:
+def rows_seen(purpose: Purpose, count: int = 60) -> list[SeenRow]:
     rng = random.Random(4)
     found = []
     for n in range(count):
@@ -931,7 +931,7 @@ def test_docs_have_every_format_with_a_row_and_a_line_that_fit() -> None:
                 assert recognise(values, source, purpose).name == name
             record = read_record(values, format_, source)
             if (name, purpose) not in NOT_CONVERTED:
-                assert isinstance(see(record, StageRows(Rows(train=[source]), purpose), "test"), Seen)
+                assert isinstance(see(record, StageRows(Rows(train=[source]), purpose), "test"), SeenRow)
 
 
 def test_docs_are_short() -> None:

@@ -17,7 +17,7 @@ from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.encode import Example, encode_answers, training_example
 from rlhf_cli.data.formats import Purpose, read_record, recognise
 from rlhf_cli.data.rows import Row
-from rlhf_cli.data.views import Seen, StageRows, see
+from rlhf_cli.data.views import SeenRow, StageRows, see
 
 ARCHITECTURES = ("llama", "gpt2", "qwen2", "gpt_neox")
 _LLAMA_LIKE = {
@@ -172,10 +172,10 @@ def training_examples(
     return found  # type: ignore[return-value]
 
 
-def seen_of(values: dict[str, Any], purpose: Purpose) -> Seen:
+def seen_of(values: dict[str, Any], purpose: Purpose) -> SeenRow:
     """A row as a stage sees it."""
     source, row = DataSource(path="x"), Row(values, "file:1")
     record = read_record(row, recognise(row, source, purpose), source)
     seen = see(record, StageRows(Rows(train=[source]), purpose), "train")
-    assert isinstance(seen, Seen)
+    assert isinstance(seen, SeenRow)
     return seen
