@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.plan.memory import Machine
-from rlhf_cli.plan.origins import Sources
+from rlhf_cli.plan.origins import ModelOrigins
 from rlhf_cli.plan.shapes import Shape
 from rlhf_cli.plan.stages import StagePlan, plan_stage
 
@@ -398,7 +398,7 @@ def planned(
                 "distributed": {"shard": shard},
             }
         )
-        return plan_stage("sft", config, Sources({"sft": config}), Machine("cuda", 80e9, gpus))
+        return plan_stage("sft", config, ModelOrigins({"sft": config}), Machine("cuda", 80e9, gpus))
 
 
 def planned_ppo(name: str, gpus: int, shard: Shard, *, copies: bool) -> StagePlan:
@@ -425,7 +425,7 @@ def planned_ppo(name: str, gpus: int, shard: Shard, *, copies: bool) -> StagePla
                 "distributed": {"shard": shard},
             }
         )
-        return plan_stage("ppo", config, Sources({"ppo": config}), Machine("cuda", 80e9, gpus))
+        return plan_stage("ppo", config, ModelOrigins({"ppo": config}), Machine("cuda", 80e9, gpus))
 
 
 def models_of(plan: StagePlan) -> PPOModels:

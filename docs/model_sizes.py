@@ -20,7 +20,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.plan.memory import Machine
-from rlhf_cli.plan.origins import Sources
+from rlhf_cli.plan.origins import ModelOrigins
 from rlhf_cli.plan.stages import plan_stage
 from rlhf_cli.processes.environment import set_up_process
 
@@ -134,7 +134,7 @@ def needed(name: str, method: str, place: Place) -> float:
         stage = list(configs)[-1]
         # The memory of the machine does not matter, because the size of a microbatch is given.
         machine = Machine(place.device, 1e12)
-        return plan_stage(stage, configs[stage], Sources(configs), machine).peak.total / GB
+        return plan_stage(stage, configs[stage], ModelOrigins(configs), machine).peak.total / GB
 
 
 def config_of_model(name: str) -> Any:
