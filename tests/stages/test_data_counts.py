@@ -98,7 +98,8 @@ CASES = [
     [
         *(("llama", name, options, False) for name, options in CASES),
         *(("llama", name, options, True) for name, options in CASES if not options),
-        *(("encoder", name, {"truncation": "right"}, False) for name in ("rm", "rm mse", "rm labels")),
+        *(("encoder", name, {"truncation": "right"}, False) for name in ("rm", "rm mse")),
+        ("encoder", "rm labels", {}, False),
     ],
 )
 def test_data_check_and_the_stage_count_the_same_rows(
