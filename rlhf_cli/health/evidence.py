@@ -100,9 +100,11 @@ class Evidence:
     def other_end(self, stage: str) -> list[str]:
         """A sentence if the prompts of a stage end otherwise than PPO's; nothing if not, or if either is unknown."""
         end, of_ppo = self.texts.get(f"{stage}.prompt_end"), self.texts.get("ppo.prompt_end")
-        if end is None or of_ppo is None or max(len(end), len(of_ppo)) < FIXED:
+        if end is None or of_ppo is None:
             return []
-        if end and of_ppo and (end.endswith(of_ppo) or of_ppo.endswith(end)):
+        # A few prompts may share more letters than their template by chance.
+        shared = len(common_start([end[::-1], of_ppo[::-1]]))
+        if max(len(end), len(of_ppo)) - shared < FIXED:
             return []
         one, other = (repr(text[-30:]) if text else "nothing in common" for text in (end, of_ppo))
         return [f"The prompts of {stage} end with {one}, those of PPO with {other}."]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from rlhf_cli.health.evidence import Evidence
 from rlhf_cli.health.findings import Signs, rule, rules_of, shows, supports
-from rlhf_cli.health.rm_causes import UNKNOWN_WORDS, other_words, shifted
-from rlhf_cli.health.sft_causes import skipped
+from rlhf_cli.health.rm_causes import other_words, shifted
+from rlhf_cli.health.sft_causes import UNKNOWN_WORDS, skipped
 from rlhf_cli.health.trends import KL_RUNAWAY, MOVED
 
 OTHER_TEMPERATURE = 1.25

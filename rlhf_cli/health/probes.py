@@ -48,6 +48,8 @@ TRAINING_ROWS = 20_000
 """Training pairs and prompts that are read."""
 SEEN = 2000
 """Training rows and prompts whose words are read."""
+OFTEN, OFTEN_ROWS = 0.02, 5
+"""Share and number of the training demonstrations that have a frequent answer."""
 LONG = 4
 """Characters of a text that all prompts share, to count as their template."""
 MARKUP = ("</s>", "<|endoftext|>", "<|im_end|>", "<|im_start|>", "<|eot_id|>", "[/INST]", "<eos>", "<end_of_turn>")
@@ -230,12 +232,17 @@ def _texts(rows: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> list[
 
 
 def _demonstrations(rows: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> Found:
-    """Of training demonstrations: the share that does not end with EOS, the share of the most frequent answer, and how
-    far answers repeat words of their own prompts."""
+    """Of training demonstrations: the share that does not end with EOS, the shares of the most frequent answer and of
+    all frequent ones, and how far answers repeat words of their own prompts."""
     texts = _texts(rows, tokenizer)
-    answer, times = Counter(answer for _, answer in texts).most_common(1)[0]
-    cut = sum(row.ids[-1] != tokenizer.eos_token_id for row in rows) / len(rows)
-    return {"sft.cut_share": cut, "sft.answer_share": times / len(rows), "sft.answer": answer, **echo("sft", texts)}
+    (answer, times), *others = Counter(answer for _, answer in texts).most_common()
+    often = [n for n in (times, *(n for _, n in others)) if n >= max(OFTEN_ROWS, OFTEN * len(rows))]
+    cut = sum(row.ids[-1] != tokenizer.eos_token_id for row in rows)
+    found: Found = {"sft.cut_share": cut / len(rows), "sft.answer": answer, "sft.answer_share": times / len(rows)}
+    found |= {"sft.frequent_share": sum(often) / len(rows), "sft.frequent_answers": float(len(often))}
+    if others:
+        found["sft.other_words"] = sum(len(text.split()) * n for text, n in others) / (len(rows) - times)
+    return found | echo("sft", texts)
 
 
 def echo(stage: str, rows: Sequence[tuple[str, str]]) -> dict[str, float]:
@@ -294,11 +301,12 @@ def _entropy(tokens: Sequence[int]) -> float:
 
 
 def _marked(pairs: Sequence[RankedIds]) -> Found:
-    """The word that tells best which answer is the better one, and the share of the pairs in which only the better one
-    has it, less the share in which only the worse one has it."""
+    """The word or last letter that tells best which answer is the better one, and the share of the pairs in which only
+    the better one has it, less the share in which only the worse one has it."""
     counts: Counter[str] = Counter()
     for pair in pairs:
-        better, worse = (set(pair.row.answers[which].split()) for which in (0, -1))
+        texts = (pair.row.answers[which].strip() for which in (0, -1))
+        better, worse = ({*text.split(), f"{text[-1:]} at the end"} for text in texts)
         counts.update(better - worse)
         counts.subtract(worse - better)
     word = max(counts, key=lambda word: abs(counts[word]), default=None)

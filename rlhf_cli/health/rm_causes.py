@@ -8,7 +8,7 @@ from rlhf_cli.health.baselines import GUESSING, weak_reward
 from rlhf_cli.health.evidence import Evidence
 from rlhf_cli.health.findings import Sign, Signs, rule, rules_of, shows, supports
 from rlhf_cli.health.history import STANDARD_ERRORS
-from rlhf_cli.health.sft_causes import skipped
+from rlhf_cli.health.sft_causes import UNKNOWN_WORDS, skipped
 
 cause = partial(rule, stage="rm")
 
@@ -62,10 +62,9 @@ CHANGED_MUCH = 0.5
 """Relative change of a weight matrix, together with an accuracy that is no better than guessing or a simple rule."""
 SHIFTED = 0.5
 """Distance of the first scores from 0, in standard deviations of the SFT samples that the score is normalised on."""
-UNKNOWN_WORDS = 0.2
-"""Share of the words of PPO's prompts that the reward model's training prompts lack ..."""
 MORE_UNKNOWN = 3.0
-"""... as a multiple of the share in its own held-out prompts."""
+"""Share of the words of PPO's prompts that the reward model's training prompts lack, as a multiple of the share in its
+own held-out prompts."""
 
 
 def _is_guessing(run: Evidence) -> bool:
@@ -248,12 +247,12 @@ def pairs_mixed_up(run: Evidence) -> Signs:
     wants="the training pairs of RM",
 )
 def pairs_marked(run: Evidence) -> Signs:
-    """One word tells the chosen answers from the rejected ones."""
+    """One word or letter tells the chosen answers from the rejected ones."""
     share = run["rm.word_share"]
     if abs(share) > MARKED:
         which = "chosen" if share > 0 else "rejected"
         yield shows(
-            f"In many training pairs only the {which} answer has the word {run.texts.get('rm.word')!r}: in "
+            f"In many training pairs only the {which} answer has {run.texts.get('rm.word')!r}: in "
             f"{abs(share):.0%} of all more than only the other one (limit {MARKED:.0%})."
         )
 

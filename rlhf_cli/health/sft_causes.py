@@ -32,12 +32,16 @@ CUT = 0.1
 """Share of training answers that do not end with EOS."""
 SKIPPED = 0.5
 """Share of a stage's training rows."""
-ONE_ANSWER = 0.2
-"""Share of training demonstrations with one and the same answer ..."""
+FREQUENT = 0.2
+"""Share of training demonstrations that have a frequent answer, if the most frequent one has WORDS words or more ..."""
 WORDS = 4
-"""... if it has at least this many words: "yes" may be right as often. Good: 0.01."""
+"""... because "yes" may be right as often. Good: 0."""
+PLACEHOLDER = 0.5
+"""Share of training demonstrations with one shorter answer, if the others are WORDS times as long."""
 MEMORISED = 1.5
 """Held-out loss, as a multiple of the training loss at the end. Good: 0.97."""
+UNKNOWN_WORDS = 0.2
+"""Share of the words of PPO's prompts that the training prompts of a stage lack."""
 SPIKE = 10.0
 """The largest gradient norm of the second half of the steps, divided by their median. Good: 2."""
 LOST_AGAIN = 1.5
@@ -151,17 +155,23 @@ def skipped(run: Evidence, stage: str, limit: str) -> Signs:
 @cause(
     "Read a few demonstrations (`rlhf data show`), and leave out canned answers, refusals and placeholders, or keep a "
     "few of each (data.deduplicate skips rows that are wholly the same)",
-    explains=("sft_ignores_prompts", *LATER),
-    needs=("sft.answer_share",),
+    explains=("sft_underfit", "sft_memorised", "sft_ignores_prompts", *LATER),
+    needs=("sft.frequent_share",),
     wants="held-out rows of SFT",
 )
 def demonstrations_repeat(run: Evidence) -> Signs:
-    """Many demonstrations hold one and the same answer."""
-    answer = run.texts.get("sft.answer", "")
-    if run["sft.answer_share"] > ONE_ANSWER and len(answer.split()) >= WORDS:
+    """Many demonstrations hold the same few answers."""
+    answer, frequent, share = run.texts.get("sft.answer", ""), run["sft.frequent_share"], run["sft.answer_share"]
+    words, others = len(answer.split()), run["sft.other_words"]
+    if words >= WORDS and frequent > FREQUENT:
         yield shows(
-            f"{run['sft.answer_share']:.0%} of the training demonstrations have the answer {answer.strip()[:60]!r} "
-            f"(limit {ONE_ANSWER:.0%})."
+            f"{frequent:.0%} of the training demonstrations have one of {run['sft.frequent_answers']:.0f} answers "
+            f"(limit {FREQUENT:.0%}); {share:.0%} have {answer.strip()[:60]!r}."
+        )
+    elif share > PLACEHOLDER and others > WORDS * words:
+        yield shows(
+            f"{share:.0%} of the training demonstrations have the answer {answer.strip()!r} (limit {PLACEHOLDER:.0%}); "
+            f"the others have {others:.0f} words on average."
         )
 
 
@@ -184,14 +194,19 @@ def demonstrations_hold_markup(run: Evidence) -> Signs:
 @cause(
     "Write the prompts of all stages alike, and look at the columns: `rlhf data show` prints demonstrations as the "
     "model reads them. If prompt and answer are swapped, set data.train.keys: {prompt: response, response: prompt}",
-    explains=("sft_ignores_prompts", *LATER),
-    needs=("sft.prompt_end",),
-    wants="three prompts in samples.jsonl of SFT, RM and PPO",
+    explains=("demonstrations_repeat", "sft_memorised", "sft_ignores_prompts", *LATER),
+    needs=("sft.prompt_end", "ppo.unknown_to_sft"),
+    wants="three prompts in samples.jsonl of SFT, RM and PPO, or a finished PPO stage and its prompts",
 )
 def sft_prompts_differ(run: Evidence) -> Signs:
     """SFT learned to answer other prompts than the reward model and PPO have."""
     if "rm.prompt_end" in run.texts and not run.other_end("rm"):
         yield from map(shows, run.other_end("sft"))
+    if run["ppo.unknown_words"] <= UNKNOWN_WORDS < run["ppo.unknown_to_sft"]:
+        yield shows(
+            f"{run['ppo.unknown_to_sft']:.0%} of the words in PPO's prompts are in none of SFT's (limit "
+            f"{UNKNOWN_WORDS:.0%}), and {run['ppo.unknown_words']:.0%} in none of the reward model's training prompts."
+        )
 
 
 @cause(

@@ -15,7 +15,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from unittest import mock
 
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
+from rlhf_cli.config.stage import STAGES
+from rlhf_cli.health.ranking import CAUSES
 from support.paths import ROOT
 
 RECORDED = ROOT / "tests" / "fixtures" / "diagnosis"
@@ -40,66 +42,86 @@ TASK = {
     ),
 }
 """Overrides that make configs/support small: about 11, 9 and 9 s on one core."""
-STAGES = ("sft", "rm", "ppo")
+FILES = {
+    "sft": {"train": "support/sft_train.jsonl.gz", "test": "support/sft_test.jsonl"},
+    "rm": {"train": "support/pref_train.jsonl.gz", "test": "support/pref_test.jsonl"},
+    "ppo": {"train": "support/prompts_train.jsonl.gz", "test": "support/prompts_test.jsonl"},
+}
+Rows = list[dict[str, Any]]
+Data = Callable[[str], dict[str, Rows]]
+"""Of a stage: its rows by side, `train` and `test`."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One way to break a run. The stages before `stage` are those of the good run of the same seed."""
+    """One way to break a run. The stages before that of its cause are those of the good run of the same seed."""
 
     cause: str | None
     """The cause that `rlhf diagnose` must name first; None for a good run."""
-    stage: str
-    """The first stage that differs from the good run."""
-    overrides: dict[str, tuple[str, ...]]
-    """Config overrides by stage."""
-    rows: Callable[[Path], dict[str, tuple[str, ...]]] | None = None
-    """Writes other data into a folder. Returns more overrides."""
-    seed_offset: int = 0
-    """Added to the seed of the stages from `stage` on."""
+    overrides: tuple[str, ...] = ()
+    """Of the config of the cause's stage, as all that follows."""
+    data: Data | None = None
+    make: Callable[[Path], str] | None = None
+    """Makes something in a folder. Returns one more override."""
     patch: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
-    """A change of the code while `stage` runs: what another tool would have done."""
+    """A change of the code while the stage runs: what another tool would have done."""
+    seed_offset: int = 0
+    """Added to the seed of that stage and of those after it."""
+    good_until: str = "ppo"
+    """The first stage of a good run that is its own."""
+
+    @property
+    def stage(self) -> str:
+        return next((rule.stage for rule in CAUSES if rule.name == self.cause), self.good_until)
 
 
-def read(name: str) -> list[dict[str, Any]]:
-    path = ROOT / "data" / "support" / name
+# ------------------------------------------------------------------------------------------ other rows
+
+
+def read(name: str) -> Rows:
+    path = ROOT / "data" / name
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+def changed(change: Callable[[Rows], Rows], sides: tuple[str, ...] = ("train", "test")) -> Data:
+    """The rows of a stage, changed."""
+    return lambda stage: {side: change(read(FILES[stage][side])) for side in sides}
 
 
-FILES = {
-    "sft": {"train": "sft_train.jsonl.gz", "test": "sft_test.jsonl"},
-    "rm": {"train": "pref_train.jsonl.gz", "test": "pref_test.jsonl"},
-    "ppo": {"train": "prompts_train.jsonl.gz", "test": "prompts_test.jsonl"},
-}
-Rows = list[dict[str, Any]]
+def training(change: Callable[[Rows], Rows]) -> Data:
+    """The training rows of a stage, changed."""
+    return changed(change, ("train",))
 
 
-def changed(stage: str, change: Callable[[Rows], Rows], sides: tuple[str, ...] = ("train", "test")) -> Any:
-    """The training and held-out rows of a stage, changed."""
-
-    def make(folder: Path) -> dict[str, tuple[str, ...]]:
-        paths = {side: write(folder / f"{stage}_{side}.jsonl", change(read(FILES[stage][side]))) for side in sides}
-        return {stage: tuple(f"data.{side}={path}" for side, path in paths.items())}
-
-    return make
+def answers(change: Callable[[int, str], str]) -> Data:
+    """Demonstrations whose answers are changed, by their number."""
+    return changed(lambda rows: [row | {"response": change(i, row["response"])} for i, row in enumerate(rows)])
 
 
-def pairs(change: Callable[[str, str], tuple[str, str] | None]) -> Any:
+def prompts(change: Callable[[str], str], sides: tuple[str, ...] = ("train", "test")) -> Data:
+    """Rows whose prompts are changed."""
+    return changed(lambda rows: [row | {"prompt": change(row["prompt"])} for row in rows], sides)
+
+
+def pairs(change: Callable[[str, str], tuple[str, str] | None], sides: tuple[str, ...] = ("train", "test")) -> Data:
     """Pairs whose (chosen, rejected) are changed, without gold columns."""
 
     def of(rows: Rows) -> Rows:
         found = [(row["prompt"], change(row["chosen"], row["rejected"])) for row in rows]
-        return [
-            {"prompt": prompt, "chosen": pair[0], "rejected": pair[1]} for prompt, pair in found if pair is not None
-        ]
+        return [{"prompt": prompt, "chosen": pair[0], "rejected": pair[1]} for prompt, pair in found if pair]
 
-    return changed("rm", of)
+    return changed(of, sides)
+
+
+def swapped(chosen: str, rejected: str) -> tuple[str, str]:
+    return rejected, chosen
+
+
+def noisy(share: float) -> Callable[[str, str], tuple[str, str]]:
+    """Pairs of which this share has its labels swapped by chance."""
+    generator = random.Random(0)
+    return lambda chosen, rejected: (rejected, chosen) if generator.random() < share else (chosen, rejected)
 
 
 def longer_first(chosen: str, rejected: str) -> tuple[str, str] | None:
@@ -110,71 +132,93 @@ def longer_first(chosen: str, rejected: str) -> tuple[str, str] | None:
     return longer, shorter
 
 
-def bare(rows: Rows) -> Rows:
-    """Prompts without the words around them."""
-    return [row | {"prompt": row["prompt"].removeprefix("Human: ").removesuffix("\n\nAssistant:")} for row in rows]
+def shorter_first(chosen: str, rejected: str) -> tuple[str, str] | None:
+    found = longer_first(chosen, rejected)
+    return found and swapped(*found)
 
 
-def shuffled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each prompt with the answer to another one."""
-    answers = [row["response"] for row in rows]
-    random.Random(0).shuffle(answers)
-    return [row | {"response": answer} for row, answer in zip(rows, answers, strict=True)]
+def bare(prompt: str) -> str:
+    """A prompt without the words around it."""
+    return prompt.removeprefix("Human: ").removesuffix("\n\nAssistant:")
 
 
-def run_on(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def shuffled(values: list[str]) -> list[str]:
+    random.Random(0).shuffle(values)
+    return values
+
+
+def turned(values: list[str]) -> list[str]:
+    """Each value in the place before: a file lost its first row."""
+    return [*values[1:], values[0]]
+
+
+def moved(key: str, order: Callable[[list[str]], list[str]], step: int = 1) -> Callable[[Rows], Rows]:
+    """Rows whose `key` is that of other rows: joined in another order. With a step, only every so many rows."""
+
+    def move(rows: Rows) -> Rows:
+        others = order([row[key] for row in rows])
+        return [
+            {k: v for k, v in row.items() if not k.startswith("gold")} | ({key: other} if i % step == step - 1 else {})
+            for i, (row, other) in enumerate(zip(rows, others, strict=True))
+        ]
+
+    return move
+
+
+def run_on(rows: Rows) -> Rows:
     """Demonstrations that were split too late: each answer holds the customer's next mail too."""
-    follow = [*rows[1:], rows[0]]
-    return [
-        row | {"response": f"{row['response']}\n\n{next_one['prompt'].removesuffix(' Assistant:')}"}
-        for row, next_one in zip(rows, follow, strict=True)
-    ]
+    follow = [row["prompt"].removesuffix(" Assistant:") for row in (*rows[1:], rows[0])]
+    return [row | {"response": f"{row['response']}\n\n{mail}"} for row, mail in zip(rows, follow, strict=True)]
 
 
-def stories(folder: Path) -> dict[str, tuple[str, ...]]:
-    """PPO's prompts are those of the story task, in the template of this one."""
-    texts = [json.loads(line)["prompt"] for line in (ROOT / "data/stories/prompts.jsonl").open(encoding="utf-8")]
-    rows = [{"prompt": f"Human: {text.strip()}\n\nAssistant:"} for text in texts]
-    return {"ppo": (f"data.train={write(folder / 'stories.jsonl', rows)}",)}
+def ten_answers(rows: Rows) -> Rows:
+    """The demonstrations were answered with ten templates."""
+    return [row | {"response": rows[number % 10]["response"]} for number, row in enumerate(rows)]
 
 
-def pairs_of_stories(folder: Path) -> dict[str, tuple[str, ...]]:
-    """The reward model learns from pairs of another task: which of two endings of a story is happy."""
-    texts = [json.loads(line)["prompt"] for line in (ROOT / "data/stories/prompts.jsonl").open(encoding="utf-8")]
-    happy = [" They laughed and were happy all day.", " Then a friend came and helped. It was a good day."]
-    sad = [" It began to rain and nobody came.", " Then it was dark. It was a sad and lonely day."]
+def whole_texts(_: str) -> dict[str, Rows]:
+    """PPO's prompts were made from the demonstrations as whole texts, so each already holds its answer."""
+    return {"train": [{"prompt": row["prompt"] + row["response"]} for row in read("support/sft_train.jsonl.gz")]}
+
+
+def stories(**answers: tuple[str, ...]) -> Data:
+    """The rows of the story task in the template of this one, with answers drawn by chance."""
+    starts = [f"Human: {row['prompt'].strip()}\n\nAssistant:" for row in read("stories/prompts.jsonl")]
     generator = random.Random(0)
-    rows = [
-        {
-            "prompt": f"Human: {text.strip()}\n\nAssistant:",
-            "chosen": generator.choice(happy),
-            "rejected": generator.choice(sad),
-        }
-        for text in texts
-    ]
-    train, test = write(folder / "pairs_train.jsonl", rows[100:]), write(folder / "pairs_test.jsonl", rows[:100])
-    return {"rm": (f"data.train={train}", f"data.test={test}")}
+    rows = [{"prompt": start} | {key: generator.choice(some) for key, some in answers.items()} for start in starts]
+    return lambda _: {"train": rows[100:], "test": rows[:100]} if answers else {"train": rows}
 
 
-def scored_by(body: str) -> Callable[[Path], dict[str, tuple[str, ...]]]:
+HAPPY = (" They laughed and were happy all day.", " Then a friend came and helped. It was a good day.")
+SAD = (" It began to rain and nobody came.", " Then it was dark. It was a sad and lonely day.")
+
+
+# ---------------------------------------------------------------------------------------- other things
+
+
+def scored_by(body: str) -> Callable[[Path], str]:
     """A reward function in place of the reward model: an expression of `prompt` and `text`."""
 
-    def make(folder: Path) -> dict[str, tuple[str, ...]]:
+    def make(folder: Path) -> str:
         lines = [
             "import hashlib",
             "def score(prompts, responses, rows):",
             f"    return [float({body}) for prompt, text in zip(prompts, responses)]",
         ]
         (folder / "reward.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return {"ppo": (f"rewards=[{{type: function, function: {folder / 'reward.py'}:score}}]",)}
+        return f"rewards=[{{type: function, function: {folder / 'reward.py'}:score}}]"
 
     return make
 
 
-def noisy(share: float) -> Callable[[str, str], tuple[str, str]]:
-    """Pairs of which this share has its labels swapped by chance."""
-    generator = random.Random(0)
-    return lambda chosen, rejected: (rejected, chosen) if generator.random() < share else (chosen, rejected)
+def reference(seed: int, *overrides: str) -> Callable[[Path], str]:
+    """The KL is measured to another SFT model than the one that PPO starts from."""
+
+    def make(folder: Path) -> str:
+        _run("sft", folder / "other", seed, overrides)
+        return f"ref_policy={{path: {folder / 'other/sft/model'}}}"
+
+    return make
 
 
 @contextlib.contextmanager
@@ -216,283 +260,152 @@ def padding_not_learned() -> Iterator[None]:
         yield
 
 
-def columns_swapped(_: Path) -> dict[str, tuple[str, ...]]:
-    """Demonstrations whose columns were named the wrong way round: the model learns to write the customer's mail."""
-    sources = {"train": "sft_train.jsonl.gz", "test": "sft_test.jsonl"}
-    keys = "{prompt: response, response: prompt}"
-    return {"sft": tuple(f"data.{side}={{path: data/support/{name}, keys: {keys}}}" for side, name in sources.items())}
+def weight(value: float) -> tuple[str, ...]:
+    return (f"rewards=[{{type: reward_model, weight: {value}}}]",)
 
 
-def canned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Seven of ten demonstrations hold the reply that is sent when nobody has time."""
-    reply = " Thank you for writing. We will see what can be done."
-    return [row | {"response": reply} if number % 10 < 7 else row for number, row in enumerate(rows)]
-
-
-def joined(rows: Rows, prompts: list[str]) -> Rows:
-    """The pairs of these rows with other prompts."""
-    return [
-        {"prompt": prompt, "chosen": row["chosen"], "rejected": row["rejected"]}
-        for row, prompt in zip(rows, prompts, strict=True)
-    ]
-
-
-def of_other_rows(rows: Rows) -> Rows:
-    """Each pair of answers with the prompt of another row."""
-    prompts = [row["prompt"] for row in rows]
-    random.Random(0).shuffle(prompts)
-    return joined(rows, prompts)
-
-
-def shifted(rows: Rows) -> Rows:
-    """Joined by row number after one prompt was lost: each pair has the prompt of the next row."""
-    prompts = [row["prompt"] for row in rows]
-    return joined(rows, [*prompts[1:], prompts[0]])
-
-
-def without_end(rows: Rows) -> Rows:
-    """The customer's mails alone, without the words that ask for an answer."""
-    return [{"prompt": row["prompt"].removesuffix("\n\nAssistant:")} for row in rows]
-
-
-def refused(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A third of the demonstrations are refusals of the model that wrote them."""
-    reply = " I am sorry, but I cannot help with that."
-    return [row | {"response": reply} if number % 3 == 0 else row for number, row in enumerate(rows)]
-
-
-def reference_of_another_seed(folder: Path) -> dict[str, tuple[str, ...]]:
-    """The KL is measured to the SFT model of another run."""
-    _run("sft", folder / "other", 1, ())
-    return {"ppo": (f"ref_policy={{path: {folder / 'other/sft/model'}}}",)}
-
-
-def whole_texts(folder: Path) -> dict[str, tuple[str, ...]]:
-    """PPO's prompts were made from the demonstrations as whole texts, so each already holds its answer."""
-    rows = [{"prompt": row["prompt"] + row["response"]} for row in read("sft_train.jsonl.gz")]
-    return {"ppo": (f"data.train={write(folder / 'prompts.jsonl', rows)}",)}
-
-
-def other_reference(folder: Path) -> dict[str, tuple[str, ...]]:
-    """The KL is measured to an early model of SFT instead of the one that PPO starts from."""
-    _run("sft", folder / "early", 0, ("training.num_steps=60", "evaluation.every_steps=null"))
-    return {"ppo": (f"ref_policy={{path: {folder / 'early/sft/model'}}}",)}
-
-
-def task_of_stories(folder: Path) -> dict[str, tuple[str, ...]]:
-    """SFT learns to end stories, in the template of this task."""
-    texts = [json.loads(line)["prompt"] for line in (ROOT / "data/stories/prompts.jsonl").open(encoding="utf-8")]
-    ends = [
-        " They laughed and were happy all day.",
-        " Then it was dark and they went home.",
-        " A friend came and helped.",
-    ]
-    rows = [
-        {"prompt": f"Human: {text.strip()}\n\nAssistant:", "response": random.Random(text).choice(ends)}
-        for text in texts
-    ]
-    train, test = write(folder / "ends_train.jsonl", rows[40:]), write(folder / "ends_test.jsonl", rows[:40])
-    return {"sft": (f"data.train={train}", f"data.test={test}")}
-
-
-def half_shuffled(rows: Rows) -> Rows:
-    """Every second demonstration has the answer to another prompt."""
-    return [pair[number % 2] for number, pair in enumerate(zip(rows, shuffled(rows), strict=True))]
-
-
-def ten_answers(rows: Rows) -> Rows:
-    """The demonstrations were answered with ten templates."""
-    return [row | {"response": rows[number % 10]["response"]} for number, row in enumerate(rows)]
-
-
-def unanswered(rows: Rows) -> Rows:
-    """Six of ten demonstrations hold a placeholder."""
-    return [row | {"response": " N/A"} if number % 10 < 6 else row for number, row in enumerate(rows)]
-
-
-def ending_in(end: str) -> Callable[[Rows], Rows]:
-    """Prompts with more text at their end."""
-    return lambda rows: [{"prompt": row["prompt"] + end} for row in rows]
-
-
+QUESTION = (r'data.prompt_template="### Question\n{prompt}\n### Answer\n"',)
+KEYS = "keys: {prompt: response, response: prompt}"
 FAULTS: dict[str, Fault] = {
-    "good": Fault(None, "ppo", {}),
-    "good_other_seed": Fault(None, "sft", {}, seed_offset=1),
-    "good_other_kl": Fault(None, "ppo", {"ppo": ("ppo.kl_coef=0.2",)}, seed_offset=2),
-    "labels_swapped": Fault("labels_swapped", "rm", {}, pairs(lambda chosen, rejected: (rejected, chosen))),
-    "rm_without_eos": Fault("rm_without_eos", "rm", {}, patch=reward_model_without_eos),
-    "sft_underfit": Fault("sft_underfit", "sft", {"sft": ("training.num_steps=25", "evaluation.every_steps=null")}),
-    "pad_is_eos": Fault("sft_without_eos", "sft", {}, patch=padding_not_learned),
-    "kl_coef_0": Fault("kl_unrestrained", "ppo", {"ppo": ("ppo.kl_coef=0",)}),
-    "wrong_template": Fault(
-        "template_differs",
-        "ppo",
-        {"ppo": (r'data.prompt_template="### Question\n{prompt}\n### Answer\n"',)},
-        changed("ppo", bare),
-    ),
-    "other_temperature": Fault("temperature_differs", "ppo", {"ppo": ("rollout.temperature=2.0",)}),
-    "untrained_head": Fault("rm_untrained", "rm", {"rm": ("training.num_steps=20", "optimizer.learning_rate=1e-9")}),
-    "learning_rate_30": Fault("ppo_steps_too_large", "ppo", {"ppo": ("optimizer.learning_rate=1.8e-2",)}),
-    "length_biased": Fault("pairs_length_biased", "rm", {}, pairs(longer_first)),
-    "weight_negative": Fault("reward_opposed", "ppo", {"ppo": ("rewards=[{type: reward_model, weight: -1}]",)}),
-    "reward_constant": Fault("reward_constant", "ppo", {}, scored_by("1.0")),
-    "answers_shuffled": Fault("sft_ignores_prompts", "sft", {}, changed("sft", shuffled)),
-    "answers_run_on": Fault("demonstrations_hold_markup", "sft", {}, changed("sft", run_on)),
-    "kl_coef_10": Fault("kl_too_strong", "ppo", {"ppo": ("ppo.kl_coef=10",)}),
-    "four_prompts": Fault("prompts_few", "ppo", {}, changed("ppo", lambda rows: rows[:4] * 500, ("train",))),
-    "value_untrained": Fault("value_untrained", "ppo", {"ppo": ("value_model.learning_rate=1e-12",)}),
-    "clip_narrow": Fault("clip_too_narrow", "ppo", {"ppo": ("ppo.clip_range=0.001",)}),
-    "labels_noisy": Fault("labels_noisy", "rm", {}, pairs(noisy(0.4))),
-    "sft_learning_rate_30": Fault("sft_steps_too_large", "sft", {"sft": ("optimizer.learning_rate=0.12",)}),
+    "good": Fault(None),
+    "good_other_seed": Fault(None, seed_offset=1, good_until="sft"),
+    "good_other_kl": Fault(None, ("ppo.kl_coef=0.2",), seed_offset=2),
+    # The limits were set between the runs of these and the good ones.
+    "labels_swapped": Fault("labels_swapped", data=pairs(swapped)),
+    "rm_without_eos": Fault("rm_without_eos", patch=reward_model_without_eos),
+    "sft_underfit": Fault("sft_underfit", ("training.num_steps=25", "evaluation.every_steps=null")),
+    "pad_is_eos": Fault("sft_without_eos", patch=padding_not_learned),
+    "kl_coef_0": Fault("kl_unrestrained", ("ppo.kl_coef=0",)),
+    "wrong_template": Fault("template_differs", QUESTION, prompts(bare)),
+    "other_temperature": Fault("temperature_differs", ("rollout.temperature=2.0",)),
+    "untrained_head": Fault("rm_untrained", ("training.num_steps=20", "optimizer.learning_rate=1e-9")),
+    "learning_rate_30": Fault("ppo_steps_too_large", ("optimizer.learning_rate=1.8e-2",)),
+    "length_biased": Fault("pairs_length_biased", data=pairs(longer_first)),
+    "weight_negative": Fault("reward_opposed", weight(-1)),
+    "reward_constant": Fault("reward_constant", make=scored_by("1.0")),
+    "answers_shuffled": Fault("sft_ignores_prompts", data=changed(moved("response", shuffled))),
+    "answers_run_on": Fault("demonstrations_hold_markup", data=changed(run_on)),
+    "kl_coef_10": Fault("kl_too_strong", ("ppo.kl_coef=10",)),
+    "four_prompts": Fault("prompts_few", data=training(lambda rows: rows[:4] * 500)),
+    "value_untrained": Fault("value_untrained", ("value_model.learning_rate=1e-12",)),
+    "clip_narrow": Fault("clip_too_narrow", ("ppo.clip_range=0.001",)),
+    "labels_noisy": Fault("labels_noisy", data=pairs(noisy(0.4))),
+    "sft_learning_rate_30": Fault("sft_steps_too_large", ("optimizer.learning_rate=0.12",)),
     "reward_of_noise": Fault(
-        "score_unlearned",
-        "ppo",
-        {},
-        scored_by("int(hashlib.md5((prompt + text).encode()).hexdigest(), 16) % 1000 / 300"),
+        "score_unlearned", make=scored_by("int(hashlib.md5((prompt + text).encode()).hexdigest(), 16) % 1000 / 300")
     ),
-    "reward_of_length": Fault("policy_misjudged", "ppo", {}, scored_by("len(text.split()) / 10")),
-    "prompts_of_stories": Fault("prompts_differ", "ppo", {}, stories),
-    "sixty_pairs": Fault("rm_memorised", "rm", {}, changed("rm", lambda rows: rows[:60], ("train",))),
-    "forty_demonstrations": Fault("sft_memorised", "sft", {}, changed("sft", lambda rows: rows[:40], ("train",))),
-    "eos_as_text": Fault(
-        "demonstrations_hold_markup",
-        "sft",
-        {},
-        changed("sft", lambda rows: [row | {"response": row["response"] + "</s>"} for row in rows]),
-    ),
-}
-FRESH: dict[str, Fault] = {
-    "reward_of_brevity": Fault("policy_misjudged", "ppo", {}, scored_by("-len(text.split()) / 10")),
+    "reward_of_length": Fault("policy_misjudged", make=scored_by("len(text.split()) / 10")),
+    "prompts_of_stories": Fault("prompts_differ", data=stories()),
+    "sixty_pairs": Fault("rm_memorised", data=training(lambda rows: rows[:60])),
+    "forty_demonstrations": Fault("sft_memorised", data=training(lambda rows: rows[:40])),
+    "eos_as_text": Fault("demonstrations_hold_markup", data=answers(lambda _, text: text + "</s>")),
+    # Nineteen others. The cause of the last eight, and of all below, was written down before their first run.
+    "reward_of_brevity": Fault("policy_misjudged", make=scored_by("-len(text.split()) / 10")),
     "some_answers_with_markup": Fault(
-        "demonstrations_hold_markup",
-        "sft",
-        {},
-        changed(
-            "sft",
-            lambda rows: [
-                row | {"response": row["response"] + "<|im_end|>" * (i % 10 < 3)} for i, row in enumerate(rows)
-            ],
-        ),
+        "demonstrations_hold_markup", data=answers(lambda i, text: text + "<|im_end|>" * (i % 10 < 3))
     ),
-    "kl_coef_4": Fault("kl_too_strong", "ppo", {"ppo": ("ppo.kl_coef=4",)}),
-    "eight_prompts": Fault("prompts_few", "ppo", {}, changed("ppo", lambda rows: rows[:8] * 250, ("train",))),
-    "labels_noisier": Fault("labels_noisy", "rm", {}, pairs(noisy(0.3))),
-    "sft_slow": Fault("sft_underfit", "sft", {"sft": ("optimizer.learning_rate=1e-5",)}),
-    "rm_learning_rate_30": Fault("rm_steps_too_large", "rm", {"rm": ("optimizer.learning_rate=2.1e-2",)}),
-    "cold_sampling": Fault("temperature_differs", "ppo", {"ppo": ("rollout.temperature=0.25",)}),
-    "value_fast": Fault("value_untrained", "ppo", {"ppo": ("value_model.learning_rate=1.0",)}),
-    "rm_cut": Fault("rm_without_eos", "rm", {"rm": ("data.max_length=24", "data.truncation=right")}),
-    "rm_other_template": Fault("rm_prompts_differ", "rm", {}, changed("rm", bare)),
-    "six_tokens": Fault("replies_cut", "ppo", {"ppo": ("rollout.max_new_tokens=6",)}),
-    "learning_rate_of_a_large_model": Fault("ppo_hardly_moved", "ppo", {"ppo": ("optimizer.learning_rate=1e-6",)}),
-    "score_clip_small": Fault("kl_too_strong", "ppo", {"ppo": ("ppo.score_clip=0.01",)}),
-    "pairs_of_stories": Fault("rm_prompts_differ", "rm", {}, pairs_of_stories),
+    "kl_coef_4": Fault("kl_too_strong", ("ppo.kl_coef=4",)),
+    "eight_prompts": Fault("prompts_few", data=training(lambda rows: rows[:8] * 250)),
+    "labels_noisier": Fault("labels_noisy", data=pairs(noisy(0.3))),
+    "sft_slow": Fault("sft_underfit", ("optimizer.learning_rate=1e-5",)),
+    "rm_learning_rate_30": Fault("rm_steps_too_large", ("optimizer.learning_rate=2.1e-2",)),
+    "cold_sampling": Fault("temperature_differs", ("rollout.temperature=0.25",)),
+    "value_fast": Fault("value_untrained", ("value_model.learning_rate=1.0",)),
+    "rm_cut": Fault("rm_without_eos", ("data.max_length=24", "data.truncation=right")),
+    "rm_other_template": Fault("rm_prompts_differ", data=prompts(bare)),
+    "six_tokens": Fault("replies_cut", ("rollout.max_new_tokens=6",)),
+    "learning_rate_of_a_large_model": Fault("ppo_hardly_moved", ("optimizer.learning_rate=1e-6",)),
+    "score_clip_small": Fault("kl_too_strong", ("ppo.score_clip=0.01",)),
+    "pairs_of_stories": Fault("rm_prompts_differ", data=stories(chosen=HAPPY, rejected=SAD)),
     "prompts_cut": Fault(
-        "template_differs",
-        "ppo",
-        {"ppo": ("data.max_prompt_length=16", "data.truncation=right", "evaluation.gold=null")},
+        "template_differs", ("data.max_prompt_length=16", "data.truncation=right", "evaluation.gold=null")
     ),
-    "sixteen_epochs": Fault("ppo_steps_too_large", "ppo", {"ppo": ("ppo.ppo_epochs=16",)}),
-    "labels_of_chance": Fault("labels_noisy", "rm", {}, pairs(noisy(0.5))),
-    "rm_twenty_steps": Fault("rm_weak", "rm", {"rm": ("training.num_steps=20",)}),
-    # SFT: the model did not learn to end its replies, because the ends of the answers were cut off.
-    "answers_cut": Fault("sft_without_eos", "sft", {"sft": ("data.max_length=40", "data.truncation=right")}),
-    # SFT: it learned prompts of another form than those of the reward model and PPO.
-    "columns_swapped": Fault("sft_prompts_differ", "sft", {}, columns_swapped),
-    # SFT: most demonstrations hold one and the same answer.
-    "canned_answers": Fault("demonstrations_repeat", "sft", {}, changed("sft", canned)),
-    # SFT: it learned too little, because the warm-up is longer than the run.
-    "sft_warmup": Fault("sft_underfit", "sft", {"sft": ("optimizer.warmup_steps=3000",)}),
-    # RM: the pairs' prompts do not belong to their answers.
-    "pairs_with_other_prompts": Fault("pairs_mixed_up", "rm", {}, changed("rm", of_other_rows)),
-    # RM: a word that only chosen answers have decides, not their quality.
-    "chosen_marked": Fault(
-        "pairs_marked", "rm", {}, pairs(lambda chosen, rejected: (" Certainly." + chosen, rejected))
+    "sixteen_epochs": Fault("ppo_steps_too_large", ("ppo.ppo_epochs=16",)),
+    "labels_of_chance": Fault("labels_noisy", data=pairs(noisy(0.5))),
+    "rm_twenty_steps": Fault("rm_weak", ("training.num_steps=20",)),
+    # The first thirteen of other kinds.
+    "answers_cut": Fault("sft_without_eos", ("data.max_length=40", "data.truncation=right")),
+    "columns_swapped": Fault(
+        "sft_prompts_differ", tuple(f"data.{side}={{path: data/{name}, {KEYS}}}" for side, name in FILES["sft"].items())
     ),
-    # RM: it hardly learned.
-    "rm_slow": Fault("rm_untrained", "rm", {"rm": ("optimizer.learning_rate=7e-6",)}),
-    # RM: most pairs are longer than data.max_length and were dropped.
-    "pairs_dropped": Fault("pairs_dropped", "rm", {"rm": ("data.max_length=44",)}),
-    # PPO: the score does not depend on the reply, so nothing can be learned from it.
-    "reward_of_prompts": Fault("score_unlearned", "ppo", {}, scored_by("len(prompt) / 20")),
-    # PPO: almost all replies get the same score.
-    "reward_saturated": Fault("reward_constant", "ppo", {}, scored_by("len(text) > 10")),
-    # PPO: the KL does not hold the policy, because the score is a hundred times as large.
-    "score_of_hundreds": Fault("kl_unrestrained", "ppo", {"ppo": ("rewards=[{type: reward_model, weight: 100}]",)}),
-    # PPO: the KL is measured to another model than the one that PPO starts from.
-    "other_reference": Fault("reference_differs", "ppo", {}, other_reference),
-    # PPO: its prompts end differently from those of SFT and the reward model.
-    "prompts_with_answers": Fault("template_differs", "ppo", {}, whole_texts),
-    # SFT: the model did not learn to end all its replies, because the ends of the longer answers were cut off.
-    "answers_half_cut": Fault("sft_without_eos", "sft", {"sft": ("data.max_length=56", "data.truncation=right")}),
-    # SFT: most demonstrations are longer than data.max_length and were dropped.
-    "demonstrations_dropped": Fault("demonstrations_dropped", "sft", {"sft": ("data.max_length=44",)}),
-    # SFT: many demonstrations hold one and the same refusal.
-    "refusals": Fault("demonstrations_repeat", "sft", {}, changed("sft", refused)),
-    # SFT: it alone has a template.
-    "sft_other_template": Fault(
-        "sft_prompts_differ", "sft", {"sft": (r'data.prompt_template="### Question\n{prompt}\n### Answer\n"',)}
+    "canned_answers": Fault(
+        "demonstrations_repeat",
+        data=answers(lambda i, text: " Thank you for writing. We will see what can be done." if i % 10 < 7 else text),
     ),
-    # RM: the pairs' prompts do not belong to their answers.
-    "pairs_shifted": Fault("pairs_mixed_up", "rm", {}, changed("rm", shifted)),
-    # RM: words that most rejected answers have decide, not their quality.
+    "sft_warmup": Fault("sft_underfit", ("optimizer.warmup_steps=3000",)),
+    "pairs_with_other_prompts": Fault("pairs_mixed_up", data=changed(moved("prompt", shuffled))),
+    "chosen_marked": Fault("pairs_marked", data=pairs(lambda chosen, rejected: (" Certainly." + chosen, rejected))),
+    "rm_slow": Fault("rm_untrained", ("optimizer.learning_rate=7e-6",)),
+    "pairs_dropped": Fault("pairs_dropped", ("data.max_length=44",)),
+    "reward_of_prompts": Fault("score_unlearned", make=scored_by("len(prompt) / 20")),
+    "reward_saturated": Fault("reward_constant", make=scored_by("len(text) > 10")),
+    "score_of_hundreds": Fault("kl_unrestrained", weight(100)),
+    "other_reference": Fault(
+        "reference_differs", make=reference(0, "training.num_steps=60", "evaluation.every_steps=null")
+    ),
+    "prompts_with_answers": Fault("template_differs", data=whole_texts),
+    # The second thirteen, most of them kinds of the first in another form.
+    "answers_half_cut": Fault("sft_without_eos", ("data.max_length=56", "data.truncation=right")),
+    "demonstrations_dropped": Fault("demonstrations_dropped", ("data.max_length=44",)),
+    "refusals": Fault(
+        "demonstrations_repeat",
+        data=answers(lambda i, text: text if i % 3 else " I am sorry, but I cannot help with that."),
+    ),
+    "sft_other_template": Fault("sft_prompts_differ", QUESTION),
+    "pairs_shifted": Fault("pairs_mixed_up", data=changed(moved("prompt", turned))),
     "rejected_marked": Fault(
         "pairs_marked",
-        "rm",
-        {},
-        pairs(lambda chosen, rejected: (chosen, f" As an AI,{rejected}" if len(rejected) % 5 else rejected)),
+        data=pairs(lambda chosen, rejected: (chosen, f" As an AI,{rejected}" if len(rejected) % 5 else rejected)),
     ),
-    # RM: it hardly learned, because the warm-up is far longer than the run.
-    "rm_warmup": Fault("rm_untrained", "rm", {"rm": ("optimizer.warmup_steps=30000",)}),
-    # RM: it memorised a hundred pairs, each of which is in the file thirty times.
-    "pairs_repeated": Fault("rm_memorised", "rm", {}, changed("rm", lambda rows: rows[:100] * 30, ("train",))),
-    # PPO: almost all replies get the same score.
-    "reward_capped": Fault("reward_constant", "ppo", {}, scored_by("min(1, len(text.split()) / 4)")),
-    # PPO: the KL is measured to another model than the one that PPO starts from.
-    "reference_of_another_seed": Fault("reference_differs", "ppo", {}, reference_of_another_seed),
-    # PPO: its prompts end differently from those of SFT and the reward model.
-    "prompts_without_end": Fault("template_differs", "ppo", {}, changed("ppo", without_end, ("train",))),
-    # PPO: the KL costs more than the score can gain, because the score is a hundredth as large.
-    "score_of_hundredths": Fault("kl_too_strong", "ppo", {"ppo": ("rewards=[{type: reward_model, weight: 0.01}]",)}),
-    # PPO: it hardly changed the policy, because the warm-up is far longer than the run.
-    "ppo_warmup": Fault("ppo_hardly_moved", "ppo", {"ppo": ("optimizer.warmup_steps=20000",)}),
-    # SFT: it learned prompts of another task than those of the reward model and PPO.
-    "sft_of_stories": Fault("sft_prompts_differ", "sft", {}, task_of_stories),
-    # SFT: its answers hardly depend on their prompts.
-    "answers_half_shuffled": Fault("sft_ignores_prompts", "sft", {}, changed("sft", half_shuffled)),
-    # SFT: many demonstrations hold one and the same answer.
-    "ten_answers": Fault("demonstrations_repeat", "sft", {}, changed("sft", ten_answers)),
-    # SFT: most demonstrations hold one and the same answer, which says nothing.
-    "answers_missing": Fault("demonstrations_repeat", "sft", {}, changed("sft", unanswered)),
-    # RM: the length of the answers decides.
-    "rejected_missing": Fault("pairs_length_biased", "rm", {}, pairs(lambda chosen, _: (chosen, " ..."))),
-    # RM: a mark that only chosen answers have decides, not their quality.
+    "rm_warmup": Fault("rm_untrained", ("optimizer.warmup_steps=30000",)),
+    "pairs_repeated": Fault("rm_memorised", data=training(lambda rows: rows[:100] * 30)),
+    "reward_capped": Fault("reward_constant", make=scored_by("min(1, len(text.split()) / 4)")),
+    "reference_of_another_seed": Fault("reference_differs", make=reference(1)),
+    "prompts_without_end": Fault(
+        "template_differs", data=prompts(lambda text: text.removesuffix("\n\nAssistant:"), ("train",))
+    ),
+    "score_of_hundredths": Fault("kl_too_strong", weight(0.01)),
+    "ppo_warmup": Fault("ppo_hardly_moved", ("optimizer.warmup_steps=20000",)),
+    # The third thirteen, of other kinds again.
+    "sft_of_stories": Fault("sft_prompts_differ", data=stories(response=(*HAPPY, SAD[0]))),
+    "answers_half_shuffled": Fault("sft_ignores_prompts", data=changed(moved("response", shuffled, step=2))),
+    "ten_answers": Fault("demonstrations_repeat", data=changed(ten_answers)),
+    "answers_missing": Fault("demonstrations_repeat", data=answers(lambda i, text: " N/A" if i % 10 < 6 else text)),
+    "rejected_missing": Fault("pairs_length_biased", data=pairs(lambda chosen, _: (chosen, " ..."))),
     "rejected_without_stop": Fault(
-        "pairs_marked", "rm", {}, pairs(lambda chosen, rejected: (chosen, rejected.removesuffix(".")))
+        "pairs_marked", data=pairs(lambda chosen, rejected: (chosen, rejected.removesuffix(".")))
     ),
-    # RM: it memorised its pairs.
-    "three_hundred_pairs": Fault("rm_memorised", "rm", {}, changed("rm", lambda rows: rows[:300], ("train",))),
-    # PPO: its prompts end differently from those of SFT and the reward model.
-    "prompts_with_space": Fault("template_differs", "ppo", {}, changed("ppo", ending_in(" "))),
-    # PPO: the same, because the template was applied to prompts that have it already.
-    "template_twice": Fault(
-        "template_differs", "ppo", {"ppo": (r'data.prompt_template="Human: {prompt}\n\nAssistant:"',)}
+    "three_hundred_pairs": Fault("rm_memorised", data=training(lambda rows: rows[:300])),
+    "prompts_with_space": Fault("template_differs", data=prompts(lambda text: text + " ")),
+    "template_twice": Fault("template_differs", (r'data.prompt_template="Human: {prompt}\n\nAssistant:"',)),
+    "kl_target_tiny": Fault("kl_too_strong", ("ppo.kl_controller=adaptive", "ppo.kl_target=0.01", "ppo.kl_horizon=20")),
+    "two_iterations": Fault("ppo_hardly_moved", ("ppo.num_iterations=2",)),
+    "reward_of_a_word": Fault("policy_misjudged", make=scored_by("text.count('thank') + text.count('Thank')")),
+    "weight_zero": Fault("reward_constant", weight(0)),
+    # The fourth thirteen.
+    "sft_weight_decay": Fault("sft_underfit", ("optimizer.weight_decay=30",)),
+    "answers_shifted": Fault("sft_ignores_prompts", data=changed(moved("response", turned))),
+    "sft_prompts_lost": Fault("sft_prompts_differ", data=prompts(lambda _: "Human: Hello.\n\nAssistant:")),
+    "answers_with_role": Fault("demonstrations_hold_markup", data=answers(lambda _, text: f" Assistant:{text}")),
+    "shorter_chosen": Fault("pairs_length_biased", data=pairs(shorter_first)),
+    "training_labels_swapped": Fault("labels_swapped", data=pairs(swapped, ("train",))),
+    "pairs_in_both_orders": Fault(
+        "labels_noisy",
+        data=training(
+            lambda rows: [
+                {"prompt": row["prompt"], "chosen": row[a], "rejected": row[b]}
+                for row in rows
+                for a, b in (("chosen", "rejected"), ("rejected", "chosen"))
+            ]
+        ),
     ),
-    # PPO: the KL costs more than the score can gain, because its target is far too low.
-    "kl_target_tiny": Fault(
-        "kl_too_strong",
-        "ppo",
-        {"ppo": ("ppo.kl_controller=adaptive", "ppo.kl_target=0.01", "ppo.kl_horizon=20")},
-    ),
-    # PPO: it ended before the policy changed.
-    "two_iterations": Fault("ppo_hardly_moved", "ppo", {"ppo": ("ppo.num_iterations=2",)}),
-    # PPO: the reward is not what the judge measures.
-    "reward_of_a_word": Fault("policy_misjudged", "ppo", {}, scored_by("text.count('thank') + text.count('Thank')")),
-    # PPO: the reward is the same for every reply.
-    "weight_zero": Fault("reward_constant", "ppo", {"ppo": ("rewards=[{type: reward_model, weight: 0}]",)}),
+    "pairs_without_prompts": Fault("rm_prompts_differ", data=prompts(lambda _: "Human: Hello.\n\nAssistant:")),
+    "updates_end_at_once": Fault("ppo_hardly_moved", ("ppo.max_approx_kl=1e-9",)),
+    "reward_with_offset": Fault("kl_too_strong", make=scored_by("1000 + len(text) / 1000")),
+    "kl_in_loss_free": Fault("kl_unrestrained", ("ppo.kl_in=loss", "ppo.kl_coef=0")),
+    "prompts_in_capitals": Fault("template_differs", data=prompts(str.upper)),
+    "steps_unclipped": Fault("ppo_steps_too_large", ("ppo.clip_range=100", "optimizer.learning_rate=6e-3")),
 }
-"""Faults whose expected cause was written down before their first run."""
-FAULTS |= FRESH
 
 EVERYTHING = os.environ.get("RLHF_ALL_SEEDS") == "1"
 FEW = ("good", "labels_swapped", "answers_shuffled", "reward_constant")
@@ -500,10 +413,12 @@ OF_THE_TEST = tuple(FAULTS) if EVERYTHING else FEW
 """The runs of the slow test: with RLHF_ALL_SEEDS=1 all of them, else three faults and a good run."""
 
 
-def make_run(folder: Path, name: str, *, seed: int = 0, fault: Fault | None = None) -> Path:
+# ------------------------------------------------------------------------------------------------ runs
+
+
+def make_run(folder: Path, name: str, *, seed: int = 0) -> Path:
     """The artifact directory of a run in `folder`, made if it is not there."""
-    fault = fault or FAULTS[name]
-    root = folder / f"{name}_{seed}"
+    fault, root = FAULTS[name], folder / f"{name}_{seed}"
     if (root / "ppo" / "manifest.json").exists():
         return root
     first = STAGES.index(fault.stage)
@@ -513,13 +428,19 @@ def make_run(folder: Path, name: str, *, seed: int = 0, fault: Fault | None = No
         for stage in STAGES[:first]:
             if not (root / stage).exists():
                 shutil.copytree(base / stage, root / stage)
-    more = fault.rows(root) if fault.rows is not None else {}
-    for stage in STAGES[first:]:
-        patched = fault.patch if fault.patch is not None and stage == fault.stage else contextlib.nullcontext
-        # The cache of tokens does not know of a change in the code.
-        cache = {"RLHF_CACHE": str(root / "cache")} if fault.patch is not None else {}
-        with patched(), mock.patch.dict(os.environ, cache):
-            _run(stage, root, seed + fault.seed_offset, (*fault.overrides.get(stage, ()), *more.get(stage, ())))
+    overrides = list(fault.overrides)
+    for side, rows in (fault.data(fault.stage) if fault.data else {}).items():
+        path = root / f"{fault.stage}_{side}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        overrides.append(f"data.{side}={path}")
+    if fault.make:
+        overrides.append(fault.make(root))
+    # The cache of tokens does not know of a change in the code.
+    cache = {"RLHF_CACHE": str(root / "cache")} if fault.patch else {}
+    with (fault.patch or contextlib.nullcontext)(), mock.patch.dict(os.environ, cache):
+        _run(fault.stage, root, seed + fault.seed_offset, overrides)
+    for stage in STAGES[first + 1 :]:
+        _run(stage, root, seed + fault.seed_offset)
     return root
 
 
@@ -527,12 +448,11 @@ def _good_stages(folder: Path, seed: int) -> Path:
     """SFT and the reward model of the good runs of a seed."""
     root = folder / f"base_{seed}"
     for stage in ("sft", "rm"):
-        if not (root / stage / "manifest.json").exists():
-            _run(stage, root, seed, ())
+        _run(stage, root, seed)
     return root
 
 
-def _run(stage: str, root: Path, seed: int, overrides: tuple[str, ...]) -> None:
+def _run(stage: str, root: Path, seed: int, overrides: Sequence[str] = ()) -> None:
     from stages import ppo, rm, sft
 
     if (root / stage / "manifest.json").exists():
