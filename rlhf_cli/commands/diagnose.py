@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -115,5 +116,5 @@ def _as_json(
             for cause in causes
         ],
         "not_judged": [{"name": rule.name, "needs": rule.wants} for rule in skipped],
-        "evidence": evidence.as_json(),
+        "evidence": asdict(evidence),
     }

@@ -5,10 +5,9 @@ Names begin with the stage. A stage without files has no figures, and a rule fin
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from statistics import correlation, fmean, median
@@ -23,23 +22,13 @@ from rlhf_cli.run.artifacts import flat
 
 SETTINGS = (
     "sft.data.max_length",
-    "sft.data.prompt_template",
-    "sft.optimizer.learning_rate",
-    "sft.training.num_steps",
     "rm.data.max_length",
-    "rm.data.prompt_template",
     "rm.data.truncation",
     "rm.evaluation.temperature",
-    "rm.loss",
-    "rm.optimizer.learning_rate",
     "ppo.data.max_prompt_length",
-    "ppo.data.prompt_template",
-    "ppo.optimizer.learning_rate",
     "ppo.ppo.clip_range",
     "ppo.ppo.kl_coef",
     "ppo.ppo.kl_controller",
-    "ppo.ppo.kl_in",
-    "ppo.ppo.ppo_epochs",
     "ppo.ppo.rollout_batch_size",
     "ppo.ppo.score_clip",
     "ppo.rollout.max_new_tokens",
@@ -55,24 +44,22 @@ OF_ITERATIONS = (
     "value/error",
     "value/explained_variance",
     "policy/entropy",
-    "response/length",
     "response/eos_fraction",
-    "response/distinct_2",
-    "response/score_length_correlation",
 )
 """Metrics of PPO of which the first START and the last PERSIST iterations are averaged."""
-OF_EVALUATIONS = ("score_mean", "kl", "length", "eos_fraction", "distinct_2")
-"""What PPO's evaluation measures of both policies besides the numbers of the judge."""
-OWN_FIGURES = (*OF_EVALUATIONS, "score_median", "seconds")
+OF_EVALUATIONS = ("score_mean", "kl", "length")
+"""What rules read of PPO's evaluation of both policies, besides the numbers of the judge."""
+OWN_FIGURES = (*OF_EVALUATIONS, "eos_fraction", "distinct_2", "score_median", "seconds")
+"""Its figures that are not the judge's."""
 FIXED = 4
-"""Characters that all prompts of a stage must share to count as a template rather than as chance."""
+"""Characters by which two stages' prompts must end otherwise, to count as another template rather than as chance."""
 MIN_TEXTS = 3
 """Different prompts that show what all prompts have in common."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a run left, in numbers. `asdict` of it is plain JSON."""
+    """What a run left, in numbers. `dataclasses.asdict` of it is plain JSON."""
 
     stages: list[str]
     """The stages that have files, in order."""
@@ -82,10 +69,9 @@ class Evidence:
     settings: dict[str, Any] = field(default_factory=dict)
     """Config values by stage and dotted key."""
     texts: dict[str, str] = field(default_factory=dict)
-    """`<stage>.prompt_start` and `<stage>.prompt_end`: what all prompts of a stage begin and end with."""
+    """Of a stage: `prompt_end`, what all its prompts end with, and what the probes found."""
     findings: dict[str, dict[str, str]] = field(default_factory=dict)
     """`<stage>.<name>` of each health finding -> its last `message` and `advice`."""
-
     problems: list[str] = field(default_factory=list)
     """What could not be measured, a line each."""
 
@@ -103,14 +89,10 @@ class Evidence:
         if end is None or of_ppo is None:
             return []
         # A few prompts may share more letters than their template by chance.
-        shared = len(common_start([end[::-1], of_ppo[::-1]]))
-        if max(len(end), len(of_ppo)) - shared < FIXED:
+        if max(len(end), len(of_ppo)) - len(common_end([end, of_ppo])) < FIXED:
             return []
         one, other = (repr(text[-30:]) if text else "nothing in common" for text in (end, of_ppo))
         return [f"The prompts of {stage} end with {one}, those of PPO with {other}."]
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def read_evidence(root: Path) -> Evidence:
@@ -129,10 +111,10 @@ def read_evidence(root: Path) -> Evidence:
         figures |= _ppo(rows, config) if isinstance(config, PPOConfig) else _training(stage, rows)
         if stage == "sft":
             figures |= _ended(data)
-    if "ppo" in run.stages:
-        figures |= _eval_of_ppo(run.stages["ppo"].evaluation)
-    if "rm" in run.stages:
-        figures |= _eval_of_rm(run.stages["rm"].evaluation)
+        elif stage == "ppo":
+            figures |= _eval_of_ppo(data.evaluation)
+        elif length := data.evaluation.get("figures", {}).get("score_length_correlation"):
+            figures["rm.score_length_correlation"] = length["value"]
     finished = [stage for stage, data in run.stages.items() if data.manifest is not None]
     findings = {
         f"{stage}.{finding['name']}": {key: str(finding[key]) for key in ("message", "advice")}
@@ -187,7 +169,7 @@ def _training(stage: str, rows: Sequence[Mapping[str, float]]) -> dict[str, floa
         f"{stage}.loss_start": fmean(loss[:tenth]),
         f"{stage}.loss_half": fmean(loss[max(0, half - tenth) : half] or loss[:1]),
         f"{stage}.loss_end": fmean(loss[-tenth:]),
-        f"{stage}.loss_lowest": min(_means(loss, tenth)),
+        f"{stage}.loss_lowest": min(fmean(loss[i : i + tenth]) for i in range(0, len(loss) - tenth + 1, tenth)),
         f"{stage}.bad_steps": sum(row.get(f"{stage}/bad_steps", 0.0) for row in rows),
     }
     if norms := [row[f"{stage}/grad_norm"] for row in rows if row.get(f"{stage}/grad_norm") is not None][half:]:
@@ -195,11 +177,6 @@ def _training(stage: str, rows: Sequence[Mapping[str, float]]) -> dict[str, floa
     if accuracy := [row["rm/accuracy"] for row in rows if "rm/accuracy" in row]:
         found["rm.training_accuracy"] = fmean(accuracy[-tenth:])
     return found
-
-
-def _means(values: Sequence[float], n: int) -> list[float]:
-    """The means of consecutive parts of n values."""
-    return [fmean(values[i : i + n]) for i in range(0, max(1, len(values) - n + 1), n)]
 
 
 def _ended(data: StageData) -> dict[str, float]:
@@ -224,24 +201,11 @@ def _ppo(rows: Sequence[Mapping[str, float]], config: PPOConfig) -> dict[str, fl
     for name in ("approx_kl", "clip_fraction"):
         values = [row[f"policy/{name}"] for row in iterations if f"policy/{name}" in row]
         if values:
-            found |= {f"ppo.most.{name}": max(values), f"ppo.mean.{name}": fmean(values)}
+            found[f"ppo.mean.{name}"] = fmean(values)
     cut = [sum(v for k, v in row.items() if k.startswith("reward/") and k.endswith("_cut")) for row in iterations]
     found["ppo.cut_share"] = fmean(cut) / config.ppo.rollout_batch_size
     only = config.rewards[0] if len(config.rewards) == 1 else None
     found["ppo.only_normalised_rewards"] = float(isinstance(only, ModelReward) and only.normalize)
-    return found
-
-
-# ------------------------------------------------------------------------------- files of `rlhf eval`
-
-
-def _eval_of_rm(report: Mapping[str, Any]) -> dict[str, float]:
-    """Figures of `rlhf eval` on the reward model: how it judges pairs whose worse answer is the longer one."""
-    figures = report.get("figures", {})
-    found: dict[str, float] = {}
-    for name in ("accuracy_longer_is_worse", "score_length_correlation"):
-        one = figures.get(name, {})
-        found |= {f"rm.{name}{end}": one[key] for key, end in (("value", ""), ("high", "_high")) if key in one}
     return found
 
 
@@ -262,26 +226,25 @@ def _eval_of_ppo(report: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _texts(run: RunData) -> dict[str, str]:
-    """What all prompts in the samples of each stage begin and end with."""
+    """What all prompts in the samples of each stage end with."""
     found = {}
     for stage, data in run.stages.items():
-        prompts = list(dict.fromkeys(str(row["prompt"]) for row in data.samples if "prompt" in row))
+        prompts = {str(row["prompt"]) for row in data.samples if "prompt" in row}
         if len(prompts) >= MIN_TEXTS:
-            found[f"{stage}.prompt_start"] = common_start(prompts)
-            found[f"{stage}.prompt_end"] = common_start([prompt[::-1] for prompt in prompts])[::-1]
+            found[f"{stage}.prompt_end"] = common_end(prompts)
     return found
 
 
-def common_start(texts: Sequence[str]) -> str:
-    """The longest text that all of some texts begin with.
-
-    >>> common_start(["Human: a", "Human: b"])
-    'Human: '
-    """
+def common_start(texts: Iterable[str]) -> str:
+    """The longest text that all of some texts begin with."""
     columns: Iterable[tuple[str, ...]] = zip(*texts, strict=False)
     return "".join(letters[0] for letters in takewhile(lambda letters: len(set(letters)) == 1, columns))
 
 
-def load_evidence(path: Path) -> Evidence:
-    """The evidence in a file of `Evidence.as_json`."""
-    return Evidence(**json.loads(path.read_text(encoding="utf-8")))
+def common_end(texts: Iterable[str]) -> str:
+    """The longest text that all of some texts end with.
+
+    >>> common_end(["one A:", "two A:"])
+    ' A:'
+    """
+    return common_start([text[::-1] for text in texts])[::-1]

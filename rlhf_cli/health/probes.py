@@ -28,7 +28,7 @@ from rlhf_cli.data.views import ppo_rows, sft_rows
 from rlhf_cli.errors import RunError, UserError
 from rlhf_cli.evaluation.language_model import row_sums
 from rlhf_cli.evaluation.reward_model import Scorer, scorer_of
-from rlhf_cli.health.evidence import common_start
+from rlhf_cli.health.evidence import common_end, common_start
 from rlhf_cli.health.history import paired
 from rlhf_cli.models.forward import longest_input, positions
 from rlhf_cli.models.heads import reads_last_token
@@ -280,8 +280,7 @@ def _markup(texts: Sequence[tuple[str, str]], eos: str) -> Found:
     prompts = {prompt for prompt, _ in texts}
     around = []
     if len(prompts) > 1:
-        ends = common_start([prompt[::-1] for prompt in prompts])[::-1]
-        around = [text.strip() for text in (common_start(list(prompts)), ends.strip().rpartition("\n")[2])]
+        around = [common_start(prompts).strip(), common_end(prompts).strip().rpartition("\n")[2].strip()]
     words = {text for text in (*around, *MARKUP, eos) if len(text) >= LONG}
     counts = Counter(word for _, answer in texts for word in words if word in answer)
     if not counts:

@@ -94,6 +94,7 @@ def test_a_template_is_what_prompts_end_with() -> None:
     assert signs("\n\nAssistant:", "\n### Answer\n") == 1
     assert signs("\n\nAssistant:", "") == 1
     assert signs("", "\n\nAssistant:") == 1
+    assert signs("\n\nAssistant:", "\n\nAssistant:\n\nAssistant:") == 1, "the template was applied twice"
     assert signs(".\n\nAssistant:", "\n\nAssistant:") == 0, "four prompts may share their last letter by chance"
     assert signs("?", ".") == 0
     assert signs("", "") == 0
@@ -125,9 +126,8 @@ def test_every_figure_is_computed_from_the_rows_of_its_own_stage(run: Path) -> N
     set_metrics("rm", {"eval/accuracy": 0.61, "rm/sft_score_mean": -0.3})
 
     def row(i: int) -> dict[str, float]:  # i is 1 to 8: the first three have the mean 2, the last three 7
-        names = ["objective/score", "objective/kl", "objective/kl_coef", "policy/entropy", "response/length"]
+        names = ["objective/score", "objective/kl", "objective/kl_coef", "policy/entropy", "response/eos_fraction"]
         names += ["objective/score_std", "objective/return_variance", "value/error", "value/explained_variance"]
-        names += ["response/eos_fraction", "response/distinct_2", "response/score_length_correlation"]
         figures = {name: 10.0 * number + i for number, name in enumerate(names, 1)}
         return figures | {
             "step": i,
@@ -149,7 +149,7 @@ def test_every_figure_is_computed_from_the_rows_of_its_own_stage(run: Path) -> N
         run / "ppo/health.jsonl", [{"step": i, "line": None, "findings": [one]} for i, one in enumerate(findings)]
     )
     for stage, report in (
-        ("rm", {"figures": {"accuracy_longer_is_worse": {"value": 0.31, "high": 0.42}, "margin": {"value": 8.0}}}),
+        ("rm", {"figures": {"score_length_correlation": {"value": 0.31, "high": 0.42}, "margin": {"value": 8.0}}}),
         (
             "ppo",
             {
@@ -168,11 +168,12 @@ def test_every_figure_is_computed_from_the_rows_of_its_own_stage(run: Path) -> N
         f"ppo.{side}.{name}": 10.0 * number + mean
         for side, mean in (("start", 2.0), ("end", 7.0))
         for number, name in enumerate(
-            ["score", "kl", "kl_coef", "entropy", "length", "score_std", "return_variance", "error"]
-            + ["explained_variance", "eos_fraction", "distinct_2", "score_length_correlation"],
+            ["score", "kl", "kl_coef", "entropy", "eos_fraction", "score_std", "return_variance", "error"]
+            + ["explained_variance"],
             1,
         )
     }
+    kept = ("score_mean", "kl", "length", "gold")
     batch = yaml.safe_load((run / "ppo/config.yaml").read_text())["ppo"]["rollout_batch_size"]
     assert evidence.figures == pytest.approx(
         {
@@ -197,15 +198,12 @@ def test_every_figure_is_computed_from_the_rows_of_its_own_stage(run: Path) -> N
             "rm.loss_lowest": 0.715,
             "rm.bad_steps": 40.0,
             "rm.training_accuracy": 0.925,
-            "rm.accuracy_longer_is_worse": 0.31,
-            "rm.accuracy_longer_is_worse_high": 0.42,
+            "rm.score_length_correlation": 0.31,
             **ppo,
-            **{f"ppo.before.{k}": v for k, v in (sides | {"gold": 2.5}).items() if k != "seconds"},
-            **{f"ppo.after.{k}": v + 100 for k, v in (sides | {"gold": 2.5}).items() if k != "seconds"},
+            **{f"ppo.before.{k}": v for k, v in (sides | {"gold": 2.5}).items() if k in kept},
+            **{f"ppo.after.{k}": v + 100 for k, v in (sides | {"gold": 2.5}).items() if k in kept},
             "ppo.iterations": 8.0,
-            "ppo.most.approx_kl": 4.0,
             "ppo.mean.approx_kl": 2.25,
-            "ppo.most.clip_fraction": 0.08,
             "ppo.mean.clip_fraction": 0.045,
             "ppo.cut_share": 4.5 / batch,
             "ppo.only_normalised_rewards": 1.0,
@@ -215,12 +213,12 @@ def test_every_figure_is_computed_from_the_rows_of_its_own_stage(run: Path) -> N
             "ppo.score_gold_pairs": 4.0,
         }
     )
-    assert evidence.texts["sft.prompt_start"] == "Q: "
     assert evidence.texts["sft.prompt_end"] == " A:"
     assert evidence.findings == {"ppo.empty": {"message": "Last.", "advice": "Rest."}}
-    for stage in ("sft", "rm", "ppo"):
-        learning_rate = yaml.safe_load((run / stage / "config.yaml").read_text())["optimizer"]["learning_rate"]
-        assert evidence.settings[f"{stage}.optimizer.learning_rate"] == learning_rate
+    assert evidence.settings["ppo.ppo.rollout_batch_size"] == batch
+    for stage in ("sft", "rm"):
+        length = yaml.safe_load((run / stage / "config.yaml").read_text())["data"]["max_length"]
+        assert evidence.settings[f"{stage}.data.max_length"] == length
 
 
 def test_what_health_said_is_printed_even_if_no_cause_reads_it(run: Path) -> None:

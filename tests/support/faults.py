@@ -16,7 +16,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -400,10 +400,9 @@ FAULTS: dict[str, Fault] = {
         ),
     ),
     "pairs_without_prompts": Fault("rm_prompts_differ", data=prompts(lambda _: "Human: Hello.\n\nAssistant:")),
-    "updates_end_at_once": Fault("ppo_hardly_moved", ("ppo.max_approx_kl=1e-9",)),
     "reward_with_offset": Fault("kl_too_strong", make=scored_by("1000 + len(text) / 1000")),
     "kl_in_loss_free": Fault("kl_unrestrained", ("ppo.kl_in=loss", "ppo.kl_coef=0")),
-    "prompts_in_capitals": Fault("template_differs", data=prompts(str.upper)),
+    "prompts_in_capitals": Fault("template_differs", data=prompts(str.upper, ("train",))),
     "steps_unclipped": Fault("ppo_steps_too_large", ("ppo.clip_range=100", "optimizer.learning_rate=6e-3")),
 }
 
@@ -484,7 +483,7 @@ def record(root: Path, name: str) -> None:
     """Write the evidence of a run, with figures of four digits."""
     from rlhf_cli.health.ranking import gather
 
-    values = gather(root, device="cpu").as_json()
+    values = asdict(gather(root, device="cpu"))
     values["figures"] = {key: float(f"{value:.4g}") for key, value in values["figures"].items()}
     RECORDED.mkdir(parents=True, exist_ok=True)
     (RECORDED / f"{name}.json").write_text(json.dumps(values) + "\n", encoding="utf-8")
