@@ -382,7 +382,7 @@ FAULTS: dict[str, Fault] = {
     "two_iterations": Fault("ppo_hardly_moved", ("ppo.num_iterations=2",)),
     "reward_of_a_word": Fault("policy_misjudged", make=scored_by("text.count('thank') + text.count('Thank')")),
     "weight_zero": Fault("reward_constant", weight(0)),
-    # The fourth thirteen.
+    # Ten more, after rules for those.
     "sft_weight_decay": Fault("sft_underfit", ("optimizer.weight_decay=30",)),
     "answers_shifted": Fault("sft_ignores_prompts", data=changed(moved("response", turned))),
     "sft_prompts_lost": Fault("sft_prompts_differ", data=prompts(lambda _: "Human: Hello.\n\nAssistant:")),
@@ -399,10 +399,8 @@ FAULTS: dict[str, Fault] = {
             ]
         ),
     ),
-    "pairs_without_prompts": Fault("rm_prompts_differ", data=prompts(lambda _: "Human: Hello.\n\nAssistant:")),
     "reward_with_offset": Fault("kl_too_strong", make=scored_by("1000 + len(text) / 1000")),
     "kl_in_loss_free": Fault("kl_unrestrained", ("ppo.kl_in=loss", "ppo.kl_coef=0")),
-    "prompts_in_capitals": Fault("template_differs", data=prompts(str.upper, ("train",))),
     "steps_unclipped": Fault("ppo_steps_too_large", ("ppo.clip_range=100", "optimizer.learning_rate=6e-3")),
 }
 
