@@ -34,6 +34,8 @@ MISSED = {
     "sft_weight_decay": "sft_ignores_prompts",
 }
 """What is named first on the runs on which it is not the planted cause."""
+OTHERWISE_FROM_FILES = {"ten_answers": "sft_memorised", "rejected_without_stop": "score_unlearned"}
+"""Consequences that are sure from files alone, where only the rows show their cause."""
 GOOD = [name for name, fault in FAULTS.items() if fault.cause is None]
 FAULTY = [name for name in FAULTS if name not in GOOD]
 
@@ -134,7 +136,8 @@ def test_files_alone_may_miss_a_cause_but_are_not_sure_of_another(name: str) -> 
     files = {key: value for key, value in evidence.figures.items() if not key.startswith(of_probes)}
     assert len(files) < len(evidence.figures) - 15
     found = rank(replace(evidence, figures=files))
-    assert not found or found[0].severity == "likely" or found[0].name == FAULTS[name].cause
+    expected = OTHERWISE_FROM_FILES.get(name, FAULTS[name].cause)
+    assert not found or found[0].severity == "likely" or found[0].name == expected
 
 
 @pytest.mark.slow
