@@ -21,7 +21,7 @@ from rlhf_cli.models.forward import target_logprobs
 from rlhf_cli.models.load import load_policy, new_value_model, prepare
 from rlhf_cli.models.passes import has_bfloat16, recomputing, set_up_passes
 from rlhf_cli.rewards.models import sequence_scores
-from support.compare import adapt
+from support.compare import adapt, same_weights
 
 CPU = torch.device("cpu")
 SEQUENCES = [[5, 9, 3, 17, 4], [8, 2, 6], [7, 1, 1, 30, 22, 6, 19]]
@@ -176,18 +176,13 @@ def test_a_torch_compile_error_is_one_line(make_model, monkeypatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_compiled_passes_give_the_same_gradient_and_names(tmp_path: Path, make_model, run_stage) -> None:
-    path = make_model("llama")
-    plain, _ = gradients(path, lora=False, scores=False)
-    compiled, _ = gradients(path, lora=False, scores=False, compile=True)
-    assert plain.keys() == compiled.keys()
-    for name, gradient in plain.items():
-        torch.testing.assert_close(compiled[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
-
-    done = run_stage("sft", tmp_path, model={"path": str(path)}, compile=True, checkpoints={"every_steps": 1})
-    with safe_open(done / "model" / "model.safetensors", "pt") as file:
-        assert set(file.keys()) == set(load_policy(str(path)).state_dict())
-    rows = [json.loads(line) for line in (done / "metrics.jsonl").read_text().splitlines()]
+def test_compiled_passes_give_the_same_weights_and_names(tmp_path: Path, make_model, run_stage) -> None:
+    """A large eps makes the size of a gradient visible in Adam's first steps."""
+    changes = {"model": {"path": str(make_model("llama"))}, "optimizer": {"eps": 1e-3}}
+    changes["checkpoints"] = {"every_steps": 1}
+    plain, compiled = (run_stage("sft", tmp_path / str(on), **changes, compile=on) for on in (False, True))
+    same_weights(plain, compiled, 1e-4)
+    rows = [json.loads(line) for line in (compiled / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["step"] == 0
     assert rows[0]["time/compile_s"] > 0
 
