@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from support.paths import ROOT, TESTS
+from support.source import imports, nodes
 
 TEST_MODULES = sorted(TESTS.rglob("*.py"))
 
@@ -15,21 +17,10 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def imported(path: Path) -> set[str]:
-    """The names of all modules that a file imports, also inside functions."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module)
-    return names
-
-
 def test_no_test_module_imports_another() -> None:
     """Helpers are in tests/support, shared fixtures in a conftest.py."""
     modules = {path.stem for path in TEST_MODULES if path.parent.name != "support"}
-    found = {name_of(path): modules & {name.split(".")[0] for name in imported(path)} for path in TEST_MODULES}
+    found = {name_of(path): modules & {name.split(".")[0] for name in imports(path)} for path in TEST_MODULES}
     assert {name: names for name, names in found.items() if names} == {}
 
 
@@ -44,10 +35,10 @@ HANG_S = 120
 """An upper limit of wall time that is at least this long only catches what hangs."""
 
 
-def wall_time_limits(source: str) -> list[int]:
-    """The lines of a module that compare a span of wall time with a shorter upper limit."""
+def wall_time_limits(nodes: Iterable[ast.AST]) -> list[int]:
+    """The lines of nodes that compare a span of wall time with a shorter upper limit."""
     lines = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if not isinstance(node, ast.Compare):
             continue
         for small, operator, large in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):
@@ -61,11 +52,12 @@ def wall_time_limits(source: str) -> list[int]:
 
 def test_no_test_limits_wall_time() -> None:
     """Other processes can use it up. Limit `time.process_time`, or count the work."""
-    found = {name_of(path): wall_time_limits(path.read_text(encoding="utf-8")) for path in TEST_MODULES}
+    found = {name_of(path): wall_time_limits(nodes(path)) for path in TEST_MODULES}
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
 def test_limits_of_wall_time_are_found() -> None:
     too_short = "assert 0.6 <= time.monotonic() - started < 3\nassert time.time() - a <= 1\n"
     accepted = "a = time.monotonic() - b\nassert a > 1 <= time.monotonic() - b\nassert time.process_time() - b < 2\n"
-    assert wall_time_limits(too_short + accepted + "assert time.monotonic() - a < 120\n") == [1, 2]
+    source = too_short + accepted + "assert time.monotonic() - a < 120\n"
+    assert wall_time_limits(ast.walk(ast.parse(source))) == [1, 2]

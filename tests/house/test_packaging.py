@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from support.paths import ROOT
+from support.source import imports, source_files
 
 
 def without_path() -> dict[str, str]:
@@ -142,11 +142,8 @@ def test_every_imported_package_is_a_dependency_and_pinned() -> None:
     asked = {re.split(r"[^A-Za-z0-9_.-]", requirement)[0].lower() for requirement in named}
     pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
     imported: dict[str, Path] = {}
-    for path in [*(ROOT / "rlhf_cli").rglob("*.py"), *(ROOT / "stages").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            imported |= {name.split(".")[0]: path for name in names}
+    for path in source_files():
+        imported |= {name.split(".")[0]: path for name in imports(path)}
     others = imported.keys() - sys.stdlib_module_names - {"rlhf_cli", "stages"} - COME_ALONG.keys()
     assert {NAME_OF.get(name, name) for name in others} | USED_BY_OTHERS | NEVER_INSTALLED == asked
     assert asked - NEVER_INSTALLED <= pinned

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.paths import ROOT
+from support.source import imports, nodes, source_files
 
 # The first matching prefix gives the floor. The room is the folder, or the module itself at the top level.
 FLOORS = {
@@ -89,12 +90,8 @@ WITHOUT_TORCH = (
 
 
 def modules() -> list[tuple[str, Path]]:
-    named_paths = []
-    for package in ("rlhf_cli", "stages"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            named_paths.append((name.removesuffix(".__init__"), path))
-    return named_paths
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in source_files()]
+    return [(name.removesuffix(".__init__"), path) for name, path in zip(names, source_files(), strict=True)]
 
 
 def floor(name: str) -> int:
@@ -106,26 +103,15 @@ def room(name: str) -> str:
     return ".".join(parts[:2])
 
 
-def imports(path: Path, *, top_level_only: bool = False) -> list[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    nodes = tree.body if top_level_only else list(ast.walk(tree))
-    names = []
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            assert node.level == 0, f"{path}: a relative import hides what is imported"
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-    return names
-
-
-@pytest.mark.parametrize(("name", "path"), modules())
-def test_a_module_imports_only_from_lower_floors_or_its_own_room(name: str, path: Path) -> None:
-    for imported in imports(path):
-        if not imported.startswith(("rlhf_cli.", "stages.")):
-            continue
-        own_room = room(imported) == room(name) and name.startswith("rlhf_cli.")
-        assert own_room or floor(imported) < floor(name), f"{name} (floor {floor(name)}) imports {imported}"
+def test_a_module_imports_only_from_lower_floors_or_its_own_room() -> None:
+    upwards = []
+    for name, path in modules():
+        for imported in imports(path):
+            is_ours = imported.startswith(("rlhf_cli.", "stages."))
+            own_room = room(imported) == room(name) and name.startswith("rlhf_cli.")
+            if is_ours and not own_room and floor(imported) >= floor(name):
+                upwards.append(f"{name} (floor {floor(name)}) imports {imported}")
+    assert upwards == []
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm", "ppo"])
@@ -138,20 +124,18 @@ def answers_at_once(name: str) -> bool:
     return any(short == prefix or short.startswith(prefix + ".") for prefix in WITHOUT_TORCH)
 
 
-@pytest.mark.parametrize(("name", "path"), [(name, path) for name, path in modules() if answers_at_once(name)])
-def test_modules_that_must_start_fast_do_not_import_torch(name: str, path: Path) -> None:
+def test_modules_that_must_start_fast_do_not_import_torch() -> None:
     heavy = {"torch", "transformers", "datasets", "numpy"}
-    imported_heavy = heavy & {imported.split(".")[0] for imported in imports(path, top_level_only=True)}
-    assert not imported_heavy, f"{name} imports {imported_heavy}"
+    tops = {
+        name: heavy & {imported.split(".")[0] for imported in imports(path, top_level_only=True)}
+        for name, path in modules()
+        if answers_at_once(name)
+    }
+    assert {name: found for name, found in tops.items() if found} == {}
 
 
 def test_every_module_has_a_docstring() -> None:
-    silent = [
-        name
-        for name, path in modules()
-        if path.stat().st_size and not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-    ]
-    assert silent == []
+    assert [name for name, path in modules() if path.stat().st_size and not ast.get_docstring(nodes(path)[0])] == []
 
 
 def test_packages_are_all_listed() -> None:

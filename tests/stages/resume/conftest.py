@@ -17,7 +17,7 @@ from support.tiny import merged
 CHANGED_MODEL = {"add_tokens": ["<|end|>"], "freeze": ["layers.0"]}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def changes(pipeline) -> dict[str, dict[str, Any]]:
     """Changes to the shared config of each case. The first word of a case is its stage."""
     root = pipeline("llama")
@@ -78,7 +78,7 @@ def _no_attempt_is_left():
     crash.end_all()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def config_in(write_config, changes, pipeline, data) -> Callable[..., list[str]]:
     """A function: case, artifact root, config changes -> the command-line arguments of the run."""
 
@@ -110,7 +110,7 @@ def at_step(monkeypatch) -> Callable[[int, Callable[[StageRun], object]], None]:
     return arrange
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def undisturbed(config_in, tmp_path_factory) -> Callable[[str], dict[str, Any]]:
     """A function: case -> the outcome of a run that nothing stops."""
     known: dict[str, dict[str, Any]] = {}
@@ -125,7 +125,7 @@ def undisturbed(config_in, tmp_path_factory) -> Callable[[str], dict[str, Any]]:
     return run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def stopped(config_in, tmp_path_factory) -> Callable[[str, Path], list[str]]:
     """A function: case, new artifact root -> the arguments that resume a stopped run there.
 
