@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,7 @@ import pytest
 from rlhf_cli.errors import RewardError
 from rlhf_cli.files import OF_THE_MACHINE
 from rlhf_cli.run.checkpoint_files import last_step
-from support.paths import ROOT
+from support.runs import ended_forked
 from support.tiny import read_jsonl
 
 REWARD = """
@@ -99,21 +96,12 @@ def test_a_failing_reward_in_one_process_stops_both(
         ppo={"num_iterations": 5},
         evaluation={"every_iterations": 2, "best_metric": "score_mean"},
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, "-m", "stages.ppo", "--config", str(config)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert done.stderr.count("error: ") >= 1
-    assert "the reward service is down" in done.stderr
-    assert "Connection closed" not in done.stderr
+    ended = ended_forked(2, "ppo", "--config", str(config), log=tmp_path / "log")
+    output = "".join(output for _, output in ended)
+    assert all(code != 0 for code, _ in ended)
+    assert "error: " in output
+    assert "the reward service is down" in output
+    assert "Connection closed" not in output
     assert last_step(tmp_path, "ppo") == 2
 
 

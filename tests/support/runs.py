@@ -9,14 +9,21 @@ from rlhf_cli.run.artifacts import digest_file
 from support.forked import Forked
 from support.paths import ROOT
 
+STAGE = "from stages import {stage}\nfrom rlhf_cli.run import launch\nlaunch.main({stage!r}, {stage}.run)"
+
 
 def run_forked(count, stage, config, per_node=None):
     """Run a stage on the CPU in `count` processes, as `torchrun` does, without seconds of imports in each.
 
     per_node: the processes that count as those of one machine; None for all.
     """
-    code = f"from stages import {stage}\nfrom rlhf_cli.run import launch\nlaunch.main({stage!r}, {stage}.run)"
-    run_forked_code(count, code, "--config", str(config), "--quiet", log=config, per_node=per_node)
+    options = ["--config", str(config), "--quiet"]
+    run_forked_code(count, STAGE.format(stage=stage), *options, log=config, per_node=per_node)
+
+
+def ended_forked(count, stage, *options, log):
+    """(exit code, output) of each of `count` processes of a stage."""
+    return [process.wait() for process in start_forked(variables(count), STAGE.format(stage=stage), *options, log=log)]
 
 
 def run_forked_code(count, code, *arguments, log, per_node=None):

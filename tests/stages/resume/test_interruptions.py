@@ -12,7 +12,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,8 +30,8 @@ from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.run.state import state_of
 from stages import sft as sft_stage
 from support import crash
-from support.paths import ROOT
 from support.resume import STEPS, ask_to_stop, checkpoints, refused, rlhf, same, status, succeed, words
+from support.runs import ended_forked
 
 # ------------------------------------------------------------------------------------------ signals
 
@@ -374,21 +373,12 @@ def test_a_second_start_with_several_processes_is_refused_in_one_line(config_in,
     arguments = config_in("sft", tmp_path)
     lock = Lock(tmp_path, "sft")
     lock.acquire()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "-m", "stages.sft", *arguments[1:]],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    ended = ended_forked(2, "sft", *arguments[1:], log=tmp_path / "log")
     lock.release()
-    assert done.stderr.count("error: ") == 1, done.stderr
-    assert "is writing its sft stage" in done.stderr
-    assert "barrier" not in done.stderr
-    assert "gather" not in done.stderr
+    output = "".join(output for _, output in ended)
+    assert [code for code, _ in ended] == [2, 2]
+    assert output.count("error: ") == len(output.splitlines()) == 1, output
+    assert "is writing its sft stage" in output
 
 
 def test_the_finished_stage_stays_until_a_new_run_is_complete(config_in, at_step, undisturbed, tmp_path):

@@ -23,6 +23,7 @@ from support import crash
 from support.crash import wait_for
 from support.paths import ROOT
 from support.resume import ALL, PPO_CARRIES, ask_to_stop, checkpoints, rlhf, same, status, succeed, truncate
+from support.runs import ended_forked
 from support.tiny import merged, read_jsonl
 
 KILLS = 100 if ALL else 8
@@ -178,30 +179,22 @@ def test_resume_with_another_number_of_processes(begins_with, config_in, at_step
         Path(arguments[2]).write_text(yaml.safe_dump(settings))
         return arguments
 
-    def run_on_two(arguments: list[str], *, stop: bool) -> None:
+    succeed(config("undisturbed"))
+    arguments, log = config("changed"), tmp_path / "log"
+    if begins_with == 2:
+        to_be_stopped.touch()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        log = tmp_path / "log"
         with log.open("w") as file:
             process = subprocess.Popen(
                 [*command, "-m", "stages.ppo", *arguments[1:]], cwd=ROOT, env=environment, stdout=file, stderr=file
             )
-            rows = Path(arguments[2]).parent / ".ppo.partial/metrics.jsonl"
-            if stop:
-                wait_for(lambda: process.poll() is not None or (rows.is_file() and rows.read_text().count("\n") >= 2))
-                process.send_signal(signal.SIGTERM)
-            code = process.wait(600)
-        assert (code != 0) is stop, log.read_text()[-3000:]
-        if stop:
-            assert (
-                f"To resume: {torchrun()} --nproc-per-node 2 -m stages.ppo --config {arguments[2]}" in log.read_text()
-            )
-
-    succeed(config("undisturbed"))
-    arguments = config("changed")
-    if begins_with == 2:
-        to_be_stopped.touch()
-        run_on_two(arguments, stop=True)
+            rows = tmp_path / "changed/.ppo.partial/metrics.jsonl"
+            wait_for(lambda: process.poll() is not None or (rows.is_file() and rows.read_text().count("\n") >= 2))
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(600) != 0
+        again = f"To resume: {torchrun()} --nproc-per-node 2 -m stages.ppo --config {arguments[2]}"
+        assert again in log.read_text()
         to_be_stopped.unlink()
         [newest] = checkpoints(tmp_path / "changed", "ppo")
         assert checkpoint_files.step_of(newest) in (2, 3)
@@ -209,8 +202,9 @@ def test_resume_with_another_number_of_processes(begins_with, config_in, at_step
     else:
         at_step(4, ask_to_stop)
         assert rlhf(arguments).exit_code == 143
-        run_on_two(arguments, stop=False)
-        assert "resuming after step 4 of 9" in (tmp_path / "log").read_text()
+        (code, output), (other, _) = ended_forked(2, "ppo", *arguments[1:], log=log)
+        assert (code, other) == (0, 0), output
+        assert "resuming after step 4 of 9" in output
     runs = ("undisturbed", "changed")
     one, two = (read_jsonl(tmp_path / run / "ppo/metrics.jsonl") for run in runs)
     [key] = [key for key in one[0] if key.startswith("reward/") and "seen" in key]
