@@ -370,16 +370,6 @@ def test_a_generation_config_with_temperature_but_no_sampling_is_saved(project: 
 # ------------------------------------------------------------------------------------------- the run
 
 
-def test_a_nan_loss_stops_with_exit_code_1(project: Path) -> None:
-    before = digests(project)
-    arguments = ["--set", "optimizer.learning_rate=1e30", "--set", "training.num_steps=20"]
-    result = CliRunner().invoke(app, ["sft", "--config", str(project / "sft.yaml"), "--quiet", *arguments])
-    assert result.exit_code == 1
-    assert "the step was skipped" in result.stderr
-    assert digests(project).keys() - before.keys() == {"run/sft.failed_batch.jsonl"}
-    assert before.items() <= digests(project).items()
-
-
 def test_a_failing_reward_function_stops_with_exit_code_1(project: Path) -> None:
     (project / "f.py").write_text("def f(prompts, responses, rows):\n    return [float('nan')] * len(prompts)\n")
     overrides = ["--set", f"rewards=[{{type: function, function: {project}/f.py:f}}]"]

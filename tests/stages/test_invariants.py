@@ -7,7 +7,6 @@ test below failed.
 from __future__ import annotations
 
 import copy
-import json
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 from rlhf_cli.algorithms.advantages import gae, token_rewards
 from rlhf_cli.algorithms.statistics import wilson_interval
 from rlhf_cli.config.data import DataSource
-from rlhf_cli.config.models import TokenizerTraining
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.config.sft_rm import RMConfig
@@ -33,7 +31,6 @@ from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import rm_rows, scored
 from rlhf_cli.models.forward import logits_at
 from rlhf_cli.models.load import load_policy, load_tokenizer, new_reward_model, new_value_model, prepare
-from rlhf_cli.models.scratch import train_tokenizer
 from rlhf_cli.packing import pack
 from rlhf_cli.ppo.update import KLCoefs, UpdateBatch
 from rlhf_cli.rewards.base import Samples
@@ -303,28 +300,6 @@ def test_ppo_gradients_are_the_same_for_every_cut(rollout_and_models, write_conf
         same_gradients(value_steps[0], grads(wanted_values), 1e-6)
         assert stats["loss/policy"] == pytest.approx((policy_total / num_tokens).item(), rel=1e-8)
         assert stats["loss/value"] == pytest.approx((value_total / num_tokens).item(), rel=1e-8)
-
-
-def test_every_response_is_used_once_per_epoch(rollout_and_models, write_config, tmp_path):
-    """[23, 38] The number of steps is as configured, and two epochs have different minibatches."""
-    config = {"minibatch_size": 2, "microbatch_size": 1, "ppo_epochs": 3}
-    steps, _, _ = update(rollout_and_models, write_config, tmp_path, **config)
-    assert len(steps) == 12
-    rollout = rollout_and_models[0]
-    weights = rollout.response_mask.sum(1).double()
-    seen = []
-    real = ppo_stage.score_tokens
-    with pytest.MonkeyPatch.context() as patch:
-
-        def spy(models, prompts, responses, *rest, **options):
-            seen.extend(next(i for i, r in enumerate(rollout.responses) if r is response) for response in responses)
-            return real(models, prompts, responses, *rest, **options)
-
-        patch.setattr(ppo_stage, "score_tokens", spy)
-        update(rollout_and_models, write_config, tmp_path, **config)
-    epochs = [seen[i : i + 8] for i in (0, 8, 16)]
-    assert all(sorted(epoch) == list(range(len(weights))) for epoch in epochs)
-    assert epochs[0] != epochs[1]
 
 
 @pytest.mark.parametrize("recompute", [True, False])
@@ -616,8 +591,3 @@ def test_a_new_value_model_has_a_zero_head(make_model, pipeline):
         model = new_value_model(path, None)
         assert model.score.weight.abs().max() == 0
         assert model.base_model.get_input_embeddings().weight.abs().max() > 0
-
-
-def test_training_a_tokenizer_twice_gives_the_same_vocabulary(texts):
-    first, second = (train_tokenizer(texts, TokenizerTraining(vocab_size=300)) for _ in range(2))
-    assert json.dumps(first.get_vocab(), sort_keys=True) == json.dumps(second.get_vocab(), sort_keys=True)

@@ -34,7 +34,6 @@ from rlhf_cli.rewards.functions import load_function
 from rlhf_cli.rewards.models import score_sequences
 from rlhf_cli.rewards.texts import encode_texts
 from rlhf_cli.run.artifacts import digest_file, read_manifest
-from rlhf_cli.training.optimizer import Stepper
 from stages import sft as sft_stage
 from support.compare import same_runs, weights_of
 from support.runs import digests, run_forked
@@ -378,35 +377,6 @@ def test_two_processes_give_the_weights_of_one(pipeline, write_config, run_stage
 # ------------------------------------------------------------------------------------- interruptions
 
 
-def test_a_failed_run_keeps_the_finished_one(make_model, run_stage, tmp_path, monkeypatch):
-    model = {"path": str(make_model("llama"))}
-    run_stage("sft", tmp_path, model=model)
-    before = digests(tmp_path / "sft")
-    real, calls = sft_stage._accumulate, []
-
-    def fails(*args):
-        calls.append(1)
-        if len(calls) == 2:
-            raise OSError("the power went")
-        return real(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sft_stage, "_accumulate", fails)
-        with pytest.raises(OSError, match="power"):
-            run_stage("sft", tmp_path, model=model, seed=1)
-    assert digests(tmp_path / "sft") == before
-    with monkeypatch.context() as patch:
-        patch.setattr(sft_stage, "save_of_stage", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            run_stage("sft", tmp_path, model=model, seed=1)
-    assert digests(tmp_path / "sft") == before
-    run_stage("sft", tmp_path, model=model, seed=1)
-    after = digests(tmp_path / "sft")
-    assert after["model/model.safetensors"] != before["model/model.safetensors"]
-    assert not (tmp_path / ".sft.partial").exists()
-    assert not (tmp_path / ".sft.old").exists()
-
-
 def test_a_crash_between_the_renames_of_publishing_is_undone(make_model, run_stage, tmp_path, monkeypatch):
     model = {"path": str(make_model("llama"))}
     run_stage("sft", tmp_path, model=model)
@@ -425,17 +395,6 @@ def test_a_crash_between_the_renames_of_publishing_is_undone(make_model, run_sta
     assert not (tmp_path / "sft").exists()
     run_stage("rm", tmp_path)
     assert digests(tmp_path / "sft") == before
-
-
-def test_a_failing_reward_stops_ppo_before_its_first_step(pipeline, run_stage, tmp_path, monkeypatch):
-    policy = {"path": str(pipeline("llama") / "sft")}
-    stepped = []
-    monkeypatch.setattr(Stepper, "advance", lambda *_, **__: stepped.append(1))
-    for body in ("return [float('nan')] * len(rows)", "return [1.0]", "return ['x'] * len(rows)", "raise ValueError"):
-        with pytest.raises(RunError, match="reward"):
-            run_stage("ppo", tmp_path, policy=policy, rewards=function_file(tmp_path, body))
-    assert not stepped
-    assert not (tmp_path / "ppo").exists()
 
 
 # ------------------------------------------------------------------------------------------- learning
