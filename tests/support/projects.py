@@ -12,26 +12,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 
-WORDS = [
-    "the",
-    "tent",
-    "lamp",
-    "radio",
-    "is",
-    "late",
-    "broken",
-    "please",
-    "help",
-    "thank",
-    "you",
-    "we",
-    "will",
-    "send",
-    "a",
-    "new",
-    "one",
-    "today",
-]
+WORDS = "the tent lamp radio is late broken please help thank you we will send a new one today".split()
 
 
 def sentence(number: int, words: int) -> str:
