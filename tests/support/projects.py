@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 
-WORDS = "the tent lamp radio is late broken please help thank you we will send a new one today".split()
+TEXT = "the tent lamp radio is late broken please help thank you we will send a new one today"
+WORDS = TEXT.split()
 
 
 def sentence(number: int, words: int) -> str:

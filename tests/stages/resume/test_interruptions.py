@@ -376,7 +376,7 @@ def test_a_second_start_with_several_processes_is_refused_in_one_line(config_in,
     ended = ended_forked(2, "sft", *arguments[1:], log=tmp_path / "log")
     lock.release()
     output = "".join(output for _, output in ended)
-    assert [code for code, _ in ended] == [2, 2]
+    assert all(code != 0 for code, _ in ended)
     assert output.count("error: ") == len(output.splitlines()) == 1, output
     assert "is writing its sft stage" in output
 
