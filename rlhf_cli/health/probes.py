@@ -281,7 +281,7 @@ def _markup(texts: Sequence[tuple[str, str]], eos: str) -> Found:
     around = []
     if len(prompts) > 1:
         around = [common_start(prompts).strip(), common_end(prompts).strip().rpartition("\n")[2].strip()]
-    words = {text for text in (*around, *MARKUP, eos) if len(text) >= LONG}
+    words = dict.fromkeys(text for text in (*around, *MARKUP, eos) if len(text) >= LONG)
     counts = Counter(word for _, answer in texts for word in words if word in answer)
     if not counts:
         return {"sft.answers_with_markup": 0.0}
@@ -308,7 +308,7 @@ def _marked(pairs: Sequence[RankedIds]) -> Found:
         better, worse = ({*text.split(), f"{text[-1:]} at the end"} for text in texts)
         counts.update(better - worse)
         counts.subtract(worse - better)
-    word = max(counts, key=lambda word: abs(counts[word]), default=None)
+    word = max(sorted(counts), key=lambda word: abs(counts[word]), default=None)
     return {} if word is None else {"rm.word": word, "rm.word_share": counts[word] / len(pairs)}
 
 

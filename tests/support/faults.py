@@ -382,7 +382,7 @@ FAULTS: dict[str, Fault] = {
     "two_iterations": Fault("ppo_hardly_moved", ("ppo.num_iterations=2",)),
     "reward_of_a_word": Fault("policy_misjudged", make=scored_by("text.count('thank') + text.count('Thank')")),
     "weight_zero": Fault("reward_constant", weight(0)),
-    # Ten more, after rules for those.
+    # Twelve more, after rules for those.
     "sft_weight_decay": Fault("sft_underfit", ("optimizer.weight_decay=30",)),
     "answers_shifted": Fault("sft_ignores_prompts", data=changed(moved("response", turned))),
     "sft_prompts_lost": Fault("sft_prompts_differ", data=prompts(lambda _: "Human: Hello.\n\nAssistant:")),
@@ -399,7 +399,9 @@ FAULTS: dict[str, Fault] = {
             ]
         ),
     ),
+    "pairs_without_prompts": Fault("rm_prompts_differ", data=prompts(lambda _: "Human: Hello.\n\nAssistant:")),
     "reward_with_offset": Fault("kl_too_strong", make=scored_by("1000 + len(text) / 1000")),
+    "prompts_in_capitals": Fault("template_differs", data=prompts(str.upper, ("train",))),
     "kl_in_loss_free": Fault("kl_unrestrained", ("ppo.kl_in=loss", "ppo.kl_coef=0")),
     "steps_unclipped": Fault("ppo_steps_too_large", ("ppo.clip_range=100", "optimizer.learning_rate=6e-3")),
 }
@@ -478,11 +480,12 @@ def main() -> None:
 
 
 def record(root: Path, name: str) -> None:
-    """Write the evidence of a run, with figures of four digits."""
+    """Write the evidence of a run, with figures of four digits and no path of this machine."""
     from rlhf_cli.health.ranking import gather
 
     values = asdict(gather(root, device="cpu"))
     values["figures"] = {key: float(f"{value:.4g}") for key, value in values["figures"].items()}
+    values["problems"] = [problem.replace(str(root), "artifacts") for problem in values["problems"]]
     RECORDED.mkdir(parents=True, exist_ok=True)
     (RECORDED / f"{name}.json").write_text(json.dumps(values) + "\n", encoding="utf-8")
 
