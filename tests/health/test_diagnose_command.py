@@ -11,8 +11,11 @@ import yaml
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
+from rlhf_cli.data.answers import RankedIds
+from rlhf_cli.data.records import Ranking
 from rlhf_cli.health.evidence import Evidence
 from rlhf_cli.health.ppo_causes import template_differs
+from rlhf_cli.health.probes import _marked
 from rlhf_cli.health.ranking import gather
 from support.tiny import read_jsonl, write_jsonl
 
@@ -227,3 +230,9 @@ def test_what_health_said_is_printed_even_if_no_cause_reads_it(run: Path) -> Non
     write_jsonl(path, [{"step": 1, "line": None, "findings": [finding]}])
     output = run_command(run, "--files-only").output
     assert "Health of sft, high_loss: The loss is 9.\n  To try: Lower it\n" in output
+
+
+def test_of_words_that_mark_as_many_pairs_the_first_is_named() -> None:
+    """The order of a set of words differs from process to process."""
+    row = Ranking("Q", ("some of these words", "no such letters"), "a:1")
+    assert _marked([RankedIds([], row)]) == {"rm.word": "letters", "rm.word_share": -1.0}
