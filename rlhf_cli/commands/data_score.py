@@ -26,6 +26,7 @@ from rlhf_cli.commands.output import (
     items,
     prompt_column,
     refuse_own_output,
+    require_answer,
     text_of,
     with_columns,
 )
@@ -173,9 +174,7 @@ class _Scoring:
     def __init__(self, template: str, lowest: float, highest: float, judge: str):
         self.template, self.lowest, self.highest, self.judge = template, lowest, highest, judge
 
-    def check(self, record: Record) -> None:
-        if not record.answers:
-            raise DataError(f"{record.where}: the row has no answer to score. Write answers with `rlhf data generate`")
+    check = staticmethod(require_answer)
 
     def questions(self, number: int, record: Record) -> list[Request]:
         values = {"min": f"{self.lowest:g}", "max": f"{self.highest:g}", "prompt": record.prompt.strip()}

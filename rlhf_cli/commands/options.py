@@ -39,14 +39,6 @@ Host = Annotated[str, typer.Option("--host", help="Address to listen on. Other m
 TokenEnv = Annotated[
     str | None, typer.Option("--token-env", metavar="NAME", help="Environment variable with the token.")
 ]
-Raw = Annotated[bool, typer.Option("--raw", help="Return scores without normalisation.")]
-Label = Annotated[str | None, typer.Option("--label", help="For a classifier: the label whose output is the score.")]
-Probability = Annotated[
-    bool, typer.Option("--probability", help="For a classifier: return its probability, not its logit.")
-]
-RewardTemplate = Annotated[
-    str | None, typer.Option("--template", help="How texts are written: chat, or {prompt} and {response}.")
-]
 Quantized = Annotated[
     Literal["nf4", "nf4_double", "int8"] | None,
     typer.Option("--quantize", help="Hold the linear layers in 4 or 8 bits.", show_default=False),

@@ -92,6 +92,12 @@ def items(
         yield record
 
 
+def require_answer(record: Record) -> None:
+    """Raise DataError for a row without an answer, as `check` of `items`."""
+    if not record.answers:
+        raise DataError(f"{record.where}: the row has no answer to score. Write answers with `rlhf data generate`")
+
+
 def each_item(
     output: Output | None,
     read: Callable[[], Iterator[Record | Dropped]],

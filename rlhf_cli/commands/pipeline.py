@@ -47,7 +47,13 @@ def pipeline(
     if not configs:
         raise ConfigError(f"{directory}: has no sft.yaml, rm.yaml or ppo.yaml. Give a folder that has at least one")
     chosen = {stage: overrides_for(stage, overrides) for stage in configs}
-    _require_configs_of(overrides, configs, directory)
+    for text in overrides:
+        stage_of_it, _ = _split_prefix(text)
+        if stage_of_it is not None and stage_of_it not in configs:
+            raise ConfigError(
+                f"--set {text}: {directory} has no {stage_of_it}.yaml, so this would have no effect. Add the file or "
+                "remove the option"
+            )
     loaded = {stage: load_stage_config(stage, path, chosen[stage]) for stage, path in configs.items()}
     for stage, config in loaded.items():
         with explained(configs[stage], config.artifacts, chosen[stage]):
@@ -78,7 +84,8 @@ def pipeline(
     _show_result(root, list(configs), ran, display)
     if is_main:
         _report(Path(root), display)
-        _show_next(root, display)
+        if not (Path(root) / "eval").is_dir():
+            display.note(f"for intervals, calibration and best-of-n: {command('eval', root)}")
 
 
 def require_lora(stage: str, configs: Mapping[str, Stage], *, here: bool = True) -> None:
@@ -125,20 +132,9 @@ def _report(root: Path, display: Display) -> None:
     display.note(f"the report is {path}")
 
 
-def _show_next(root: str, display: Display) -> None:
-    """What to do with the finished run."""
-    if not (Path(root) / "eval").is_dir():
-        display.note(f"for intervals, calibration and best-of-n: {command('eval', root)}")
-
-
 def overrides_for(stage: str, overrides: Sequence[str]) -> list[str]:
     """The overrides that apply to a stage, without their `STAGE:` prefix."""
-    chosen = []
-    for text in overrides:
-        prefix, key_and_value = _split_prefix(text)
-        if prefix in (None, stage):
-            chosen.append(key_and_value)
-    return chosen
+    return [rest for prefix, rest in map(_split_prefix, overrides) if prefix in (None, stage)]
 
 
 def _split_prefix(text: str) -> tuple[str | None, str]:
@@ -149,17 +145,6 @@ def _split_prefix(text: str) -> tuple[str | None, str]:
     if prefix not in STAGES:
         raise ConfigError(f"--set {text}: unknown prefix {prefix}:, the prefix is sft:, rm: or ppo:")
     return prefix, rest
-
-
-def _require_configs_of(overrides: Sequence[str], configs: dict[str, Path], directory: Path) -> None:
-    """Raise ConfigError for an override of a stage that the folder has no config of."""
-    for text in overrides:
-        stage, _ = _split_prefix(text)
-        if stage is not None and stage not in configs:
-            raise ConfigError(
-                f"--set {text}: {directory} has no {stage}.yaml, so this would have no effect. Add the file or remove "
-                "the option"
-            )
 
 
 def _loader(stage: str, stages: Sequence[str], display: Display) -> Callable[[], Run]:

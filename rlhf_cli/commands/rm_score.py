@@ -16,17 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_cli.commands.options import (
-    Device,
-    Label,
-    OnBadRow,
-    Probability,
-    Quiet,
-    Raw,
-    RewardTemplate,
-    Source,
-    SourceOptions,
-)
+from rlhf_cli.commands.options import Quiet, Source, SourceOptions
 from rlhf_cli.commands.output import (
     Dropped,
     OutputRow,
@@ -36,11 +26,11 @@ from rlhf_cli.commands.output import (
     new_file,
     prompt_column,
     refuse_own_output,
+    require_answer,
     text_of,
     with_columns,
 )
 from rlhf_cli.commands.rm_serve import RewardModelOptions, as_reward
-from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.records import Answer, Record, Scored
 from rlhf_cli.data.views import answered, ranking
 from rlhf_cli.errors import ConfigError, DataError
@@ -58,18 +48,13 @@ NUM_SHOWN = 3
 
 
 def rm_score(
-    model: Annotated[str, typer.Argument(help="A model directory, a finished rm stage, or a run's directory.")],
+    options: RewardModelOptions,
     path: Source,
     reading: SourceOptions,
     out: Annotated[
         Path | None, typer.Option("--out", help="The .jsonl file to write. Without it, stdout.", show_default=False)
     ] = None,
     num: Annotated[int | None, typer.Option("--num", min=1, help="Maximum rows.")] = None,
-    raw: Raw = False,
-    label: Label = None,
-    probability: Probability = False,
-    template: RewardTemplate = None,
-    device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
     """Score the answers of a file with a reward model; of pairs, show good beside bad.
@@ -77,27 +62,47 @@ def rm_score(
     SOURCE - scores what you type. Type a line per answer; a tab separates the prompt before it. The score of each line
     follows it.
     """
-
-    settings = RewardModelOptions(
-        model, raw=raw, label=label, probability=probability, template=template, device=device
-    )
+    # A pair gets the columns `chosen_score` and `rejected_score`, one answer `score`, several answers `scores`. Without
+    # --out the summary goes to stderr.
     if path == "-":
         given: dict[str, object] = {"--out": out, "--num": num, "--set": reading.overrides}
         given |= {"--format": reading.format, "--keys": reading.keys}
         if used := next((name for name, value in given.items() if value), None):
             raise ConfigError(f"{used}: does not go with SOURCE -, which scores what you type. Remove it")
-        score_typed(settings, quiet=quiet)
+        _score_typed(options, quiet=quiet)
         return
-    score_file(settings, reading.source(path), out, num=num, on_bad_row=reading.on_bad_row, quiet=quiet)
+    source = reading.source(path)
+    if out is not None:
+        refuse_own_output(source, out)
+    display = Display("score", quiet=quiet, console=Console(soft_wrap=True, stderr=out is None))
+    model, template, notes = _load(options)
+    for note in notes:
+        display.note(note)
+    summary = _Summary()
+    with new_file(out) if out is not None else contextlib.nullcontext(sys.stdout.buffer) as file:
+        for chunk in batched(islice(items(source, "sft", reading.on_bad_row, require_answer), num), CHUNK):
+            records = [record for record in chunk if not isinstance(record, Dropped)]
+            summary.num_bad_rows += len(chunk) - len(records)
+            samples = samples_of(model, records, template)
+            scores = iter(model.score(samples).tolist())
+            ids = iter([p + r for p, r in zip(samples.prompt_ids, samples.response_ids, strict=True)])
+            for record in records:
+                own_scores = [next(scores) for _ in record.answers]
+                summary.add(record, own_scores, [next(ids) for _ in record.answers])
+                file.write(json_line(scored_row(record, own_scores)))
+        file.flush()
+    if out is not None:
+        display.note(f"{out}: {summary.num_rows} rows")
+    summary.show(display, model.report())
 
 
-def score_typed(settings: RewardModelOptions, *, quiet: bool = False) -> None:
+def _score_typed(options: RewardModelOptions, *, quiet: bool) -> None:
     """Score each line of standard input, a prompt and an answer with a tab between, or an answer alone.
 
     A terminal shows the score below the line; a pipe gets a JSON line with prompt, response and score for each.
     """
     display = Display("score", quiet=quiet, console=Console(soft_wrap=True, stderr=True))
-    model, template, notes = _load(settings)
+    model, template, notes = _load(options)
     is_terminal = sys.stdin.isatty()
     for note in notes if not is_terminal else [*notes, "a line is an answer, or a prompt, a tab and an answer"]:
         display.note(note)
@@ -114,47 +119,7 @@ def score_typed(settings: RewardModelOptions, *, quiet: bool = False) -> None:
         sys.stdout.buffer.flush()
 
 
-def score_file(
-    settings: RewardModelOptions,
-    source: DataSource,
-    out: Path | None,
-    *,
-    num: int | None = None,
-    on_bad_row: OnBadRow = "error",
-    quiet: bool = False,
-) -> None:
-    """Score every answer of the first `num` rows, as JSON lines in `out` or on stdout, and print a summary.
-
-    A pair gets the columns `chosen_score` and `rejected_score`, one answer `score`, several answers `scores`. Without
-    `out` the summary goes to stderr.
-    Raises ConfigError, DataError or ArtifactError for a file or a model that cannot be used, and RewardError for a
-    score that is NaN or infinite.
-    """
-    if out is not None:
-        refuse_own_output(source, out)
-    display = Display("score", quiet=quiet, console=Console(soft_wrap=True, stderr=out is None))
-    model, template, notes = _load(settings)
-    for note in notes:
-        display.note(note)
-    summary = _Summary()
-    with new_file(out) if out is not None else contextlib.nullcontext(sys.stdout.buffer) as file:
-        for chunk in batched(islice(items(source, "sft", on_bad_row, _require_answer), num), CHUNK):
-            records = [record for record in chunk if not isinstance(record, Dropped)]
-            summary.num_bad_rows += len(chunk) - len(records)
-            samples = samples_of(model, records, template)
-            scores = iter(model.score(samples).tolist())
-            ids = iter([p + r for p, r in zip(samples.prompt_ids, samples.response_ids, strict=True)])
-            for record in records:
-                own_scores = [next(scores) for _ in record.answers]
-                summary.add(record, own_scores, [next(ids) for _ in record.answers])
-                file.write(json_line(scored_row(record, own_scores)))
-        file.flush()
-    if out is not None:
-        display.note(f"{out}: {summary.num_rows} rows")
-    summary.show(display, model.report())
-
-
-def _load(settings: RewardModelOptions) -> tuple[RewardModel, str | None, list[str]]:
+def _load(options: RewardModelOptions) -> tuple[RewardModel, str | None, list[str]]:
     """The reward model, the prompt template of its training if that is known, and notes for the user."""
     from rlhf_cli.data.encode import require_eos
     from rlhf_cli.models.heads import reads_last_token
@@ -162,32 +127,27 @@ def _load(settings: RewardModelOptions) -> tuple[RewardModel, str | None, list[s
     from rlhf_cli.processes import distributed
     from rlhf_cli.rewards.models import load_reward_source
 
-    path = reward_model_stage(settings.model)
+    path = reward_model_stage(options.model)
     manifest = read_manifest_or_none(path)
     data = manifest.identity["config"].get("data") if manifest is not None else None
     data = data if isinstance(data, dict) else {}
-    device = distributed.start(settings.device).device
+    device = distributed.start(options.device).device
     # With its own tokenizer it scores token ids, as it does for a policy of the same run.
     tokenizer = load_tokenizer(model_directory(path))
-    reward = as_reward(settings, path)
+    reward = as_reward(options, path)
     model, notes = load_reward_source(
         reward,
         path,
         tokenizer,
         device,
         "auto",
-        name=settings.model,
+        name=options.model,
         key="--model",
         keep_special=data.get("special_tokens") == "keep",
     )
     if reads_last_token(model.model):
         require_eos(tokenizer, path)
     return model, data.get("prompt_template"), notes
-
-
-def _require_answer(record: Record) -> None:
-    if not record.answers:
-        raise DataError(f"{record.where}: the row has no answer to score. Write answers with `rlhf data generate`")
 
 
 def samples_of(model: RewardModel, records: Sequence[Record], template: str | None) -> Samples:

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from rlhf_cli.commands.options import Device, Host, Label, Probability, Raw, RewardTemplate, TokenEnv
+from rlhf_cli.commands.options import Device, Host, TokenEnv
 from rlhf_cli.commands.serving import JSONLine, Refused, Server, bind, required_token
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.errors import ConfigError, RewardError
@@ -45,18 +45,30 @@ MAX_CHARACTERS = 4_000_000
 
 @dataclass(frozen=True)
 class RewardModelOptions:
-    """Which reward model to serve, how it scores, and where. `rlhf rm score` takes the model from here too."""
+    """Which reward model, and how it scores."""
 
     model: Annotated[str, typer.Argument(help="A model directory, a finished rm stage, or a run's directory.")]
+    raw: Annotated[bool, typer.Option("--raw", help="Return scores without normalisation.")] = False
+    label: Annotated[
+        str | None, typer.Option("--label", help="For a classifier: the label whose output is the score.")
+    ] = None
+    probability: Annotated[
+        bool, typer.Option("--probability", help="For a classifier: return its probability, not its logit.")
+    ] = False
+    template: Annotated[
+        str | None, typer.Option("--template", help="How texts are written: chat, or {prompt} and {response}.")
+    ] = None
+    device: Device = "auto"
+
+
+@dataclass(frozen=True)
+class RewardServerOptions(RewardModelOptions):
+    """A reward model, and where it is served."""
+
     host: Host = "127.0.0.1"
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 chooses a free port.")] = 5000
     token_env: TokenEnv = None
     max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Maximum texts per request.")] = 1024
-    raw: Raw = False
-    label: Label = None
-    probability: Probability = False
-    template: RewardTemplate = None
-    device: Device = "auto"
     keep_special: Annotated[
         bool, typer.Option("--keep-special", help="Read special tokens in texts as special, not as plain text.")
     ] = False
@@ -141,7 +153,7 @@ def is_text(value: Any) -> bool:
 # ------------------------------------------------------------------------------------------- the command
 
 
-def start(options: RewardModelOptions) -> RewardServer:
+def start(options: RewardServerOptions) -> RewardServer:
     """Load the reward model and bind its port.
 
     Raises ConfigError for a host that others can reach without a token, and for a port that cannot be bound.
@@ -181,7 +193,7 @@ def as_reward(options: RewardModelOptions, path: str) -> ModelReward:
         raise ConfigError(f"--template: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
 
 
-def serve(options: RewardModelOptions) -> None:
+def serve(options: RewardServerOptions) -> None:
     """Serve a reward model over HTTP, for `type: http` rewards and for OpenRLHF."""
     # Until SIGTERM or SIGINT. Running requests are still answered.
     server = start(options)

@@ -65,7 +65,7 @@ def serve_command(
         from rlhf_cli.commands import rm_serve
 
         path = located.path.removesuffix("/model") if located is not None else directory
-        rm_serve.serve(rm_serve.RewardModelOptions(path, host, port, token_env, device=device))
+        rm_serve.serve(rm_serve.RewardServerOptions(path, device=device, host=host, port=port, token_env=token_env))
         return
     from rlhf_cli.trained.model import find_model
 

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands import rm_serve, serving
-from rlhf_cli.commands.rm_serve import RewardModelOptions
+from rlhf_cli.commands.rm_serve import RewardServerOptions
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.rewards.http_client import JSONClient
 from rlhf_cli.run.artifacts import digest_file
@@ -40,7 +40,7 @@ GUARD_S = 120
 @contextmanager
 def served(model, **settings):
     """A server in a thread; the result has a `url`."""
-    server = rm_serve.start(RewardModelOptions(str(model), **{"port": 0, **settings}))
+    server = rm_serve.start(RewardServerOptions(str(model), **{"port": 0, **settings}))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
@@ -135,7 +135,7 @@ def test_an_overlong_text_is_cut_and_scored(reward_model):
 def test_a_classifier_with_labels_is_served(word_piece, tmp_path):
     model = encoder(tmp_path, word_piece, 2, id2label={0: "bad", 1: "good"}, label2id={"bad": 0, "good": 1})
     with pytest.raises(ConfigError, match="bad, good"):
-        rm_serve.start(RewardModelOptions(str(tmp_path), port=0))
+        rm_serve.start(RewardServerOptions(str(tmp_path), port=0))
     request = {"query": ["p tent", "q map"], "prompts": ["p", "q"]}
     for settings, texts in (
         ({}, ["p tent", "q map"]),
@@ -441,7 +441,7 @@ def test_concurrent_requests_get_their_own_scores(reward_model):
 
 def test_connections_queue_until_they_are_accepted(reward_model):
     """As when many runs connect at the same moment. Nothing accepts them here."""
-    server = rm_serve.start(RewardModelOptions(str(reward_model), port=0))
+    server = rm_serve.start(RewardServerOptions(str(reward_model), port=0))
     connections = [socket.create_connection(("127.0.0.1", server.port), timeout=GUARD_S) for _ in range(64)]
     for connection in connections:
         connection.close()

@@ -390,7 +390,7 @@ def test_the_option_reaches_every_reader(
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_server_reads_prompts_as_rendered(chat_reward_model: Any, keep: bool) -> None:
-    server = rm_serve.start(rm_serve.RewardModelOptions(str(chat_reward_model()), port=0, keep_special=keep))
+    server = rm_serve.start(rm_serve.RewardServerOptions(str(chat_reward_model()), port=0, keep_special=keep))
     try:
         assert (server.source.prompts_are_rendered, server.source.keep_special) == (True, keep)
     finally:

@@ -346,6 +346,6 @@ def test_the_numbers_of_the_documentation_are_those_of_the_code():
     for key in ("batch_size", "concurrency", "timeout_s", "retries", "backoff_s"):
         assert f"| `{key}` | {getattr(http, key):g} |" in DOCS
     assert f"{rm_serve.MAX_WAITING} may wait" in DOCS
-    assert f"`--max-batch` texts ({rm_serve.RewardModelOptions('m').max_batch})" in DOCS
+    assert f"`--max-batch` texts ({rm_serve.RewardServerOptions('m').max_batch})" in DOCS
     assert rm_serve.MAX_BODY_BYTES == 16 * 2**20
     assert (http_client.LONGEST_BACKOFF_S, http_client.LONGEST_WAIT_S) == (60, 600)
