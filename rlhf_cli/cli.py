@@ -8,113 +8,71 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 import typer.core
 import typer.main
 
-from rlhf_cli.commands.options import NumProcesses, Overrides, Quiet, SourceCommand, one_by_one
+from rlhf_cli.commands.options import Command, NumProcesses, Overrides, Quiet, one_by_one
 from rlhf_cli.printing import say
 from rlhf_cli.processes.environment import set_up_process
 from rlhf_cli.program import command
 
-
-class Lazy(NamedTuple):
-    """A command that is not imported yet."""
-
-    function: str
-    """Its file in `rlhf_cli/commands/` and the function in it."""
-    help: str
-    """Its line in the list of commands, which is the first of the function's docstring."""
-    cls: type[typer.core.TyperCommand] = typer.core.TyperCommand
-
-
-COMMANDS: dict[str, dict[str, Lazy | None]] = {
+FOLDER = Path(__file__).with_name("commands")
+COMMANDS: dict[str, dict[str, str | None]] = {
     "rlhf": {
         "sft": None,
         "rm": None,
         "ppo": None,
-        "plan": Lazy("plan.plan", "Compute memory, steps and hours of a run from its configs. No weights are loaded."),
-        "pipeline": Lazy(
-            "pipeline.pipeline", "Run the stages of a folder in order, skipping those that are up to date."
-        ),
-        "sweep": Lazy("sweep.sweep", "Run a folder's stages with several settings and seeds, and compare them."),
-        "status": Lazy("status.status", "Show which stages of a run are finished, out of date or unfinished."),
-        "watch": Lazy("watch.watch", "Show curves and the latest samples of runs in the terminal, until Ctrl-C."),
-        "eval": Lazy("eval.evaluate", "Measure the finished stages of a run on held-out data."),
-        "diagnose": Lazy(
-            "diagnose.diagnose",
-            "Name the stage of a run that is at fault, with the evidence and what to try. Nothing is trained.",
-        ),
-        "compare": Lazy("compare.compare", "Compare the PPO policies of several runs on the same prompts."),
-        "report": Lazy("report.report", "Write a page about one or several runs: curves, figures, samples, findings."),
-        "chat": Lazy("chat.chat", "Talk to a model that you trained. /help lists the commands of the conversation."),
-        "generate": Lazy("generate.generate", "Let a trained model respond to the prompts of a file.", SourceCommand),
-        "label": Lazy(
-            "label.label",
-            "Say which of two replies is better, with one key; writes preference rows for `rlhf rm`.",
-            SourceCommand,
-        ),
-        "serve": Lazy("serve.serve_command", "Serve a trained model with OpenAI's API: chat and completions."),
-        "push": Lazy(
-            "push.push",
-            "Upload a trained model with its card to the Hugging Face hub. Shows what it would upload without --yes.",
-        ),
-        "merge": Lazy("merge.merge", "Merge LoRA adapters into plain weights (stages with lora.save: adapter)."),
-        "export": Lazy("export.export", "Write a trained model for other programs, and measure what that cost."),
-        "doctor": Lazy("doctor.doctor", "Check this machine and, if given, the integrity of a run's files."),
-        "init": Lazy("init.init", "Write configs, sample data and a reward function to start from."),
+        "plan": "plan.plan",
+        "pipeline": "pipeline.pipeline",
+        "sweep": "sweep.sweep",
+        "status": "status.status",
+        "watch": "watch.watch",
+        "eval": "eval.evaluate",
+        "diagnose": "diagnose.diagnose",
+        "compare": "compare.compare",
+        "report": "report.report",
+        "chat": "chat.chat",
+        "generate": "generate.generate",
+        "label": "label.label",
+        "serve": "serve.serve_command",
+        "push": "push.push",
+        "merge": "merge.merge",
+        "export": "export.export",
+        "doctor": "doctor.doctor",
+        "init": "init.init",
         "data": None,
         "config": None,
     },
-    "rm": {
-        "serve": Lazy("rm_serve.serve", "Serve a reward model over HTTP, for `type: http` rewards and for OpenRLHF."),
-        "score": Lazy(
-            "rm_score.rm_score",
-            "Score the answers of a file with a reward model; of pairs, show good beside bad.",
-            SourceCommand,
-        ),
-    },
+    "rm": {"serve": "rm_serve.serve", "score": "rm_score.rm_score"},
     "data": {
-        "check": Lazy(
-            "data_check.data_check",
-            "Show what a stage would read: counts, lengths, duplicates, leaks, labels, bad rows.",
-            SourceCommand,
-        ),
-        "show": Lazy(
-            "data_show.data_show",
-            "Show rows as the model sees them: prompt, answer, special tokens, learned tokens.",
-            SourceCommand,
-        ),
-        "convert": Lazy(
-            "data_convert.data_convert",
-            "Convert rows of any supported format into one file that a stage reads directly.",
-            SourceCommand,
-        ),
-        "generate": Lazy(
-            "data_generate.data_generate",
-            "Let a language model write prompts, demonstrations, several answers per prompt, or dialogues.",
-            SourceCommand,
-        ),
-        "score": Lazy(
-            "data_score.data_score",
-            "Let a language model judge answers: a score for each, or the better of two.",
-            SourceCommand,
-        ),
+        "check": "data_check.data_check",
+        "show": "data_show.data_show",
+        "convert": "data_convert.data_convert",
+        "generate": "data_generate.data_generate",
+        "score": "data_score.data_score",
     },
-    "config": {
-        "check": Lazy("config.check", "Read config files and report every mistake."),
-        "show": Lazy("config.show", "Print a config with every default filled in."),
-        "docs": Lazy("config.docs", "Explain a key, or every key of a section."),
-        "schema": Lazy("config.schema", "Print the JSON Schema of a stage's config, for completion in editors."),
-    },
+    "config": {"check": "config.check", "show": "config.show", "docs": "config.docs", "schema": "config.schema"},
 }
-"""The commands of each group in the order of use. None: a stage or a group, which is below."""
+"""The commands of each group in the order of use: the file in `rlhf_cli/commands/` and the function in it. None: a
+stage or a group, which is below."""
+
+
+def first_line(place: str) -> str:
+    """The line of a command in the list of commands: the first of its docstring, without importing the file."""
+    module, _, function = place.partition(".")
+    text = (FOLDER / f"{module}.py").read_text(encoding="utf-8")
+    found = re.search(rf'^def {function}\(.*?\n    """(.*?)(?:\n\n|""")', text, re.MULTILINE | re.DOTALL)
+    assert found is not None, place
+    return " ".join(found[1].split())
+
 
 USAGE_ERROR: type[Any] = typer.BadParameter.__mro__[1]
 """What typer raises for a mistake on the command line. typer has its own copy of click, and exports only some names."""
@@ -127,14 +85,14 @@ class LazyGroup(typer.core.TyperGroup):
         super().__init__(**settings)
         listed = COMMANDS[str(self.name)].items()
         self.commands = {
-            name: typer.core.TyperCommand(name, help=lazy.help) if lazy else self.commands[name]
-            for name, lazy in listed
+            name: typer.core.TyperCommand(name, help=first_line(place)) if place else self.commands[name]
+            for name, place in listed
         }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, found, rest = super().resolve_command(ctx, args)
-        lazy = COMMANDS[str(self.name)].get(name or "")
-        return name, imported(str(name), lazy) if lazy else found, rest
+        place = COMMANDS[str(self.name)].get(name or "")
+        return name, imported(str(name), place) if place else found, rest
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         with one_line():
@@ -146,9 +104,9 @@ class LazyGroup(typer.core.TyperGroup):
 
 
 @functools.cache
-def imported(name: str, lazy: Lazy) -> Any:
+def imported(name: str, place: str) -> Any:
     """The command behind an entry of COMMANDS. The errors of its function become an exit code."""
-    module, _, function = lazy.function.partition(".")
+    module, _, function = place.partition(".")
     work = getattr(importlib.import_module(f"rlhf_cli.commands.{module}"), function)
 
     @functools.wraps(options := one_by_one(work))
@@ -156,7 +114,7 @@ def imported(name: str, lazy: Lazy) -> Any:
         exit_with(lambda: options(**values))
 
     app = typer.Typer(add_completion=False)
-    app.command(name, cls=lazy.cls)(run)
+    app.command(name, cls=Command)(run)
     return typer.main.get_command(app)
 
 

@@ -139,15 +139,16 @@ SET_INSTEAD = ("--limit", "--name", "--data-dir", "--split", "--revision", "--st
 
 
 ARGUMENTS = "rlhf.arguments"
-"""The key of a context under which a SourceCommand keeps the words behind its name."""
+"""The key of a context under which a command keeps the words behind its name."""
 
 
-class SourceCommand(typer.core.TyperCommand):
-    """A command that reads a SOURCE. Names the `--set` for a key of the source that is written as an option."""
+class Command(typer.core.TyperCommand):
+    """A command. If it reads a SOURCE, it names the `--set` for a key of the source that is written as an option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[ARGUMENTS] = list(args)
-        for argument in args:
+        reads_source = any(parameter.name == "keys" for parameter in self.params)
+        for argument in args if reads_source else ():
             option = argument.partition("=")[0]
             instead = ""
             if option in SET_INSTEAD:

@@ -66,8 +66,8 @@ def test_every_command_is_imported_without_torch() -> None:
     check = (
         "import sys\nfrom rlhf_cli import cli\n"
         "for commands in cli.COMMANDS.values():\n"
-        "    for name, lazy in commands.items():\n"
-        "        if lazy:\n            cli.imported(name, lazy)\n"
+        "    for name, place in commands.items():\n"
+        "        if place:\n            cli.imported(name, place)\n"
         "        assert not {'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules), name\n"
     )
     subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True)

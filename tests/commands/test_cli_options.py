@@ -51,9 +51,9 @@ def test_every_command_is_in_the_list_above() -> None:
 @pytest.mark.parametrize("group", cli.COMMANDS)
 def test_the_list_of_commands_has_the_first_line_of_each(group: str) -> None:
     """The list is printed without importing the commands."""
-    for name, lazy in cli.COMMANDS[group].items():
-        if lazy is not None:
-            assert lazy.help == cli.imported(name, lazy).help.split("\n\n")[0].replace("\n", " ")
+    for name, place in cli.COMMANDS[group].items():
+        if place is not None:
+            assert cli.first_line(place) == cli.imported(name, place).help.split("\n\n")[0].replace("\n", " ")
 
 
 # ------------------------------------------------------------------------------- the file of a stage
