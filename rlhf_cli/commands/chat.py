@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.table import Table
 
 from rlhf_cli.commands.options import Quantized, WhereToRun, WritingStage
-from rlhf_cli.data.records import Message
+from rlhf_cli.data.records import Message, turns_of
 from rlhf_cli.errors import ConfigError, DataError, RewardError, RunError, UserError
 from rlhf_cli.printing import printable, say
 from rlhf_cli.report.progress import Console
@@ -299,7 +299,7 @@ class Session:
         path = Path(argument).expanduser()
         rows: list[dict[str, Any]] = [
             {
-                "messages": [{"role": m.role, "content": m.content} for m in [*self.system, *history]],
+                "messages": turns_of([*self.system, *history]),
                 "ended": reply.response.ended,
                 "model": model.name,
             }

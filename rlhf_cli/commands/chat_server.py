@@ -11,6 +11,7 @@ from urllib.parse import urlsplit, urlunsplit
 import httpx2
 
 from rlhf_cli.commands.writer import WriterOptions
+from rlhf_cli.data.records import turns_of
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.rewards.concurrency import for_each
 from rlhf_cli.rewards.http_client import JSONClient, Malformed, NoAnswer, key_from_environment
@@ -68,7 +69,7 @@ class ServerWriter:
         options = self.options
         body = {
             "model": options.model,
-            "messages": [{"role": m.role, "content": m.content} for m in request.messages],
+            "messages": turns_of(request.messages),
             "temperature": options.temperature,
             "max_tokens": options.max_new_tokens,
             "seed": derived_seed(options.seed, "writer", *request.counters) >> 32,

@@ -21,10 +21,10 @@ import typer
 
 from rlhf_cli.commands.data_check import rows_of_source
 from rlhf_cli.commands.options import For, Quiet, Source, SourceOptions
-from rlhf_cli.commands.output import json_line, new_file
+from rlhf_cli.commands.output import json_line, new_file, prompt_column
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
-from rlhf_cli.data.records import Message, Record, shown_name
+from rlhf_cli.data.records import Record, shown_name, turns_of
 from rlhf_cli.data.row_counts import Report
 from rlhf_cli.data.rows import Row
 from rlhf_cli.data.views import SeenRow, StageRows, demonstrations_of, see, seen_rows
@@ -131,14 +131,14 @@ def written_rows(seen: SeenRow, purpose: Purpose, format: str) -> list[dict[str,
     """
     record, is_text = seen.record, format in ("text", "labelled")
     rows: list[dict[str, Any]]
-    prompt: dict[str, Any] = {"prompt": _messages(record.messages) if record.messages else record.prompt}
+    prompt: dict[str, Any] = {"prompt": prompt_column(record)}
     if purpose == "ppo":
         return [{"text": record.key} if is_text else prompt]
     if is_text:
         labels = [{"label": score} for score in seen.scores] or [{}]
         return [{"text": answer} | label for answer, label in zip(seen.answers, labels, strict=True)]
     each = demonstrations_of(seen)
-    answers = [_messages(row.messages[-1:]) if row.messages else row.response for row in each]
+    answers = [turns_of(row.messages[-1:]) if row.messages else row.response for row in each]
     ended: list[Any] = [row.ended for row in each]
     if purpose == "rm pairs":
         own = {"answers": answers} if format in RANKS else {"chosen": answers[0], "rejected": answers[1]}
@@ -147,7 +147,7 @@ def written_rows(seen: SeenRow, purpose: Purpose, format: str) -> list[dict[str,
         pairs = zip(answers, seen.scores, strict=True)
         rows = [prompt | {"response": answer, "score": score} for answer, score in pairs]
     elif format == "messages":
-        rows = [{"messages": _messages(each[0].messages)}]
+        rows = [{"messages": turns_of(each[0].messages)}]
     else:
         rows = [prompt | {"response": answers[0]}]
     if not _says_ended(record):
@@ -159,10 +159,6 @@ def _says_ended(record: Record) -> bool:
     """Whether the row has a column `ended` that says which answers are complete, and not one with another meaning."""
     ended = record.columns.get("ended")
     return isinstance(ended, bool) or (isinstance(ended, list) and all(isinstance(flag, bool) for flag in ended))
-
-
-def _messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in messages]
 
 
 def _column(record: Record, name: str) -> Any:

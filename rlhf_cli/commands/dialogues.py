@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf_cli.commands.output import Dropped, Outcome
 from rlhf_cli.commands.writer import fill
-from rlhf_cli.data.records import Message, Record
+from rlhf_cli.data.records import Message, Record, turns_of
 from rlhf_cli.rollout.requests import Failure, Request, Writer
 
 USER_TEMPLATE = """\
@@ -99,8 +99,7 @@ def _outcome(dialogue: _Dialogue, origin: dict[str, Any]) -> Outcome:
         return dialogue.failure
     if not has_answer:
         return Dropped("empty answers")
-    messages = [{"role": message.role, "content": message.content} for message in dialogue.messages]
-    return {"messages": messages, "ended": dialogue.ended, **origin}
+    return {"messages": turns_of(dialogue.messages), "ended": dialogue.ended, **origin}
 
 
 def as_text(messages: Sequence[Message]) -> str:

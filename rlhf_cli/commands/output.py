@@ -28,7 +28,7 @@ from rlhf_cli.commands.options import OnBadRow
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import Purpose, read_record, recognise
 from rlhf_cli.data.paths import find_files
-from rlhf_cli.data.records import Record
+from rlhf_cli.data.records import Record, turns_of
 from rlhf_cli.data.row_sources import read_rows
 from rlhf_cli.data.rows import BadRow
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
@@ -180,9 +180,7 @@ def refuse_own_output(source: DataSource, out: Path) -> None:
 
 def prompt_column(record: Record) -> str | list[dict[str, str]]:
     """The `prompt` column of a row: text, or the messages of a conversation."""
-    if record.messages:
-        return [{"role": m.role, "content": m.content} for m in record.messages]
-    return record.prompt
+    return turns_of(record.messages) if record.messages else record.prompt
 
 
 def text_of(record: Record, answer: str) -> str:

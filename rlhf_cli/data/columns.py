@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_cli.config.data import DataSource
-from rlhf_cli.data.records import Answer, Message, Record, kind_of, number, shown, shown_name, transcript
+from rlhf_cli.data.records import Answer, Message, Record, kind_of, number, shown, shown_name, transcript, turns_of
 from rlhf_cli.data.rows import Row
 from rlhf_cli.errors import DataError
 from rlhf_cli.printing import is_utf8
@@ -293,7 +293,7 @@ def record(
         answers = tuple(replace(answer, ended=flag) for answer, flag in zip(answers, flags, strict=True))
     if isinstance(said, str):
         return Record(row.where, said, answers, said, ranked, undesirable, (), row.values)
-    key = json.dumps([{"role": m.role, "content": m.content} for m in said], sort_keys=True)
+    key = json.dumps(turns_of(said), sort_keys=True)
     return Record(row.where, transcript(said), answers, key, ranked, undesirable, said, row.values)
 
 

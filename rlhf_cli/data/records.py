@@ -7,7 +7,7 @@ Demonstration (SFT), a Ranking or Scored answers (RM), or a Prompt (PPO).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,11 @@ class Message:
 
     role: str
     content: str
+
+
+def turns_of(messages: Iterable[Message]) -> list[dict[str, str]]:
+    """Messages as rows and requests hold them."""
+    return [{"role": message.role, "content": message.content} for message in messages]
 
 
 @dataclass(frozen=True)
