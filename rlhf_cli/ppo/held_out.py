@@ -67,7 +67,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Reply:
+class HeldOutReply:
     """One reply with its figures."""
 
     text: str
@@ -134,13 +134,13 @@ def evaluate(setup: Setup, prompts: Drawn[PromptRow], gold: GoldJudge | None) ->
     return Evaluation(metrics, texts, scores, gold_rows, columns["kl"])
 
 
-def _from_all_processes(own: Sequence[Reply], world: World) -> list[list[Reply]]:
+def _from_all_processes(own: Sequence[HeldOutReply], world: World) -> list[list[HeldOutReply]]:
     """Every process's replies, in order of rank."""
     figures = torch.tensor([[r.score, r.kl, r.length, r.ended] for r in own], dtype=torch.float64).view(-1, 4)
     texts = gather_texts(world, [reply.text for reply in own])
     return [
         [
-            Reply(text, score, kl, int(length), bool(ended))
+            HeldOutReply(text, score, kl, int(length), bool(ended))
             for text, (score, kl, length, ended) in zip(*shard, strict=True)
         ]
         for shard in zip(texts, (part.tolist() for part in world.gather_tensors(figures)), strict=True)
@@ -157,17 +157,17 @@ def _of_main(rows: list[dict[str, float]], world: World) -> list[dict[str, float
     return [dict(zip(names, row, strict=True)) for row in table.tolist()]
 
 
-def _own_replies(setup: Setup, prompts: Sequence[PromptRow]) -> list[Reply]:
+def _own_replies(setup: Setup, prompts: Sequence[PromptRow]) -> list[HeldOutReply]:
     """This process's replies, with their figures."""
     config = setup.config
     uniforms = draw_uniforms(config.seed, "ppo evaluation", 0, len(prompts), config.rollout.max_new_tokens)
     if setup.engine is not None:
         setup.engine.require_current()
 
-    def read(rollout: RolloutBatch, texts: list[str], scores: Scores) -> list[Reply]:
+    def read(rollout: RolloutBatch, texts: list[str], scores: Scores) -> list[HeldOutReply]:
         kl = (rollout.logprobs - rollout.ref_logprobs).sum(1).tolist()
         lengths, ended = [len(r.ids) for r in rollout.responses], [r.ended for r in rollout.responses]
-        return list(map(Reply, texts, scores.total.tolist(), kl, lengths, ended))
+        return list(map(HeldOutReply, texts, scores.total.tolist(), kl, lengths, ended))
 
     models = setup.models_to_sample()
     return sampled_and_scored(setup, models, prompts, uniforms, read, recompute=True, engine=setup.engine)
