@@ -10,12 +10,11 @@ from urllib.parse import urlsplit, urlunsplit
 
 import httpx2
 
-from rlhf_cli.commands.writer import WriterOptions
+from rlhf_cli.commands.writer import Failure, Request, WriterOptions, Written
 from rlhf_cli.data.records import turns_of
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.rewards.concurrency import for_each
 from rlhf_cli.rewards.http_client import JSONClient, Malformed, NoAnswer, key_from_environment
-from rlhf_cli.rollout.requests import Failure, Request, Written
 from rlhf_cli.seeding import derived_seed
 
 REFUSED = (400, 413, 422)

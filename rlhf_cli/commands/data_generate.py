@@ -25,11 +25,10 @@ from rlhf_cli.commands.output import (
     prompt_column,
     refuse_own_output,
 )
-from rlhf_cli.commands.writer import WriterOptions, fill, read_template
+from rlhf_cli.commands.writer import Failure, Request, Writer, WriterOptions, Written, fill, read_template
 from rlhf_cli.data.records import Message, Record
 from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.report.progress import Display
-from rlhf_cli.rollout.requests import Failure, Request, Writer, Written
 
 Task = Literal["prompts", "demonstrations", "samples", "dialogues"]
 PLACEHOLDERS: dict[str, str] = {"prompts": "seeds", "dialogues": "dialogue"}

@@ -30,11 +30,19 @@ from rlhf_cli.commands.output import (
     text_of,
     with_columns,
 )
-from rlhf_cli.commands.writer import MaxNewTokens, Temperature, WriterOptions, fill, read_template
+from rlhf_cli.commands.writer import (
+    Failure,
+    MaxNewTokens,
+    Request,
+    Temperature,
+    Writer,
+    WriterOptions,
+    fill,
+    read_template,
+)
 from rlhf_cli.data.records import Record
 from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.report.progress import Display
-from rlhf_cli.rollout.requests import Failure, Request, Writer
 
 Ties = Literal["drop", "keep"]
 Verdict = Literal["first", "second"]

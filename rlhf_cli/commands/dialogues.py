@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_cli.commands.output import Dropped, Outcome
-from rlhf_cli.commands.writer import fill
+from rlhf_cli.commands.writer import Failure, Request, Writer, fill
 from rlhf_cli.data.records import Message, Record, turns_of
-from rlhf_cli.rollout.requests import Failure, Request, Writer
 
 USER_TEMPLATE = """\
 Below is a conversation between a person and an assistant.

@@ -7,12 +7,11 @@ import re
 from collections.abc import Sequence
 
 from rlhf_cli.commands.output import Dropped, Output
-from rlhf_cli.commands.writer import WriterOptions, fill
+from rlhf_cli.commands.writer import Failure, Request, WriterOptions, fill
 from rlhf_cli.data.records import Record
 from rlhf_cli.data.words import words
 from rlhf_cli.errors import DataError, RunError
 from rlhf_cli.report.progress import Display
-from rlhf_cli.rollout.requests import Failure, Request
 
 PROMPTS_TEMPLATE = """\
 Below are requests that people sent to an assistant.

@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from rlhf_cli.commands.options import OnBadRow
+from rlhf_cli.commands.writer import Failure
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import Purpose, read_record, recognise
 from rlhf_cli.data.paths import find_files
@@ -34,7 +35,6 @@ from rlhf_cli.data.rows import BadRow
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
 from rlhf_cli.files import digest_file, read_text
 from rlhf_cli.report.progress import Display
-from rlhf_cli.rollout.requests import Failure
 from rlhf_cli.run.artifacts import differences, fingerprint
 from rlhf_cli.run.checkpoint_files import write_text
 

@@ -1,4 +1,7 @@
-"""The model that writes for `rlhf data generate` and `rlhf data score`, and the templates that it is asked with."""
+"""The model that writes for `rlhf data generate` and `rlhf data score`: what it is asked, and what it answers.
+
+`chat_server` asks a model on a server, `local_writer` one on this machine.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,59 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import typer
 
 from rlhf_cli.commands.options import Device, Seed, TopP
+from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.files import read_text
-from rlhf_cli.rollout.requests import Drawing, Writer
 from rlhf_cli.run.artifacts import fingerprint, model_directory
 
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token.")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Maximum tokens of an answer.")]
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt for the model."""
+
+    messages: tuple[Message, ...]
+    """A conversation that ends before the answer."""
+    counters: tuple[int, ...]
+    """Identify the draw (row, sample, attempt): the same counters draw the same answer, whatever else is asked."""
+
+    @classmethod
+    def of(cls, text: str, *counters: int) -> Request:
+        """A request of one message."""
+        return cls((Message("user", text),), counters)
+
+
+@dataclass(frozen=True)
+class Written:
+    """An answer."""
+
+    text: str
+    ended: bool
+    """False when the answer was cut at `max_new_tokens`."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request has no answer."""
+
+    reason: str
+    fatal: bool = False
+    """No further request can be answered, so the run must stop."""
+
+
+class Writer(Protocol):
+    """A source of answers."""
+
+    def write(self, requests: Sequence[Request]) -> list[Written | Failure]:
+        """One answer or Failure for each request, in order. A prompt that is too long does not end the run."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +129,9 @@ class WriterOptions:
     def open(self) -> Writer:
         """The writer. A local model is loaded now; a server is contacted at the first request."""
         if self.server is None:
-            from rlhf_cli.rollout.local_writer import LocalWriter
+            from rlhf_cli.commands.local_writer import LocalWriter
 
-            drawing = Drawing(self.temperature, self.top_p, self.max_new_tokens, self.seed)
-            return LocalWriter(
-                self.model, drawing, batch_size=self.batch_size, device=self.device, keep_special=self.keep_special
-            )
+            return LocalWriter(self)
         if self.keep_special:
             raise ConfigError("--keep-special: is for a local model, a server encodes texts by itself. Remove it")
         from rlhf_cli.commands.chat_server import ServerWriter

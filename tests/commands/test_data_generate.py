@@ -22,17 +22,16 @@ from typer.testing import CliRunner
 from rlhf_cli.cli import app
 from rlhf_cli.commands import new_prompts, output
 from rlhf_cli.commands.data_generate import data_generate
+from rlhf_cli.commands.local_writer import LocalWriter
 from rlhf_cli.commands.new_prompts import KnownPrompts, prompts_in
 from rlhf_cli.commands.output import Output
-from rlhf_cli.commands.writer import WriterOptions, fill
+from rlhf_cli.commands.writer import WriterOptions, Written, fill
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.rows import Row
 from rlhf_cli.data.views import demonstration, ranking
 from rlhf_cli.data.words import words
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
-from rlhf_cli.rollout.local_writer import LocalWriter
-from rlhf_cli.rollout.requests import Drawing, Written
 from support.crash import wait_for
 from support.servers import KEY, Call, ChatServer, Reply, ask, completion
 from support.tiny import WORDS, read_jsonl, write_jsonl
@@ -57,7 +56,7 @@ def test_demonstrations_are_the_model_answers_in_order(make_model: Any, prompts:
     out = tmp_path / "new" / "demos.jsonl"
     writer = local(make_model("llama"), seed=3)
     run(prompts, "demonstrations", out, writer, num=10)
-    one_by_one = LocalWriter(writer.model, Drawing(max_new_tokens=8, seed=3), batch_size=1, device="cpu")
+    one_by_one = LocalWriter(replace(writer, batch_size=1))
     expected = []
     for n, row in enumerate(read_jsonl(prompts)[:10]):
         [answer] = one_by_one.write([ask(row["prompt"], n, 0)])

@@ -18,15 +18,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_cli.commands import chat_server
 from rlhf_cli.commands.chat_server import ServerWriter
-from rlhf_cli.commands.writer import WriterOptions
+from rlhf_cli.commands.local_writer import LocalWriter
+from rlhf_cli.commands.writer import Failure, Request, WriterOptions, Written
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.rewards.http_client import JSONClient, retry_after
-from rlhf_cli.rollout.local_writer import LocalWriter
-from rlhf_cli.rollout.requests import Drawing, Failure, Request, Written
 from rlhf_cli.seeding import derived_seed
 from support.servers import KEY, Call, ChatServer, Reply, ask, completion, transformers_serve
 from support.tiny import WORDS
+from support.writers import local
 
 
 def server_writer(server: ChatServer | str, **settings: Any) -> ServerWriter:
@@ -38,7 +38,7 @@ def server_writer(server: ChatServer | str, **settings: Any) -> ServerWriter:
 # ------------------------------------------------------------------------------------------ a model here
 
 
-def by_hand(place: Path, text: str, drawing: Drawing, counters: tuple[int, ...]) -> tuple[str, bool]:
+def by_hand(place: Path, text: str, drawing: WriterOptions, counters: tuple[int, ...]) -> tuple[str, bool]:
     """One full forward pass per token. The token is where the cumulative softmax exceeds the uniform."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
     ids = tokenizer(text, add_special_tokens=not text.startswith("<"))["input_ids"]
@@ -69,54 +69,51 @@ PROMPTS = ["the tent is", "radio", "the map is late broken please help thank", "
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_a_local_answer_equals_plain_forward_passes(make_model: Any, temperature: float) -> None:
     place = make_model("llama")
-    drawing = Drawing(temperature=temperature, max_new_tokens=10, seed=4)
-    answers = LocalWriter(str(place), drawing, batch_size=2, device="cpu").write(
-        [ask(text, n) for n, text in enumerate(PROMPTS)]
-    )
+    drawing = local(place, batch_size=2, temperature=temperature, max_new_tokens=10, seed=4)
+    answers = LocalWriter(drawing).write([ask(text, n) for n, text in enumerate(PROMPTS)])
     for n, (text, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
         assert isinstance(answer, Written)
         assert (answer.text, answer.ended) == by_hand(place, text, drawing, (n,))
 
 
 def test_the_chat_template_is_used_if_the_tokenizer_has_one(chat_model: Path, make_model: Any) -> None:
-    drawing = Drawing(max_new_tokens=10)
     turns = (Message("user", "the tent"), Message("assistant", "is late"), Message("user", "please help"))
-    [answer] = LocalWriter(str(chat_model), drawing, device="cpu").write([Request(turns, (7, 1))])
+    drawing = local(chat_model, max_new_tokens=10)
+    [answer] = LocalWriter(drawing).write([Request(turns, (7, 1))])
     assert isinstance(answer, Written)
     text = "<user>the tent\n<assistant>is late\n<user>please help\n<assistant>"
     assert (answer.text, answer.ended) == by_hand(chat_model, text, drawing, (7, 1))
     plain = make_model("llama")
-    [answer] = LocalWriter(str(plain), drawing, device="cpu").write([Request(turns, (7, 1))])
+    [answer] = LocalWriter(local(plain, max_new_tokens=10)).write([Request(turns, (7, 1))])
     assert isinstance(answer, Written)
     text = "\n\nHuman: the tent\n\nAssistant: is late\n\nHuman: please help\n\nAssistant:"
     assert (answer.text, answer.ended) == by_hand(plain, text, drawing, (7, 1))
 
 
 def test_an_answer_depends_only_on_its_own_counters(make_model: Any) -> None:
-    drawing = Drawing(max_new_tokens=12)
+    options = local(make_model("llama"), max_new_tokens=12, batch_size=5)
     requests = [ask(text, n, 0) for n, text in enumerate(PROMPTS)]
-    several = LocalWriter(str(make_model("llama")), drawing, batch_size=5, device="cpu")
-    one = LocalWriter(str(make_model("llama")), drawing, batch_size=1, device="cpu")
+    several = LocalWriter(options)
+    one = LocalWriter(replace(options, batch_size=1))
     answers = several.write(requests)
     assert one.write(requests) == answers
     assert several.write(requests[::-1]) == answers[::-1]
     assert several.write([ask(text, n, 1) for n, text in enumerate(PROMPTS)]) != answers
-    other_seed = LocalWriter(str(make_model("llama")), Drawing(max_new_tokens=12, seed=1), device="cpu")
+    other_seed = LocalWriter(replace(options, seed=1))
     assert other_seed.write(requests) != answers
 
 
 def test_a_request_that_the_local_model_cannot_take_fails_alone(make_model: Any, chat_model: Path) -> None:
-    drawing = Drawing(max_new_tokens=100)
     long, short = ask(" ".join(WORDS * 3)), ask("the tent")
-    first, second = LocalWriter(str(make_model("llama")), drawing, device="cpu").write([long, short])
+    first, second = LocalWriter(local(make_model("llama"), max_new_tokens=100)).write([long, short])
     assert isinstance(first, Failure)
     assert not first.fatal
     assert "100 new tokens do not fit the model's 128 positions" in first.reason
     assert isinstance(second, Written)
 
-    local = LocalWriter(str(chat_model), Drawing(max_new_tokens=4), device="cpu")
-    local.speaker.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    [failure] = local.write([short])
+    writer = LocalWriter(local(chat_model, max_new_tokens=4))
+    writer.speaker.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    [failure] = writer.write([short])
     assert isinstance(failure, Failure)
     assert "roles must alternate" in failure.reason
 
@@ -396,10 +393,9 @@ def test_a_bug_is_raised_instead_of_becoming_a_failure(monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_transformers_serve_writes(chat_model: Path, tmp_path: Path) -> None:
     with transformers_serve(chat_model, tmp_path / "log") as url:
-        greedy = Drawing(temperature=0, max_new_tokens=8)
         options = WriterOptions(str(chat_model), url, max_new_tokens=8, retries=0)
         served = ServerWriter(replace(options, temperature=0, concurrency=2))
-        here = LocalWriter(str(chat_model), greedy, device="cpu")
+        here = LocalWriter(local(chat_model, temperature=0))
         requests = [ask(text, n) for n, text in enumerate(PROMPTS)]
         assert served.write(requests) == here.write(requests), "the likeliest tokens are the same, wherever they run"
 

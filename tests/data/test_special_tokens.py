@@ -11,7 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_cli.commands import rm_serve
-from rlhf_cli.commands.writer import WriterOptions
+from rlhf_cli.commands.local_writer import LocalWriter
+from rlhf_cli.commands.writer import Request, WriterOptions
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.data import Rows
 from rlhf_cli.config.loader import load_config
@@ -35,8 +36,6 @@ from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.models import RewardModel, load_reward_source
 from rlhf_cli.rewards.sources import load_rewards
-from rlhf_cli.rollout.local_writer import LocalWriter
-from rlhf_cli.rollout.requests import Request
 from support.tiny import CPU, write_jsonl
 
 CHATML = (

@@ -66,7 +66,6 @@ WITHOUT_TORCH = (
     "seeding",
     "rewards.concurrency",
     "rewards.http_client",
-    "rollout.requests",
     "cli",
     "config",
     "commands",

@@ -20,9 +20,9 @@ from typing import Any, Self
 
 import pytest
 
+from rlhf_cli.commands.writer import Request
 from rlhf_cli.data import records
 from rlhf_cli.processes.launcher import free_port
-from rlhf_cli.rollout.requests import Request
 
 
 class Scripted:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
+from rlhf_cli.commands.output import batched
+from rlhf_cli.commands.writer import Failure, Request, WriterOptions, Written
 from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.data.encode import require_eos
 from rlhf_cli.data.records import Prompt, transcript
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
 from rlhf_cli.processes.distributed import start
 from rlhf_cli.rollout.prompt_form import PromptForm
-from rlhf_cli.rollout.requests import Drawing, Failure, Request, Written
 from rlhf_cli.rollout.speaker import PromptRefused, Speaker
 from rlhf_cli.run.artifacts import model_directory
 from rlhf_cli.seeding import generator
@@ -29,29 +28,28 @@ class LocalWriter:
     Raises ArtifactError for a directory without a language model.
     """
 
-    def __init__(
-        self, path: str, drawing: Drawing, *, batch_size: int = 16, device: str = "auto", keep_special: bool = False
-    ):
-        self.name, self.drawing, self.batch_size = path, drawing, batch_size
-        directory = model_directory(path)
+    def __init__(self, options: WriterOptions):
+        self.options = options
+        directory = model_directory(options.model)
         tokenizer = load_tokenizer(directory)
-        require_eos(tokenizer, path)
+        require_eos(tokenizer, options.model)
         model = load_policy(directory)
-        check_vocabulary(model, tokenizer, path)
-        prepare(model, start(device).device)
-        rollout = Rollout(top_p=drawing.top_p, max_new_tokens=drawing.max_new_tokens)
-        form = PromptForm(keep_special=keep_special)
-        self.speaker = Speaker.of(rollout, model, tokenizer, "float32", form).at(drawing.temperature)
+        check_vocabulary(model, tokenizer, options.model)
+        prepare(model, start(options.device).device)
+        rollout = Rollout(top_p=options.top_p, max_new_tokens=options.max_new_tokens)
+        form = PromptForm(keep_special=options.keep_special)
+        self.speaker = Speaker.of(rollout, model, tokenizer, "float32", form).at(options.temperature)
 
     def write(self, requests: Sequence[Request]) -> list[Written | Failure]:
         """One answer for each request; a Failure when the model or its chat template cannot take the prompt."""
-        starts = range(0, len(requests), self.batch_size)
-        return [answer for first in starts for answer in self._batch(requests[first : first + self.batch_size])]
+        return [answer for batch in batched(requests, self.options.batch_size) for answer in self._batch(batch)]
 
     def _batch(self, requests: Sequence[Request]) -> list[Written | Failure]:
+        import torch
+
         encoded = [self._encode(request) for request in requests]
         possible = [(ids, request) for ids, request in zip(encoded, requests, strict=True) if isinstance(ids, list)]
-        columns, seed = self.drawing.max_new_tokens, self.drawing.seed
+        columns, seed = self.options.max_new_tokens, self.options.seed
         draws = [torch.rand(columns, generator=generator(seed, "writer", *request.counters)) for _, request in possible]
         prompts = [ids for ids, _ in possible]
         responses = iter(self.speaker.respond(prompts, torch.stack(draws)) if possible else [])
