@@ -126,11 +126,11 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def load_deferred(
-    mapping: Any, path: str, revision: str | None, config: PreTrainedConfig
+    kind: Any, path: str, revision: str | None, config: PreTrainedConfig
 ) -> tuple[PreTrainedModel, dict[str, Any]] | None:
     """A model whose weights in the file are deferred, and transformers' report of the loading.
 
-    `mapping` is that of an auto class. None if that is not possible: the model is an encoder, which is compared before
+    `kind` is its class. None if that is not possible: the model is an encoder, which is compared before
     it is sharded, or the file has other tensors than the model's weights, such as several that transformers joins.
     """
     places = _places_in(path, revision)
@@ -138,7 +138,7 @@ def load_deferred(
         return None
     given = {name: torch.full((), math.nan).expand(shape) for name, (_, shape) in places.items()}
     found = {tensor.untyped_storage().data_ptr(): places[name][0] for name, tensor in given.items()}
-    model, info = mapping[type(config)].from_pretrained(
+    model, info = kind.from_pretrained(
         None,
         config=config,
         state_dict=dict(given),

@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -58,6 +61,12 @@ from rlhf_cli.models.seq2seq import check_tokens, is_seq2seq_config, value_class
 from rlhf_cli.run.artifacts import is_adapter
 from rlhf_cli.seeding import seeded
 
+CLASSES: dict[Any, Any] = {
+    AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForSeq2SeqLM: MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    AutoModelForSequenceClassification: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+}
+"""The class that each auto class builds from a config."""
 FACTS = ("score_mean", "score_std", "target_mean", "target_std")
 """Keys that we add to a reward model's config.json: numbers to normalise its scores."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -342,7 +351,10 @@ def _load(
         if in_int8:
             del config.quantization_config
         with quiet_loading():
-            later = load_deferred(auto._model_mapping, path, revision, config) if deferred or in_int8 else None
+            later = None
+            if deferred or in_int8:
+                kind = CLASSES[auto][type(config)] if auto in CLASSES else auto
+                later = load_deferred(kind, path, revision, config)
             if in_int8 and later is None:
                 raise ArtifactError(
                     f"{path}: its weights are quantized, and this kind is not read here. Export the model again with "

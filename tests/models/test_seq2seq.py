@@ -23,6 +23,7 @@ from rlhf_cli.commands.generate import ResponseOptions, generate
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted
+from rlhf_cli.models.deferred import read_deferred
 from rlhf_cli.models.forward import target_logprobs
 from rlhf_cli.models.frozen import frozen_policy
 from rlhf_cli.models.load import (
@@ -196,9 +197,11 @@ def test_a_value_model_has_one_value_per_token_and_is_saved_whole(family, make_s
         expected.append((hidden @ model.score.weight.T)[:, 0])
     torch.testing.assert_close(values, torch.cat(expected), atol=1e-4, rtol=1e-4)
     save(model, tokenizer, tmp_path / "value")
-    again = load_value_model(str(tmp_path / "value"))
-    for name, weight in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], weight), name
+    for deferred in (False, True):
+        again = load_value_model(str(tmp_path / "value"), deferred=deferred)
+        read_deferred(again)
+        for name, weight in model.state_dict().items():
+            assert torch.equal(again.state_dict()[name], weight), name
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
