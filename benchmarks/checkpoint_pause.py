@@ -58,7 +58,7 @@ def measured(name: str, model: LlamaForCausalLM, work: Path, times: int) -> str:
     place = work / "checkpoint_pause"
     place.mkdir(parents=True)
     try:
-        checkpoints = CheckpointStore(place, keep=1, writes=True)
+        checkpoints = CheckpointStore(place, keep=1)
         checkpoints.parts = {"model": Weights(model), "optimizer": stepper}
         pauses, wholes = [], []
         for number in range(times + 1):

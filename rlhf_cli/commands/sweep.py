@@ -201,7 +201,7 @@ def _is_current(config: Stage, stage: str, root: Path | None = None) -> bool:
     """Whether the stage, at `root` or where it belongs, is finished with what `config` gives, its models intact."""
     directory = stage_directory(root or config.artifacts, stage)
     manifest = read_manifest_or_none(directory)
-    if manifest is None or differences(manifest.identity, json.loads(json.dumps(identity(config)))):
+    if manifest is None or differences(manifest.identity, identity(config)):
         return False
     return damage_of_models(directory, manifest) is None
 

@@ -19,10 +19,11 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import digest_file, digest_once, read_text, stored_dtype
@@ -36,25 +37,34 @@ AGAIN = "artifacts/again"
 """The directory that the commands of `repeat_commands` write to."""
 
 
-@dataclass(frozen=True)
-class Manifest:
+def _has_sections(identity: dict[str, Any]) -> dict[str, Any]:
+    if not {"config", "data", "inputs"} <= identity.keys():
+        raise ValueError("a section is missing")
+    return identity
+
+
+Number = float | Annotated[int, Field(gt=-(2**63), lt=2**63)]
+"""JSON allows integers that are too large for a float."""
+
+
+class Manifest(BaseModel, frozen=True, extra="forbid", strict=True):
     """The record of a finished stage. A stage is stale if its identity computed now would differ."""
 
     stage: str
-    identity: dict[str, Any]
+    identity: Annotated[dict[str, dict[str, Any]], AfterValidator(_has_sections)]
     """`config` (every key that affects the result), and `data` and `inputs` (path -> digest)."""
     files: dict[str, str]
     """Relative path -> sha256 of every other file in the directory."""
-    metrics: dict[str, float]
+    metrics: dict[str, Number]
     """The final metrics on held-out data."""
     seed: int
     versions: dict[str, str]
     device: str
     num_processes: int
-    seconds: float
+    seconds: Number
     finished: str
     """UTC, ISO 8601."""
-    dtypes: dict[str, str] = field(default_factory=dict)
+    dtypes: dict[str, str] = {}
     """Folder of a model -> the number format of its weights, such as `bfloat16`."""
     contract: int = CONTRACT_VERSION
 
@@ -105,43 +115,15 @@ def read_manifest(directory: str | Path) -> Manifest | None:
             "Run the stage again with --restart"
         )
     try:
-        manifest = Manifest(**values)
-    except TypeError:
-        raise ArtifactError(f"{path}: has missing or unknown keys. Run the stage again with --restart") from None
-    wrong = _wrongly_typed(manifest)
-    if wrong is not None:
-        raise ArtifactError(f"{path}: {wrong} has the wrong type. Run the stage again with --restart")
-    return manifest
-
-
-def _wrongly_typed(manifest: Manifest) -> str | None:
-    """The first key of a manifest whose value has the wrong type, or None."""
-    types: dict[str, type] = {
-        "stage": str,
-        "identity": dict,
-        "files": dict,
-        "metrics": dict,
-        "seed": int,
-        "versions": dict,
-        "device": str,
-        "num_processes": int,
-        "finished": str,
-        "dtypes": dict,
-    }
-    for key, kind in types.items():
-        if not isinstance(getattr(manifest, key), kind):
-            return key
-    for section in ("config", "data", "inputs"):
-        if not isinstance(manifest.identity.get(section), dict):
-            return f"identity.{section}"
-    for name, digest in manifest.files.items():
-        if not isinstance(digest, str):
-            return f"files: {name}"
-    for name, figure in {"seconds": manifest.seconds, **manifest.metrics}.items():
-        # JSON allows integers that are too large for a float.
-        if not isinstance(figure, float) and not (isinstance(figure, int) and abs(figure) < 2**63):
-            return name
-    return None
+        return Manifest(**values)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        where = ".".join(map(str, wrong["loc"][:2]))
+        is_key = wrong["type"] in ("missing", "extra_forbidden")
+        raise ArtifactError(
+            f"{path}: {'has missing or unknown keys' if is_key else f'{where} has the wrong type'}. "
+            "Run the stage again with --restart"
+        ) from None
 
 
 def read_manifest_or_none(directory: str | Path) -> Manifest | None:
@@ -210,17 +192,6 @@ def _numbered(value: Any) -> Any:
     return value
 
 
-def changed_keys(root: str | Path, stage: str, identity: dict[str, Any]) -> list[str] | None:
-    """The keys of `identity` that differ from the finished stage's; None if the stage never finished.
-
-    Raises ArtifactError for a manifest that cannot be read.
-    """
-    manifest = read_manifest(stage_directory(root, stage))
-    if manifest is None:
-        return None
-    return differences(manifest.identity, json.loads(json.dumps(identity)))
-
-
 # ------------------------------------------------------------------------------------------- writing
 
 
@@ -275,7 +246,7 @@ def publish(root: str | Path, stage: str, **facts: Any) -> Manifest:
     folders = sorted({path.parent for path in partial.rglob("*.safetensors")})
     dtypes = {path.relative_to(partial).as_posix(): stored_dtype(path) or "unknown" for path in folders}
     manifest = Manifest(stage=stage, files=files, dtypes=dtypes, **facts)
-    text = json.dumps(asdict(manifest), indent=2, allow_nan=False, default=str) + "\n"
+    text = json.dumps(manifest.model_dump(), indent=2, allow_nan=False) + "\n"
     (partial / MANIFEST).write_text(text, encoding="utf-8")
     sync_tree(partial)
     old = set_aside_directory(root, stage)

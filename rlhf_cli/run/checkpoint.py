@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +24,7 @@ from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import digest_file, read_text
 from rlhf_cli.processes.distributed import ALONE, World
 from rlhf_cli.processes.sharding import local
-from rlhf_cli.run.checkpoint_files import damage_of, list_checkpoints, new_checkpoint, remove_old, step_of
+from rlhf_cli.run.checkpoint_files import damage_of, list_checkpoints, new_checkpoint, remove_old
 from rlhf_cli.run.checkpoint_shards import SavedTensors, apart, restored, save_rows
 from rlhf_cli.run.out_of_memory import is_out_of_memory
 
@@ -70,28 +69,27 @@ def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 class CheckpointStore:
     """The checkpoints of one run. Only the first process writes, but for rows of sharded models; all processes read."""
 
-    def __init__(self, directory: Path, *, keep: int, writes: bool, world: World = ALONE):
-        self.directory, self.keep, self.writes, self.world = directory, keep, writes, world
+    def __init__(self, directory: Path, *, keep: int, world: World = ALONE):
+        self.directory, self.keep, self.world = directory, keep, world
         self._absolute = directory.absolute()  # a reward function may change the directory while the thread writes
         self.parts: dict[str, Stateful] = {}
         """The objects whose state is saved, by name."""
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, step: int) -> float:
-        """Copy the state after `step` and start writing it; returns the seconds for which training waited.
+    def save(self, step: int) -> None:
+        """Copy the state after `step` and start to write it.
 
         If there is not enough memory for a copy or a thread, the checkpoint is written before this returns. Raises the
         error of the previous checkpoint, if it had one.
         """
-        started = time.monotonic()
         self.wait()
         states = {name: part.state() for name, part in self.parts.items()}
         live = {f"{name}/{key}": t.detach() for name, (tensors, _) in states.items() for key, t in tensors.items()}
         numbers = json.dumps({name: values for name, (_, values) in states.items()})
         if any(isinstance(tensor, DTensor) for tensor in live.values()):
             self._write_shards(step, live, numbers)
-        elif self.writes:
+        elif self.world.is_main:
             try:
                 writer = threading.Thread(target=self._write, args=(step, copied(live), numbers))
                 writer.start()
@@ -102,7 +100,6 @@ class CheckpointStore:
                 self.wait()
             else:
                 self._writer = writer
-        return time.monotonic() - started
 
     def not_finite(self) -> str | None:
         """The name of the first weight with a NaN or infinite value; None if all are finite.
@@ -155,8 +152,8 @@ class CheckpointStore:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return f"its {NUMBERS} has values of the wrong type"
 
-    def restore(self, path: Path) -> int:
-        """Restore the state of every object from a checkpoint; returns its step."""
+    def restore(self, path: Path) -> None:
+        """Restore the state of every object from a checkpoint."""
         tensors, numbers = SavedTensors.of(path), json.loads((path / NUMBERS).read_text(encoding="utf-8"))
         try:
             for name, part in self.parts.items():
@@ -166,13 +163,12 @@ class CheckpointStore:
                 f"{path}: {name} cannot be restored from its {NUMBERS} ({type(error).__name__}: {error}). Remove the "
                 "checkpoint to resume from an older one, or pass --restart to start over"
             ) from None
-        return step_of(path)
 
     def _write_shards(self, step: int, tensors: dict[str, torch.Tensor], numbers: str) -> None:
         """Write a checkpoint of sharded models, together with the other processes."""
         world, digests = self.world, dict[str, str]()
         # The first process makes the folder before the others write into it, and completes it after them.
-        with new_checkpoint(self._absolute, step, digests) if self.writes else contextlib.nullcontext() as made:
+        with new_checkpoint(self._absolute, step, digests) if world.is_main else contextlib.nullcontext() as made:
             directory = world.gather(made)[0]
             problem, own = "", None
             try:
@@ -185,9 +181,9 @@ class CheckpointStore:
                 if text:
                     raise self._unwritable(text)
                 digests |= dict([file] if file else [])
-            if self.writes:
+            if world.is_main:
                 (directory / NUMBERS).write_text(numbers, encoding="utf-8")
-        if self.writes:
+        if world.is_main:
             remove_old(self._absolute, self.keep)
         world.barrier()
 

@@ -40,11 +40,6 @@ def checkpoints_directory(root: str | Path, stage: str) -> Path:
     return Path(root) / f".{stage}.checkpoints"
 
 
-def step_directory(directory: Path, step: int) -> Path:
-    """The folder of the checkpoint of a step."""
-    return directory / f"step-{step:08d}"
-
-
 def step_of(checkpoint: Path) -> int:
     """The step after which a checkpoint was written, from its name."""
     return int(checkpoint.name.removeprefix("step-"))
@@ -71,7 +66,7 @@ def new_checkpoint(directory: Path, step: int, digests: Mapping[str, str] | None
     `digests` may hold the digests of files that are known already when the block ends.
     `directory` must exist: if it was removed while the run was going, it is not created again.
     """
-    target = step_directory(directory, step)
+    target = directory / f"step-{step:08d}"
     temporary = directory / f".{target.name}.writing"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
@@ -210,11 +205,6 @@ def read_run(directory: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None
-
-
-def write_total(directory: Path, total: int) -> None:
-    """Write how many steps the run has that writes these checkpoints."""
-    write_text(directory / TOTAL, json.dumps({"total": total}) + "\n")
 
 
 def resumable_checkpoints(root: str | Path, stage: str) -> list[Path]:

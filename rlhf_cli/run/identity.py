@@ -6,6 +6,7 @@ Does not import torch, because `rlhf pipeline` and `rlhf status` compute the ide
 from __future__ import annotations
 
 import ast
+import json
 import warnings
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -84,12 +85,14 @@ def may_change(key: str) -> bool:
 
 
 def identity(config: Stage) -> dict[str, Any]:
-    """The config of a stage, and the digests of its data and inputs."""
-    return {
+    """The config of a stage, and the digests of its data and inputs, as JSON values."""
+    values = {
         "config": config.model_dump(mode="json", exclude=NOT_IN_IDENTITY),
         "data": {role: data_fingerprint(s.path, s.revision) for role, s in config.sources.items()},
         "inputs": {role: fingerprint(*where) for role, where in inputs_of(config, Path()).items()},
     }
+    plain: dict[str, Any] = json.loads(json.dumps(values))
+    return plain
 
 
 def inputs_of(config: Stage, base: Path) -> dict[str, tuple[str, str | None]]:

@@ -8,7 +8,6 @@ import errno
 import gc
 import importlib
 import importlib.util
-import json
 import os
 import shlex
 import sys
@@ -66,45 +65,53 @@ def run_stage(
     config = load_stage_config(stage, config_path, overrides)
     silent = quiet or os.environ.get("RANK", "0") != "0" or LAUNCHED in os.environ
     with explained(config_path, config.artifacts, overrides):
-        reason, lines = _check(stage, config, restart=restart, num_processes=num_processes)
+        reason, lines = _check(stage, config, restart=restart, thorough=num_processes > 1)
         directory = artifacts.stage_directory(config.artifacts, stage)
         if reason is None:
-            if not silent:
-                text = f"skipped, {directory} is finished and its config, data and inputs are unchanged"
-                say(f"{stage}: {text}", flush=True)
-            return False
+            lines = [f"skipped, {directory} is finished and its config, data and inputs are unchanged"]
+        elif reason:
+            lines = [*lines, f"runs again ({reason}); {directory} is replaced when the new run is finished"]
         for line in lines:
             if not silent:
                 say(f"{stage}: {line}", flush=True)
-        if reason and not silent:
-            say(f"{stage}: runs again ({reason}); {directory} is replaced when the new run is finished", flush=True)
-        if num_processes > 1:
-            options = set_options(overrides)
-            resume_with = resume_with or command(
-                stage, "--config", str(config_path), *options, "--nproc", str(num_processes)
-            )
-            load_run = partial(launcher, stage, str(config_path), options, num_processes, resume_with)
+        if reason is None:
+            return False
+        again = resume_with or _command(stage, config_path, overrides, num_processes)
         try:
-            load_run()(config, quiet=quiet, restart=restart)
+            if num_processes > 1:
+                arguments = ["--config", str(config_path), *set_options(overrides)]
+                arguments += ["--quiet"] * quiet + ["--restart"] * restart
+                _run_processes(stage, config, arguments, num_processes, str(again))
+            else:
+                load_run()(config, quiet=quiet, restart=restart)
         except Interrupted as error:
             if checkpoint_files.unfinished_identity(config.artifacts, stage) is None:
                 raise
-            again = resume_with or _command(stage, config_path, overrides)
             how_to = f"To resume: {again}" if again else "To resume, run the same command on every machine"
             raise Interrupted(f"{error}. {how_to}", error.exit_code) from None
     return True
 
 
-def _check(stage: str, config: Stage, *, restart: bool, num_processes: int) -> tuple[str | None, list[str]]:
+def _run_processes(stage: str, config: Stage, arguments: Sequence[str], count: int, resume_command: str) -> None:
+    """Start `count` processes of the stage, and wait for them."""
+    command = [sys.executable, "-m", f"stages.{stage}", *arguments]
+    in_words = partial(checkpoint_files.last_step_in_words, config.artifacts, stage)
+    code = run_processes(command, count, resume_command, checkpoint_in_words=in_words)
+    if code:
+        raise EndedElsewhere(code)
+
+
+def _check(stage: str, config: Stage, *, restart: bool, thorough: bool) -> tuple[str | None, list[str]]:
     """(why the stage runs, or None if it is up to date; what to tell the user of `require`).
 
-    Of several processes that a launcher started, the first one alone reads the data and models. The others are told
-    the result, and the digests of the files.
+    With `thorough` a stage that runs reads the models of its inputs, so that the processes which load them need not. Of
+    several processes that a launcher started, the first one alone reads the data and models. The others are told the
+    result, and the digests of the files.
 
     Raises for inputs that are missing, damaged or below their required figures.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return _check_here(stage, config, restart=restart, thorough=num_processes > 1)
+        return _check_here(stage, config, restart=restart, thorough=thorough)
     from rlhf_cli.processes import distributed
 
     if KNOWN_FILE in os.environ:
@@ -119,8 +126,7 @@ def _check(stage: str, config: Stage, *, restart: bool, num_processes: int) -> t
 
 
 def _check_here(stage: str, config: Stage, *, restart: bool, thorough: bool) -> tuple[str | None, list[str]]:
-    """`_check` in this process. With `thorough` a stage that runs reads the models of its inputs, so that the processes
-    which load them need not."""
+    """`_check` in this process."""
     require_inputs(config)
     require_files(config)
     require_intact_inputs(config)
@@ -154,19 +160,27 @@ def _reason_to_run(stage: str, config: Stage, *, restart: bool) -> str | None:
 
     Raises ConfigError for a finished stage of another seed, which a run would replace.
     """
-    current = json.loads(json.dumps(identity(config)))
+    current, directory = identity(config), artifacts.stage_directory(config.artifacts, stage)
     # An interrupted --restart of a finished stage is resumed by the same command without --restart.
     is_unfinished = checkpoint_files.unfinished_identity(config.artifacts, stage) == current
     try:
-        changed = artifacts.changed_keys(config.artifacts, stage, current)
+        manifest = artifacts.read_manifest(directory)
     except ArtifactError:
         if not restart:
             raise
         return "its manifest cannot be read"
-    if changed is None:
+    if manifest is None:
         return ""
+    changed = artifacts.differences(manifest.identity, current)
     if "config.seed" in changed and not restart and not is_unfinished:
-        _refuse_other_seed(stage, config, changed)
+        others = [key.removeprefix("config.") for key in changed if key != "config.seed"]
+        differs = f"; {', '.join(others[:4])} {'differ' if len(others) > 1 else 'differs'} too" if others else ""
+        own = shlex.quote(f"artifacts={config.artifacts}-{{seed}}")
+        raise ConfigError(
+            f"seed: {directory} is finished with seed {manifest.seed}, and a run with seed {config.seed} would replace "
+            f"it{differs}. To keep both, give each seed its own directory: --set {own}. To replace the finished one, "
+            "pass --restart"
+        )
     if changed:
         more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
         return f"changed: {', '.join(changed[:4])}{more}"
@@ -175,20 +189,7 @@ def _reason_to_run(stage: str, config: Stage, *, restart: bool) -> str | None:
     return "an interrupted --restart of it is resumed" if is_unfinished else None
 
 
-def _refuse_other_seed(stage: str, config: Stage, changed: Sequence[str]) -> None:
-    root = config.artifacts
-    manifest = artifacts.read_manifest(artifacts.stage_directory(root, stage))
-    assert manifest is not None
-    others = [key.removeprefix("config.") for key in changed if key != "config.seed"]
-    differs = f"; {', '.join(others[:4])} {'differ' if len(others) > 1 else 'differs'} too" if others else ""
-    raise ConfigError(
-        f"seed: {artifacts.stage_directory(root, stage)} is finished with seed {manifest.seed}, and a run with seed "
-        f"{config.seed} would replace it{differs}. To keep both, give each seed its own "
-        f"directory: --set {shlex.quote(f'artifacts={root}-{{seed}}')}. To replace the finished one, pass --restart"
-    )
-
-
-def _command(stage: str, config_path: str | Path, overrides: Sequence[str]) -> str | None:
+def _command(stage: str, config_path: str | Path, overrides: Sequence[str], num_processes: int) -> str | None:
     """The command that starts this stage as it was started; None if several machines take part."""
     if LAUNCHED in os.environ:
         return os.environ[LAUNCHED]
@@ -197,7 +198,7 @@ def _command(stage: str, config_path: str | Path, overrides: Sequence[str]) -> s
     if os.environ.get("WORLD_SIZE", processes) != processes:
         return None
     if processes == "1":
-        return command(stage, *arguments)
+        return command(stage, *arguments, *(["--nproc", str(num_processes)] if num_processes > 1 else []))
     return f"{torchrun()} --nproc-per-node {processes} -m stages.{stage} {shlex.join(arguments)}"
 
 
@@ -259,28 +260,6 @@ def load_stage(stage: str) -> Run:
     finally:
         gc.enable()
     gc.freeze()
-    return run
-
-
-def launcher(stage: str, config: str, arguments: Sequence[str], count: int, resume_command: str) -> Callable[..., None]:
-    """A stage's `run` that starts `count` processes of the stage instead of computing in this one.
-
-    Args:
-        stage: sft, rm or ppo.
-        config: the stage's YAML file.
-        arguments: `--set` options.
-        count: the number of processes.
-        resume_command: the command that resumes the run, for the line that an interrupted run prints.
-    """
-
-    def run(checked: Stage, *, quiet: bool, restart: bool) -> None:
-        command = [sys.executable, "-m", f"stages.{stage}", "--config", config, *arguments]
-        command += ["--quiet"] * quiet + ["--restart"] * restart
-        in_words = partial(checkpoint_files.last_step_in_words, checked.artifacts, stage)
-        code = run_processes(command, count, resume_command, checkpoint_in_words=in_words)
-        if code:
-            raise EndedElsewhere(code)
-
     return run
 
 

@@ -72,9 +72,7 @@ class StageRun:
         self.trackers: Trackers | None = None
         self.lock = Lock(config.artifacts, stage)
         self.checkpoints_directory = checkpoint_files.checkpoints_directory(config.artifacts, stage)
-        self.checkpoints = CheckpointStore(
-            self.checkpoints_directory, keep=config.checkpoints.keep, writes=self.world.is_main, world=self.world
-        )
+        self.checkpoints = CheckpointStore(self.checkpoints_directory, keep=config.checkpoints.keep, world=self.world)
         self.stop_requests = StopRequests()
         self.launcher = Launcher()
         assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
@@ -160,20 +158,19 @@ class StageRun:
         root, stage = self.config.artifacts, self.stage
         checkpoint_files.refuse_links(root, stage)
         artifacts.recover(root, stage)
-        current = json.loads(json.dumps(self.identity))
-        resumes = self._resumes(current)
+        resumes = self._resumes()
         if not resumes:
             # Before the files of rows: a checkpoint without its rows cannot be used.
             shutil.rmtree(self.checkpoints_directory, ignore_errors=True)
         artifacts.open_partial(root, stage, keep=resumes)
         self.checkpoints_directory.mkdir(exist_ok=True)
         checkpoint_files.remove_temporary(self.checkpoints_directory)
-        checkpoint_files.write_text(self.checkpoints_directory / checkpoint_files.RUN, json.dumps(current) + "\n")
+        checkpoint_files.write_text(self.checkpoints_directory / checkpoint_files.RUN, json.dumps(self.identity) + "\n")
         checkpoint_files.write_text(
             self.directory / "config.yaml", f"# rlhf {stage} --config THIS_FILE\n{dump_config(self.config)}"
         )
 
-    def _resumes(self, current: dict[str, Any]) -> bool:
+    def _resumes(self) -> bool:
         """Whether an unfinished run is resumed. Raises ConfigError if a key differs that must not."""
         root = self.config.artifacts
         checkpoints = checkpoint_files.resumable_checkpoints(root, self.stage)
@@ -191,7 +188,7 @@ class StageRun:
                 "checkpoints beside it may belong to another run; starting over"
             )
             return False
-        changed = artifacts.differences(saved, current)
+        changed = artifacts.differences(saved, self.identity)
         names = [key.removeprefix("config.") for key in changed]
         refused = [name for name, key in zip(names, changed, strict=True) if not may_change(key)]
         if refused:
@@ -232,7 +229,8 @@ class StageRun:
         if self.world.is_main:
             # Else they would count among the last `checkpoints.keep`.
             checkpoint_files.remove(list(rejected))
-            checkpoint_files.write_total(self.checkpoints_directory, total)
+            text = json.dumps({"total": total}) + "\n"
+            checkpoint_files.write_text(self.checkpoints_directory / checkpoint_files.TOTAL, text)
             for name in ("metrics", "samples"):
                 self.files.rows(name)
             self._start_trackers()

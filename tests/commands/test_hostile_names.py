@@ -234,7 +234,7 @@ def test_numbers_of_the_wrong_type_are_a_damaged_checkpoint(
         (folder / "state.safetensors").write_bytes(b"")
     (path,) = list_checkpoints(directory)
     assert damage_of(path) is None
-    store = CheckpointStore(directory, keep=2, writes=True)
+    store = CheckpointStore(directory, keep=2)
     monkeypatch.setattr(store, "parts", {"files": None} if isinstance(numbers, dict) else {})
     from rlhf_cli.run.stage_files import StageFiles
 

@@ -59,14 +59,6 @@ def test_a_publication_cut_off_between_its_renames_is_undone(tmp_path: Path) -> 
     assert (tmp_path / "sft" / "model" / "model.safetensors").read_text() == "old"
 
 
-def test_the_changed_keys_of_a_stage(tmp_path: Path) -> None:
-    assert artifacts.changed_keys(tmp_path, "sft", FACTS["identity"]) is None
-    make(tmp_path)
-    assert artifacts.changed_keys(tmp_path, "sft", FACTS["identity"]) == []
-    changed = {**FACTS["identity"], "config": {"seed": 1, "new": 2}}
-    assert artifacts.changed_keys(tmp_path, "sft", changed) == ["config.new", "config.seed"]
-
-
 def test_a_missing_stage_is_its_own_error(tmp_path: Path) -> None:
     with pytest.raises(artifacts.MissingStageError, match="no finished 'rm' stage") as error:
         artifacts.require_stage(tmp_path, "rm")

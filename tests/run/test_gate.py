@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,10 @@ FIGURES = {
 def finish(folder: Path, stage: str, metrics: dict[str, float]) -> None:
     """The manifest of a finished stage."""
     folder.mkdir(parents=True)
-    manifest = Manifest(stage, {"config": {}, "data": {}, "inputs": {}}, {}, metrics, 0, {}, "cpu", 1, 1.0, "")
-    (folder / "manifest.json").write_text(json.dumps(asdict(manifest)), encoding="utf-8")
+    facts = {"seed": 0, "versions": {}, "device": "cpu", "num_processes": 1, "seconds": 1.0, "finished": ""}
+    identity = {"config": {}, "data": {}, "inputs": {}}
+    manifest = Manifest(stage=stage, identity=identity, files={}, metrics=metrics, **facts)
+    (folder / "manifest.json").write_text(manifest.model_dump_json(), encoding="utf-8")
 
 
 @pytest.fixture

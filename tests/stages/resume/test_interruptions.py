@@ -334,9 +334,9 @@ def test_a_directory_that_is_deleted_during_a_checkpoint(removed, when, config_i
     arguments = config_in("sft", root)
     save, write = CheckpointStore.save, CheckpointStore._write
 
-    def saves(self: CheckpointStore, step: int) -> float:
+    def saves(self: CheckpointStore, step: int) -> None:
         shutil.rmtree(root / removed)
-        return save(self, step)
+        save(self, step)
 
     def writes(self: CheckpointStore, *arguments: Any) -> None:
         while (root / removed).exists():  # The run may add a file while its folder is removed.
