@@ -41,7 +41,7 @@ def finish(folder: Path, stage: str, metrics: dict[str, float]) -> None:
     facts = {"seed": 0, "versions": {}, "device": "cpu", "num_processes": 1, "seconds": 1.0, "finished": ""}
     identity = {"config": {}, "data": {}, "inputs": {}}
     manifest = Manifest(stage=stage, identity=identity, files={}, metrics=metrics, **facts)
-    (folder / "manifest.json").write_text(manifest.model_dump_json(), encoding="utf-8")
+    (folder / "manifest.json").write_text(json.dumps(manifest.model_dump()), encoding="utf-8")
 
 
 @pytest.fixture

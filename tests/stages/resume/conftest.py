@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_cli.run.stage_run import StageRun
 from support import crash
-from support.resume import OPTIMIZER, PPO_CARRIES, TINY, TRAINING, ask_to_stop, rlhf, succeed
+from support.resume import OPTIMIZER, PPO_CARRIES, TINY, TRAINING, ask_to_stop, rlhf, same, succeed
 from support.tiny import merged
 
 CHANGED_MODEL = {"add_tokens": ["<|end|>"], "freeze": ["layers.0"]}
@@ -121,6 +121,19 @@ def undisturbed(config_in, tmp_path_factory) -> Callable[[str], dict[str, Any]]:
             succeed(config_in(case, root), "--quiet")
             known[case] = crash.outcome(root / case.split()[0])
         return known[case]
+
+    return run
+
+
+@pytest.fixture
+def finish(undisturbed) -> Callable[..., str]:
+    """A function: the arguments of a run -> what it prints. It ends as a run that nothing stopped."""
+
+    def run(arguments: list[str], *more: str) -> str:
+        output = succeed(arguments, *more)
+        stage = arguments[0]
+        same(crash.outcome(Path(arguments[2]).parent / stage), undisturbed(stage))
+        return output
 
     return run
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +70,13 @@ def test_a_resumed_run_gives_the_same_bytes(case, config_in, undisturbed, at_ste
         assert names == ({"score.weight"} if stage == "rm" else set()), "frozen weights are not in a checkpoint"
 
 
-def test_a_run_stopped_after_its_first_and_its_last_step_gives_the_same_bytes(
-    config_in, undisturbed, at_step, tmp_path
-):
+def test_a_run_stopped_after_its_first_and_its_last_step_gives_the_same_bytes(config_in, finish, at_step, tmp_path):
     arguments = config_in("ppo", tmp_path)
     for step in (1, STEPS["ppo"]):
         at_step(step, ask_to_stop)
         assert rlhf(arguments, "--quiet").exit_code == 143
     at_step(0, ask_to_stop)
-    succeed(arguments)
-    same(crash.outcome(tmp_path / "ppo"), undisturbed("ppo"))
+    finish(arguments)
 
 
 def test_checkpoints_are_saved_every_few_minutes(config_in, undisturbed, tmp_path, monkeypatch):
@@ -169,59 +167,42 @@ def test_a_failed_checkpoint_is_reported_at_the_next_one(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_checkpoint_without_memory_for_a_copy_is_written_in_the_foreground(
-    config_in, undisturbed, tmp_path, monkeypatch
-):
-    """Its content is the same: the run resumed from it gives the same bytes."""
+@pytest.mark.parametrize("lacking", ["a copy", "a thread"])
+def test_a_checkpoint_without_memory_is_written_in_the_foreground(lacking, config_in, finish, tmp_path, monkeypatch):
+    """Its content is the same. Under `ulimit -v` the stack of a thread may not fit."""
+    start, finish_step = threading.Thread.start, StageRun.finish_step
     failed = []
 
-    def no_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        failed.append(len(tensors))
-        raise RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried ..."
-        )
+    def copies(_: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        failed.append(1)
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: ...")
 
-    monkeypatch.setattr(checkpoint, "copied", no_memory)
-    finish = StageRun.finish_step
+    def starts(thread: threading.Thread) -> None:
+        if "_write" in thread.name:
+            failed.append(1)
+            raise RuntimeError("can't start new thread")
+        start(thread)
 
     def stop(self: StageRun, done: int, total: int) -> None:
         if done in (2, 3):
             ask_to_stop(self)
-        finish(self, done, total)
+        finish_step(self, done, total)
         assert self.checkpoints._writer is None
 
+    arguments = config_in("sft", tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(StageRun, "finish_step", stop)
-        assert [rlhf(config_in("ppo", tmp_path)).exit_code for _ in range(2)] == [143, 143]
-    assert [path.name for path in checkpoints(tmp_path, "ppo")] == ["step-00000002", "step-00000003"]
+        if lacking == "a copy":
+            patch.setattr(checkpoint, "copied", copies)
+        else:
+            patch.setattr(threading.Thread, "start", starts)
+        assert [rlhf(arguments).exit_code for _ in range(2)] == [143, 143]
+    assert [path.name for path in checkpoints(tmp_path, "sft")] == ["step-00000002", "step-00000003"]
     assert len(failed) == 2
-    assert "resuming after step 3" in succeed(config_in("ppo", tmp_path))
-    same(crash.outcome(tmp_path / "ppo"), undisturbed("ppo"))
+    assert "resuming after step 3" in finish(arguments)
     monkeypatch.setattr(checkpoint, "copied", lambda _: (_ for _ in ()).throw(RuntimeError("another error")))
     with pytest.raises(RuntimeError, match="another error"):
         CheckpointStore(tmp_path, keep=2).save(1)
-
-
-def test_a_checkpoint_without_memory_for_a_thread_is_written_in_the_foreground(
-    config_in, undisturbed, at_step, tmp_path, monkeypatch
-):
-    """Under `ulimit -v` the stack of a thread may not fit."""
-    arguments = config_in("sft", tmp_path)
-    with monkeypatch.context() as patch:
-        start = threading.Thread.start
-
-        def starts(thread: threading.Thread) -> None:
-            if "_write" in thread.name:
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
-        patch.setattr(threading.Thread, "start", starts)
-        at_step(4, ask_to_stop)
-        assert rlhf(arguments).exit_code == 143
-    assert [path.name for path in checkpoints(tmp_path, "sft")] == ["step-00000002", "step-00000004"]
-    at_step(0, ask_to_stop)
-    assert "resuming after step 4" in succeed(arguments)
-    same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
 
 def test_files_are_synced_before_they_are_renamed(config_in, tmp_path):
@@ -260,7 +241,7 @@ def flip_a_bit(path: Path) -> None:
 DAMAGES = {"truncated": truncate, "flipped": flip_a_bit, "missing": Path.unlink, "empty": lambda p: os.truncate(p, 0)}
 
 
-def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(stopped, undisturbed, tmp_path):
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(stopped, finish, tmp_path):
     arguments = stopped("sft", tmp_path)
     before, newest = checkpoints(tmp_path, "sft")
     for name in ("state.safetensors", "numbers.json", "manifest.json"):
@@ -272,10 +253,9 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(stopped, und
             assert expected in checkpoint_files.damage_of(damaged), (name, damage)
             shutil.rmtree(damaged.parent)
     flip_a_bit(newest / "state.safetensors")
-    output = succeed(arguments)
+    output = finish(arguments)
     assert f"warning: {newest}: cannot be used, state.safetensors was modified" in output
     assert f"resuming after step 2 of 6, from {before}" in output
-    same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
 
 def test_any_flipped_bit_of_a_small_file_is_detected(stopped, tmp_path):
@@ -298,7 +278,7 @@ def test_any_flipped_bit_of_a_small_file_is_detected(stopped, tmp_path):
     assert checkpoint_files.damage_of(newest) is None
 
 
-def test_a_damaged_checkpoint_does_not_replace_a_good_one(stopped, at_step, undisturbed, tmp_path):
+def test_a_damaged_checkpoint_does_not_replace_a_good_one(stopped, at_step, finish, tmp_path):
     """Pruning keeps the last checkpoints by name. A damaged one with a later name must not push a good one out."""
     arguments = stopped("sft", tmp_path)
     truncate(checkpoints(tmp_path, "sft")[-1] / "state.safetensors")
@@ -306,70 +286,72 @@ def test_a_damaged_checkpoint_does_not_replace_a_good_one(stopped, at_step, undi
     assert rlhf(arguments, "--set", "checkpoints.keep=1").exit_code == 143
     assert [path.name for path in checkpoints(tmp_path, "sft")] == ["step-00000003"]
     at_step(0, ask_to_stop)
-    assert "resuming after step 3" in succeed(arguments)
-    same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
+    assert "resuming after step 3" in finish(arguments)
 
 
 @pytest.mark.parametrize("case", ["sft", "ppo"])
-def test_a_run_with_only_damaged_checkpoints_starts_over(case, stopped, undisturbed, tmp_path):
+def test_a_run_with_only_damaged_checkpoints_starts_over(case, stopped, finish, tmp_path):
     """No row and no model of the first attempt remains."""
     arguments = stopped(case, tmp_path)
-    partial = tmp_path / f".{case}.partial"
-    (partial / "model").mkdir()
-    (partial / "model/.tmpLeftover").write_text("of a save that was cut off")
+    built = tmp_path / f".{case}.partial"
+    (built / "model").mkdir()
+    (built / "model/.tmpLeftover").write_text("of a save that was cut off")
     for path in checkpoints(tmp_path, case):
         truncate(path / "state.safetensors")
-    output = succeed(arguments)
+    output = finish(arguments)
     assert output.count("cannot be used, state.safetensors was modified") == 2
     assert "starting over" in output
-    same(crash.outcome(tmp_path / case), undisturbed(case))
 
 
-def test_resume_removes_what_was_written_after_the_checkpoint(stopped, undisturbed, tmp_path):
+def test_resume_removes_what_was_written_after_the_checkpoint(stopped, finish, tmp_path):
     """Rows, half a row, a new file of rows, half a model, and the manifest of an interrupted publication."""
     arguments = stopped("ppo", tmp_path)
-    partial = tmp_path / ".ppo.partial"
+    built = tmp_path / ".ppo.partial"
     for name in ("metrics", "samples", "evaluations", "later"):
-        with (partial / f"{name}.jsonl").open("a") as file:
+        with (built / f"{name}.jsonl").open("a") as file:
             file.write('{"step": 99}\n{"st')
     for name in ("model", "ema_model", "value_model", "another"):
-        (partial / name).mkdir()
-        (partial / name / ".tmpLeftover").write_text("of a save that was cut off")
-    (partial / "manifest.json").write_text("{}")
-    (partial / "evaluation.json").write_text("{}")
-    succeed(arguments)
-    same(crash.outcome(tmp_path / "ppo"), undisturbed("ppo"))
+        (built / name).mkdir()
+        (built / name / ".tmpLeftover").write_text("of a save that was cut off")
+    (built / "manifest.json").write_text("{}")
+    (built / "evaluation.json").write_text("{}")
+    finish(arguments)
 
 
-@pytest.mark.parametrize("gone", ["metrics.jsonl", "."])
-def test_a_checkpoint_with_missing_metrics_rows_is_reported(gone, stopped, undisturbed, tmp_path):
-    arguments = stopped("sft", tmp_path)
-    path = tmp_path / ".sft.partial" / gone
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-    output = succeed(arguments)
-    assert "resuming" not in output
-    same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
-
-
-@pytest.mark.parametrize(("row", "result"), [(0, "starting over"), (-1, "using an older one")])
-def test_a_changed_byte_in_the_rows_is_reported(row, result, stopped, undisturbed, tmp_path):
-    """Else it would be published. A checkpoint that is older than the changed row can be used."""
-    arguments = stopped("sft", tmp_path)
-    path = tmp_path / ".sft.partial/metrics.jsonl"
+def change_a_row(number: int, root: Path) -> None:
+    path = root / ".sft.partial/metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
-    lines[row] = lines[row].replace(b'"step": ', b'"step":\t')
+    lines[number] = lines[number].replace(b'"step": ', b'"step":\t')
     path.write_bytes(b"".join(lines))
-    output = succeed(arguments)
-    assert "cannot be used, metrics.jsonl was modified after it was saved" in output
-    assert result in output
-    same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
 
-def test_a_changed_best_model_of_an_unfinished_run_is_reported(stopped, undisturbed, tmp_path):
-    arguments = stopped("ppo", tmp_path)
-    flip_a_bit(tmp_path / ".ppo.partial/best_model/model.safetensors")
-    assert "cannot be used, best_model/model.safetensors was modified after it was saved" in succeed(arguments)
-    same(crash.outcome(tmp_path / "ppo"), undisturbed("ppo"))
+ROWS = "cannot be used, metrics.jsonl was modified after it was saved"
+CHANGES = {
+    "no rows": ("sft", lambda root: (root / ".sft.partial/metrics.jsonl").unlink(), ["when it was saved"]),
+    "no folder": ("sft", lambda root: shutil.rmtree(root / ".sft.partial"), []),
+    "first row": ("sft", partial(change_a_row, 0), [ROWS, "starting over"]),
+    "last row": ("sft", partial(change_a_row, -1), [ROWS, "using an older one"]),
+    "best model": (
+        "ppo",
+        lambda root: flip_a_bit(root / ".ppo.partial/best_model/model.safetensors"),
+        ["cannot be used, best_model/model.safetensors was modified after it was saved"],
+    ),
+    "identity": (
+        "sft",
+        lambda root: truncate(root / ".sft.checkpoints/run.json"),
+        ["run.json: cannot be read", "starting over"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("case", "change", "says"), CHANGES.values(), ids=CHANGES)
+def test_a_change_beside_the_checkpoints_is_reported(case, change, says, stopped, finish, tmp_path):
+    """Else it would be published. A checkpoint that is older than a changed row can be used."""
+    arguments = stopped(case, tmp_path)
+    change(tmp_path)
+    output = finish(arguments)
+    assert [words for words in says if words not in output] == []
+    assert ("resuming" in output) is ("using an older one" in output)
 
 
 def test_checkpoints_of_earlier_versions_have_no_digests_of_rows(stopped, tmp_path):
@@ -378,15 +360,6 @@ def test_checkpoints_of_earlier_versions_have_no_digests_of_rows(stopped, tmp_pa
     files = StageFiles(tmp_path / ".sft.partial", writes=True)
     assert set(numbers.pop("digests")) == {"metrics.jsonl", "samples.jsonl", "health.jsonl"}
     assert files.mismatch(numbers) is None
-
-
-def test_an_unreadable_identity_of_the_run_is_reported(stopped, undisturbed, tmp_path):
-    arguments = stopped("sft", tmp_path)
-    truncate(tmp_path / ".sft.checkpoints/run.json")
-    output = succeed(arguments)
-    assert "run.json: cannot be read" in output
-    assert "starting over" in output
-    same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
 
 # ----------------------------------------------------------------------------------- changed config
@@ -402,14 +375,13 @@ def test_an_unreadable_identity_of_the_run_is_reported(stopped, undisturbed, tmp
         ("ppo", "evaluation.best_metric=-kl", "evaluation.best_metric"),
     ],
 )
-def test_a_changed_config_is_refused_with_the_changed_keys(case, override, key, stopped, undisturbed, tmp_path):
+def test_a_changed_config_is_refused_with_the_changed_keys(case, override, key, stopped, finish, tmp_path):
     arguments = stopped(case, tmp_path)
     message = refused(arguments, "--set", override, "--set", "seed=5")
     assert f"was started with a different {', '.join(sorted([key, 'seed']))}. Restore it" in message
     assert "--restart" in message
     if case == "rm":
-        succeed(arguments)
-        same(crash.outcome(tmp_path / case), undisturbed(case))
+        finish(arguments)
 
 
 def test_changed_data_is_refused(stopped, data, tmp_path):
@@ -455,26 +427,24 @@ def test_an_extended_run_equals_one_that_was_long_from_the_start(config_in, at_s
     same(crash.outcome(tmp_path / "short/sft"), crash.outcome(tmp_path / "long/sft"))
 
 
-def test_fewer_steps_than_completed_are_refused(stopped, undisturbed, tmp_path):
+def test_fewer_steps_than_completed_are_refused(stopped, finish, tmp_path):
     arguments = stopped("sft", tmp_path)
     assert "has done 4 steps, more than the 3 of this config" in refused(arguments, "--set", "training.num_steps=3")
-    succeed(arguments)
-    same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
+    finish(arguments)
 
 
-def test_restart_reports_what_it_discards(stopped, undisturbed, tmp_path):
+def test_restart_reports_what_it_discards(stopped, finish, tmp_path):
     arguments = stopped("sft", tmp_path)
-    output = succeed(arguments, "--restart")
+    output = finish(arguments, "--restart")
     assert f"--restart: discarding an unfinished run (2 checkpoints, the last {checkpoints_name(tmp_path)})" in output
     assert "resuming" not in output
-    same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
 
 
 def checkpoints_name(root: Path) -> str:
     return f"{checkpoint_files.checkpoints_directory(root, 'sft')}/step-00000004"
 
 
-def test_a_stopped_restart_of_a_finished_stage_is_resumed(config_in, at_step, undisturbed, tmp_path):
+def test_a_stopped_restart_of_a_finished_stage_is_resumed(config_in, at_step, finish, tmp_path):
     """By the same command without --restart, as the message says, though a finished stage exists."""
     arguments = config_in("sft", tmp_path)
     succeed(arguments)
@@ -484,8 +454,7 @@ def test_a_stopped_restart_of_a_finished_stage_is_resumed(config_in, at_step, un
     assert f"To resume: {program()} sft --config {arguments[2]}" in result.stderr
     assert "a new run of it is interrupted (saved after step 4" in status(tmp_path)
     at_step(0, ask_to_stop)
-    assert "resuming after step 4" in succeed(arguments)
-    same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
+    assert "resuming after step 4" in finish(arguments)
     assert "skipped" in succeed(arguments)
 
 
