@@ -16,7 +16,7 @@ from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.ppo.update import UpdateBatch
 from rlhf_cli.processes.distributed import gather_texts
 from rlhf_cli.run.artifacts import flat, read_manifest_or_none
-from rlhf_cli.training.zero_gradient import no_gradient
+from rlhf_cli.training.bad_steps import no_gradient
 
 TINY = 1e-6
 """A difference below this may give a gradient whose squares are 0 in float32."""

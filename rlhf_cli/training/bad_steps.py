@@ -2,6 +2,8 @@
 
 A bad step changes no weight, optimizer state or moving average. The learning-rate schedule and the data stream advance
 as usual. So the learning rate depends on the step number alone, and the run has its planned length.
+
+A gradient of exactly 0 stops the run: it would finish without learning.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.health.findings import Finding
 from rlhf_cli.run.checkpoint import State
 
 
@@ -53,6 +56,28 @@ class BadSteps:
 
     def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:  # noqa: ARG002
         self.in_a_row, self.total = numbers["in_a_row"], numbers["total"]
+
+
+def no_gradient(norms: Mapping[str, float], what: str) -> list[Finding]:
+    """The finding if a gradient norm of a step that should learn is exactly 0; else nothing.
+
+    >>> no_gradient({"sft/grad_norm": 1e-9}, "step 3")
+    []
+    """
+    zero = [key for key, norm in norms.items() if norm == 0.0]
+    if not zero:
+        return []
+    verb = "is" if len(zero) == 1 else "are"
+    return [
+        Finding(
+            "no_gradient",
+            "stop",
+            f"{' and '.join(zero)} {verb} exactly 0 in {what}, although there is something to learn. No weight would "
+            "ever change.",
+            "Look for torch.set_grad_enabled(False), torch.no_grad() or requires_grad_(False) in your reward, judge "
+            "and model code, and for weights that are 0 or not finite",
+        )
+    ]
 
 
 def append_new(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

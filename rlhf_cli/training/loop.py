@@ -23,9 +23,9 @@ from rlhf_cli.report.progress import epochs
 from rlhf_cli.run.checkpoint import Weights
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.tensor_ops import num_weights
+from rlhf_cli.training.bad_steps import no_gradient
 from rlhf_cli.training.best import Best
 from rlhf_cli.training.optimizer import build_stepper, float32_moments, warmup_warning
-from rlhf_cli.training.zero_gradient import no_gradient
 
 MANY_EPOCHS = 10
 """With more passes over the training rows than this a run warns: a model then memorises its rows."""

@@ -15,8 +15,7 @@ from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.processes.distributed import World, collective
 from rlhf_cli.processes.sharding import local
 from rlhf_cli.run.checkpoint import State
-from rlhf_cli.run.checkpoint_shards import BLOCK, has_whole_blocks, restored_state, saved_state
-from rlhf_cli.training.adamw import new_adamw
+from rlhf_cli.training.adamw import BLOCK, has_whole_blocks, new_adamw, restored_state, saved_state
 from rlhf_cli.training.loss_scale import LossScale
 
 SMALLEST_8BIT = 4096

@@ -20,7 +20,7 @@ from rlhf_cli.health.history import GAP_TOLERANCE, RATIO_TOLERANCE
 from rlhf_cli.health.iterations import MUST_BE_FINITE, STOPS
 from rlhf_cli.health.running import REPEAT, SHOWN, WARNINGS, WATCHED, Health
 from rlhf_cli.health.trends import memorises
-from rlhf_cli.training.zero_gradient import no_gradient
+from rlhf_cli.training.bad_steps import no_gradient
 from support.tiny import read_jsonl
 
 Row = dict[str, float]
