@@ -26,14 +26,10 @@ from typing import IO, Any
 from rlhf_cli.errors import EndedElsewhere
 from rlhf_cli.files import KNOWN_FILE, known_digests
 from rlhf_cli.printing import say
+from rlhf_cli.processes.failures import FAILURES, LOST
 from rlhf_cli.processes.signals import LAUNCHED, STOP_SIGNALS
 from rlhf_cli.program import command
 
-LOST = 87
-"""The exit code of a process that ends because it lost the connection to another one."""
-FAILURES = "RLHF_FAILURES_FILE"
-"""The environment variable that names a file in which `--nproc` notes that a process has failed, and the others what
-they waited for."""
 GRACE_S = 20.0
 """How long the others may take to end by themselves after one has failed, before they are killed."""
 SHORT_GRACE_S = 3.0
@@ -102,30 +98,6 @@ def run_processes(
     if first > 0 and first != LOST and (failed.process.returncode > 0 or failed.process.returncode == -signal.SIGABRT):
         return first  # the first process has an error of its own, and has printed it
     return _explain(failed, count, [json.loads(line) for line in noted], checkpoint_in_words)
-
-
-def another_has_failed() -> bool:
-    """Whether `--nproc`, if it started this process, has noted that another one failed."""
-    return FAILURES in os.environ and Path(os.environ[FAILURES]).stat().st_size > 0
-
-
-def note_wait(step: str, rank: int, what: str) -> bool:
-    """Tell `--nproc` that process `rank` waited for `what` when another one ended.
-
-    Returns False if something else started this process.
-    """
-    if FAILURES not in os.environ:
-        return False
-    with Path(os.environ[FAILURES]).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, "rank": rank, "what": what}) + "\n")
-    return True
-
-
-def note_hanging(ranks: Sequence[int]) -> None:
-    """Tell `--nproc`, if it started this process, which processes hang, so that it kills them at once."""
-    if FAILURES in os.environ and ranks:
-        with Path(os.environ[FAILURES]).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"hanging": list(ranks)}) + "\n")
 
 
 def num_cores() -> int:

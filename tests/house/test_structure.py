@@ -73,6 +73,7 @@ WITHOUT_TORCH = (
     "data.paths",
     "processes.environment",
     "processes.exits",
+    "processes.failures",
     "processes.launcher",
     "processes.signals",
     "run.launch",
