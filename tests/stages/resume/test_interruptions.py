@@ -65,11 +65,8 @@ def test_a_second_signal_stops_immediately(config_in, undisturbed, tmp_path):
     }
     attempt = crash.Attempt(arguments, tmp_path / "log", crash.Watch(str(tmp_path), signals=signals))
     assert attempt.wait() == 130, attempt.output
-    assert (
-        attempt.output.strip()
-        .splitlines()[-1]
-        .startswith("interrupted; finished stages and the last checkpoint are intact")
-    )
+    last = attempt.output.strip().splitlines()[-1]
+    assert last.startswith("interrupted; finished stages and the last checkpoint are intact")
     assert "resuming after step 2" in succeed(arguments)
     (tmp_path / "log").unlink()
     same(crash.outcome(tmp_path / "sft"), undisturbed("sft"))
