@@ -104,6 +104,13 @@ def test_what_cannot_be_scored_is_refused_in_one_line(rm, tmp_path, row, argumen
     assert result.output.strip().count("\n") == 0
 
 
+def test_a_bad_row_is_counted_and_skipped(rm, tmp_path):
+    rows = [{"prompt": "a", "response": " b"}, {"prompt": "a", "response": 7}]
+    result = score(rm, write_jsonl(tmp_path / "rows.jsonl", rows), "--on-bad-row", "skip")
+    assert len(rows_of(result)) == 1
+    assert "1 rows cannot be read and have no scores" in result.stderr
+
+
 def test_a_language_model_is_refused(make_model, data):
     result = CliRunner().invoke(app, ["rm", "score", str(make_model("llama")), str(data["preferences"])])
     assert result.exit_code == 2
