@@ -19,7 +19,7 @@ import typer
 import typer.core
 import typer.main
 
-from rlhf_cli.commands.options import Command, NumProcesses, Overrides, Quiet, one_by_one
+from rlhf_cli.commands.options import Command, NumProcesses, Overrides, Quiet, Threads, one_by_one
 from rlhf_cli.printing import say
 from rlhf_cli.processes.environment import set_up_process
 from rlhf_cli.program import command
@@ -185,9 +185,10 @@ def sft(
     restart: Restart = False,
     quiet: Quiet = False,
     nproc: NumProcesses = 1,
+    threads: Threads = None,
 ) -> None:
     """Stage 1: train a model to answer, from demonstrations."""
-    _stage("sft", _one_file(file, config), overrides, restart, quiet, nproc)
+    _stage("sft", _one_file(file, config), overrides, restart, quiet, nproc, threads)
 
 
 @rm_app.callback()
@@ -198,13 +199,14 @@ def rm(
     restart: Restart = False,
     quiet: Quiet = False,
     nproc: NumProcesses = 1,
+    threads: Threads = None,
 ) -> None:
     """Stage 2: train a reward model from preferences or scores."""
-    given = config is not None or overrides or restart or quiet or nproc > 1
+    given = config is not None or overrides or restart or quiet or nproc > 1 or threads
     if context.invoked_subcommand is not None and given:
         raise typer.BadParameter(f"write options after `{context.invoked_subcommand}`, not before it")
     if context.invoked_subcommand is None:
-        _stage("rm", _one_file(None, config), overrides, restart, quiet, nproc)
+        _stage("rm", _one_file(None, config), overrides, restart, quiet, nproc, threads)
 
 
 @app.command()
@@ -215,9 +217,10 @@ def ppo(
     restart: Restart = False,
     quiet: Quiet = False,
     nproc: NumProcesses = 1,
+    threads: Threads = None,
 ) -> None:
     """Stage 3: train the policy to get higher scores from the reward model."""
-    _stage("ppo", _one_file(file, config), overrides, restart, quiet, nproc)
+    _stage("ppo", _one_file(file, config), overrides, restart, quiet, nproc, threads)
 
 
 @app.callback(invoke_without_command=True)
@@ -241,12 +244,22 @@ def _one_file(file: Path | None, config: Path | None) -> Path:
     return chosen
 
 
-def _stage(stage: str, config: Path, overrides: list[str] | None, restart: bool, quiet: bool, nproc: int) -> None:
+def _stage(
+    stage: str,
+    config: Path,
+    overrides: list[str] | None,
+    restart: bool,
+    quiet: bool,
+    nproc: int,
+    threads: int | None,
+) -> None:
+    keys = [*(overrides or []), *([f"threads={threads}"] if threads else [])]
+
     def work() -> None:
         from rlhf_cli.run.launch import load_stage, run_stage
 
         load = functools.partial(load_stage, stage)
-        run_stage(stage, load, config, overrides or [], restart=restart, quiet=quiet, num_processes=nproc)
+        run_stage(stage, load, config, keys, restart=restart, quiet=quiet, num_processes=nproc)
 
     exit_with(work)
 

@@ -346,7 +346,6 @@ def _backward(
         if new.values is not None:
             value, value_stats = _value_term(mb, new.values, ppo, weighting_of(mb, new_logprobs))
             loss, stats = loss + value, stats | value_stats
-        count_update(setup, mb.prompts, mb.responses, learns_policy=learns_policy)
         return loss, stats
 
     def of_value_model(part: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -357,7 +356,10 @@ def _backward(
 
     gradients = setup.gradient_sum(learns_policy=learns_policy)
     losses = (of_policy,) if value_model is None else (of_policy, of_value_model)
-    stats = gradients.add(pieces_of(setup, batch, rows), *losses, last=config.ptx is None)
+    pieces = pieces_of(setup, batch, rows)
+    stats = gradients.add(pieces, *losses, last=config.ptx is None)
+    for piece in pieces:
+        count_update(setup, batch, piece, learns_policy=learns_policy)
     ptx = backward_ptx(setup, step, gradients) if learns_policy else {}
     gradients.receive()
     largest = max([0.0, *torch.stack(log_ratios).tolist()]) if log_ratios else 0.0

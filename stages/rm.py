@@ -259,7 +259,7 @@ def _accumulate(
             loss, stats = _loss(model, [mine[i] for i in part], len(batch), scale, config)
         return loss, {"loss/rm": loss, **stats}
 
-    gradients = GradientSum(stage.world, stage.loss_scale.backward, model)
+    gradients = GradientSum(stage.world, stage.loss_scale.scaled, model)
     stats = gradients.add(budget.cut([_num_tokens(item, model) for item in mine]), loss_of)
     gradients.receive()
     return stage.world.sum_floats(totals(stats))

@@ -164,7 +164,7 @@ def _accumulate(model: PreTrainedModel, batch: list[Example], budget: Budget, pr
         loss, _ = lm_loss(logprobs, num_tokens=num_tokens)
         return loss, {"loss": loss}
 
-    gradients = GradientSum(world, stage.loss_scale.backward, model)
+    gradients = GradientSum(world, stage.loss_scale.scaled, model)
     stats = gradients.add(budget.cut([len(example.ids) for example in mine]), loss_of)
     gradients.receive()
     return world.sum_floats({"loss": 0.0, **totals(stats)})["loss"]

@@ -35,6 +35,16 @@ WritingStage = Annotated[
 NumProcesses = Annotated[
     int, typer.Option("--nproc", metavar="N", min=1, help="Processes on this machine, one per GPU.")
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        metavar="N",
+        min=1,
+        help="CPU cores to use; all by default. The result is the same.",
+        show_default=False,
+    ),
+]
 Host = Annotated[str, typer.Option("--host", help="Address to listen on. Other machines need --token-env.")]
 TokenEnv = Annotated[
     str | None, typer.Option("--token-env", metavar="NAME", help="Environment variable with the token.")

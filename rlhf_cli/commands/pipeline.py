@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from rlhf_cli.commands.options import NumProcesses, Quiet
+from rlhf_cli.commands.options import NumProcesses, Quiet, Threads
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
@@ -38,11 +38,12 @@ def pipeline(
     restart: Annotated[bool, typer.Option("--restart", help="Run every stage again.")] = False,
     quiet: Quiet = False,
     nproc: NumProcesses = 1,
+    threads: Threads = None,
 ) -> None:
     """Run the stages of a folder in order, skipping those that are up to date."""
     # A stage that is finished and whose config, data and inputs are unchanged is skipped. A stage that runs changes the
     # inputs of the stages after it, so they run too.
-    overrides = overrides or []
+    overrides = [*(overrides or []), *([f"threads={threads}"] if threads else [])]
     configs = {stage: directory / f"{stage}.yaml" for stage in STAGES if (directory / f"{stage}.yaml").is_file()}
     if not configs:
         raise ConfigError(f"{directory}: has no sft.yaml, rm.yaml or ppo.yaml. Give a folder that has at least one")

@@ -168,6 +168,9 @@ class Stage(Section):
     track_model: bool = False
     """Send the finished model to `wandb` and `mlflow` too, as an artifact of the run. The stage waits for it at its
     end, an hour at most."""
+    threads: PositiveInt | None = None
+    """On a CPU: how many passes run at the same time, each on one core. Null: `OMP_NUM_THREADS`, or the cores that the
+    process may use. The result does not depend on it (docs/speed.md)."""
     distributed: Distributed = Distributed()
     """How the processes of a run work together (`--nproc`, `torchrun`)."""
 

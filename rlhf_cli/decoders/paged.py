@@ -15,6 +15,7 @@ other family, sampling uses the model's own forward (plain.py).
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 
@@ -26,10 +27,11 @@ from transformers import PreTrainedModel
 from rlhf_cli.decoders.decoder import UnsupportedError, gap_to_forward, once_per_model
 from rlhf_cli.decoders.network import read_network
 from rlhf_cli.decoders.paged_cache import PAGE, PagedCache
-from rlhf_cli.kernels.linear import rounded_up
-from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, held_precision
+from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, held_precision, positions, vocabulary_rows
 from rlhf_cli.packing import pack
 
+FEWEST_ROWS = 16
+"""Rows of a step when rows are decoded in threads. Products of fewer rows may have other last digits."""
 READ_TOKENS = 1024
 """Maximum prompt tokens per forward pass. Intermediate tensors of this size stay in the processor's cache: 64 prompts
 take a quarter less time than in one pass."""
@@ -60,6 +62,32 @@ def _why_not(model: PreTrainedModel) -> str:
     return f"the paged decoder differs from a plain forward by {gap:.1e}" if not gap <= tolerance else ""
 
 
+@once_per_model
+@torch.no_grad()
+def _rows_are_independent(model: PreTrainedModel) -> bool:
+    """Whether a row's logits are the same bytes whatever other rows are decoded with it, of FEWEST_ROWS at least.
+
+    The libraries do not promise it, so it is tried: products of few rows may take another way through them.
+    """
+    sizes = (FEWEST_ROWS, FEWEST_ROWS + 4, 2 * FEWEST_ROWS - 4)
+    vocabulary, longest = vocabulary_rows(model), min(PAGE + 3, positions(model))
+    lengths = [longest - 3, *(1 + row % 3 for row in range(1, sum(sizes)))]
+    prompts = [[(7 * row + i) % vocabulary for i in range(length)] for row, length in enumerate(lengths)]
+    decoder = PagedDecoder(model, longest)
+
+    def logits(rows: Sequence[Sequence[int]]) -> Tensor:
+        """Of three tokens: [rows, 3 * V]."""
+        one = decoder.another()
+        steps = [one.admit(rows)]
+        for _ in range(2):
+            steps.append(one.step(steps[-1].argmax(1)))
+        return torch.cat(steps, 1)
+
+    starts = list(itertools.accumulate(sizes, initial=0))
+    parts = [logits(prompts[first:last]) for first, last in itertools.pairwise(starts)]
+    return torch.equal(logits(prompts), torch.cat(parts))
+
+
 class PagedDecoder:
     """Next-token logits of live rows, from keys and values in pages. See `Decoder` for its methods."""
 
@@ -72,8 +100,27 @@ class PagedDecoder:
         weight = next(model.parameters())
         if weight.device.type != "cpu" or weight.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
             raise UnsupportedError("the paged decoder needs float32 on a CPU")
-        self.network = network = read_network(model, longest)
-        self.cache = PagedCache(len(network.layers), network.heads, network.kv_heads, network.head_dim)
+        self._model = model
+        self.network = read_network(model, longest)
+        self.cache = self._new_cache()
+
+    def _new_cache(self) -> PagedCache:
+        network = self.network
+        return PagedCache(len(network.layers), network.heads, network.kv_heads, network.head_dim)
+
+    def split(self, count: int) -> list[PagedDecoder]:
+        """This decoder and further ones with the same weights, `count` in all, for rows that are decoded apart.
+
+        Fewer, if the results of a row would then have other last digits than with all rows together.
+        """
+        return [self.another() for _ in range(count if count > 1 and _rows_are_independent(self._model) else 1)]
+
+    def another(self) -> PagedDecoder:
+        """A decoder with the same weights and no rows, whose steps compute FEWEST_ROWS at least."""
+        other = copy.copy(self)
+        other.cache = self._new_cache()
+        other.cache.fewest_rows = FEWEST_ROWS
+        return other
 
     def admit(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Add a row for each prompt; return the logits [prompts, V]. Equal prompts are computed once."""
@@ -87,7 +134,7 @@ class PagedDecoder:
             batch = slice(first, first + count)
             hidden.append(self._read_prompts(distinct[batch], slots[batch]))
             first += count
-        logits = self.network.logits(_round_up_rows(torch.cat(hidden)))
+        logits = self.network.logits(self._round_up_rows(torch.cat(hidden)))
         number = {prompt: number for number, prompt in enumerate(distinct)}
         return logits[[number[tuple(prompt)] for prompt in prompts]]
 
@@ -104,24 +151,23 @@ class PagedDecoder:
             self.cache.write_prompts(number, key, value, where)
             return causal_attention(query, key, value, batch.lengths, scaling)
 
-        ids, position_ids = _round_up_rows(batch.ids), _round_up_rows(batch.position_ids)
+        ids, position_ids = self._round_up_rows(batch.ids), self._round_up_rows(batch.position_ids)
         return self.network.forward(ids, position_ids, attend)[batch.last]
 
     def step(self, ids: Tensor) -> Tensor:
         """Append one token to each row, ids [B]; return the logits of the next tokens [B, V]."""
         positions = self.cache.add_token()
-        hidden = self.network.forward(_round_up_rows(ids), positions, self.cache.attend)
+        hidden = self.network.forward(self._round_up_rows(ids), positions, self.cache.attend)
         return self.network.logits(hidden)[: len(ids)]
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, in this order."""
         self.cache.keep(rows.tolist())
 
-
-def _round_up_rows(x: Tensor) -> Tensor:
-    """x with rows of zeros appended, so that their number is one of a few (`rounded_up`)."""
-    missing = rounded_up(len(x)) - len(x)
-    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
+    def _round_up_rows(self, x: Tensor) -> Tensor:
+        """x with rows of zeros appended, so that their number is one of a few (`PagedCache.rounded_up`)."""
+        missing = self.cache.rounded_up(len(x)) - len(x)
+        return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float) -> Tensor:

@@ -50,6 +50,12 @@ class PagedCache:
         self.pages: list[list[int]] = []
         self.lengths: list[int] = []
         self.is_laid_out = False
+        self.fewest_rows = 1
+        """A step computes at least this many rows; surplus rows are zeros."""
+
+    def rounded_up(self, rows: int) -> int:
+        """The number of rows that a step computes for this many live ones."""
+        return max(rounded_up(rows), self.fewest_rows)
 
     # ------------------------------------------------------------------------------------- rows enter and leave
 
@@ -141,13 +147,13 @@ class PagedCache:
     def add_token(self) -> Tensor:
         """Make room for one more token in each row; return the tokens' positions [N].
 
-        N is the number of rows, rounded up (`rounded_up`). The surplus rows have position 0.
+        N is the number of rows, rounded up. The surplus rows have position 0.
         """
         for pages, length in zip(self.pages, self.lengths, strict=True):
             if length == len(pages) * PAGE:
                 pages += self._take(1)
                 self.is_laid_out = False
-        surplus = [0] * (rounded_up(len(self.lengths)) - len(self.lengths))
+        surplus = [0] * (self.rounded_up(len(self.lengths)) - len(self.lengths))
         positions = torch.tensor(self.lengths + surplus)
         self._page = torch.tensor([pages[-1] for pages in self.pages])
         self._slot = positions[: len(self.lengths)] % PAGE
@@ -166,7 +172,7 @@ class PagedCache:
         """
         width = max(map(len, self.pages))
         pages = [number for row in self.pages for number in (*row, *[-1] * (width - len(row)))]
-        pages += [-1] * width * (rounded_up(len(self.pages)) - len(self.pages))
+        pages += [-1] * width * (self.rounded_up(len(self.pages)) - len(self.pages))
         # [N * heads * W]: (page, key head) as one number; negative where the row has no such page.
         page_heads = (torch.tensor(pages).view(-1, 1, width) * self.kv_heads + self.key_head[:, None]).flatten()
         exists_mask = page_heads >= 0

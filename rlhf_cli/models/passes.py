@@ -43,7 +43,8 @@ class Passes:
 
 def set_up_training(model: PreTrainedModel, config: SFTConfig | RMConfig, device: torch.device, tokens: int) -> Passes:
     """Set up the passes of a model that is trained alone, of at most `tokens` tokens in a microbatch."""
-    budget = Budget(tokens, config.training.microbatch_size, padded=not is_packed(model))
+    parts = 2 if device.type == "cpu" else 0
+    budget = Budget(tokens, config.training.microbatch_size, not is_packed(model), parts)
     work = work_of(model)
     lines, compile_s = set_up_passes([model], config, device)
     return Passes(budget, work, peak_flops(device, config.precision), lines, compile_s)

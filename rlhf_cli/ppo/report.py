@@ -13,12 +13,10 @@ from torch import Tensor
 
 from rlhf_cli.algorithms.statistics import distinct_n, pearson
 from rlhf_cli.algorithms.value import explained_variance
-from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.ppo.update import UpdateBatch
 from rlhf_cli.processes.distributed import gather_texts
 from rlhf_cli.rewards.base import Scores
-from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import RolloutBatch, sequence_lengths, shared_prompts
 from rlhf_cli.rollout.sampling import response_text
 
@@ -140,10 +138,9 @@ def count_rollout(setup: Setup, rollout: RolloutBatch) -> None:
     speed.count("scoring", seconds=rollout.score_s, tokens=num_tokens, flops=flops)
 
 
-def count_update(
-    setup: Setup, prompts: Sequence[PromptRow], responses: Sequence[Response], *, learns_policy: bool
-) -> None:
+def count_update(setup: Setup, batch: UpdateBatch, rows: Sequence[int], *, learns_policy: bool) -> None:
     """Record the tokens and operations of a microbatch. Without `learns_policy` the policy only runs forward."""
+    prompts, responses = [batch.prompts[i] for i in rows], [batch.responses[i] for i in rows]
     lengths, num_answered = sequence_lengths(prompts, responses), sum(len(r.ids) for r in responses)
     work, shared = setup.policy_work, shared_prompts(prompts)
     flops = (work.training if learns_policy else work.forward)(lengths, num_answered, shared)

@@ -99,7 +99,7 @@ def sampled_and_scored(
         return read(rollout, texts, or_failure(world, ask) if shares_passes else ask())
 
     parts = list(chunks(world.shard(list(range(len(prompts)))), rows_at_once(setup)))
-    return list(chain.from_iterable(over_pieces(parts, score, *computing)))
+    return list(chain.from_iterable(over_pieces(parts, score, *computing, in_turn=True)))
 
 
 def scores_of_rollout(setup: Setup, rollout: RolloutBatch, iteration: int) -> tuple[list[str], Scores]:

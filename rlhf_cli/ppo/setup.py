@@ -145,7 +145,13 @@ class Setup:
         """The sum over all processes of the gradients of one optimizer step."""
         steppers = [self.policy_stepper if learns_policy else None, self.value_stepper]
         trained = [stepper.model for stepper in steppers if stepper is not None]
-        return GradientSum(self.world, self.stage.loss_scale.backward, *trained, beside=self.models.with_weights)
+        return GradientSum(
+            self.world,
+            self.stage.loss_scale.scaled,
+            *trained,
+            beside=self.models.with_weights,
+            in_turn=self.config.ppo.kl_estimator_used == "full" and self.models.ref_policy is None,
+        )
 
 
 def adjacent_responses(config: PPOConfig, num_processes: int) -> int:
@@ -355,7 +361,10 @@ def _budget(config: PPOConfig, stage: StageRun, models: Models, rewards: Sequenc
     loaded = {name: model for name, model in named.items() if model is not None}
     stage.tokens_per_microbatch = microbatch_tokens(config, loaded, stage.world)
     padded = not all(is_packed(model) for model in (models.policy, models.value_model) if model is not None)
-    budget = Budget(stage.tokens_per_microbatch, config.ppo.microbatch_size, padded=padded)
+    # A value model is a second pass over the same rows, for a second thread.
+    parts = 1 if models.value_model is not None else 2
+    parts = parts if stage.world.device.type == "cpu" else 0
+    budget = Budget(stage.tokens_per_microbatch, config.ppo.microbatch_size, padded, parts)
     for _, source in reward_models:
         source.budget = replace(budget, padded=not is_packed(source.model))
     return budget

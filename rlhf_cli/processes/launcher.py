@@ -35,6 +35,8 @@ GRACE_S = 20.0
 SHORT_GRACE_S = 3.0
 """The same for a command that has nothing to save, such as `rlhf generate`."""
 POLL_S = 0.05
+CGROUP = Path("/sys/fs/cgroup/cpu.max")
+"""The limit of a container: microseconds of processor time, or `max`, in each period of microseconds."""
 
 
 @dataclass
@@ -102,7 +104,11 @@ def run_processes(
 
 def num_cores() -> int:
     """The CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = CGROUP.read_text(encoding="ascii").split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
 
 
 def _start(command: Sequence[str], rank: int, environment: Mapping[str, str]) -> Worker:

@@ -1,4 +1,7 @@
-"""The loop over passes: every process makes equally many, and the sums of their gradients begin in the last one.
+"""The loop over passes: several at the same time in threads, equally many in every process, their gradients summed.
+
+A CPU computes several pieces at the same time, each in a thread of its own (threads.py). Results and gradients are
+taken in the order of the pieces. So every number is the same whatever the number of threads.
 
 A process cuts its rows into pieces, one for each pass. All processes take part in each pass of a sharded model, so one
 that has fewer pieces than another gets empty ones. A pass over no rows computes two tokens that nothing reads
@@ -25,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.sharding import is_sharded, most
+from rlhf_cli.processes.threads import in_threads, num_threads
 
 R = TypeVar("R")
 Rows = Sequence[int]
@@ -36,17 +40,38 @@ BUCKET_BYTES = 25 * 2**20
 """The largest bucket in float32, as in DDP. A larger gradient is sent alone."""
 
 
-def over_pieces(pieces: Sequence[Rows], compute: Callable[[Rows], R], *models: nn.Module | None) -> list[R]:
+def over_pieces(
+    pieces: Sequence[Rows], compute: Callable[[Rows], R], *models: nn.Module | None, in_turn: bool = False
+) -> list[R]:
     """The result of each piece, in order. With sharded models among those that compute, all processes must call this.
+
+    With `in_turn` no two pieces are computed at the same time.
 
     >>> over_pieces([[4, 1], [2]], sum)
     [5, 2]
     """
     missing = _num_missing(len(pieces), models)
-    results = [compute(rows) for rows in pieces]
-    for _ in range(missing):
-        compute([])
-    return results
+    if in_turn or not _can_thread(models):
+        results = [compute(rows) for rows in pieces]
+        for _ in range(missing):
+            compute([])
+        return results
+    return list(in_threads([partial(compute, rows) for rows in pieces]))
+
+
+def _can_thread(models: Sequence[nn.Module | None]) -> bool:
+    """Whether passes of these models may run at the same time: on a CPU, unsharded, and without state of their own.
+
+    Some rotary embeddings write their frequencies for the longest text that they have read.
+    """
+    for model in filter(None, models):
+        weight = next(model.parameters(), None)
+        if is_sharded(model) or weight is None or weight.device.type != "cpu":
+            return False
+        rope = getattr(getattr(model, "config", None), "rope_parameters", None) or {}
+        if "dynamic" in str(rope) or "longrope" in str(rope):
+            return False
+    return True
 
 
 def _num_missing(count: int, models: Sequence[nn.Module | None]) -> int:
@@ -88,7 +113,7 @@ class _Bucket:
 class GradientSum:
     """Adds up the gradients of pieces, then sums them over the processes.
 
-        gradients = GradientSum(world, loss_scale.backward, model)
+        gradients = GradientSum(world, loss_scale.scaled, model)
         stats = gradients.add(pieces, loss_of_rows)
         gradients.receive()
 
@@ -97,19 +122,23 @@ class GradientSum:
 
     Args:
         world: the processes.
-        backward: computes the gradient of a loss.
+        scaled: multiplies a loss by its scale, which is 1 except in float16.
         models: those whose gradients are summed.
         beside: further models that compute in the passes.
+        in_turn: compute no two passes at the same time.
     """
 
     def __init__(
         self,
         world: World,
-        backward: Callable[[Tensor], None],
+        scaled: Callable[[Tensor], Tensor],
         *models: nn.Module,
         beside: Sequence[nn.Module | None] = (),
+        in_turn: bool = False,
     ):
-        self._world, self._backward, self._models = world, backward, (*models, *beside)
+        self._world, self._scaled, self._models = world, scaled, (*models, *beside)
+        self._weights = [weight for model in models for weight in model.parameters() if weight.requires_grad]
+        self._in_turn = in_turn or not _can_thread(self._models)
         self._buckets: list[_Bucket] = []
         self._num_sent = 0
         self._overlaps = False
@@ -129,9 +158,11 @@ class GradientSum:
     def add(self, pieces: Sequence[Rows], *losses: Loss, last: bool = True) -> list[dict[str, Tensor]]:
         """Add the gradients of each piece; returns the statistics of each.
 
-        The graph of each of `losses` is freed before the next one is computed. Each may make one backward pass of a
-        model. The sums begin in the last piece, unless `last` is false: then further pieces follow.
+        The graph of each of `losses` is freed before this thread computes the next one. Each may make one backward pass
+        of a model. The sums begin in the last piece, unless `last` is false: then further pieces follow.
         """
+        if num_threads() > 1 and not self._in_turn:
+            return self._add_in_threads(pieces, losses)
         everything = [*pieces, *[()] * _num_missing(len(pieces), self._models)]
         found: list[dict[str, Tensor]] = []
         for number, rows in enumerate(everything, start=1):
@@ -141,9 +172,27 @@ class GradientSum:
                 for loss_of in losses:
                     loss, figures = loss_of(rows)
                     if loss.requires_grad:
-                        self._backward(loss)
+                        self._scaled(loss).backward()
                     stats |= figures
             found.append(stats)
+        return found
+
+    def _add_in_threads(self, pieces: Sequence[Rows], losses: Sequence[Loss]) -> list[dict[str, Tensor]]:
+        """`add` with passes at the same time. Each has its gradients to itself until its turn in the sum comes."""
+
+        def gradients_of(rows: Rows, loss_of: Loss) -> tuple[Sequence[Tensor | None], Mapping[str, Tensor]]:
+            loss, figures = loss_of(rows)
+            if not loss.requires_grad:
+                return [], figures
+            return torch.autograd.grad(self._scaled(loss), self._weights, allow_unused=True), figures
+
+        tasks = [partial(gradients_of, rows, loss_of) for rows in pieces for loss_of in losses]
+        found: list[dict[str, Tensor]] = [{} for _ in pieces]
+        for number, (gradients, figures) in enumerate(in_threads(tasks)):
+            found[number // len(losses)] |= figures
+            for weight, gradient in zip(self._weights, gradients, strict=bool(gradients)):
+                if gradient is not None:
+                    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
         return found
 
     @contextmanager

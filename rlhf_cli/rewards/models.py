@@ -216,7 +216,9 @@ def load_reward_source(
         std=float(std or 1.0) if normalize else 1.0,
         precision=precision,
         keep_special=keep_special,
-        budget=Budget(forward_tokens(model, device, precision), padded=not is_packed(model)),
+        budget=Budget(
+            forward_tokens(model, device, precision), padded=not is_packed(model), parts=int(device.type == "cpu")
+        ),
     )
     return source, [note for note in notes if note]
 

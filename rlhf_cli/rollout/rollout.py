@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +23,8 @@ from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.sampling import sample
 from rlhf_cli.rollout.scoring import (
     Models,
-    ref_response_logprobs,
+    reference,
+    response_logprobs,
     response_values,
     score_tokens,
 )
@@ -96,12 +98,14 @@ def collect(
     models.offload.scoring()
     recompute = recompute or with_full_kl or (with_values and models.value_head is not None)
 
+    def score_under(model: PreTrainedModel, rows: Sequence[int]) -> Tensor:
+        texts = [prompts[i] for i in rows], [responses[i] for i in rows]
+        return response_logprobs(model, *texts, sampling, precision)
+
     def score(rows: Sequence[int]) -> dict[str, Tensor]:
         """One number per token of these responses, [sum of R_b] each, by name."""
         texts = [prompts[i] for i in rows], [responses[i] for i in rows]
         found: dict[str, Tensor] = {}
-        if not with_full_kl:
-            found["ref_logprobs"] = ref_response_logprobs(models, *texts, sampling, precision)
         if recompute:
             scores = score_tokens(
                 models, *texts, sampling, precision, with_values=with_values, with_full_kl=with_full_kl
@@ -113,9 +117,15 @@ def collect(
 
     cut, lengths = cut_responses(budget, models.policy, prompts, responses), [len(r.ids) for r in responses]
     with torch.no_grad():
-        parts = over_pieces(cut, score, *models.with_weights)
-    names = parts[0] if parts else ()
-    padded = {name: padded_rows([part[name] for part in parts], cut, lengths) for name in names}  # [B, R] each
+        in_turn = with_full_kl and models.ref_policy is None  # each pass switches the adapters off and on
+        parts = over_pieces(cut, score, *models.with_weights, in_turn=in_turn)
+        names = parts[0] if parts else ()
+        padded = {name: padded_rows([part[name] for part in parts], cut, lengths) for name in names}  # [B, R] each
+        if not with_full_kl:
+            with reference(models) as ref_policy:
+                ref_logprobs = over_pieces(cut, partial(score_under, ref_policy), ref_policy)
+            if cut:
+                padded["ref_logprobs"] = padded_rows(ref_logprobs, cut, lengths)
     sampled_logprobs = pad_rows(torch.tensor([x for r in responses for x in r.logprobs], device=device), lengths)
     return RolloutBatch(
         prompts=list(prompts),

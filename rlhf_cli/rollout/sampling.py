@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,9 +20,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.decoders.choose import choose_decoder
+from rlhf_cli.decoders.decoder import Decoder
+from rlhf_cli.decoders.paged import FEWEST_ROWS, PagedDecoder
 from rlhf_cli.decoders.plain import join_sampling
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.processes.sharding import device_of
+from rlhf_cli.processes.threads import in_threads, num_threads
 from rlhf_cli.rollout.distribution import NGrams, Response, Sampling, ids_mask, kept_tokens, stop_token_mask
 from rlhf_cli.seeding import generator
 
@@ -138,15 +143,38 @@ def sample(
     longest_text = max(len(prompt) + limit for prompt, limit in zip(prompts, each, strict=True))
     decoder = choose_decoder(model, longest_text, sampling.decoder)
     max_live_rows = max_live_rows or num_rows
-    live = _LiveRows(uniforms.to(device), each, sampling, tokenizer)
     # A row that stayed beyond its limit would write into its response, and may have no position left in the model.
     leaves_below = decoder.leaves_below if limits is None else 1.0
-    num_started = 0
+    decoders: Sequence[Decoder] = [decoder]
+    if isinstance(decoder, PagedDecoder) and on_tokens is None and max_live_rows >= 2 * FEWEST_ROWS:
+        decoders = decoder.split(min(num_threads(), max_live_rows // FEWEST_ROWS))
+    uniforms = uniforms.to(device)
+    ends = [num_rows * (number + 1) // len(decoders) for number in range(len(decoders))]
+    tasks = []
+    for one, first, last in zip(decoders, [0, *ends], ends, strict=False):
+        live = _LiveRows(uniforms[first:last], each[first:last], sampling, tokenizer)
+        room = max_live_rows // len(decoders)
+        tasks.append(partial(_decode, one, live, prompts[first:last], room, leaves_below, on_tokens))
+    responses = list(chain.from_iterable(in_threads(tasks)))
+    join_sampling(model)
+    return responses
 
-    while num_started < num_rows or live.count > 0:
+
+@torch.no_grad()
+def _decode(
+    decoder: Decoder,
+    live: _LiveRows,
+    prompts: Sequence[Sequence[int]],
+    max_live_rows: int,
+    leaves_below: float,
+    on_tokens: Callable[[Tensor], None] | None,
+) -> list[Response]:
+    """One response to each prompt; see `sample`."""
+    num_started = 0
+    while num_started < len(prompts) or live.count > 0:
         # 1. The next token's logits: of the live rows, then of the prompts that enter now.
         parts = [decoder.step(live.new_ids)] if live.count > 0 else []
-        room = min(max_live_rows - live.count, num_rows - num_started)
+        room = min(max_live_rows - live.count, len(prompts) - num_started)
         if live.count == 0 or (decoder.admits_beside_others and 0 < room >= REFILL * max_live_rows):
             entering = prompts[num_started : num_started + room]
             parts.append(decoder.admit(entering))
@@ -164,7 +192,6 @@ def sample(
         if stay is not None:
             decoder.keep(stay)
             live.keep(stay)
-    join_sampling(model)
     return live.responses()
 
 

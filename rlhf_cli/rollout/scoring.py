@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -140,16 +140,14 @@ def response_logprobs(
     return token_logprobs(logits, targets, temperature=sampling.temperature)
 
 
-def ref_response_logprobs(
-    models: Models,
-    prompts: Sequence[PromptRow],
-    responses: Sequence[Response],
-    sampling: Sampling,
-    precision: str,
-) -> Tensor:
-    """`response_logprobs` under ref_policy."""
-    with nullcontext() if models.ref_policy is not None else adapters_off(models.policy):
-        return response_logprobs(models.ref_policy or models.policy, prompts, responses, sampling, precision)
+@contextmanager
+def reference(models: Models) -> Iterator[PreTrainedModel]:
+    """ref_policy; without one, the policy, whose adapters are switched off inside the block."""
+    if models.ref_policy is not None:
+        yield models.ref_policy
+        return
+    with adapters_off(models.policy):
+        yield models.policy
 
 
 @gathered
@@ -185,12 +183,10 @@ def _packed(
 
 def _ref_logits(models: Models, prompts: Sequence[PromptRow], responses: Sequence[Response], precision: str) -> Tensor:
     """The logits of ref_policy that predict each response token: [sum of R_b, V]."""
-    batch, positions, _ = _packed(models.ref_policy or models.policy, prompts, responses)
-    with autocast(batch.ids.device, precision):
-        if models.ref_policy is not None:
-            return logits_at(models.ref_policy, batch, positions)
-        with adapters_off(models.policy):
-            return logits_at(models.policy, batch, positions)
+    with reference(models) as model:
+        batch, positions, _ = _packed(model, prompts, responses)
+        with autocast(batch.ids.device, precision):
+            return logits_at(model, batch, positions)
 
 
 def _full_kl(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:

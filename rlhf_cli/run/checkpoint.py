@@ -24,9 +24,9 @@ from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import digest_file, read_text
 from rlhf_cli.processes.distributed import ALONE, World
 from rlhf_cli.processes.sharding import local
+from rlhf_cli.processes.threads import is_out_of_memory
 from rlhf_cli.run.checkpoint_files import damage_of, list_checkpoints, new_checkpoint, remove_old
 from rlhf_cli.run.checkpoint_shards import SavedTensors, apart, restored, save_rows
-from rlhf_cli.run.out_of_memory import is_out_of_memory
 
 TENSORS, NUMBERS = "state.safetensors", "numbers.json"
 

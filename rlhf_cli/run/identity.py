@@ -33,6 +33,7 @@ NOT_IN_IDENTITY: dict[str, Any] = {
     "device": True,
     "checkpoints": True,
     "distributed": True,
+    "threads": True,
     "samples_every": True,
     "require": True,
     "trackers": True,

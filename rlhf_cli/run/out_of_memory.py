@@ -2,28 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU, Python or torch's CPU allocator ran out of memory, or a thread could not be started.
-
-    The allocator raises a plain RuntimeError.
-    """
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or lacks_thread(error):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
-
-
-def lacks_thread(error: BaseException) -> bool:
-    """Whether the system refused Python or pyarrow a thread, for example because its stack does not fit."""
-    texts = ("can't start new thread", "Failed to launch worker thread")
-    return isinstance(error, Exception) and any(text in str(error) for text in texts)
+from rlhf_cli.processes.threads import is_out_of_memory, lacks_thread
 
 
 def what_is_lacking(

@@ -25,6 +25,7 @@ from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.recap import at, findings_of, last_names, unit_of
 from rlhf_cli.processes import distributed
 from rlhf_cli.processes.signals import Launcher, StopRequests
+from rlhf_cli.processes.threads import use_threads
 from rlhf_cli.report.progress import Display, figures
 from rlhf_cli.run import artifacts, checkpoint_files
 from rlhf_cli.run.checkpoint import CheckpointStore, Stateful
@@ -61,6 +62,7 @@ class StageRun:
         require_inputs(config)
         distributed.at_step(f"{stage} start")
         self.world = distributed.start(config.device, config.distributed.timeout_s)
+        use_threads(config.threads)
         distributed.name_checkpoint(
             partial(checkpoint_files.last_step_in_words, config.artifacts, stage), self._keep_end
         )

@@ -67,7 +67,8 @@ class Run:
 
     def budget(self, model: PreTrainedModel, precision: str) -> Budget:
         """How many tokens the model takes in one pass without gradients."""
-        return Budget(forward_tokens(model, self.device, precision), padded=not is_packed(model))
+        parts = 1 if self.device.type == "cpu" else 0
+        return Budget(forward_tokens(model, self.device, precision), padded=not is_packed(model), parts=parts)
 
     def demonstrations(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Drawn[Example]:
         """The held-out rows of the sft stage, encoded for a model; empty without that stage."""

@@ -34,9 +34,9 @@ class LossScale:
     def scale(self) -> float:
         return self._scaler.get_scale() if self._scaler is not None else 1.0
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Accumulate the gradient of the loss, times the scale."""
-        (self._scaler.scale(loss) if self._scaler is not None else loss).backward()
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the scale."""
+        return self._scaler.scale(loss) if self._scaler is not None else loss
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale. They must be those of all processes."""

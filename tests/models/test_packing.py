@@ -28,7 +28,7 @@ from rlhf_cli.processes.distributed import World
 from rlhf_cli.rewards.models import score_sequences, sequence_scores
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import collect
-from rlhf_cli.rollout.scoring import Models, ref_response_logprobs, score_tokens
+from rlhf_cli.rollout.scoring import Models, response_logprobs, score_tokens
 from stages import rm as rm_stage
 from support import compare
 from support.tiny import ARCHITECTURES, SETTINGS
@@ -391,7 +391,7 @@ def test_the_kl_to_an_equal_ref_policy_is_zero_to_the_last_bit(pair):
     models = Models(model, copy.deepcopy(model))
     with torch.no_grad():
         logprobs = score_tokens(models, ROWS, RESPONSES, DRAWN, "float32").logprobs
-        assert torch.equal(logprobs, ref_response_logprobs(models, ROWS, RESPONSES, DRAWN, "float32"))
+        assert torch.equal(logprobs, response_logprobs(models.ref_policy, ROWS, RESPONSES, DRAWN, "float32"))
     rows = [ROWS[0]] * 3 + [ROWS[2]] * 3
     uniforms = torch.rand(6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for size in (2, 4, 6):

@@ -122,12 +122,12 @@ def test_a_wrong_temperature_in_training_stops_the_run(watch, tmp_path, monkeypa
 
 
 def test_a_wrong_temperature_for_ref_policy_stops_the_run(watch, tmp_path, monkeypatch):
-    real = rollout_module.ref_response_logprobs
+    real = rollout_module.response_logprobs
 
-    def warmer(models, prompts, responses, sampling, precision):
-        return real(models, prompts, responses, replace(sampling, temperature=1.3), precision)
+    def warmer(model, prompts, responses, sampling, precision):
+        return real(model, prompts, responses, replace(sampling, temperature=1.3), precision)
 
-    monkeypatch.setattr(rollout_module, "ref_response_logprobs", warmer)
+    monkeypatch.setattr(rollout_module, "response_logprobs", warmer)
     with pytest.raises(RunError, match="ppo iteration 1: kl_not_zero: objective/kl is"):
         watch()
     assert stop_findings(tmp_path / "run") == ["kl_not_zero"]
