@@ -37,13 +37,7 @@ NumProcesses = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(
-        "--threads",
-        metavar="N",
-        min=1,
-        help="CPU cores to use; all by default. The result is the same.",
-        show_default=False,
-    ),
+    typer.Option("--threads", metavar="N", min=1, help="CPU cores to use; the result is the same.", show_default="all"),
 ]
 Host = Annotated[str, typer.Option("--host", help="Address to listen on. Other machines need --token-env.")]
 TokenEnv = Annotated[

@@ -43,8 +43,8 @@ def chunks(items: Sequence[T], size: int | None) -> Iterator[Sequence[T]]:
 
 
 PART_TOKENS = 512
-"""Fewest tokens, on average, of the microbatches into which rows are cut for the threads of a CPU. For a model of half a
-million weights two halves of 700 tokens take as long as the whole, and four quarters of 350 take 8 % longer."""
+"""Fewest tokens, on average, of the microbatches into which rows are cut for the threads of a CPU. For a model of half
+a million weights two halves of 700 tokens take as long as the whole, and four quarters of 350 take 8 % longer."""
 
 
 @dataclass(frozen=True)
