@@ -20,7 +20,7 @@ from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.kernels import attention
 from rlhf_cli.kernels.head import MOST_LOGITS, linear_logprobs
 from rlhf_cli.models import seq2seq
-from rlhf_cli.models.seq2seq import is_seq2seq, with_prompts
+from rlhf_cli.models.seq2seq import is_seq2seq, last_hidden_state, with_prompts
 from rlhf_cli.packing import PackedBatch, end_to_end, pack, send
 from rlhf_cli.processes.sharding import device_of, gathered
 from rlhf_cli.tensor_ops import token_logprobs
@@ -150,15 +150,11 @@ def logits_and_hidden_at(
     """`logits_at` and `hidden_at` of a language model from one forward pass: ([n, V], [n, H])."""
     if is_seq2seq(model):
         return seq2seq.logits_and_hidden_at(model, batch, positions)
-    captured: list[torch.Tensor] = []
-    handle = model.base_model.register_forward_hook(
-        lambda _module, _inputs, output: captured.append(output.last_hidden_state)
-    )
-    try:
+    if _head_is_plain(model, batch):
+        hidden = hidden_at(model, batch, positions)
+        return model.get_output_embeddings()(hidden), hidden
+    with last_hidden_state(model.base_model) as captured:
         logits = logits_at(model, batch, positions)
-    finally:
-        handle.remove()
-    # The last capture: the first call for a model also checks its head.
     if is_packed(model):
         return logits, captured[-1][0][positions]
     _, real_mask, _ = _padded_inputs(batch)

@@ -14,8 +14,10 @@ encoder output per row, so prompts are not shared, and the logits of a whole bat
 from __future__ import annotations
 
 import dataclasses
+import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -100,16 +102,27 @@ def _forward(model: PreTrainedModel, batch: PackedBatch) -> tuple[Any, Tensor]:
     read = [torch.cat([start, text[n:]]) for text, n in zip(texts, batch.prompt_lengths, strict=True)]
     ids, real_mask = encoder_inputs(model, prompts)
     decoder_ids = pad_sequence(read, batch_first=True)  # [B, R + 1]
-    captured: list[Tensor] = []
-    handle = model.get_decoder().register_forward_hook(
-        lambda _module, _inputs, output: captured.append(output.last_hidden_state)
-    )
-    try:
+    with last_hidden_state(model.get_decoder()) as captured:
         # The decoder is causal, so padding behind a response reaches none of its tokens.
         output = model(input_ids=ids, attention_mask=real_mask, decoder_input_ids=decoder_ids, use_cache=False)
-    finally:
-        handle.remove()
     return output, captured[-1]
+
+
+_capturing = threading.Lock()
+
+
+@contextmanager
+def last_hidden_state(module: Any) -> Iterator[list[Tensor]]:
+    """A list to which each pass of `module` inside the block adds its last hidden state. One thread at a time."""
+    captured: list[Tensor] = []
+    with _capturing:
+        handle = module.register_forward_hook(
+            lambda _module, _inputs, output: captured.append(output.last_hidden_state)
+        )
+        try:
+            yield captured
+        finally:
+            handle.remove()
 
 
 def _places(batch: PackedBatch, positions: Tensor) -> tuple[Tensor, Tensor]:

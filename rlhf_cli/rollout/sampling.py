@@ -358,10 +358,11 @@ def draw(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]
     logits = logits.float()
     top = logits.amax(1, keepdim=True)
     # Odds against the likeliest token. exp2 because torch takes exp from MKL, which runs at a quarter of the speed on
-    # processors that are not Intel's.
-    odds = (logits - top).mul_(1 / (math.log(2) * temperature)).exp2_()  # [B, V]
-    if odds.shape[1] % BLOCK > 0:
-        odds = F.pad(odds, (0, -odds.shape[1] % BLOCK))
+    # processors that are not Intel's. Of whole blocks, because torch computes the last few numbers of a tensor by
+    # another function, with other last digits.
+    missing = -logits.shape[1] % BLOCK
+    whole = F.pad(logits, (0, missing), value=-math.inf) if missing else logits
+    odds = (whole - top).mul_(1 / (math.log(2) * temperature)).exp2_()  # [B, V + missing]
     blocks = odds.view(len(odds), -1, BLOCK)
     block, u, total = _invert(blocks.sum(2), u[:, None].float())
     index, _, _ = _invert(blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0], u)

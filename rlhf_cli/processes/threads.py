@@ -1,0 +1,138 @@
+"""Work in threads: passes that do not depend on each other run at the same time on a CPU, one core each.
+
+torch can split one product among threads instead (OpenMP). For small products that gains little, and the last digits
+then depend on the number of threads. Here each thread computes whole passes on one core. What a pass computes does not
+depend on what runs beside it, and results are taken in order. So the number of threads changes no number of a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from rlhf_cli.processes.launcher import num_cores
+
+R = TypeVar("R")
+
+
+class _Pool:
+    """The threads of this process. A child of `fork` starts without any."""
+
+    def __init__(self) -> None:
+        self.count: int | None = None
+        """How many passes run at the same time; None until something asks."""
+        self.executor: ThreadPoolExecutor | None = None
+        self.is_worker = threading.local()
+
+    def forget(self) -> None:
+        self.executor = None
+
+    def started(self) -> ThreadPoolExecutor:
+        if self.executor is None:
+            self.executor = ThreadPoolExecutor(num_threads(), "rlhf pass", self._start_worker)
+        return self.executor
+
+    def _start_worker(self) -> None:
+        self.is_worker.yes = True
+        torch.set_num_threads(1)
+
+
+_pool = _Pool()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.forget)
+
+
+def num_threads() -> int:
+    """How many passes run at the same time; 1 within one of them."""
+    if getattr(_pool.is_worker, "yes", False):
+        return 1
+    if _pool.count is None:
+        _pool.count = int(os.environ.get("OMP_NUM_THREADS", "0").split(",")[0]) or num_cores()
+    return _pool.count
+
+
+def use_threads(count: int | None) -> None:
+    """Compute this many passes at the same time, and everything else in one thread.
+
+    None: `OMP_NUM_THREADS`, or the cores that this process may use.
+    """
+    if _pool.executor is not None:
+        _pool.executor.shutdown()
+        _pool.executor = None
+    _pool.count = count
+    torch.set_num_threads(1)
+
+
+def in_threads(tasks: Sequence[Callable[[], R]]) -> Iterator[R]:
+    """The result of each task, in order. At most `num_threads` of them run, or wait to be taken, at the same time.
+
+    A task sees the gradient mode of its caller. If one raises, the others that have begun finish first. A task that
+    runs out of memory is computed again by itself, and so are all after it.
+
+    >>> list(in_threads([lambda: 1, lambda: 2]))
+    [1, 2]
+    """
+    count = min(num_threads(), len(tasks))
+    if count <= 1:
+        yield from (task() for task in tasks)
+        return
+    mode, before = torch.is_grad_enabled(), torch.get_num_threads()
+
+    def compute(task: Callable[[], R]) -> R:
+        with torch.set_grad_enabled(mode):
+            return task()
+
+    waiting, executor = deque(tasks[count:]), _pool.started()
+    torch.set_num_threads(1)
+    running = deque(executor.submit(compute, task) for task in tasks[:count])
+    try:
+        while running:
+            try:
+                result = running[0].result()
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                break
+            running.popleft()
+            if waiting:
+                running.append(executor.submit(compute, waiting.popleft()))
+            yield result
+        num_left = len(waiting) + len(running)
+        _finish(running)
+        yield from (task() for task in tasks[len(tasks) - num_left :])
+    finally:
+        _finish(running)
+        torch.set_num_threads(before)
+
+
+def _finish(running: deque[Future[R]]) -> None:
+    """Wait for the tasks that have begun, and drop their results."""
+    while running:
+        future = running.pop()
+        if not future.cancel():
+            with contextlib.suppress(Exception):
+                future.result()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU, Python or torch's CPU allocator ran out of memory, or a thread could not be started.
+
+    The allocator raises a plain RuntimeError.
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or lacks_thread(error):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
+
+
+def lacks_thread(error: BaseException) -> bool:
+    """Whether the system refused Python or pyarrow a thread, for example because its stack does not fit."""
+    texts = ("can't start new thread", "Failed to launch worker thread")
+    return isinstance(error, Exception) and any(text in str(error) for text in texts)

@@ -1,0 +1,299 @@
+"""Passes in threads: their order and errors, and that every stage has the same bytes on 1, 2, 3 and 4 of them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from rlhf_cli.data import batches
+from rlhf_cli.data.batches import equal_chunks
+from rlhf_cli.decoders.paged import PagedDecoder
+from rlhf_cli.models.load import load_policy, prepare
+from rlhf_cli.processes import launcher, pass_loop, threads
+from rlhf_cli.processes.distributed import ALONE
+from rlhf_cli.processes.pass_loop import GradientSum, over_pieces
+from rlhf_cli.processes.threads import in_threads, use_threads
+from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from stages import sft
+from support.forked import Forked
+from support.tiny import CPU, read_jsonl
+
+COUNTS = (1, 2, 3, 4)
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    yield
+    use_threads(None)
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Cut the few tokens of a test into several microbatches."""
+    monkeypatch.setattr(batches, "PART_TOKENS", 24)
+
+
+# --------------------------------------------------------------------------------------------- the scheduler
+
+
+def together(count):
+    """Tasks that end only if all of them run at the same time."""
+    barrier = threading.Barrier(count)
+    return [lambda number=number: (barrier.wait(10), number)[1] for number in range(count)]
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_as_many_tasks_as_threads_run_at_the_same_time_and_come_in_order(count):
+    use_threads(count)
+    assert list(in_threads(together(count))) == list(range(count))
+
+
+def test_no_more_tasks_than_threads_run_or_wait_to_be_taken():
+    use_threads(2)
+    begun = []
+    results = in_threads([lambda number=number: begun.append(number) or number for number in range(6)])
+    assert next(results) == 0
+    assert len(begun) <= 4  # the first, two that run, and one that was begun when the first was taken
+    assert list(results) == [1, 2, 3, 4, 5]
+
+
+def test_a_task_sees_the_gradient_mode_of_its_caller_and_one_core():
+    use_threads(2)
+    with torch.no_grad():
+        assert list(in_threads([torch.is_grad_enabled] * 2)) == [False, False]
+    assert list(in_threads([torch.is_grad_enabled] * 2)) == [True, True]
+    assert list(in_threads([torch.get_num_threads] * 2)) == [1, 1]
+
+
+def test_an_error_is_raised_when_the_tasks_beside_it_have_ended():
+    use_threads(2)
+    ended, begun, fails = [], threading.Event(), threading.Event()
+
+    def fail():
+        begun.wait(10)
+        fails.set()
+        raise ValueError("this one")
+
+    def slow():
+        begun.set()
+        fails.wait(10)
+        ended.append(1)
+
+    with pytest.raises(ValueError, match="this one"):
+        list(in_threads([fail, slow, slow]))
+    assert ended == [1]
+    assert list(in_threads(together(2))) == [0, 1]
+
+
+def test_a_task_without_memory_is_computed_again_by_itself():
+    use_threads(2)
+    running, most, lock = [0], [0], threading.Lock()
+
+    def greedy(number):
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+            crowded = threading.current_thread() is not threading.main_thread() and number >= 2
+        try:
+            if crowded:
+                raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+            return number
+        finally:
+            with lock:
+                running[0] -= 1
+
+    assert list(in_threads([lambda number=number: greedy(number) for number in range(6)])) == list(range(6))
+    with pytest.raises(RuntimeError, match="another"):
+        list(in_threads([lambda: (_ for _ in ()).throw(RuntimeError("another"))] * 2))
+
+
+def test_a_task_computes_its_own_passes_in_turn():
+    use_threads(2)
+    nested = [lambda: list(in_threads([threading.get_ident] * 3)) for _ in range(2)]
+    assert all(len(set(idents)) == 1 for idents in in_threads(nested))
+
+
+def test_a_child_of_fork_has_threads_of_its_own(tmp_path):
+    code = """
+import os
+from rlhf_cli.processes.threads import in_threads, use_threads
+use_threads(2)
+assert list(in_threads([os.getpid] * 4)) == [os.getpid()] * 4
+child = os.fork()
+if not child:
+    os._exit(0 if list(in_threads([os.getpid] * 4)) == [os.getpid()] * 4 else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    code_of_exit, output = Forked(code, folder=tmp_path, log=tmp_path / "log").wait()
+    assert code_of_exit == 0, output
+
+
+def test_the_cores_of_a_container_are_counted(monkeypatch, tmp_path):
+    monkeypatch.setattr(launcher.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(launcher, "CGROUP", tmp_path / "cpu.max")
+    assert launcher.num_cores() == 8  # no limit is set here
+    for text, cores in (("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("1600000 100000", 8)):
+        launcher.CGROUP.write_text(text)
+        assert launcher.num_cores() == cores
+
+
+def test_omp_num_threads_is_the_default(monkeypatch):
+    for value, count in (("3", 3), ("2,1", 2), (None, launcher.num_cores())):
+        monkeypatch.setenv("OMP_NUM_THREADS", value) if value else monkeypatch.delenv("OMP_NUM_THREADS")
+        use_threads(None)
+        assert threads.num_threads() == count
+
+
+# ------------------------------------------------------------------------------------------------ the cut
+
+
+def test_the_cut_depends_on_the_rows_alone_and_its_parts_are_about_equal():
+    lengths = [int(n) for n in torch.randint(40, 160, (64,), generator=torch.Generator().manual_seed(0))]
+    cut = equal_chunks(lengths, 2048, 1)
+    sizes = [sum(lengths[row] for row in chunk) for chunk in cut]
+    assert sorted(row for chunk in cut for row in chunk) == list(range(64))
+    assert len(cut) == 8
+    assert max(sizes) - min(sizes) < 40
+    assert batches.PART_TOKENS <= sum(lengths) / len(cut) < 2 * batches.PART_TOKENS
+    assert equal_chunks(lengths, 400, 1) == equal_chunks(lengths, 400, 2)
+    assert max(sum(lengths[row] for row in chunk) for chunk in equal_chunks(lengths, 400, 1)) <= 400
+    assert equal_chunks([500, 20], 400, 2) is None
+    assert equal_chunks([], 400, 2) == []
+
+
+def test_rows_of_a_group_stay_together():
+    cut = equal_chunks([300] * 8, 2048, 2, groups=[0, 1, 2, 3] * 2, shared=[200] * 8)
+    assert sorted(sorted(chunk) for chunk in cut) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+# ------------------------------------------------------------------------------------------- sums of gradients
+
+
+def test_the_sum_of_gradients_has_the_bytes_of_one_thread():
+    torch.manual_seed(0)
+    one, two = (nn.Sequential(nn.Embedding(50, 24), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 1)) for _ in range(2))
+    rows = torch.randint(50, (40, 9))
+
+    def loss_of(model):
+        def loss(part):
+            value = model(rows[list(part)]).square().sum()
+            return value, {"loss": value.detach()}
+
+        return loss
+
+    sums = []
+    for count in COUNTS:
+        use_threads(count)
+        for model in (one, two):
+            model.zero_grad()
+        gradients = GradientSum(ALONE, lambda loss: loss, one, two)
+        pieces = [range(first, first + 5) for first in range(0, 40, 5)]
+        stats = gradients.add(pieces, loss_of(one), loss_of(two))
+        gradients.receive()
+        sums.append(([w.grad.clone() for m in (one, two) for w in m.parameters()], stats))
+    for other, stats in sums[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(sums[0][0], other, strict=True))
+        assert stats == sums[0][1]
+
+
+def test_models_with_state_in_their_passes_are_computed_in_turn():
+    use_threads(2)
+    model = nn.Linear(2, 2)
+    model.config = type("Config", (), {"rope_parameters": {"rope_type": "dynamic"}})
+    assert set(over_pieces([[1], [2]], lambda _: threading.current_thread(), model)) == {threading.current_thread()}
+    del model.config
+    assert threading.current_thread() not in over_pieces([[1], [2]], lambda _: threading.current_thread(), model)
+    assert not pass_loop._can_thread([nn.Linear(2, 2, device="meta")])
+
+
+# --------------------------------------------------------------------------------------- responses and stages
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen2"])
+@pytest.mark.parametrize("live", [None, 40])
+def test_responses_have_the_bytes_of_one_thread(architecture, live, make_model):
+    model = load_policy(str(make_model(architecture)))
+    prepare(model, CPU)
+    prompts = [[(5 * row + i) % 250 + 3 for i in range(1 + row % 11)] for row in range(70)]
+    uniforms = draw_uniforms(0, "threads", 0, 70, 24)
+    found = []
+    for count in COUNTS:
+        use_threads(count)
+        responses = sample(model, prompts, uniforms, Sampling(stop=frozenset(range(3, 12))), max_live_rows=live)
+        found.append([(one.ids, one.logprobs, one.ended) for one in responses])
+    assert found[1:] == found[:1] * 3
+
+
+def test_rows_are_decoded_in_threads_only_if_their_bytes_are_the_same(make_model, monkeypatch):
+    model = load_policy(str(make_model("llama")))
+    prepare(model, CPU)
+    assert len(PagedDecoder(model, 40).split(3)) == 3
+    forward = PagedDecoder.step
+
+    def depends_on_the_rows_beside(self, ids):
+        return forward(self, ids) + 1e-6 * len(ids)
+
+    other = load_policy(str(make_model("llama")))
+    prepare(other, CPU)
+    monkeypatch.setattr(PagedDecoder, "step", depends_on_the_rows_beside)
+    assert len(PagedDecoder(other, 40).split(3)) == 1
+
+
+OPTIONS = {
+    "sft": {},
+    "rm": {},
+    "ppo": {},
+    "ppo adapters": {"policy": {"lora": {"r": 2}}},
+    "ppo full": {"policy": {"lora": {"r": 2}}, "ppo": {"kl_estimator": "full", "kl_in": "loss"}},
+    "ppo one backbone": {"value_model": {"init": "shared"}, "ppo": {"old_logprobs": "recomputed"}},
+}
+
+
+def files_of(stage: Path) -> dict[str, object]:
+    """The bytes of a stage's models and samples, and its metrics without times."""
+    measured = ("time/", "speed/", "memory/")
+    rows = [
+        {key: value for key, value in row.items() if not key.startswith(measured)}
+        for row in read_jsonl(stage / "metrics.jsonl")
+    ]
+    models = {str(path.relative_to(stage)): path.read_bytes() for path in stage.rglob("*.safetensors")}
+    return models | {"metrics": rows, "samples": (stage / "samples.jsonl").read_bytes()}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_stage_has_the_bytes_of_one_thread(name, pipeline, run_stage, small_parts, tmp_path, request):  # noqa: ARG001
+    stage, of_model = name.split()[0], pipeline("llama")
+    model = {"sft": {"model": {"path": str(of_model / "sft")}}, "rm": {"model": {"path": str(of_model / "sft")}}}
+    inputs = model.get(stage, {"rewards": [{"type": "reward_model", "path": str(of_model / "rm")}]})
+    if stage == "ppo":
+        inputs["policy"] = {"path": str(of_model / "sft")} | OPTIONS[name].get("policy", {})
+        inputs["ppo"] = {"rollout_batch_size": 48, "minibatch_size": 16} | OPTIONS[name].get("ppo", {})
+    found = []
+    for count in COUNTS if name in ("sft", "ppo") else (1, 3):
+        changes = OPTIONS[name] | inputs | {"threads": count}
+        found.append(files_of(run_stage(stage, tmp_path / str(count), **changes)))
+    assert all(one == found[0] for one in found[1:])
+
+
+def test_a_run_that_began_on_four_threads_goes_on_with_one(pipeline, run_stage, small_parts, tmp_path, monkeypatch):  # noqa: ARG001
+    options = {"model": {"path": str(pipeline("llama") / "sft")}, "checkpoints": {"every_steps": 1}}
+    whole = files_of(run_stage("sft", tmp_path / "whole", threads=2, **options))
+    steps, accumulate = [], sft._accumulate
+
+    def stops(*given):
+        steps.append(threads.num_threads())
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+        return accumulate(*given)
+
+    monkeypatch.setattr(sft, "_accumulate", stops)
+    with pytest.raises(KeyboardInterrupt):
+        run_stage("sft", tmp_path / "parts", threads=4, **options)
+    resumed = files_of(run_stage("sft", tmp_path / "parts", threads=1, **options))
+    assert steps == [4, 4, 4, 1]
+    assert resumed == whole
