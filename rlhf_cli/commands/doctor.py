@@ -176,7 +176,7 @@ def machine() -> Iterator[Result]:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         yield problem("torch", f"cannot be imported ({reason[0][:300]}). Install it again")
         return
-    cores = usable_cores()
+    cores = num_cores()
     yield ok("device", f"cpu: {_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {cores} cores")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for number in range(torch.cuda.device_count()):
@@ -189,15 +189,6 @@ def machine() -> Iterator[Result]:
     yield threads(torch.get_num_threads(), cores, os.getloadavg()[0])
     yield arithmetic(device, computes_in_bfloat16(device, "auto"))
     yield from training(device)
-
-
-def usable_cores() -> int:
-    """Cores that this process may use: its CPU affinity, limited by the container's quota."""
-    cores = num_cores()
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
-        cores = min(cores, max(1, math.ceil(int(quota) / int(period))))  # "max" is no limit
-    return cores
 
 
 def threads(num_threads: int, cores: int, load: float) -> Result:
@@ -213,7 +204,7 @@ def threads(num_threads: int, cores: int, load: float) -> Result:
         return warning(
             "threads",
             f"{text}: on a busy CPU the threads wait for each other, and a step can take several times as long. "
-            "Set OMP_NUM_THREADS=1 (the weights differ in the last bits from those of another number of threads)",
+            "Set OMP_NUM_THREADS=1 (the result of a stage is the same)",
         )
     return ok("threads", text)
 

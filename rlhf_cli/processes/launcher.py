@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -107,7 +108,7 @@ def num_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):
         quota, period = CGROUP.read_text(encoding="ascii").split()
-        cores = min(cores, max(1, int(quota) // int(period)))
+        cores = min(cores, max(1, math.ceil(int(quota) / int(period))))  # "max" is no limit
     return cores
 
 

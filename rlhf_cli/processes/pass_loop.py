@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.sharding import is_sharded, most
-from rlhf_cli.processes.threads import in_threads, num_threads
+from rlhf_cli.processes.threads import cores, in_threads, is_large, num_threads
 
 R = TypeVar("R")
 Rows = Sequence[int]
@@ -36,6 +36,8 @@ Rows = Sequence[int]
 Loss = Callable[[Rows], tuple[Tensor, Mapping[str, Tensor]]]
 """From the rows of a piece to a loss and its statistics."""
 
+COPIES_BYTES = 2 * 2**30
+"""The most memory for the gradients of passes that run at the same time. If not even two fit, passes run in turn."""
 BUCKET_BYTES = 25 * 2**20
 """The largest bucket in float32, as in DDP. A larger gradient is sent alone."""
 
@@ -51,12 +53,9 @@ def over_pieces(
     [5, 2]
     """
     missing = _num_missing(len(pieces), models)
-    if in_turn or not _can_thread(models):
-        results = [compute(rows) for rows in pieces]
-        for _ in range(missing):
-            compute([])
-        return results
-    return list(in_threads([partial(compute, rows) for rows in pieces]))
+    tasks = [partial(compute, rows) for rows in [*pieces, *[()] * missing]]
+    most = 1 if in_turn or not _can_thread(models) else None
+    return list(in_threads(tasks, most, wide=is_large(*models)))[: len(pieces)]
 
 
 def _can_thread(models: Sequence[nn.Module | None]) -> bool:
@@ -138,7 +137,9 @@ class GradientSum:
     ):
         self._world, self._scaled, self._models = world, scaled, (*models, *beside)
         self._weights = [weight for model in models for weight in model.parameters() if weight.requires_grad]
-        self._in_turn = in_turn or not _can_thread(self._models)
+        self._is_large = is_large(*self._models)
+        size = sum(weight.numel() * weight.element_size() for weight in self._weights)
+        self._at_once = 1 if in_turn or not _can_thread(self._models) else max(1, COPIES_BYTES // max(1, size))
         self._buckets: list[_Bucket] = []
         self._num_sent = 0
         self._overlaps = False
@@ -161,8 +162,12 @@ class GradientSum:
         The graph of each of `losses` is freed before this thread computes the next one. Each may make one backward pass
         of a model. The sums begin in the last piece, unless `last` is false: then further pieces follow.
         """
-        if num_threads() > 1 and not self._in_turn:
+        if min(num_threads(), self._at_once, len(pieces) * len(losses)) > 1:
             return self._add_in_threads(pieces, losses)
+        with cores(num_threads()) if self._is_large else nullcontext():
+            return self._add_in_turn(pieces, losses, last=last)
+
+    def _add_in_turn(self, pieces: Sequence[Rows], losses: Sequence[Loss], *, last: bool) -> list[dict[str, Tensor]]:
         everything = [*pieces, *[()] * _num_missing(len(pieces), self._models)]
         found: list[dict[str, Tensor]] = []
         for number, rows in enumerate(everything, start=1):
@@ -188,7 +193,7 @@ class GradientSum:
 
         tasks = [partial(gradients_of, rows, loss_of) for rows in pieces for loss_of in losses]
         found: list[dict[str, Tensor]] = [{} for _ in pieces]
-        for number, (gradients, figures) in enumerate(in_threads(tasks)):
+        for number, (gradients, figures) in enumerate(in_threads(tasks, self._at_once, wide=self._is_large)):
             found[number // len(losses)] |= figures
             for weight, gradient in zip(self._weights, gradients, strict=bool(gradients)):
                 if gradient is not None:

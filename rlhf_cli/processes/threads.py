@@ -3,6 +3,7 @@
 torch can split one product among threads instead (OpenMP). For small products that gains little, and the last digits
 then depend on the number of threads. Here each thread computes whole passes on one core. What a pass computes does not
 depend on what runs beside it, and results are taken in order. So the number of threads changes no number of a run.
+Only passes of LARGE models, when there are fewer than threads, use several cores each.
 """
 
 from __future__ import annotations
@@ -16,10 +17,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from rlhf_cli.processes.launcher import num_cores
 
 R = TypeVar("R")
+
+LARGE = 30_000_000
+"""Weights of a model from which a pass may use several cores. Its products are large enough to be split among them, and
+reading the weights takes so long that decoding groups of rows apart, each with all weights, gains nothing."""
+
+
+def is_large(*models: nn.Module | None) -> bool:
+    """Whether one of the models has LARGE weights."""
+    return any(sum(weight.numel() for weight in model.parameters()) >= LARGE for model in models if model is not None)
 
 
 class _Pool:
@@ -70,46 +81,66 @@ def use_threads(count: int | None) -> None:
     torch.set_num_threads(1)
 
 
-def in_threads(tasks: Sequence[Callable[[], R]]) -> Iterator[R]:
-    """The result of each task, in order. At most `num_threads` of them run, or wait to be taken, at the same time.
+@contextlib.contextmanager
+def cores(count: int) -> Iterator[None]:
+    """Inside the block, this thread's operations use so many cores (OpenMP)."""
+    before = torch.get_num_threads()
+    if count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def in_threads(tasks: Sequence[Callable[[], R]], most: int | None = None, *, wide: bool = False) -> Iterator[R]:
+    """The result of each task, in order.
 
     A task sees the gradient mode of its caller. If one raises, the others that have begun finish first. A task that
     runs out of memory is computed again by itself, and so are all after it.
 
+    Args:
+        tasks: they must not depend on each other.
+        most: at most so many, or `num_threads`, run, or wait to be taken, at the same time.
+        wide: if there are more threads than tasks, the operations of each task share the cores that are left.
+
     >>> list(in_threads([lambda: 1, lambda: 2]))
     [1, 2]
     """
-    count = min(num_threads(), len(tasks))
-    if count <= 1:
-        yield from (task() for task in tasks)
+    count = max(1, min(num_threads(), len(tasks), most or len(tasks)))
+    each = num_threads() // count if wide else 1
+    if count == 1:
+        with cores(each) if wide else contextlib.nullcontext():
+            yield from (task() for task in tasks)
         return
-    mode, before = torch.is_grad_enabled(), torch.get_num_threads()
+    mode = torch.is_grad_enabled()
 
     def compute(task: Callable[[], R]) -> R:
-        with torch.set_grad_enabled(mode):
+        with torch.set_grad_enabled(mode), cores(each):
             return task()
 
     waiting, executor = deque(tasks[count:]), _pool.started()
-    torch.set_num_threads(1)
-    running = deque(executor.submit(compute, task) for task in tasks[:count])
-    try:
-        while running:
-            try:
-                result = running[0].result()
-            except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                break
-            running.popleft()
-            if waiting:
-                running.append(executor.submit(compute, waiting.popleft()))
-            yield result
-        num_left = len(waiting) + len(running)
-        _finish(running)
-        yield from (task() for task in tasks[len(tasks) - num_left :])
-    finally:
-        _finish(running)
-        torch.set_num_threads(before)
+    with cores(1):
+        running = deque(executor.submit(compute, task) for task in tasks[:count])
+        try:
+            while running:
+                try:
+                    result = running[0].result()
+                except (MemoryError, RuntimeError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    break
+                running.popleft()
+                if waiting:
+                    running.append(executor.submit(compute, waiting.popleft()))
+                yield result
+            num_left = len(waiting) + len(running)
+            _finish(running)
+            yield from (task() for task in tasks[len(tasks) - num_left :])
+        finally:
+            _finish(running)
 
 
 def _finish(running: deque[Future[R]]) -> None:

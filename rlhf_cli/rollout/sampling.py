@@ -25,7 +25,7 @@ from rlhf_cli.decoders.paged import FEWEST_ROWS, PagedDecoder
 from rlhf_cli.decoders.plain import join_sampling
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.processes.sharding import device_of
-from rlhf_cli.processes.threads import in_threads, num_threads
+from rlhf_cli.processes.threads import in_threads, is_large, num_threads
 from rlhf_cli.rollout.distribution import NGrams, Response, Sampling, ids_mask, kept_tokens, stop_token_mask
 from rlhf_cli.seeding import generator
 
@@ -146,7 +146,8 @@ def sample(
     # A row that stayed beyond its limit would write into its response, and may have no position left in the model.
     leaves_below = decoder.leaves_below if limits is None else 1.0
     decoders: Sequence[Decoder] = [decoder]
-    if isinstance(decoder, PagedDecoder) and on_tokens is None and max_live_rows >= 2 * FEWEST_ROWS:
+    wide = is_large(model)
+    if isinstance(decoder, PagedDecoder) and on_tokens is None and max_live_rows >= 2 * FEWEST_ROWS and not wide:
         decoders = decoder.split(min(num_threads(), max_live_rows // FEWEST_ROWS))
     uniforms = uniforms.to(device)
     ends = [num_rows * (number + 1) // len(decoders) for number in range(len(decoders))]
@@ -155,7 +156,7 @@ def sample(
         live = _LiveRows(uniforms[first:last], each[first:last], sampling, tokenizer)
         room = max_live_rows // len(decoders)
         tasks.append(partial(_decode, one, live, prompts[first:last], room, leaves_below, on_tokens))
-    responses = list(chain.from_iterable(in_threads(tasks)))
+    responses = list(chain.from_iterable(in_threads(tasks, wide=wide)))
     join_sampling(model)
     return responses
 

@@ -180,10 +180,6 @@ def test_threads_on_a_busy_cpu(num_threads: int, cores: int, load: float, word: 
         assert f"OMP_NUM_THREADS={2 if num_threads > cores else 1}" in line.text
 
 
-def test_usable_cores() -> None:
-    assert 1 <= module.usable_cores() <= (os.cpu_count() or 1)
-
-
 def test_arithmetic_names_the_choice_of_auto() -> None:
     text = module.arithmetic(CPU, False).text
     milliseconds = [float(part.split()[-1]) for part in text.split(" ms in ")[:2]]

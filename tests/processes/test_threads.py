@@ -137,7 +137,7 @@ def test_the_cores_of_a_container_are_counted(monkeypatch, tmp_path):
     monkeypatch.setattr(launcher.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     monkeypatch.setattr(launcher, "CGROUP", tmp_path / "cpu.max")
     assert launcher.num_cores() == 8  # no limit is set here
-    for text, cores in (("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("1600000 100000", 8)):
+    for text, cores in (("max 100000", 8), ("250000 100000", 3), ("50000 100000", 1), ("1600000 100000", 8)):
         launcher.CGROUP.write_text(text)
         assert launcher.num_cores() == cores
 
@@ -297,3 +297,29 @@ def test_a_run_that_began_on_four_threads_goes_on_with_one(pipeline, run_stage, 
     resumed = files_of(run_stage("sft", tmp_path / "parts", threads=1, **options))
     assert steps == [4, 4, 4, 1]
     assert resumed == whole
+
+
+def test_few_passes_of_a_large_model_use_several_cores_each(monkeypatch):
+    use_threads(4)
+    monkeypatch.setattr(threads, "LARGE", 5)
+    large, small = nn.Linear(2, 2), nn.Linear(2, 1)
+    of_large, of_small = (over_pieces([[1], [2]], lambda _: torch.get_num_threads(), m) for m in (large, small))
+    assert (of_large, of_small) == ([2, 2], [1, 1])
+    assert over_pieces([[1]], lambda _: torch.get_num_threads(), large) == [4]
+    assert over_pieces([[1], [2]], lambda _: torch.get_num_threads(), large, in_turn=True) == [4, 4]
+    assert torch.get_num_threads() == 1
+
+
+def test_gradients_that_do_not_fit_twice_are_computed_in_turn(monkeypatch):
+    use_threads(2)
+    model, seen = nn.Linear(4, 1), []
+
+    def loss(part):
+        seen.append(threading.current_thread())
+        return model(torch.ones(len(part), 4)).sum(), {}
+
+    for copies, most in ((40, 2), (39, 1)):
+        monkeypatch.setattr(pass_loop, "COPIES_BYTES", copies)
+        GradientSum(ALONE, lambda x: x, model).add([[1], [2]], loss)
+        assert (threading.main_thread() not in seen) == (most == 2)
+        seen.clear()
