@@ -29,7 +29,7 @@ from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.files import digest_file, stored_tensors
 from rlhf_cli.printing import printable, size
-from rlhf_cli.processes.launcher import num_cores
+from rlhf_cli.processes.environment import num_cores
 from rlhf_cli.program import install_extra
 from rlhf_cli.report.progress import Console
 from rlhf_cli.run.artifacts import (

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import random
 import signal
@@ -27,6 +26,7 @@ from typing import IO, Any
 from rlhf_cli.errors import EndedElsewhere
 from rlhf_cli.files import KNOWN_FILE, known_digests
 from rlhf_cli.printing import say
+from rlhf_cli.processes.environment import num_cores
 from rlhf_cli.processes.failures import FAILURES, LOST
 from rlhf_cli.processes.signals import LAUNCHED, STOP_SIGNALS
 from rlhf_cli.program import command
@@ -36,8 +36,6 @@ GRACE_S = 20.0
 SHORT_GRACE_S = 3.0
 """The same for a command that has nothing to save, such as `rlhf generate`."""
 POLL_S = 0.05
-CGROUP = Path("/sys/fs/cgroup/cpu.max")
-"""The limit of a container: microseconds of processor time, or `max`, in each period of microseconds."""
 
 
 @dataclass
@@ -101,15 +99,6 @@ def run_processes(
     if first > 0 and first != LOST and (failed.process.returncode > 0 or failed.process.returncode == -signal.SIGABRT):
         return first  # the first process has an error of its own, and has printed it
     return _explain(failed, count, [json.loads(line) for line in noted], checkpoint_in_words)
-
-
-def num_cores() -> int:
-    """The CPU cores that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = CGROUP.read_text(encoding="ascii").split()
-        cores = min(cores, max(1, math.ceil(int(quota) / int(period))))  # "max" is no limit
-    return cores
 
 
 def _start(command: Sequence[str], rank: int, environment: Mapping[str, str]) -> Worker:

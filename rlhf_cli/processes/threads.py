@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from rlhf_cli.processes.launcher import num_cores
+from rlhf_cli.processes.environment import num_cores
 
 R = TypeVar("R")
 

@@ -13,7 +13,7 @@ from rlhf_cli.data import batches
 from rlhf_cli.data.batches import equal_chunks
 from rlhf_cli.decoders.paged import PagedDecoder
 from rlhf_cli.models.load import load_policy, prepare
-from rlhf_cli.processes import launcher, pass_loop, threads
+from rlhf_cli.processes import environment, pass_loop, threads
 from rlhf_cli.processes.distributed import ALONE
 from rlhf_cli.processes.pass_loop import GradientSum, over_pieces
 from rlhf_cli.processes.threads import in_threads, use_threads
@@ -134,16 +134,16 @@ assert os.waitpid(child, 0)[1] == 0
 
 
 def test_the_cores_of_a_container_are_counted(monkeypatch, tmp_path):
-    monkeypatch.setattr(launcher.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setattr(launcher, "CGROUP", tmp_path / "cpu.max")
-    assert launcher.num_cores() == 8  # no limit is set here
+    monkeypatch.setattr(environment.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(environment, "CGROUP", tmp_path / "cpu.max")
+    assert environment.num_cores() == 8  # no limit is set here
     for text, cores in (("max 100000", 8), ("250000 100000", 3), ("50000 100000", 1), ("1600000 100000", 8)):
-        launcher.CGROUP.write_text(text)
-        assert launcher.num_cores() == cores
+        environment.CGROUP.write_text(text)
+        assert environment.num_cores() == cores
 
 
 def test_omp_num_threads_is_the_default(monkeypatch):
-    for value, count in (("3", 3), ("2,1", 2), (None, launcher.num_cores())):
+    for value, count in (("3", 3), ("2,1", 2), (None, environment.num_cores())):
         monkeypatch.setenv("OMP_NUM_THREADS", value) if value else monkeypatch.delenv("OMP_NUM_THREADS")
         use_threads(None)
         assert threads.num_threads() == count
