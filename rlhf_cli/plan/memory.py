@@ -68,6 +68,8 @@ class Setting:
     checkpointing: bool = False
     saves: bool = False
     """Whether the run writes checkpoints on its way."""
+    threads: int = 1
+    """Passes at the same time."""
 
     @property
     def number(self) -> int:

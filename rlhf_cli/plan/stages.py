@@ -10,10 +10,13 @@ from rlhf_cli.config.ppo_update import PPO
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage, Training
+from rlhf_cli.data.batches import PART_TOKENS
 from rlhf_cli.plan.activations import ROW
-from rlhf_cli.plan.budget import auto_tokens
+from rlhf_cli.plan.budget import BY_TOKENS, auto_tokens
 from rlhf_cli.plan.memory import Batch, Held, Machine, Phase, Setting, fullest, join
 from rlhf_cli.plan.origins import ModelOrigins
+from rlhf_cli.processes.pass_loop import COPIES_BYTES
+from rlhf_cli.processes.threads import num_threads
 
 PAIR = 1.5
 """Length of a preference pair in maximum lengths: both answers follow one prompt, which is computed once and is taken
@@ -64,7 +67,26 @@ def plan_stage(stage: str, config: Stage, origins: ModelOrigins, machine: Machin
             _save(models, static | {"optimizer": 0.0}),  # which is freed before
             Phase("evaluation", join(static, models[0].in_forward(batch))),
         ]
+    phases = [Phase(phase.name, join(phase.parts, _other_threads(phase, models, batch))) for phase in phases]
     return StagePlan(stage, models, phases, batch, tokens, setting)
+
+
+def _other_threads(phase: Phase, models: list[Held], batch: Batch) -> dict[str, float]:
+    """What a phase needs beyond one pass, where `threads` passes run at the same time (processes/threads.py).
+
+    `tokens_per_microbatch: auto` does not count it: the result must not depend on the number of threads.
+    """
+    setting, trains = models[0].setting, phase.name in ("update", "checkpoint")
+    if setting.threads == 1 or setting.device != "cpu" or setting.sharded > 1 or phase.name not in BY_TOKENS:
+        return {}
+    gradients = [model.gradient_bytes for model in _trained(models)] if trains else [0.0]
+    at_once = min(setting.threads, int(COPIES_BYTES // max(1.0, sum(gradients))))
+    if at_once <= 1:
+        return {}
+    # Parts of equal size have less than twice PART_TOKENS.
+    passes = at_once * min(1.0, 2 * PART_TOKENS / batch.tokens)
+    of_pass = phase.parts.get("activations", 0.0) + phase.parts.get("logits", 0.0)
+    return {"other threads": max(0.0, passes - 1) * of_pass + at_once * max(gradients)}
 
 
 def planned_tokens(config: Stage, origins: ModelOrigins, machine: Machine) -> int:
@@ -78,6 +100,7 @@ def setting_of(config: Stage, machine: Machine) -> Setting:
     assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
     device = machine.device if config.device == "auto" else config.device
     is_auto = config.precision == "auto"
+    threads = config.threads or max(1, num_threads() // machine.processes)
     shard = config.distributed.shard
     return Setting(
         device=device,
@@ -88,6 +111,7 @@ def setting_of(config: Stage, machine: Machine) -> Setting:
         states=config.optimizer.precision,
         checkpointing=config.gradient_checkpointing,
         saves=config.checkpoints.every_steps is not None or config.checkpoints.every_minutes is not None,
+        threads=threads if device == "cpu" else 1,
     )
 
 

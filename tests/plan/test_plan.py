@@ -211,6 +211,18 @@ def test_a_reward_model_of_adapters_shares_the_weights_of_the_policy_unless_it_i
     assert sizes[0] == 0 < sizes[1]
 
 
+def test_threads_need_memory_and_do_not_change_the_microbatches():
+    one, four = (plan("configs/support", "--set", f"threads={n}")[2] for n in (1, 4))
+    assert one["tokens_per_microbatch"] == four["tokens_per_microbatch"]
+    parts = [{phase["name"]: phase["parts"] for phase in stage["phases"]} for stage in (one, four)]
+    assert "other threads" not in parts[0]["update"]
+    of_pass = parts[0]["update"]["activations"] + parts[0]["update"].get("logits", 0)
+    gradients = max(model["gradient_bytes"] for model in four["models"])
+    assert parts[1]["update"]["other threads"] == pytest.approx(of_pass + 4 * gradients)  # parts of half the tokens
+    assert 0 < parts[1]["scoring"]["other threads"] < of_pass
+    assert "other threads" not in parts[1]["rollout"]
+
+
 def test_a_model_that_is_offloaded_needs_the_memory_of_the_cpu_and_not_of_the_gpu(shapes):
     """The plan offers it where the parts of the model do not fit, and counts what it moves."""
     options = ["configs/hh/sft.yaml", "--gpus", 4, "--gpu-memory", "24GB", "--set", f"model.path={shapes / '8b'}"]
