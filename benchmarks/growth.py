@@ -46,7 +46,7 @@ from rlhf_cli.rewards.models import score_sequences
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import cut_responses
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
-from rlhf_cli.rollout.scoring import Models, ref_response_logprobs, response_values
+from rlhf_cli.rollout.scoring import Models, response_logprobs, response_values
 from rlhf_cli.training.loss_scale import LossScale
 from rlhf_cli.training.optimizer import build_stepper
 
@@ -218,7 +218,7 @@ def scoring(point: Point) -> Callable[[], None]:
     def run() -> None:
         for part in cut_responses(budget, policy, prompts, responses):
             some, answers = [prompts[i] for i in part], [responses[i] for i in part]
-            ref_response_logprobs(models, some, answers, Sampling(), "float32")
+            response_logprobs(models.ref_policy, some, answers, Sampling(), "float32")
             response_values(value_model, some, answers, "float32")
         score_sequences(reward_model, whole, "float32", budget)
 

@@ -437,6 +437,7 @@ def test_the_full_kl_needs_no_extra_pass_for_ref_logprobs(pair):
 def test_a_shared_backbone_gives_log_probabilities_and_values_in_one_pass():
     _, model = made("llama")
     head = torch.nn.Linear(model.config.hidden_size, 1, bias=False)
+    forward.check_head(model)  # which makes passes of its own
     passes = []
     hook = model.model.register_forward_hook(lambda *_: passes.append(1))
     found = score_tokens(Models(model, model, value_head=head), ROWS, RESPONSES, DRAWN, "float32")

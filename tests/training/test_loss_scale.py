@@ -24,7 +24,7 @@ def test_gradients_are_those_of_the_loss_and_an_overflow_halves_the_scale():
     optimizer, scale = torch.optim.AdamW([weight]), LossScale(CPU, "float16")
     for factor, finite, expected in ((2.0, True, FIRST), (1e38, False, FIRST / 2), (2.0, True, FIRST / 2)):
         weight.grad = None
-        scale.backward((weight * factor).sum())
+        scale.scaled((weight * factor).sum()).backward()
         scale.unscale(optimizer)
         assert weight.grad.isfinite().all() == finite
         if finite:
@@ -43,7 +43,7 @@ def test_other_precisions_compute_nothing():
     weight = torch.nn.Parameter(torch.ones(3))
     for precision in ("float32", "bfloat16", "auto"):
         scale = LossScale(CPU, precision)
-        scale.backward((weight * 2).sum())
+        scale.scaled((weight * 2).sum()).backward()
         assert (scale.parts(), scale.figures("sft"), scale.scale) == ({}, {}, 1.0)
         assert not scale.explains({"sft/grad_norm": math.inf})
     assert weight.grad.tolist() == [6.0] * 3
@@ -93,13 +93,13 @@ def test_training_in_float16_learns_as_in_float32(float16, tmp_path):
 
 def overflowing(patch, steps, counter):
     """Let the gradients of these steps overflow, by a loss scale of 2**127."""
-    plain = LossScale.backward
+    plain = LossScale.scaled
 
-    def backward(self, loss):
+    def scaled(self, loss):
         counter.append(None)
-        plain(self, loss * 2.0**125 if len(counter) in steps else loss)
+        return plain(self, loss * 2.0**125 if len(counter) in steps else loss)
 
-    patch.setattr(LossScale, "backward", backward)
+    patch.setattr(LossScale, "scaled", scaled)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -116,7 +116,7 @@ def test_an_overflow_is_skipped_counted_and_no_reason_to_stop(float16, tmp_path,
 
 def test_a_gradient_that_stays_infinite_stops_the_run(float16, tmp_path, monkeypatch):
     """After 16 halvings the scale is 1 and explains nothing."""
-    monkeypatch.setattr(LossScale, "backward", lambda self, loss: self._scaler.scale(loss * math.inf).backward())
+    monkeypatch.setattr(LossScale, "scaled", lambda self, loss: self._scaler.scale(loss * math.inf))
     with pytest.raises(RunError, match=r"sft step 17: sft/grad_norm is (inf|nan); the step was skipped"):
         float16(tmp_path)
 
