@@ -21,6 +21,7 @@ from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from stages import sft
 from support.forked import Forked
+from support.runs import run_forked
 from support.tiny import CPU, read_jsonl
 
 COUNTS = (1, 2, 3, 4)
@@ -323,3 +324,13 @@ def test_gradients_that_do_not_fit_twice_are_computed_in_turn(monkeypatch):
         GradientSum(ALONE, lambda x: x, model).add([[1], [2]], loss)
         assert (threading.main_thread() not in seen) == (most == 2)
         seen.clear()
+
+
+def test_two_processes_have_the_bytes_of_one_thread(pipeline, write_config, tmp_path):
+    """Each sums its gradients in the order of its microbatches, before the processes add them."""
+    found = []
+    for count in (1, 3):
+        options = {"model": {"path": str(pipeline("llama") / "sft")}, "training": {"microbatch_size": 1}}
+        run_forked(2, "sft", write_config("sft", tmp_path / str(count), threads=count, **options))
+        found.append(files_of(tmp_path / str(count) / "sft"))
+    assert found[0] == found[1]
