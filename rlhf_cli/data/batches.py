@@ -44,7 +44,15 @@ def chunks(items: Sequence[T], size: int | None) -> Iterator[Sequence[T]]:
 
 PART_TOKENS = 512
 """Fewest tokens, on average, of the microbatches into which rows are cut for the threads of a CPU. For a model of half
-a million weights two halves of 700 tokens take as long as the whole, and four quarters of 350 take 8 % longer."""
+a million weights two halves of 760 tokens take as long as the whole on one core, of 440 9 % longer, of 280 16 %."""
+PART_TOKENS_OF_LARGE = 256
+"""The same for a model of MANY_WEIGHTS, whose operations are larger."""
+MANY_WEIGHTS = 8_000_000
+
+
+def part_tokens(num_weights: int) -> int:
+    """The fewest tokens of a microbatch of a model for the threads of a CPU."""
+    return PART_TOKENS if num_weights < MANY_WEIGHTS else PART_TOKENS_OF_LARGE
 
 
 @dataclass(frozen=True)
@@ -60,13 +68,15 @@ class Budget:
     parts: int = 0
     """On a CPU: into how many equal microbatches rows are cut at least, for its threads (`equal_chunks`). 0: as few
     microbatches as possible."""
+    part_tokens: int | None = None
+    """In place of PART_TOKENS: fewer are enough for a large model."""
 
     def cut(
         self, lengths: Sequence[int], groups: Sequence[Hashable] | None = None, shared: Sequence[int] | None = None
     ) -> list[list[int]]:
         """The row numbers of each microbatch of rows of these lengths."""
         if self.parts and not self.padded:
-            cut = equal_chunks(lengths, self.tokens, self.parts, groups, shared)
+            cut = equal_chunks(lengths, self.tokens, self.parts, groups, shared, self.part_tokens)
             if cut is not None and (self.rows is None or max(map(len, cut), default=0) <= self.rows):
                 return cut
         return token_chunks(lengths, self.tokens, self.rows, groups, shared, padded=self.padded)
@@ -138,11 +148,12 @@ def equal_chunks(
     parts: int,
     groups: Sequence[Hashable] | None = None,
     shared: Sequence[int] | None = None,
+    part_tokens: int | None = None,
 ) -> list[list[int]] | None:
     """Cut rows into chunks of about as many tokens each, so that threads that compute them end together.
 
     Their number is `parts` times a power of two: the largest with which a chunk has PART_TOKENS on average, or more if
-    `budget` requires it; 1 for fewer than PART_TOKENS in all. It depends on the rows alone, not on the number of
+    `budget` requires it; 1 for fewer than 1.5 times PART_TOKENS in all. It depends on the rows alone, not on the number of
     threads. See `token_chunks` for the arguments. Returns None if a chunk is over the budget however many there are.
 
     >>> equal_chunks([300, 200, 260, 240], 2048, 2), equal_chunks([100, 90], 2048, 2)
@@ -157,16 +168,17 @@ def equal_chunks(
         units.append((sum(lengths[row] for row in rows) - (len(rows) - 1) * once, rows))
     units.sort(key=lambda unit: -unit[0])
     total = sum(tokens for tokens, _ in units)
-    count = parts if total >= PART_TOKENS else 1
-    while total >= 2 * count * PART_TOKENS:
+    least = part_tokens or PART_TOKENS
+    count = parts if 2 * total >= 3 * least else 1
+    while total >= 2 * count * least:
         count *= 2
     while True:
         chunks: list[list[int]] = [[] for _ in range(min(count, len(units)))]
         tokens = [0] * len(chunks)
         for size, rows in units:
-            least = tokens.index(min(tokens))
-            chunks[least] += rows
-            tokens[least] += size
+            smallest = tokens.index(min(tokens))
+            chunks[smallest] += rows
+            tokens[smallest] += size
         if max(tokens, default=0) <= budget:
             return chunks
         if count >= len(units):

@@ -59,6 +59,11 @@ class Network:
     kv_heads: int
     head_dim: int
 
+    @property
+    def width(self) -> int:
+        """Numbers of a token that attention reads."""
+        return self.heads * self.head_dim
+
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states before the last norm: ids [N] at `positions` [N] -> [N, hidden]."""
         heads, kv_heads = self.heads, self.kv_heads

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
-from rlhf_cli.data.batches import Budget
+from rlhf_cli.data.batches import Budget, part_tokens
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.kernels import attention
 from rlhf_cli.models.cost import Work, peak_flops, work_of
@@ -44,7 +44,8 @@ class Passes:
 def set_up_training(model: PreTrainedModel, config: SFTConfig | RMConfig, device: torch.device, tokens: int) -> Passes:
     """Set up the passes of a model that is trained alone, of at most `tokens` tokens in a microbatch."""
     parts = 2 if device.type == "cpu" else 0
-    budget = Budget(tokens, config.training.microbatch_size, not is_packed(model), parts)
+    fewest = part_tokens(sum(weight.numel() for weight in model.parameters()))
+    budget = Budget(tokens, config.training.microbatch_size, not is_packed(model), parts, fewest)
     work = work_of(model)
     lines, compile_s = set_up_passes([model], config, device)
     return Passes(budget, work, peak_flops(device, config.precision), lines, compile_s)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.config.ppo import PPOConfig, PPOModelName
 from rlhf_cli.config.rewards import ModelReward
-from rlhf_cli.data.batches import Budget, stream
+from rlhf_cli.data.batches import Budget, part_tokens, stream
 from rlhf_cli.data.encode import Example, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder, PromptRow
 from rlhf_cli.data.splits import HeldOutRows, held_out_rows
@@ -364,7 +364,8 @@ def _budget(config: PPOConfig, stage: StageRun, models: Models, rewards: Sequenc
     # A value model is a second pass over the same rows, for a second thread.
     parts = 1 if models.value_model is not None else 2
     parts = parts if stage.world.device.type == "cpu" else 0
-    budget = Budget(stage.tokens_per_microbatch, config.ppo.microbatch_size, padded, parts)
+    fewest = part_tokens(sum(weight.numel() for weight in models.policy.parameters()))
+    budget = Budget(stage.tokens_per_microbatch, config.ppo.microbatch_size, padded, parts, fewest)
     for _, source in reward_models:
         source.budget = replace(budget, padded=not is_packed(source.model))
     return budget

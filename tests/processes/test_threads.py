@@ -17,6 +17,7 @@ from rlhf_cli.processes import environment, pass_loop, threads
 from rlhf_cli.processes.distributed import ALONE
 from rlhf_cli.processes.pass_loop import GradientSum, over_pieces
 from rlhf_cli.processes.threads import in_threads, use_threads
+from rlhf_cli.rollout import sampling as sampling_module
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from stages import sft
@@ -35,8 +36,9 @@ def _as_before():
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    """Cut the few tokens of a test into several microbatches."""
+    """Cut the few tokens of a test into several microbatches, and its responses into several groups."""
     monkeypatch.setattr(batches, "PART_TOKENS", 24)
+    monkeypatch.setattr(sampling_module, "GROUP_NUMBERS", 1)
 
 
 # --------------------------------------------------------------------------------------------- the scheduler
@@ -217,7 +219,7 @@ def test_models_with_state_in_their_passes_are_computed_in_turn():
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen2"])
 @pytest.mark.parametrize("live", [None, 40])
-def test_responses_have_the_bytes_of_one_thread(architecture, live, make_model):
+def test_responses_have_the_bytes_of_one_thread(architecture, live, make_model, small_parts):  # noqa: ARG001
     model = load_policy(str(make_model(architecture)))
     prepare(model, CPU)
     prompts = [[(5 * row + i) % 250 + 3 for i in range(1 + row % 11)] for row in range(70)]
