@@ -180,7 +180,7 @@ def _backbone(config: RMConfig, *, deferred: bool) -> tuple[PreTrainedModel, Pre
     tokenizer = load_tokenizer(path, revision)
     model, new = new_reward_model(path, revision, seed=config.seed, head_std=head_std, deferred=deferred)
     if new:
-        line = f"{path}: newly initialized: {', '.join(new)}"
+        line = f"{path}: gets a head for the score, untrained so far: {', '.join(new)}"
     elif head_std is not None:
         raise ConfigError(f"model.head_std: {path} has a trained head with one label, which is kept. Remove head_std")
     else:
@@ -370,6 +370,11 @@ def _show(figures: dict[str, float], rows: TokenRows, display: Display) -> None:
     """Print the held-out figures as a table, and what they say about the model."""
     if figures:
         display.table("RM, held out", ["", "value", "rows"], held_out_lines(figures, rows.held_out, rows.probes))
+    if rows.probes:
+        display.note(
+            "probe/NAME is the accuracy on pairs that differ in one known way, NAME (data.probes). 0.5 is chance: the "
+            "model does not see that difference, so its score tells PPO nothing about it"
+        )
     if not rows.held_out.watched:
         display.note("no held-out rows, so it is unknown whether the model is better than chance")
         return

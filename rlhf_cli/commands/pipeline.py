@@ -17,7 +17,6 @@ from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.program import command, set_options
-from rlhf_cli.report import library
 from rlhf_cli.report.page import write_report
 from rlhf_cli.report.progress import Display
 from rlhf_cli.run.artifacts import read_manifest, stage_directory
@@ -84,9 +83,9 @@ def pipeline(
     root = roots.pop()
     _show_result(root, list(configs), ran, display)
     if is_main:
-        _report(Path(root), display)
         if not (Path(root) / "eval").is_dir():
             display.note(f"for intervals, calibration and best-of-n: {command('eval', root)}")
+        _report(Path(root), display)
 
 
 def require_lora(stage: str, configs: Mapping[str, Stage], *, here: bool = True) -> None:
@@ -120,9 +119,6 @@ def _show_result(root: str, stages: Sequence[str], ran: Sequence[str], display: 
 
 def _report(root: Path, display: Display) -> None:
     """Write the report of the run and print its path. The models are finished, so no error ends the pipeline here."""
-    if not library.is_installed():
-        display.note(f"no report.html, which needs the extra `report`. Run: {library.install_line()}")
-        return
     path = root / "report.html"
     try:
         write_report([root], path)
@@ -130,7 +126,7 @@ def _report(root: Path, display: Display) -> None:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         display.warn(f"{path}: not written ({reason}). The models are complete. Run: {command('report', str(root))}")
         return
-    display.note(f"the report is {path}")
+    display.note(f"curves, figures and replies, for a browser: {path}")
 
 
 def overrides_for(stage: str, overrides: Sequence[str]) -> list[str]:

@@ -306,7 +306,7 @@ def over_seeds(values: Sequence[float]) -> str:
 
 
 def _draw(roots: Sequence[Path], root: Path, display: Display) -> None:
-    """Write report.html about all runs, and frontier.png; without the extra `report` a line says how to get them."""
+    """Write report.html about all runs, and frontier.png."""
     from rlhf_cli.report.page import write_frontier, write_report
 
     try:

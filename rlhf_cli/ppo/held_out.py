@@ -235,6 +235,9 @@ class HeldOut:
             metric = config.evaluation.best_metric
             report["best"] = {"step": self.best.step, "metric": metric, "value": self.best.value}
             stage.display.note(f"best_model is the policy of iteration {self.best.step}, by {metric}")
+        if config.evaluation.gold is not None:
+            judge = config.evaluation.gold
+            stage.display.note(f"gold and the figures from there to kl come from the judge {judge}, not the reward")
         stage.display.before_and_after(report)
         if stage.world.is_main:
             text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"

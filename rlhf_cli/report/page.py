@@ -43,7 +43,7 @@ MOST_IN_PICTURE = 6
 def write_report(roots: Sequence[Path], out: Path, png: Path | None = None) -> None:
     """Write the report of the runs to `out`, and a picture of their main curves to `png`.
 
-    Raises ArtifactError for a directory without a run, and ConfigError if the extra `report` is not installed.
+    Raises ArtifactError for a directory without a run.
     """
     bundle = library.javascript()
     runs = read_runs(roots)

@@ -7,12 +7,12 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 import time
 from importlib import resources
 from pathlib import Path
 
 import pytest
+import vl_convert
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
@@ -39,7 +39,6 @@ from rlhf_cli.report.read import MOST_POINTS, RunData, curves, read_run, thin
 from rlhf_cli.report.tables import tables_of
 from rlhf_cli.report.verdict import headline, verdict
 
-vl_convert = pytest.importorskip("vl_convert")
 HOSTILE = "</script><script>alert(1)</script><b>&amp; \u2028 {{ 7 * 7 }}"
 
 
@@ -406,14 +405,6 @@ def test_a_directory_without_a_run_gets_one_line(tmp_path, name, says):
     assert says in " ".join(result.output.split())
 
 
-def test_without_the_extra_the_message_says_what_to_install(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "vl_convert", None)
-    result = report(run)
-    assert result.exit_code == 2
-    assert "[report]" in result.output or "vl-convert-python" in result.output
-    assert not (run / "report.html").exists()
-
-
 def test_a_long_run_is_thinned_with_its_extremes():
     n = 100_000
     values = [0.0] * n
@@ -659,20 +650,12 @@ def test_a_pipeline_ends_with_its_report(project, monkeypatch):
     page = project / "run" / "report.html"
     page.unlink(missing_ok=True)
     output = run_pipeline(project, monkeypatch)
-    assert f"the report is {page}" in output
-    end = output[output.index("the report is") :]
-    assert "eval" in end
-    assert end.count("pipeline: ") <= 1, "two lines say what to do next"
+    assert output.endswith(f"for a browser: {page}")
+    *_, evaluate, _ = output.split("pipeline: ")
+    assert "rlhf eval" in evaluate
     first = page.read_bytes()
     run_pipeline(project, monkeypatch)
     assert page.read_bytes() == first, "the same run gives the same page"
-
-
-def test_a_pipeline_without_the_extra_says_how_to_get_the_report(project, monkeypatch):
-    (project / "run" / "report.html").unlink(missing_ok=True)
-    monkeypatch.setattr(library, "is_installed", lambda: False)
-    assert "needs the extra `report`. Run: " in run_pipeline(project, monkeypatch)
-    assert not (project / "run" / "report.html").exists()
 
 
 def test_a_report_that_fails_does_not_fail_the_pipeline(project, monkeypatch):
