@@ -12,11 +12,12 @@ TORCH_INDEX ?=
 # Every test computes on one thread. At most four run at the same time; those of one file run one after the other.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: pipeline test test-slow bench lint install install-dev status clean help
+.PHONY: pipeline test test-slow bench lint docs install install-dev status clean help
 
 help:
 	@echo "make pipeline   run SFT, RM and PPO of $(CONFIG); CONFIG=configs/... for another folder"
 	@echo "make test       run the tests; make test-slow runs the slow ones; make lint checks style and types"
+	@echo "make docs       build the site from docs/ in build/site"
 	@echo "make bench      measure speed against TRL, about 25 minutes; the report and all files go to $(BENCH) (BENCH=DIR)"
 	@echo "make status     show the stages of $(CONFIG); make clean removes .venv and keeps artifacts/"
 	@echo "Each installs into .venv first. TORCH_INDEX=URL takes PyTorch from there, PYTHON=python3.12 another Python."
@@ -38,6 +39,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/python docs/build_site.py build/site
 
 status: $(VENV)/.installed
 	$(BIN)/rlhf status artifacts/$(notdir $(CONFIG))
@@ -67,6 +72,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(install_torch)
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
+	$(install_torch)
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@ $(VENV)/.installed
 
 # Only the slow tests use these: lm-evaluation-harness and what it needs (0.35 GB), torchao, what llama.cpp's converter

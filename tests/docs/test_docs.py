@@ -29,7 +29,7 @@ from support.paths import ROOT, TESTS
 
 MOVED = ["COSTS", "FORMULAS", "KL", "PLAN", "SCALE", "TESTS", "TUNING"]
 PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     + [ROOT / "benchmarks" / f"{name}.md" for name in MOVED]
 )
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
@@ -354,13 +354,17 @@ def anchor(heading: str) -> str:
 @pytest.mark.parametrize("page", [*TEXTS, "CHANGELOG.md", "benchmarks/README.md", "data/support/README.md"])
 def test_every_link_leads_somewhere(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text)):
+    for label, target in re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)", re.sub(r"(?<!\[)`[^`\n]*`(?!\])", "", text)):
         if target.startswith("http"):
             continue
         path, _, heading = target.partition("#")
         file = ((ROOT / page).parent / path).resolve() if path else ROOT / page
         assert file.exists(), target
-        if heading:
+        if heading and file.suffix == ".py":
+            lines, name = file.read_text(encoding="utf-8").splitlines(), label.strip("`")
+            found = [f"#L{number}" for number, line in enumerate(lines, 1) if name in line]
+            assert f"#{heading}" in found, f"{target}: `{name}` is in lines {found}"
+        elif heading:
             headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
             assert heading in {anchor(each) for each in headings}, target
 

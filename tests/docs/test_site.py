@@ -1,0 +1,81 @@
+"""The site: every page is in its navigation, no link is broken, and it loads nothing from another host."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+
+DOCS = ROOT / "docs"
+LESSONS = sorted(path.stem for path in (DOCS / "course").glob("[0-9]*.md"))
+
+
+def test_the_start_page_links_to_every_page() -> None:
+    linked = re.findall(r"\]\(([\w/]+\.md)\)", (DOCS / "README.md").read_text(encoding="utf-8"))
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} - {"README.md"}
+    assert pages - set(linked) == set(), (
+        "name the page in docs/README.md, below the heading where a reader looks for it"
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site. A broken link or a wrong formula fails here."""
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, str(DOCS / "build_site.py"), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
+    """A link may lead elsewhere; scripts, styles, fonts, pictures and requests may not."""
+    host = r"(?:https?:)?//[^\"')]*"
+    load = rf"""<(?:script|img|iframe|link|source|use)\b[^>]*?["']{host}|url\(["']?{host}|@import[^;]*//"""
+    request = rf"""(?:fetch|import|importScripts|open)\((?:["']GET["'], *)?["'`]{host}"""
+    loads = {
+        f"{path.relative_to(site)}: {match}"
+        for path in site.rglob("*")
+        if path.suffix in (".html", ".css", ".js", ".svg")
+        for match in re.findall(f"{load}|{request}", path.read_text(encoding="utf-8"))
+    }
+    assert loads == set()
+
+
+def test_formulas_become_mathml(site: Path) -> None:
+    text = (site / "kl.html").read_text(encoding="utf-8")
+    assert "<math" in text
+    assert not re.search(r"\$[^$<]*\\", text)
+
+
+def test_every_key_and_command_is_in_the_reference(site: Path) -> None:
+    assert 'id="rollout-max-new-tokens"' in (site / "reference" / "ppo.html").read_text(encoding="utf-8")
+    assert "rlhf rm score [OPTIONS]" in (site / "reference" / "commands.html").read_text(encoding="utf-8")
+
+
+def test_a_link_to_a_line_leads_to_that_line(site: Path) -> None:
+    pages = [path for path in site.rglob("*.html") if path.is_relative_to(site / "course")]
+    links = {(page, *link) for page in pages for link in re.findall(r'href="([^"]*)#L-(\d+)"', page.read_text("utf-8"))}
+    for page, target, line in links:
+        assert f'id="L-{line}"' in (page.parent / target).read_text(encoding="utf-8"), (page, target, line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_a_lesson_runs_as_a_notebook_and_prints_what_its_page_says(lesson: str, site: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.reads((site / "course" / f"{lesson}.ipynb").read_text(encoding="utf-8"), as_version=4)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT)}}).execute()
+    printed = [
+        "".join(out.get("text", "") for out in cell.outputs) for cell in notebook.cells if cell.cell_type == "code"
+    ]
+    page = (DOCS / "course" / f"{lesson}.md").read_text(encoding="utf-8")
+    stated = re.findall(r"^```python\n.*?^```\n(?:\n```text\n(.*?)^```\n)?", page, flags=re.MULTILINE | re.DOTALL)
+    assert printed == stated
