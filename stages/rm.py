@@ -35,7 +35,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.names import RewardModelLoss
-from rlhf_cli.algorithms.reward_model import pairwise_loss, pointwise_loss, ranking_pairs
+from rlhf_cli.algorithms.reward_model import pairwise_loss, pointwise_loss, ranking_pairs, unbiased_weight
 from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.data.answers import (
     AnswerEncoder,
@@ -316,6 +316,7 @@ def _loss(
         margin=scores.new_tensor(row_margins),
         weight=weight.to(scores),
         loss=config.loss,
+        flipped_weight=unbiased_weight(config.flip_rate) if config.flip_rate else config.label_smoothing or 0.0,
         zero_mean_coef=config.zero_mean_coef,
         num_pairs=num_rows,
     )

@@ -17,6 +17,7 @@ def pairwise_loss(
     margin: Tensor | None = None,
     weight: Tensor | None = None,
     loss: PairwiseLoss = "logsigmoid",
+    flipped_weight: float = 0.0,
     zero_mean_coef: float = 0.0,
     num_pairs: Tensor | float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -24,7 +25,9 @@ def pairwise_loss(
 
     ``lead = chosen_score - rejected_score - margin``
     ``nll = -log(sigmoid(lead))``, or ``nll = log(1 + exp(-lead))`` for "logexp"
-    ``loss = sum(weight * (nll + zero_mean_coef * (chosen_score + rejected_score)**2)) / num_pairs``
+    ``flipped = -log(sigmoid(rejected_score - chosen_score - margin))``, of the opposite label
+    ``each = (1 - flipped_weight) * nll + flipped_weight * flipped``
+    ``loss = sum(weight * (each + zero_mean_coef * (chosen_score + rejected_score)**2)) / num_pairs``
 
     Both formulas are the same function; "logexp" is its name in ColossalChat and OpenRLHF. Both are computed without
     overflow: a pair that is wrong by 200 costs 200, not inf. Only differences of scores count, so zero_mean_coef is
@@ -36,7 +39,12 @@ def pairwise_loss(
         margin: [B], 0 or more: the minimum lead that the chosen score should have; None means 0.
         weight: [B], weight of each pair in the loss and in the stats; None means 1.
         loss: "logsigmoid" or "logexp".
-        zero_mean_coef: 0 or more; TRL recommends 0.01. The *sum* of the two scores is squared, not each.
+        flipped_weight: e smooths the labels as if a share e of them were flipped. `unbiased_weight` of a known share
+            is negative and undoes the flips.
+        zero_mean_coef: 0 or more; TRL recommends 0.01. The *sum* of the two scores is squared, not each. Hong et al.
+            2025 (arXiv 2505.07271) square the sum over the whole batch. In expectation both punish the mean and the
+            variance of a pair's sum, and theirs counts the mean B times as much; the sum of a pair adds up over
+            microbatches.
         num_pairs: divisor of the sums, by default B. For a microbatch, pass the number of pairs in its whole
             minibatch: then losses, gradients and stats *add up*. For pairs from `ranking_pairs`, pass the number of
             rankings.
@@ -50,7 +58,8 @@ def pairwise_loss(
         - ``rm/chosen_score``, ``rm/rejected_score``: the scores.
 
     Ouyang et al. 2022 (arXiv 2203.02155), equation 1; the margin is equation 2 of Touvron
-    et al. 2023 (arXiv 2307.09288), the zero mean equation 2 of Eisenstein et al. 2023 (arXiv 2312.09244).
+    et al. 2023 (arXiv 2307.09288), the zero mean equation 2 of Eisenstein et al. 2023 (arXiv 2312.09244), the smoothed
+    labels Wang et al. 2024 (arXiv 2401.06080).
 
     >>> loss, stats = pairwise_loss(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 200.0]))
     >>> loss  # (log(2) + 200) / 2
@@ -60,14 +69,10 @@ def pairwise_loss(
     """
     num_pairs = chosen_score.numel() if num_pairs is None else num_pairs
     difference = chosen_score - rejected_score
-    lead = difference if margin is None else difference - margin
-    match loss:
-        case "logsigmoid":
-            nll = -logsigmoid(lead)
-        case "logexp":
-            nll = torch.logaddexp(torch.zeros_like(lead), -lead)
-        case _:
-            assert_never(loss)
+    nll = _nll(difference if margin is None else difference - margin, loss)
+    if flipped_weight:
+        flipped = _nll(-difference if margin is None else -difference - margin, loss)
+        nll = (1 - flipped_weight) * nll + flipped_weight * flipped
     each = nll + zero_mean_coef * (chosen_score + rejected_score).square()
     weight = torch.ones_like(each) if weight is None else weight
     with torch.no_grad():
@@ -78,6 +83,32 @@ def pairwise_loss(
             "rm/rejected_score": (weight * rejected_score).sum() / num_pairs,
         }
     return (weight * each).sum() / num_pairs, stats
+
+
+def _nll(lead: Tensor, loss: PairwiseLoss) -> Tensor:
+    match loss:
+        case "logsigmoid":
+            return -logsigmoid(lead)
+        case "logexp":
+            return torch.logaddexp(torch.zeros_like(lead), -lead)
+        case _:
+            assert_never(loss)
+
+
+def unbiased_weight(flip_rate: float) -> float:
+    """The `flipped_weight` that makes the loss unbiased if a share `flip_rate` of the labels was flipped at random.
+
+    ``each = ((1 - flip_rate) * nll - flip_rate * flipped) / (1 - 2 * flip_rate)``
+
+    Its expectation over the flips is the loss on the true labels. It has no lower bound: its slope stays
+    ``-flip_rate / (1 - 2 * flip_rate)`` as the lead grows, so long training memorises the rows.
+
+    Chowdhury et al. 2024 (arXiv 2403.00409).
+
+    >>> unbiased_weight(0.25)  # 1.5 * nll - 0.5 * flipped
+    -0.5
+    """
+    return -flip_rate / (1 - 2 * flip_rate)
 
 
 def ranking_pairs(sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,6 +17,7 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+BelowHalf = Annotated[float, Field(ge=0, lt=0.5)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 

@@ -7,7 +7,15 @@ from typing import Literal, Self, get_args
 from pydantic import model_validator
 
 from rlhf_cli.algorithms.names import PointwiseLoss, RewardModelLoss
-from rlhf_cli.config.base import LocalPath, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from rlhf_cli.config.base import (
+    BelowHalf,
+    LocalPath,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 from rlhf_cli.config.data import Data, DataSource, Source, numbered
 from rlhf_cli.config.models import ScratchModel, Tokens, TrainedModel
 from rlhf_cli.config.stage import Optimizer, Stage, Training
@@ -165,8 +173,14 @@ class RMConfig(Stage):
     """For pairs: -log sigmoid of the score difference (`logsigmoid`), or the same written as log(1 + exp)
     (`logexp`). For rows with a score: squared error (`mse`). For rows with a label from 0 (bad) to 1 (good), such as
     those of KTO: the logistic loss, so that sigmoid(score) is the probability of a good answer (`bce`)."""
+    label_smoothing: BelowHalf | None = None
+    """Train as if this share of the preferences were flipped, which keeps the scores from growing without limit."""
+    flip_rate: BelowHalf | None = None
+    """The known share of preferences that were flipped at random, such as 0.25. The loss then is, on average over
+    the flips, the loss on the true preferences. It has no lower bound: train one or two epochs."""
     zero_mean_coef: NonNegativeFloat = 0.0
-    """Weight of (chosen_score + rejected_score)^2, which keeps the scores around 0."""
+    """Weight of (chosen_score + rejected_score)^2, which keeps the scores around 0. It is the pairwise form of the
+    penalty on the squared sum of a batch (Hong et al. 2025)."""
     training: Training
     """The number of steps, and the batches."""
     optimizer: Optimizer
@@ -181,10 +195,17 @@ class RMConfig(Stage):
 
     @model_validator(mode="after")
     def _pairwise_only(self) -> Self:
-        unread = {"zero_mean_coef": self.zero_mean_coef, "data.margin_column": self.data.margin_column}
+        unread = {
+            "label_smoothing": self.label_smoothing,
+            "flip_rate": self.flip_rate,
+            "zero_mean_coef": self.zero_mean_coef,
+            "data.margin_column": self.data.margin_column,
+        }
         for key, value in unread.items():
             if value and not self.is_pairwise:
                 raise ValueError(f"{key} does nothing with loss: {self.loss}, only with the pairwise losses. Remove it")
+        if self.label_smoothing and self.flip_rate:
+            raise ValueError("label_smoothing adds flips to the labels, flip_rate takes them out. Remove one of them")
         return self
 
     @property

@@ -14,7 +14,7 @@ from rlhf_cli.algorithms.advantages import gae, masked_whiten, token_rewards
 from rlhf_cli.algorithms.kl import kl_estimate, kl_loss, sequence_k2_loss
 from rlhf_cli.algorithms.language_model import lm_loss
 from rlhf_cli.algorithms.policy import entropy_bonus, penalty_loss, policy_loss
-from rlhf_cli.algorithms.reward_model import label_accuracy, label_loss, pairwise_loss, score_loss
+from rlhf_cli.algorithms.reward_model import label_accuracy, label_loss, pairwise_loss, score_loss, unbiased_weight
 from rlhf_cli.algorithms.statistics import (
     distinct_n,
     pair_accuracy,
@@ -654,11 +654,12 @@ def test_an_unknown_estimator_is_refused():
 # ---- reward model
 
 
-def pairwise_by_loops(chosen, rejected, margin, zero_mean_coef):
+def pairwise_by_loops(chosen, rejected, margin, zero_mean_coef, flipped_weight):
     n = len(chosen)
     total = wins = 0.0
     for c, r, m in zip(chosen, rejected, margin, strict=True):
-        total += -math.log(1 / (1 + math.exp(-(c - r - m)))) + zero_mean_coef * (c + r) ** 2
+        stated, opposite = (-math.log(1 / (1 + math.exp(m - lead))) for lead in (c - r, r - c))
+        total += (1 - flipped_weight) * stated + flipped_weight * opposite + zero_mean_coef * (c + r) ** 2
         wins += 1.0 if c > r else 0.5 if c == r else 0.0
     difference = (sum(chosen) - sum(rejected)) / n
     stats = {
@@ -672,13 +673,18 @@ def pairwise_by_loops(chosen, rejected, margin, zero_mean_coef):
 
 @pytest.mark.parametrize("kind", ["logsigmoid", "logexp"])
 @pytest.mark.parametrize("zero_mean_coef", [0.0, 0.3])
+@pytest.mark.parametrize("flipped_weight", [0.0, 0.2, unbiased_weight(0.3)])
 @pytest.mark.parametrize("with_margin", [False, True])
-def test_pairwise_loss(kind, zero_mean_coef, with_margin):
+def test_pairwise_loss(kind, zero_mean_coef, flipped_weight, with_margin):
     chosen, rejected = draw(7, seed=1), draw(7, seed=2)
     chosen[3] = rejected[3]  # a tie
     margin = draw(7, seed=3).abs() if with_margin else None
     expected, expected_stats = pairwise_by_loops(
-        chosen.tolist(), rejected.tolist(), margin.tolist() if with_margin else [0.0] * 7, zero_mean_coef
+        chosen.tolist(),
+        rejected.tolist(),
+        margin.tolist() if with_margin else [0.0] * 7,
+        zero_mean_coef,
+        flipped_weight,
     )
 
     def loss_of(chosen, rejected, rows=slice(None), num_pairs=None):
@@ -687,6 +693,7 @@ def test_pairwise_loss(kind, zero_mean_coef, with_margin):
             rejected[rows],
             margin=margin[rows] if with_margin else None,
             loss=kind,
+            flipped_weight=flipped_weight,
             zero_mean_coef=zero_mean_coef,
             num_pairs=num_pairs,
         )
@@ -708,6 +715,36 @@ def test_pairwise_loss(kind, zero_mean_coef, with_margin):
     close(sum(part[0] for part in parts), expected)
     for key, value in expected_stats.items():
         close(sum(part[1][key] for part in parts), value)
+
+
+def test_the_unbiased_loss_finds_the_true_scores_behind_flipped_labels():
+    """Four answers, all pairs at their true rates, 30 % of the labels flipped: the optimum is known."""
+    true = torch.tensor([1.5, 0.5, -0.5, -1.5], dtype=torch.float64)
+    first, second = torch.combinations(torch.arange(4)).T
+    rate = (true[first] - true[second]).sigmoid()
+    seen = 0.7 * rate + 0.3 * (1 - rate)
+
+    def optimum(flipped_weight):
+        scores = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+        search = torch.optim.LBFGS([scores], max_iter=200, tolerance_grad=1e-10, tolerance_change=0.0)
+
+        def loss():
+            search.zero_grad()
+            pairs = ((first, second, seen), (second, first, 1 - seen))
+            total = sum(
+                pairwise_loss(scores[a], scores[b], weight=share, flipped_weight=flipped_weight)[0]
+                for a, b, share in pairs
+            )
+            total.backward()
+            return total
+
+        search.step(loss)
+        return scores.detach() - scores.detach().mean()
+
+    close(optimum(unbiased_weight(0.3)), true, 1e-6)
+    blind, smoothed = optimum(0.0), optimum(0.1)
+    assert blind[0] < 0.5 * true[0]
+    assert smoothed[0] < blind[0], "smoothing flips some more"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
