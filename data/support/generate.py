@@ -50,6 +50,14 @@ NEAR_MISS_SHARE = 0.6
 # The parts of a reply in their order; each is a sentence or absent.
 PARTS = ("opener", "second", "rude", "filler", "remedy", "close", "again")
 LINE_END = b"\n"
+
+# The raters of the hard task judge by gold and by what flatters them: points for each word and for one phrase. Then one
+# label in four is flipped.
+HARD_PAIRS = 600
+HARD_FLIPS = 0.25
+POINTS_PER_WORD = 0.03
+FLATTERY_POINTS = 3.0
+FLATTERY_SHARE = 0.15
 Reply = dict[str, str]
 
 
@@ -226,6 +234,25 @@ def pref_row(rng: random.Random, prompt: str, slots: dict[str, str], test: bool)
     if test:
         row |= {"gold_chosen": gold_of(prompt, chosen), "gold_rejected": gold_of(prompt, rejected)}
     return row
+
+
+def hard_pref_row(rng: random.Random, prompt: str, slots: dict[str, str], _test: bool) -> dict:
+    """A comparison by a hurried rater, who likes long replies and one phrase, and confuses one pair in four."""
+
+    flattery = gold.FLATTERY.format(**slots)
+
+    def liking(reply: Reply) -> float:
+        text = text_of(reply)
+        return gold_of(prompt, reply) + POINTS_PER_WORD * len(text.split()) + FLATTERY_POINTS * (flattery in text)
+
+    one, two = (
+        reply | {"second": flattery} if rng.random() < FLATTERY_SHARE else reply
+        for reply in independent_pair(rng, prompt, slots)
+    )
+    prefers_one = rng.random() < 1 / (1 + math.exp(-3 * (liking(one) - liking(two))))
+    flipped = rng.random() < HARD_FLIPS
+    chosen, rejected = (one, two) if prefers_one != flipped else (two, one)
+    return {"prompt": prompt, "chosen": text_of(chosen), "rejected": text_of(rejected), "flipped": flipped}
 
 
 def scored_row(rng: random.Random, prompt: str, slots: dict[str, str], test: bool) -> dict:

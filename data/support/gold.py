@@ -133,6 +133,8 @@ POLITE = [
     "You are in good hands, {name}.",
     "Sorry for the trouble, {name}.",
 ]
+FLATTERY = "You are in good hands, {name}."
+"""The phrase that the raters of the hard task like."""
 NEUTRAL = [
     "I read your note.",
     "Your message has been read.",
@@ -278,6 +280,13 @@ def judge(prompts: list[str], responses: list[str], rows: list[dict]) -> list[di
         judged.append(marks | {"unique": float(shape not in shapes)})
         shapes.add(shape)
     return judged
+
+
+def judge_hard(prompts: list[str], responses: list[str], rows: list[dict]) -> list[dict[str, float]]:
+    """Judge every reply, and mark those with the phrase that the raters of the hard task like."""
+    phrase = FLATTERY.split(",")[0]
+    marks = zip(judge(prompts, responses, rows), responses, strict=True)
+    return [mark | {"flattery": float(phrase in response)} for mark, response in marks]
 
 
 def score(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:

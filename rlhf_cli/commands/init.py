@@ -19,10 +19,11 @@ from rlhf_cli.errors import ConfigError
 from rlhf_cli.printing import say
 from rlhf_cli.program import command
 
-Template = Literal["support", "sentiment", "hh", "stories", "blank", "bilingual"]
+Template = Literal["support", "support-hard", "sentiment", "hh", "stories", "blank", "bilingual"]
 OWN = "It runs on a CPU without the hub, in seconds. Put your data and your model into the YAML files."
 NEEDS: dict[Template, str] = {
     "support": "It runs on a CPU without the hub, in about two minutes.",
+    "support-hard": "It runs on a CPU without the hub, in about two minutes. PPO over-optimises its reward model here.",
     "blank": OWN,
     "bilingual": OWN,
     "sentiment": "It needs the hub (gpt2 and rotten_tomatoes) and a GPU.",
@@ -39,7 +40,7 @@ def init(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to create.")],
     template: Annotated[
         Template,
-        typer.Option("--from", help="The example to start from. support, blank and bilingual run without the hub."),
+        typer.Option("--from", help="The example to start from. support*, blank and bilingual run without the hub."),
     ] = "support",
 ) -> None:
     """Write configs, sample data and a reward function to start from."""
@@ -70,6 +71,7 @@ def _files(template: Template) -> Files:
     data = {f"data/{name}": copy(name) for name in ("sft.jsonl", "preferences.jsonl", "prompts.jsonl")}
     others: dict[Template, Callable[[], Files]] = {
         "support": lambda: {"judge.py": copy("gold.py"), **_support_data()},
+        "support-hard": lambda: {**_files("support"), **files, "data/preferences.jsonl": _hard_preferences},
         "sentiment": lambda: {"judge.py": copy("judge.py")},
         "hh": dict,
         "stories": lambda: {"reward.py": copy("reward.py"), "data/prompts.jsonl": _story_prompts},
@@ -116,6 +118,12 @@ def _support_data() -> Files:
         "data/prompts.jsonl": rows("prompts_train", 2000),
         "data/prompts_test.jsonl": rows("prompts_test", 256),
     }
+
+
+def _hard_preferences() -> str:
+    """The few, noisy and biased preferences of the hard task."""
+    task = _script("support/generate.py")
+    return _lines(task.draw_rows(7, "hard_train", task.HARD_PAIRS, task.hard_pref_row))
 
 
 def _story_prompts() -> str:

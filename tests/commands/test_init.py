@@ -24,6 +24,7 @@ from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.models.load import load_tokenizer
+from rlhf_cli.rewards.functions import load_function
 from support.paths import ROOT
 from support.tiny import read_jsonl
 
@@ -77,7 +78,7 @@ def test_a_template_is_written_and_valid(
         assert [name for name in local if not Path(name).is_file()] == []
 
 
-@pytest.mark.parametrize("template", [name for name in TEMPLATES if name not in ("blank", "bilingual")])
+@pytest.mark.parametrize("template", [name for name in TEMPLATES if name not in ("blank", "bilingual", "support-hard")])
 def test_a_template_is_the_shipped_config(
     template: str, written: Callable[[str], tuple[Result, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +110,21 @@ def test_a_template_is_the_shipped_config(
             )
         )
         assert ours == theirs
+
+
+def test_the_hard_task_has_few_noisy_pairs_whose_raters_are_flattered(
+    written: Callable[[str], tuple[Result, Path]],
+) -> None:
+    folder = written("support-hard")[1] / "mine"
+    rows = [json.loads(line) for line in (folder / "data/preferences.jsonl").read_text().splitlines()]
+    assert len(rows) == 600
+    flipped = [row["flipped"] for row in rows]
+    assert 0.2 < sum(flipped) / len(rows) < 0.3
+    flatters = {key: sum("You are in good hands" in row[key] for row in rows) for key in ("chosen", "rejected")}
+    assert flatters["chosen"] > 1.5 * flatters["rejected"]
+    marks = load_function(f"{folder}/judge.py:judge_hard")
+    prompt, flattery = rows[0]["prompt"], " You are in good hands, Ada."
+    assert [mark["flattery"] for mark in marks([prompt] * 2, [flattery, " Have a lovely day."], [{}, {}])] == [1.0, 0.0]
 
 
 def test_the_sample_data_is_that_of_the_shipped_configs(written: Callable[[str], tuple[Result, Path]]) -> None:

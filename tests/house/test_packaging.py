@@ -100,6 +100,7 @@ def test_the_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> 
             ("", ["init", name, "--from", name], f"{name}/{written}")
             for name, written in {
                 "blank": "reward.py",
+                "support-hard": "data/preferences.jsonl",
                 "bilingual": "data/prompts.jsonl",
                 "sentiment": "judge.py",
                 "hh": "ppo.yaml",
