@@ -140,7 +140,7 @@ class FileOrCommand(LazyGroup):
         skip = False
         for index, argument in enumerate(args):
             if skip or argument.startswith("-"):
-                skip = not skip and argument in ("--config", "--set")
+                skip = not skip and argument in ("--config", "--set", "--nproc", "--threads", "--members")
                 continue
             is_file = "/" in argument or argument.endswith((".yaml", ".yml")) or _is_file(argument)
             if argument not in self.commands and is_file:
@@ -200,12 +200,16 @@ def rm(
     quiet: Quiet = False,
     nproc: NumProcesses = 1,
     threads: Threads = None,
+    members: Annotated[
+        int | None, typer.Option("--members", min=1, metavar="K", help="Train K reward models (the key members).")
+    ] = None,
 ) -> None:
     """Stage 2: train a reward model from preferences or scores."""
-    given = config is not None or overrides or restart or quiet or nproc > 1 or threads
+    given = config is not None or overrides or restart or quiet or nproc > 1 or threads or members
     if context.invoked_subcommand is not None and given:
         raise typer.BadParameter(f"write options after `{context.invoked_subcommand}`, not before it")
     if context.invoked_subcommand is None:
+        overrides = [*(overrides or []), *([f"members={members}"] if members else [])]
         _stage("rm", _one_file(None, config), overrides, restart, quiet, nproc, threads)
 
 

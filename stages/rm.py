@@ -16,6 +16,8 @@ Writes  <artifacts>/rm/model, a sequence classifier with one label, metrics.json
  5. held-out accuracy or error with its interval, beside chance and what the length of an answer tells
  6. write the score's mean and standard deviation over the samples into the model's config, as `score_mean` and
     `score_std`: kl_coef then means the same whatever the scale of the scores
+
+With `members`, steps 3 to 6 are taken for each. Those beside the first come before it, as members/1, members/2, ...
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ if __name__ == "__main__":  # Before torch is imported, which reads these settin
 
     set_up_process()
 
+import gc
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +57,7 @@ from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import probe_rows, rm_rows
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.evaluation.agreement import (
+    agreement_of_members,
     answer_metrics,
     figures_of_rankings,
     held_out_lines,
@@ -73,7 +78,14 @@ from rlhf_cli.models.forward import autocast, check_length, is_packed, longest_i
 from rlhf_cli.models.freeze import freeze
 from rlhf_cli.models.frozen import release
 from rlhf_cli.models.heads import reads_last_token
-from rlhf_cli.models.load import check_vocabulary, ensure_pad_token, load_tokenizer, new_reward_model, prepare
+from rlhf_cli.models.load import (
+    check_vocabulary,
+    ensure_pad_token,
+    load_tokenizer,
+    new_reward_model,
+    prepare,
+    same_tokenizer,
+)
 from rlhf_cli.models.lora import add_adapters, defers_base, prepare_base
 from rlhf_cli.models.passes import set_up_training
 from rlhf_cli.models.save import base_of, round_as_saved, save_of_stage
@@ -85,8 +97,11 @@ from rlhf_cli.processes.distributed import World, require_rows_for_all
 from rlhf_cli.processes.pass_loop import GradientSum
 from rlhf_cli.report.progress import Display
 from rlhf_cli.rewards.models import sequence_scores
-from rlhf_cli.run.artifacts import model_directory
+from rlhf_cli.run.artifacts import fingerprint, model_directory
+from rlhf_cli.run.checkpoint import State
+from rlhf_cli.run.checkpoint_files import MEMBERS
 from rlhf_cli.run.stage_run import StageRun
+from rlhf_cli.seeding import derived_seed
 from rlhf_cli.tensor_ops import totals
 from rlhf_cli.training.best import Best, require_held_out
 from rlhf_cli.training.loop import Loop
@@ -129,42 +144,127 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         best = Best(metric if config.evaluation.keep_best else None, lower=config.loss == "mse")
         require_held_out(best, rows.held_out.watched)
 
+        _require_one_reading(config, rows)
+
         # 2. Samples of the SFT model, while no other model is in memory.
         samples = samples_of_sft(rows.held_out.test or rows.train, config, stage)
 
-        # 3. The backbone and its head.
-        model = _model(config, stage)
-
-        # 4. Training.
-        passes = set_up_training(model, config, world.device, microbatch_tokens(config, {"reward model": model}, world))
-        loop: Loop[Item] = Loop(
-            stage,
-            config,
-            model,
-            passes,
-            num_rows=len(rows.train),
-            held_out=rows.held_out,
-            evaluate=lambda test: _evaluate(model, test, rows.scale, passes.budget, config, world),
-            save=lambda name: save_of_stage(model, rows.encoder.tokenizer, stage.directory / name, config),
-            best=best,
-            shown=SHOWN[config.loss],
-        )
-        for step, batch in loop.steps(partial(_batch, config, rows.train)):
-            with stage.speed.phase("step"):
-                stats = _accumulate(model, batch, rows.scale, passes.budget, config, stage)
-                figures = loop.update(step, stats, partial(list, map(asdict, batch)))
-            _count(stage.speed, passes.work, _share(batch, world))
-            stage.log(step + 1, figures | stage.speed.row(), loop.shown)
-
-        # 5. The model is saved, then measured: on held-out rows, and on each probe.
-        round_as_saved(model, config)
-        final = loop.finish() | _probe_figures(model.eval(), rows.probes, passes.budget, config, world)
-        stage.log(loop.num_steps, final)
+        # 3. to 6. for each other member first: only the last one's state is the stage's.
+        members = [_member(number, config, rows, samples, stage) for number in range(1, config.num_members)]
+        model, budget, final = _train(config, rows, best, stage.directory / "model", stage)
         _show(final, rows, stage.display)
 
         # 6. The scale of its scores.
-        final |= _normalize(model, rows, samples, passes.budget, config, stage)
+        scores = _scores(model, rows.held_out.test, budget, config, world) if members else None
+        final |= _normalize(model, rows, samples, budget, stage.directory / "model", config, stage)
+        if scores is not None:
+            first = Member(scores, final)
+            final |= _agreement([first, *members], rows, config, stage.display)
         stage.publish(final)
+
+
+def _train(
+    config: RMConfig, rows: TokenRows, best: Best, folder: Path, stage: StageRun
+) -> tuple[PreTrainedModel, Budget, dict[str, float]]:
+    """Steps 3 to 5 of the module's docstring. Returns the model, which is saved in `folder`, and its figures."""
+    world = stage.world
+
+    # 3. The backbone and its head.
+    model = _model(config, stage)
+
+    # 4. Training.
+    passes = set_up_training(model, config, world.device, microbatch_tokens(config, {"reward model": model}, world))
+    loop: Loop[Item] = Loop(
+        stage,
+        config,
+        model,
+        passes,
+        num_rows=len(rows.train),
+        held_out=rows.held_out,
+        evaluate=lambda test: _evaluate(model, test, rows.scale, passes.budget, config, world),
+        save=lambda name: save_of_stage(
+            model, rows.encoder.tokenizer, folder if name == "model" else stage.directory / name, config
+        ),
+        best=best,
+        shown=SHOWN[config.loss],
+    )
+    for step, batch in loop.steps(partial(_batch, config, rows.train)):
+        with stage.speed.phase("step"):
+            stats = _accumulate(model, batch, rows.scale, passes.budget, config, stage)
+            figures = loop.update(step, stats, partial(list, map(asdict, batch)))
+        _count(stage.speed, passes.work, _share(batch, world))
+        stage.log(step + 1, figures | stage.speed.row(), loop.shown)
+
+    # 5. The model is saved, then measured: on held-out rows, and on each probe.
+    round_as_saved(model, config)
+    final = loop.finish() | _probe_figures(model.eval(), rows.probes, passes.budget, config, world)
+    stage.log(loop.num_steps, final)
+    return model, passes.budget, final
+
+
+# -------------------------------------------------------------------------------------------- members
+
+
+@dataclass
+class Member:
+    """A trained reward model of several: what its agreement with the others is computed from."""
+
+    scores: torch.Tensor
+    """Of the answers of all held-out test rows."""
+    figures: dict[str, float]
+    """Its figures: held out, and the mean and standard deviation of its score."""
+    digest: str = ""
+    """The fingerprint of its folder."""
+
+    def state(self) -> State:
+        return {"scores": self.scores}, {"figures": self.figures, "digest": self.digest}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
+        self.scores, self.figures = tensors["scores"], dict(numbers["figures"])
+
+
+def member_config(config: RMConfig, number: int) -> RMConfig:
+    """The config of a member beside the first, numbered from 1."""
+    model, paths = config.model, config.member_models
+    if paths:
+        model = model.model_copy(update={"path": paths[(number - 1) % len(paths)], "revision": None})
+    once = config.training.model_copy(update={"save_every": None})
+    seed = derived_seed(config.seed, "rm member", number)
+    return config.model_copy(update={"seed": seed, "model": model, "training": once})
+
+
+def _require_one_reading(config: RMConfig, rows: TokenRows) -> None:
+    """Raise ConfigError for a model of `member_models` that reads other tokens than the first member."""
+    for number, path in enumerate(config.member_models, 1):
+        model, tokenizer, _ = _backbone(member_config(config, number), deferred=True)
+        own = rows.encoder
+        if not same_tokenizer(own.tokenizer, tokenizer) or reads_last_token(model) != own.reads_last_token:
+            raise ConfigError(
+                f"member_models: {path} has another tokenizer than the first member, and all read the same rows. Name "
+                "models with the tokenizer of model.path"
+            )
+
+
+def _member(number: int, config: RMConfig, rows: TokenRows, samples: Sequence[Sample], stage: StageRun) -> Member:
+    """Train a member beside the first, unless an interrupted run has finished it."""
+    own, folder = member_config(config, number), stage.directory / MEMBERS / str(number)
+    kept = Member(torch.empty(0), {})
+
+    def changed(numbers: Mapping[str, Any]) -> str | None:
+        return None if numbers["member"]["digest"] == fingerprint(str(folder)) else f"{folder} was modified"
+
+    stage.display.note(f"member {number} of {config.num_members - 1} beside the first")
+    with stage.member(number):
+        gc.collect()  # the parts of a sharded model refer to each other
+        if stage.restore_finished({"member": kept}, changed):
+            return kept
+        model, budget, final = _train(own, rows, Best(None, lower=False), folder, stage)
+        scores = _scores(model, rows.held_out.test, budget, own, stage.world)
+        final |= _normalize(model, rows, samples, budget, folder, own, stage)
+        release(model)
+        kept = Member(scores, final, stage.world.of_main(lambda: fingerprint(str(folder))))
+        stage.save_finished(own.training.total_steps(len(rows.train)), {"member": kept})
+    return kept
 
 
 # ------------------------------------------------------------------------------- 1. rows, 3. backbone
@@ -336,10 +436,19 @@ def _evaluate(
     """Held-out figures over all rows together, never a mean of batch means; accuracy or error of each source."""
     if not test:
         return {}
-    model.eval()
-    scores = scores_of_rows(model, [item.sequences for item in test], budget, config.precision, world)
-    each = scores.split([len(item.sequences) for item in test])
+    scores = _scores(model.eval(), test, budget, config, world)
     model.train()
+    return _figures(test, scores, scale, config)
+
+
+def _scores(model: PreTrainedModel, test: Drawn[Item], budget: Budget, config: RMConfig, world: World) -> torch.Tensor:
+    """The scores of the answers of all held-out rows, row by row."""
+    return scores_of_rows(model, [item.sequences for item in test], budget, config.precision, world)
+
+
+def _figures(test: Drawn[Item], scores: torch.Tensor, scale: TargetScale, config: RMConfig) -> dict[str, float]:
+    """The held-out figures that follow from `_scores`."""
+    each = scores.split([len(item.sequences) for item in test])
 
     def figures_of(numbers: Sequence[int]) -> dict[str, float]:
         items, found = [test[i] for i in numbers], torch.cat([each[i] for i in numbers])
@@ -365,6 +474,24 @@ def _probe_figures(
     return {
         f"probe/{name}": sum(right.tolist()) / len(right) for name, (right, _) in probe_shares(probes, scores).items()
     }
+
+
+def _agreement(members: Sequence[Member], rows: TokenRows, config: RMConfig, display: Display) -> dict[str, float]:
+    """The accuracy or error of each member and of their mean, and how alike they judge, on the held-out rows."""
+    test = rows.held_out.test
+    if not test:
+        display.note("no held-out rows, so it is unknown how alike the members judge")
+        return {}
+    name = "mse" if config.loss == "mse" else "accuracy"
+    # PPO adds normalised scores. Predictions of one target need no scale.
+    scores = [m.scores / m.figures["rm/sft_score_std"] if config.is_pairwise else m.scores for m in members]
+    named = {**{str(i): one for i, one in enumerate(scores)}, "mean": torch.stack(scores).mean(0)}
+    found = {f"members/{name}_{i}": _figures(test, one, rows.scale, config)[f"eval/{name}"] for i, one in named.items()}
+    sizes = [len(item.sequences) for item in test] if config.is_pairwise else None
+    found |= agreement_of_members(scores, sizes)
+    lines = [[key, f"{value:.4g}"] for key, value in found.items()]
+    display.table(f"RM, {len(members)} members on {test} held-out rows; 0 is rm/model", ["", "value"], lines)
+    return found
 
 
 def _show(figures: dict[str, float], rows: TokenRows, display: Display) -> None:
@@ -393,6 +520,7 @@ def _normalize(
     rows: TokenRows,
     samples: Sequence[Sample],
     budget: Budget,
+    folder: Path,
     config: RMConfig,
     stage: StageRun,
 ) -> dict[str, float]:
@@ -409,7 +537,7 @@ def _normalize(
     model.config.update(facts)
     texts = texts_to_score(model, rows.encoder, rows.held_out.test or rows.train, samples, config, stage)
 
-    mean, std = write_statistics(model, texts, facts, stage.directory / "model", budget, config, stage)
+    mean, std = write_statistics(model, texts, facts, folder, budget, config, stage)
     stage.world.barrier()
     others = [path for path in sorted(stage.directory.iterdir()) if re.fullmatch(r"best_model|epoch_\d+", path.name)]
     if others:

@@ -156,7 +156,8 @@ def length_lines(length: Length) -> list[str]:
         tokens = f"at most {length.tokens:,} tokens (all rows full)"
         if not length.is_bound:
             tokens = f"about {length.tokens:,} tokens (by the rows' mean length)"
-        lines.append(f"length: {length.steps:,} optimizer steps, {tokens}")
+        each = f" for each of {length.members} members, one after the other" if length.members > 1 else ""
+        lines.append(f"length: {length.steps:,} optimizer steps{each}, {tokens}")
         time = "add --tokens-per-s N, the speed of all processes together"
         if length.hours is not None:
             most = "at most" if length.hours_are_bound else "about"
@@ -253,6 +254,7 @@ def as_dict(one: PlannedStage, machine: Machine) -> dict[str, Any]:
         "microbatch": {"tokens": plan.batch.tokens, "num_per_step": plan.batch.num},
         "tokens_per_microbatch": plan.tokens_per_microbatch,
         "steps": one.length.steps,
+        "members": one.length.members,
         "tokens": one.length.tokens,
         "hours": one.length.hours,
         "tokens_are_at_most": one.length.is_bound,

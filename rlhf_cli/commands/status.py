@@ -19,7 +19,12 @@ from rlhf_cli.run.state import unfinished_stages, unfinished_state
 COLUMNS = ["stage", "state", "finished (UTC)", "seconds", "figures"]
 SHOWN = {
     "sft": {"eval/loss": "loss", "eval/token_accuracy": "token accuracy"},
-    "rm": {"eval/accuracy": "accuracy", "eval/pearson": "pearson", "eval/mse": "mse"},
+    "rm": {
+        "eval/accuracy": "accuracy",
+        "members/accuracy_mean": "of the mean",
+        "eval/pearson": "pearson",
+        "eval/mse": "mse",
+    },
     "ppo": {"sft/score_mean": "score of SFT", "ppo/score_mean": "of PPO", "ppo/gold": "gold", "ppo/kl": "KL"},
 }
 """The metrics of a finished stage that are shown, and their names on the screen."""

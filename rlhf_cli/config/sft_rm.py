@@ -167,6 +167,13 @@ class RMConfig(Stage):
 
     model: RMModel = RMModel()
     """The model to start from."""
+    members: PositiveInt | None = None
+    """How many reward models to train on these rows, one after the other, for `rewards: - type: ensemble`. Each has
+    another head and another order of the rows. `rm/model` is the first; the others are `rm/members/1`,
+    `rm/members/2`, .... Null is 1."""
+    member_models: list[LocalPath] = []
+    """Models that the members after the first start from, in turn, such as SFT models of other seeds: members that
+    start from one model make the same mistakes. Empty: all start from `model`."""
     data: RMData
     """The preference pairs or scored rows."""
     loss: RewardModelLoss = "logsigmoid"
@@ -208,6 +215,20 @@ class RMConfig(Stage):
             raise ValueError("label_smoothing adds flips to the labels, flip_rate takes them out. Remove one of them")
         return self
 
+    @model_validator(mode="after")
+    def _members(self) -> Self:
+        if len(self.member_models) > self.num_members - 1:
+            raise ValueError(
+                f"member_models names {len(self.member_models)} models, and {self.num_members - 1} of the members come "
+                "after the first. Remove some, or raise members"
+            )
+        return self
+
+    @property
+    def num_members(self) -> int:
+        """The number of reward models."""
+        return self.members or 1
+
     @property
     def is_pairwise(self) -> bool:
         """Whether the loss compares answers, rather than taking each by itself."""
@@ -222,7 +243,8 @@ class RMConfig(Stage):
     @property
     def inputs(self) -> dict[str, tuple[str, str | None]]:
         model = (self.stage_model(self.model.path, "sft"), self.model.revision)
-        return {"model": model, "normalization policy": (f"{self.artifacts}/sft", None)}
+        members = {f"member_models.{i}": (path, None) for i, path in enumerate(self.member_models)}
+        return {"model": model, "normalization policy": (f"{self.artifacts}/sft", None), **members}
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import combinations
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from transformers import PreTrainedModel
 from rlhf_cli.algorithms.calibration import brier_score, calibration_error
 from rlhf_cli.algorithms.names import RewardModelLoss
 from rlhf_cli.algorithms.reward_model import label_accuracy, ranking_pairs
-from rlhf_cli.algorithms.statistics import kendall, pair_accuracy, ranks, wilson_interval
+from rlhf_cli.algorithms.statistics import kendall, pair_accuracy, pearson, ranks, wilson_interval
 from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.records import Ranking, Scored
@@ -85,6 +87,21 @@ def ranking_figures(
         agrees = [m * gap > 0 for m, gap in zip(margin.tolist(), gold, strict=True) if gap]
         figures["eval/gold_accuracy"] = sum(agrees) / max(1, len(agrees))
     return figures
+
+
+def agreement_of_members(scores: Sequence[torch.Tensor], sizes: Sequence[int] | None) -> dict[str, float]:
+    """How alike several reward models judge the same answers: means over all pairs of models.
+
+    `sizes` are those of rankings: then their margins are compared (`margins_of`), by their correlation and by the share
+    with the same sign. Without it single answers are, by the share of pairs that both models put in the same order.
+    """
+    judged = [one if sizes is None else margins_of(one, sizes)[0] for one in scores]
+    pairs = list(combinations(judged, 2))
+    alike = [pair_accuracy(a, b) if sizes is None else (a.sign() == b.sign()).double().mean().item() for a, b in pairs]
+    return {
+        "members/agreement": fmean(alike),
+        "members/correlation": fmean(pearson(a.double(), b.double()) for a, b in pairs),
+    }
 
 
 def score_figures(predicted: torch.Tensor, target: torch.Tensor, *, seed: int | None = None) -> Figures:

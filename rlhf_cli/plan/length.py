@@ -66,9 +66,11 @@ class Length:
     steps: int | None
     """Optimizer steps. None: they follow from the number of rows, which is not known."""
     tokens: int | None
-    """Tokens of all steps, prompts included; of PPO each response once."""
+    """Tokens of all steps of all members, prompts included; of PPO each response once."""
     is_bound: bool = True
     """Whether `tokens` takes every row to have the maximum length. Otherwise it follows from the mean of the rows."""
+    members: int = 1
+    """Reward models that are trained one after the other, each for `steps`."""
     rows: TrainingRows | None = None
     epochs: float | None = None
     """Passes over these rows."""
@@ -104,7 +106,8 @@ def length_of(stage: str, configs: Mapping[str, Stage], tokens_per_s: float | No
     if measured is None or units is None:
         return length
     seconds, path = measured
-    return replace(length, hours=units * seconds / 3600, basis=f"at {seconds:.3g} s {unit}, as in {path}")
+    hours = units * length.members * seconds / 3600
+    return replace(length, hours=hours, basis=f"at {seconds:.3g} s {unit}, as in {path}")
 
 
 def _length(config: SFTConfig | RMConfig, rows: TrainingRows) -> Length:
@@ -115,7 +118,8 @@ def _length(config: SFTConfig | RMConfig, rows: TrainingRows) -> Length:
     taken = steps * training.minibatch_size
     of_row = rows.tokens if rows.tokens is not None else rows.sequences * config.data.max_length
     epochs = None if rows.num is None else taken / max(1, rows.num)
-    return Length(steps, round(taken * of_row), rows.tokens is None, rows, epochs)
+    members = config.num_members if isinstance(config, RMConfig) else 1
+    return Length(steps, round(taken * of_row) * members, rows.tokens is None, members, rows, epochs)
 
 
 def _seconds_of_a_unit(stage: str, config: Stage) -> tuple[float, Path] | None:

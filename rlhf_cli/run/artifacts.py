@@ -339,10 +339,11 @@ def _seconds(time: str) -> float:
 def require_intact(path: str | Path, *, thorough: bool = False) -> None:
     """Raise DamagedStageError if a model of a finished stage is not as it was written.
 
-    `path` is the stage's directory or the folder of one of its models. Nothing is checked for other folders and hub
-    ids.
+    `path` is the stage's directory or the folder of one of its models, or of a member such as `rm/members/1`. Nothing
+    is checked for other folders and hub ids.
     """
-    for directory, folder in ((Path(path), ""), (Path(path).parent, Path(path).name)):
+    whole = Path(path)
+    for directory, folder in ((whole, ""), (whole.parent, whole.name), (whole.parent.parent, whole.parent.name)):
         manifest = read_manifest_or_none(directory)
         damage = damage_of_models(directory, manifest, folder, thorough=thorough) if manifest is not None else None
         if manifest is not None and damage is not None:

@@ -3,6 +3,7 @@
     artifacts/<run>/.<stage>.checkpoints/run.json          identity of the unfinished run
                                         /total.json        {"total": its number of steps}
                                         /normalization_samples.json   rm: samples of the SFT model
+                                        /members/1/    rm: the same of a member (rlhf rm --members)
                                         /step-00000300/    state.safetensors, numbers.json, manifest.json
                                                            (sharded: state-00001-of-00004.safetensors, ...)
                    /.<stage>.partial/                      what the stage has written so far
@@ -32,6 +33,8 @@ MANIFEST = "manifest.json"
 RUN = "run.json"
 TOTAL = "total.json"
 END = "end.json"
+MEMBERS = "members"
+"""The folder of the members of a reward model, in the stage's directory and in that of its checkpoints."""
 LONGEST_LINE = 2000
 
 
@@ -208,8 +211,15 @@ def read_run(directory: Path) -> dict[str, Any] | None:
 
 
 def resumable_checkpoints(root: str | Path, stage: str) -> list[Path]:
-    """The checkpoints of an unfinished stage, oldest first. Leftovers of a published stage are not included."""
-    return list_checkpoints(checkpoints_directory(root, stage)) if partial_directory(root, stage).is_dir() else []
+    """The checkpoints of an unfinished stage, oldest first. Leftovers of a published stage are not included.
+
+    The members of a reward model are trained before `model`, each with its own checkpoints.
+    """
+    directory = checkpoints_directory(root, stage)
+    if not partial_directory(root, stage).is_dir():
+        return []
+    members = sorted(directory.glob(f"{MEMBERS}/*"), key=lambda path: int(path.name))
+    return [path for part in (*members, directory) for path in list_checkpoints(part)]
 
 
 def last_step(root: str | Path, stage: str) -> int | None:

@@ -15,6 +15,7 @@ import torch
 from rlhf_cli.files import JsonLines, digest_once
 from rlhf_cli.run import artifacts
 from rlhf_cli.run.checkpoint import State
+from rlhf_cli.run.checkpoint_files import MEMBERS
 
 NOTHING_WRITTEN: dict[str, Any] = {"sizes": {}, "folders": [], "seconds": 0.0}
 """The state before the first checkpoint."""
@@ -80,7 +81,7 @@ class StageFiles:
         self.started -= numbers["seconds"]
         self.latest = dict(numbers.get("held_out", {}))  # absent from checkpoints of earlier versions
         files = {f"{name}.jsonl" for name in (NOT_RESTORED, *numbers["sizes"])}
-        kept = {"config.yaml", *files, *numbers["folders"]}
+        kept = {"config.yaml", MEMBERS, *files, *numbers["folders"]}
         for path in self.directory.iterdir():
             if path.name not in kept:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -9,7 +9,7 @@ import math
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -242,12 +242,48 @@ class StageRun:
         distributed.at_step(f"{self.stage} step {done + 1}")
         return done
 
+    def restore_finished(self, parts: Mapping[str, Stateful], unusable: Callable[[Any], str | None]) -> bool:
+        """Whether the newest checkpoint has exactly `parts`, which are then restored: a member is finished."""
+        self.checkpoints.parts = dict(parts)
+        path, _ = self.world.of_main(lambda: self.checkpoints.newest(unusable))
+        if path is not None:
+            self.checkpoints.restore(path)
+        return path is not None
+
+    def save_finished(self, step: int, parts: Mapping[str, Stateful]) -> None:
+        """Save `parts` alone as the last checkpoint, and remove the others."""
+        self.checkpoints.parts, self.checkpoints.keep = dict(parts), 1
+        self.checkpoints.save(step)
+        self.checkpoints.wait()
+        self.world.barrier()
+
     def _start_trackers(self) -> None:
-        if self.config.trackers:
+        if self.config.trackers and self.directory == artifacts.partial_directory(self.config.artifacts, self.stage):
             from rlhf_cli.report.trackers import Trackers
 
             self.trackers = Trackers(self.stage, self.config, self.display)
             self.trackers.start()
+
+    @contextlib.contextmanager
+    def member(self, number: int) -> Iterator[None]:
+        """Inside the block the rows, checkpoints and bad steps are those of a member of a reward model.
+
+        If the block raises, they stay until the stage has ended.
+        """
+        own = dict(vars(self))
+        place = self.checkpoints_directory / checkpoint_files.MEMBERS / str(number)
+        self.directory = place / "rows"
+        self.world.of_main(lambda: self.directory.mkdir(parents=True, exist_ok=True))
+        self.files = StageFiles(self.directory, writes=self.world.is_main)
+        self.checkpoints = CheckpointStore(place, keep=self.config.checkpoints.keep, world=self.world)
+        self.bad_steps = BadSteps(self.bad_steps.limit)
+        self.loss_scale = LossScale(self.world.device, self.config.precision)
+        self._saved_step = 0
+        yield
+        self.checkpoints.wait()
+        self.files.close()
+        changed = ("directory", "files", "checkpoints", "bad_steps", "loss_scale", "_saved_step")
+        vars(self).update({name: own[name] for name in changed})
 
     # ---------------------------------------------------------------------------------------------- steps
 

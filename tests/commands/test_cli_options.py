@@ -67,6 +67,7 @@ def test_a_stage_takes_its_file_with_or_without_config(stage: str, tmp_path: Pat
     assert without.exit_code == with_config.exit_code == 2
     assert "nonsense: unknown key" in without.stderr
     assert without.stderr == with_config.stderr
+    assert rlhf(stage, "--nproc", "2", str(file)).stderr == without.stderr
     mixed = rlhf(stage, "--quiet", "--set", "seed=x", str(file), "--restart")
     assert "--set seed=x: found the text 'x'" in mixed.stderr
     assert "give FILE or --config, not both" in rlhf(stage, str(file), "--config", str(file)).stderr
@@ -78,6 +79,8 @@ def test_a_stage_takes_its_file_with_or_without_config(stage: str, tmp_path: Pat
 def test_rm_keeps_its_command_and_refuses_options_before_it() -> None:
     assert "write options after `serve`" in rlhf("rm", "--quiet", "serve", "x").stderr
     assert "No such command 'sevre'" in rlhf("rm", "sevre", "x").stderr
+    assert rlhf("rm", "--members", "2", "no.yaml").stderr == "error: no.yaml: no such file, must be a YAML config\n"
+    assert "--members: 0, must be greater than or equal to 1" in rlhf("rm", "--members", "0", "no.yaml").stderr
 
 
 def test_config_show_of_a_missing_file() -> None:

@@ -135,6 +135,14 @@ def test_rows_that_are_not_here_are_given_with_an_option():
     assert (ppo.exit_code, ppo.stderr.count("--rows: is for SFT and RM")) == (2, 1)
 
 
+def test_members_take_their_time_one_after_the_other(data, make_model):
+    config = rm(str(data["preferences"]), str(make_model("llama")), max_length=48)
+    one, four = (length_of("rm", {"rm": config.model_copy(update={"members": n})}, 1000.0, None) for n in (1, 4))
+    assert (four.steps, four.tokens) == (one.steps, 4 * one.tokens)
+    assert four.hours == pytest.approx(4 * one.hours)
+    assert f"{one.steps} optimizer steps for each of 4 members, one after the other" in " ".join(length_lines(four))
+
+
 def test_measured_time_of_a_step_is_that_of_its_phases(tmp_path):
     """`time/elapsed_s` is since the start and `time/waited_s` within a phase: neither is added."""
     config = load_stage_config("sft", ROOT / "configs/support/sft.yaml", [f"artifacts={tmp_path}"])

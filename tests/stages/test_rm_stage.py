@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import random
 from functools import partial
@@ -20,11 +21,14 @@ from rlhf_cli.data.records import Scored
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.evaluation import normalization
 from rlhf_cli.evaluation.agreement import answer_metrics, verdict
+from rlhf_cli.evaluation.reward_model import rows_of_stage, scorer_of
 from rlhf_cli.health.baselines import weak_reward
 from rlhf_cli.models.forward import autocast
-from rlhf_cli.models.load import load_policy, load_reward_model, new_reward_model, prepare
+from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer, new_reward_model, prepare
 from rlhf_cli.rollout import speaker
 from rlhf_cli.rollout.sampling import sample
+from rlhf_cli.run.artifacts import require_intact
+from rlhf_cli.trained.run import open_run
 from stages import rm as rm_stage
 from support.tiny import BAD, CPU, GOOD, encoder, read_jsonl, sentence, write_jsonl
 
@@ -230,6 +234,54 @@ def test_probes_are_measured_with_every_loss(make_model, run_stage, data, tmp_pa
     assert {"probe/p0", "probe/p1"} <= metrics_of(rm).keys()
 
 
+# ------------------------------------------------------------------------------------- members
+
+
+def test_members_start_from_other_models_and_are_compared(pipeline, make_model, run_stage, tmp_path):
+    """Three members, the second from another model: the figures are those of the saved models, worked out here."""
+    root, other = pipeline("llama"), make_model("llama")
+    model = {"path": str(root / "sft")}
+    frozen = {"freeze": ["embeddings", "layers"]}
+    rm = run_stage("rm", tmp_path, model=model | frozen, members=3, member_models=[str(other), model["path"]])
+    metrics = metrics_of(rm)
+    folders = [rm / "model", rm / "members/1", rm / "members/2"]
+    weights = [load_file(folder / "model.safetensors") for folder in folders]
+    norm = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(weights[0][norm], weights[2][norm])
+    assert not torch.equal(weights[0][norm], weights[1][norm]), "the second starts from another model"
+    heads = [one["score.weight"] for one in weights]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(heads, 2))
+
+    run = open_run(tmp_path, stage="rm", device=CPU, seed=0)
+    margins = []
+    for folder in folders:
+        scorer = scorer_of(run, run.rm, load_reward_model(str(folder)), load_tokenizer(str(folder)))
+        rows = rows_of_stage(run, scorer)
+        scores = scorer.score([item.answers for item in rows])
+        margins.append((scores[0::2] - scores[1::2]) / scorer.model.config.score_std)
+    accuracy = [(m.sign() + 1).mean().item() / 2 for m in [*margins, sum(margins)]]
+    names = [f"members/accuracy_{name}" for name in (0, 1, 2, "mean")]
+    assert [metrics[name] for name in names] == pytest.approx(accuracy, abs=1e-6)
+    assert metrics["members/accuracy_0"] == metrics["eval/accuracy"]
+    pairs = list(itertools.combinations(margins, 2))
+    alike = sum((a.sign() == b.sign()).float().mean().item() for a, b in pairs) / 3
+    assert metrics["members/agreement"] == pytest.approx(alike, abs=1e-6)
+    correlation = sum(torch.corrcoef(torch.stack(pair))[0, 1].item() for pair in pairs) / 3
+    assert metrics["members/correlation"] == pytest.approx(correlation, abs=1e-4)
+
+    with (folders[1] / "config.json").open("a") as file:
+        file.write(" ")
+    for path in (rm, folders[1]):
+        with pytest.raises(ArtifactError, match=r"members/1/config\.json was modified"):
+            require_intact(path)
+
+
+def test_members_of_another_tokenizer_are_refused(pipeline, make_model, run_stage, tmp_path):
+    model = {"path": str(pipeline("llama") / "sft")}
+    with pytest.raises(ConfigError, match="has another tokenizer than the first member"):
+        run_stage("rm", tmp_path, model=model, members=2, member_models=[str(make_model("gpt2"))])
+
+
 # ------------------------------------------------------------------------------------- memory
 
 
@@ -239,9 +291,9 @@ def weights_in_memory():
     return {id(weight): weight for weight in found if weight.device.type != "meta" and weight.numel()}
 
 
-@pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["full", "lora"])
+@pytest.mark.parametrize(("lora", "members"), [(None, 1), (None, 2), ({"r": 4}, 1)], ids=["full", "members", "lora"])
 def test_no_second_model_is_in_memory_while_one_is_sampled_from_loaded_or_scored(
-    lora, pipeline, run_stage, monkeypatch, tmp_path
+    lora, members, pipeline, run_stage, monkeypatch, tmp_path
 ):
     """The SFT model is held in the precision of the passes, and its samples are those of its float32 weights."""
     root = pipeline("llama")
@@ -269,7 +321,7 @@ def test_no_second_model_is_in_memory_while_one_is_sampled_from_loaded_or_scored
     monkeypatch.setattr(speaker, "sample", sampled)
     model = {"path": str(root / "sft"), "lora": lora}
     evaluation = {"every_steps": 2, "keep_best": True, "max_live_rows": 4}
-    run_stage("rm", tmp_path, model=model, evaluation=evaluation, precision="bfloat16")
+    run_stage("rm", tmp_path, model=model, evaluation=evaluation, precision="bfloat16", members=members)
     assert {name for name, _ in others} == {"sample", *loads}
     assert [count for _, count in others] == [0] * len(others), others
 

@@ -18,9 +18,9 @@ from support.compare import same_runs
 from support.worlds import PROGRAMS, in_each_process, run_in_threads
 
 
-@pytest.mark.parametrize("stage", ["sft", "rm"])
+@pytest.mark.parametrize(("stage", "more"), [("sft", {}), ("rm", {}), ("rm", {"members": 2})])
 def test_two_processes_give_the_weights_and_figures_of_one(
-    stage, pipeline, make_model, write_config, run_stage, tmp_path
+    stage, more, pipeline, make_model, write_config, run_stage, tmp_path
 ):
     """Five rows per step: three on one process and two on the other. The loss is divided by what all have together.
 
@@ -28,7 +28,7 @@ def test_two_processes_give_the_weights_and_figures_of_one(
     """
     path = make_model("llama") if stage == "sft" else pipeline("llama") / "sft"
     training = {"minibatch_size": 5, "num_steps": 5}
-    changes = {"model": {"path": str(path)}, "training": training, "optimizer": {"eps": 1e-3}}
+    changes = {"model": {"path": str(path)}, "training": training, "optimizer": {"eps": 1e-3}} | more
     run_stage(stage, tmp_path / "one", **changes)
     run_in_threads(2, stage, write_config(stage, tmp_path / "two", **changes))
     one, two = (tmp_path / name / stage for name in ("one", "two"))

@@ -30,6 +30,7 @@ def changes(pipeline) -> dict[str, dict[str, Any]]:
         "sft scratch": (often, {"model": {"scratch": {"architecture": "llama", "config": TINY}}, **TRAINING}),
         "sft dora": (often, {"model": {"path": str(root / "sft/model"), "lora": {"r": 2, "dora": True}}, **TRAINING}),
         "rm": (often, TRAINING),
+        "rm members": (often, TRAINING | {"members": 3}),
         "rm lora": (often, {"model": {"path": str(root / "sft/model"), "lora": {"r": 2}}, **TRAINING}),
         "ppo": (ppo, PPO_CARRIES),
         "ppo 8bit": (ppo, four | {"optimizer": {"precision": "8bit"}}),

@@ -15,13 +15,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlhf_cli.errors import ArtifactError
+from rlhf_cli.errors import ArtifactError, RunError
 from rlhf_cli.evaluation import normalization
 from rlhf_cli.program import program
 from rlhf_cli.run import artifacts, checkpoint, checkpoint_files
 from rlhf_cli.run.checkpoint import CheckpointStore, State
 from rlhf_cli.run.stage_files import StageFiles
 from rlhf_cli.run.stage_run import StageRun
+from stages import rm as rm_stage
 from support import crash
 from support.resume import STEPS, ask_to_stop, checkpoints, refused, rlhf, same, state_of, status, succeed, truncate
 from support.tiny import read_jsonl
@@ -68,6 +69,52 @@ def test_a_resumed_run_gives_the_same_bytes(case, config_in, undisturbed, at_ste
     if case in ("sft dora", "rm lora"):
         names = {name for name in states["saved"]["model"][0] if ".lora_" not in name}
         assert names == ({"score.weight"} if stage == "rm" else set()), "frozen weights are not in a checkpoint"
+
+
+def test_members_resume_where_they_were(config_in, undisturbed, monkeypatch, tmp_path):
+    """Stopped in each of three members, once after its last step: no step is repeated, and the bytes are the same."""
+    arguments, taken, finish_step = config_in("rm members", tmp_path), [], StageRun.finish_step
+
+    def finish(self: StageRun, done: int, total: int) -> None:
+        taken.append(done)
+        if len(taken) in (4, 6, 9, 15):
+            ask_to_stop(self)
+        finish_step(self, done, total)
+
+    monkeypatch.setattr(StageRun, "finish_step", finish)
+    for step in (4, 6, 3, 3):
+        assert rlhf(arguments, "--quiet").exit_code == 143
+        assert f"saved after step {step} of 6" in status(tmp_path)
+    assert "members/accuracy_mean" in succeed(arguments)
+    assert taken == [1, 2, 3, 4, 5, 6] * 3
+    same(crash.outcome(tmp_path / "rm"), undisturbed("rm members"))
+    weights = {part: undisturbed("rm members")[f"{part}/model.safetensors"] for part in ("members/1", "members/2")}
+    assert len({*weights.values(), undisturbed("rm")["model/model.safetensors"]}) == 3
+    assert undisturbed("rm members")["model/model.safetensors"] == undisturbed("rm")["model/model.safetensors"]
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_finished_member_is_trained_again_only_if_it_was_changed(
+    damaged, config_in, undisturbed, monkeypatch, tmp_path
+):
+    """The run ends between two members, when no checkpoint has weights."""
+    arguments, trained, train = config_in("rm members", tmp_path), [], rm_stage._train
+
+    def trains(config: Any, rows: Any, best: Any, folder: Path, stage: StageRun) -> Any:
+        trained.append(folder.name)
+        if trained == ["1", "2"]:
+            raise RunError("the second member cannot begin")
+        return train(config, rows, best, folder, stage)
+
+    monkeypatch.setattr(rm_stage, "_train", trains)
+    assert "cannot begin" in refused(arguments, code=1)
+    (kept,) = checkpoint_files.resumable_checkpoints(tmp_path, "rm")
+    assert kept.parent.name == "1"
+    if damaged:
+        truncate(tmp_path / ".rm.partial/members/1/model.safetensors")
+    succeed(arguments)
+    assert trained[2:] == (["1", "2", "model"] if damaged else ["2", "model"])
+    same(crash.outcome(tmp_path / "rm"), undisturbed("rm members"))
 
 
 def test_a_run_stopped_after_its_first_and_its_last_step_gives_the_same_bytes(config_in, finish, at_step, tmp_path):
