@@ -7,6 +7,9 @@ outputs is checked, except those in NOT_A_TARGET.
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -505,3 +508,41 @@ def test_golden(name):
         tolerance = 1e-6 if key.startswith("grad_") else case["tol"]
         excess = (actual[key] - expected).abs() - tolerance * expected.abs().clamp(min=1)
         assert excess.max() <= 0, f"{key}: {actual[key]} is not {expected}"
+
+
+def run_check(module, text):
+    module.write_text(text, encoding="utf-8")
+    command = [sys.executable, "-S", str(TESTS / "golden/check.py"), str(module)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_the_runner_for_other_projects_accepts_the_function_of_its_page_and_finds_a_fault_in_it(tmp_path):
+    """It needs no package: -S hides them. The fault is an advantage that lacks lambda."""
+    page = (ROOT / "docs/conformance.md").read_text(encoding="utf-8")
+    (function,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    right = run_check(tmp_path / "mine.py", function)
+    assert (right.returncode, right.stdout.count("ok ")) == (0, 6), right.stdout + right.stderr
+    assert right.stdout.endswith("6 of 73 cases checked, 0 wrong\n")
+    wrong = run_check(tmp_path / "mine.py", function.replace("gamma * lam * advantage", "gamma * advantage"))
+    assert wrong.returncode == 1
+    assert wrong.stdout.endswith("6 of 73 cases checked, 4 wrong\n"), "lambda 1 hides the fault"
+    assert "advantages[0][" in wrong.stdout
+    assert "Source: OpenRLHF/OpenRLHF@" in wrong.stdout
+    assert run_check(tmp_path / "mine.py", "def other(): ...").returncode == 1, "nothing was checked"
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        ("{'kl': [0.0 for _ in n]}", "kl[1] is 0, not 0.1931471806 (tolerance 1e-08)"),
+        ("{'kl': 0.0}", "its shape is another: 1 numbers"),
+        ("{'nats': []}", "nats: the case has no such output"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("{'kl': [float('nan') for _ in n]}", "kl[0] is nan, not"),
+    ],
+)
+def test_the_runner_says_what_is_wrong(tmp_path, returned, says):
+    result = run_check(tmp_path / "mine.py", f"def best_of_n_kl(n): return {returned}")
+    assert result.returncode == 1
+    assert says in result.stdout
+    assert "1 of 73 cases checked, 1 wrong" in result.stdout
