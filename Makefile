@@ -12,13 +12,14 @@ TORCH_INDEX ?=
 # Every test computes on one thread. At most four run at the same time; those of one file run one after the other.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: pipeline test test-slow bench lint docs install install-dev status clean help
+.PHONY: pipeline test test-slow bench lint docs release install install-dev status clean help
 
 help:
 	@echo "make pipeline   run SFT, RM and PPO of $(CONFIG); CONFIG=configs/... for another folder"
 	@echo "make test       run the tests; make test-slow runs the slow ones; make lint checks style and types"
 	@echo "make docs       build the site from docs/ in build/site"
 	@echo "make bench      measure speed against TRL, about 25 minutes; the report and all files go to $(BENCH) (BENCH=DIR)"
+	@echo "make release    build wheel and sdist in dist/, check them, and run the wheel in an environment of its own"
 	@echo "make status     show the stages of $(CONFIG); make clean removes .venv and keeps artifacts/"
 	@echo "Each installs into .venv first. TORCH_INDEX=URL takes PyTorch from there, PYTHON=python3.12 another Python."
 
@@ -43,6 +44,20 @@ lint: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/python docs/build_site.py build/site
+
+# The wheel runs away from the checkout, in an environment that has nothing else: `rlhf init`, then a few steps of it.
+RELEASE := $(VENV)/release
+release: $(VENV)/.installed-dev
+	rm -rf dist $(RELEASE)
+	$(PIP) install --quiet build twine
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv $(RELEASE)
+	$(if $(TORCH_INDEX),$(RELEASE)/bin/pip install --no-deps -c constraints.txt --index-url $(TORCH_INDEX) torch)
+	$(RELEASE)/bin/pip install --quiet -c constraints.txt dist/*.whl
+	cd $(RELEASE) && bin/rlhf init mine && bin/rlhf pipeline mine --quiet --set sft:training.num_steps=3 \
+		--set rm:training.num_steps=3 --set rm:evaluation.num_normalization_samples=4 \
+		--set ppo:ppo.num_iterations=1 --set ppo:evaluation.num_prompts=4
 
 status: $(VENV)/.installed
 	$(BIN)/rlhf status artifacts/$(notdir $(CONFIG))

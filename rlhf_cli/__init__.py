@@ -1,3 +1,3 @@
 """rlhf: from raw text to an aligned language model in three stages, SFT, reward model, PPO."""
 
-__version__ = "0.1.0"
+__version__ = "0.9.0"

@@ -10,7 +10,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.run.model_card import Origin, base_model, card, license_of
 
-VERSIONS = {"rlhf": "0.1.0"}
+VERSIONS = {"rlhf": "0.9.0"}
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm", "ppo"])
