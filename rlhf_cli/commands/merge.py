@@ -1,27 +1,58 @@
-"""`rlhf merge`: turn adapters into plain weights that any program reads."""
+"""`rlhf merge`: turn adapters into plain weights, or several reward models into their mean."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rlhf_cli.errors import ArtifactError
+from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.printing import say
-from rlhf_cli.run.artifacts import is_adapter, model_directory, new_folder, require_new
+from rlhf_cli.run.artifacts import (
+    is_adapter,
+    model_directory,
+    new_folder,
+    read_manifest,
+    require_intact,
+    require_new,
+    stage_directory,
+)
+from rlhf_cli.trained.locate import locate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SAME_ORIGIN = 0.5
+"""The cosine of the weights of two models that were trained from one is larger. Other random weights have one of 0."""
+
+Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 def merge(
-    directory: Annotated[str, typer.Argument(metavar="DIR", help="A finished stage, or a directory of adapters.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="DIR OUT | RM RM...", help="Adapters and the folder, or reward models."),
+    ],
+    out: Annotated[Path | None, typer.Option("--out", help="The folder to write the mean of the models to.")] = None,
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        typer.Option("--dtype", help="Number format of the weights: auto is bfloat16 if the base model is."),
+        Dtype, typer.Option("--dtype", help="Number format of the weights: auto is bfloat16 if the base model is.")
     ] = "auto",
 ) -> None:
-    """Merge LoRA adapters into plain weights (stages with lora.save: adapter)."""
-    path = model_directory(directory)
+    """Merge LoRA adapters into plain weights, or with --out average the weights of reward models."""
+    if out is None and len(models) == 2:
+        directory, out = model_directory(models[0]), Path(models[1])
+        _merge_adapters(directory, out, dtype)
+    elif out is None or len(models) < 2:
+        raise ConfigError("give adapters and a folder, DIR OUT, or two or more reward models and --out OUT")
+    else:
+        require_new(out)
+        _average([model_directory(path) for path in models], out, dtype)
+
+
+def _merge_adapters(path: str, out: Path, dtype: Dtype) -> None:
     if not is_adapter(path):
         raise ArtifactError(
             f"{path}: has no adapters (adapter_config.json) to merge. If it is a model, use it as it is"
@@ -41,3 +72,87 @@ def merge(
     with new_folder(out) as folder:
         save(model, load_tokenizer(path), folder, dtype)
     say(f"{out}: {adapter.base.path} with the adapters of {path}, {model.num_parameters():,} parameters in {dtype}")
+
+
+# ------------------------------------------------------------------------------------------- the mean
+
+
+def _average(paths: Sequence[str], out: Path, dtype: Dtype) -> None:
+    """Write the mean of the weights of reward models (WARM, arXiv 2401.12187), and measure it again."""
+    import torch
+
+    from rlhf_cli.models.exporting import dtype_of
+    from rlhf_cli.models.load import load_reward_model, load_tokenizer
+    from rlhf_cli.models.save import save
+
+    for path in paths:
+        require_intact(path, thorough=True)
+    mean, tokenizer = load_reward_model(paths[0]), load_tokenizer(paths[0])
+    start = {name: weight.detach().clone() for name, weight in mean.named_parameters()}
+    with torch.no_grad():
+        for number, path in enumerate(paths[1:], 2):
+            other = load_reward_model(path)
+            _require_alike(start, mean, tokenizer, other, load_tokenizer(path), f"{path} and {paths[0]}")
+            for name, weight in other.named_parameters():
+                so_far = mean.get_parameter(name)
+                so_far.add_((weight - so_far) / number)
+    if dtype == "auto":
+        dtype = "bfloat16" if dtype_of(paths[0]) == "bfloat16" else "float32"
+    for key in ("score_mean", "score_std"):  # those of the first
+        vars(mean.config).pop(key, None)
+    lines = _measure(mean, tokenizer, paths[0])
+    with new_folder(out) as folder:
+        save(mean, tokenizer, folder, dtype)
+    for line in lines:
+        say(f"{out}: {line}")
+    say(f"{out}: the mean of {len(paths)} models, {mean.num_parameters():,} parameters in {dtype}")
+
+
+def _require_alike(
+    start: Mapping[str, Tensor],
+    one: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    other: PreTrainedModel,
+    other_tokenizer: PreTrainedTokenizerBase,
+    names: str,
+) -> None:
+    """Raise ArtifactError for two models whose mean is no model. `start` has the weights of the first."""
+    from rlhf_cli.models.heads import scalar_heads
+    from rlhf_cli.models.load import CUTS, same_tokenizer
+
+    weights = dict(other.named_parameters())
+    if {k: w.shape for k, w in start.items()} != {k: w.shape for k, w in weights.items()}:
+        raise ArtifactError(f"{names}: have weights of other names or shapes. Average models of one architecture")
+    if not (same_tokenizer(tokenizer, other_tokenizer) and same_tokenizer(other_tokenizer, tokenizer)):
+        raise ArtifactError(f"{names}: have other tokenizers. Average models that were trained from one model")
+    if [getattr(one.config, key, None) for key in CUTS] != [getattr(other.config, key, None) for key in CUTS]:
+        raise ArtifactError(f"{names}: cut texts to other lengths ({', '.join(CUTS)}). Train them with the same data")
+    heads = scalar_heads(one)
+    pairs = [
+        (start[name], weight)
+        for name, weight in weights.items()
+        if weight.ndim > 1 and name.rpartition(".")[0] not in heads
+    ]
+    dot = sum(float((a * b).sum()) for a, b in pairs)
+    sizes = [sum(float(pair[side].square().sum()) for pair in pairs) ** 0.5 for side in (0, 1)]
+    cosine = dot / (sizes[0] * sizes[1])
+    if cosine < SAME_ORIGIN:
+        raise ArtifactError(
+            f"{names}: their weights have a cosine of {cosine:.2f}, so they were not trained from one model, and their "
+            "mean is no model. Use them as an ensemble"
+        )
+
+
+def _measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> list[str]:
+    """Lines about the mean, measured on the rows of the run that the first model belongs to."""
+    place = locate(path)
+    manifest = None if place is None else read_manifest(stage_directory(place.root, "rm"))
+    if place is None or manifest is None:
+        return [f"{path} belongs to no run, so the scores are not normalised and the accuracy is not known"]
+
+    from rlhf_cli.evaluation.reward_model import measure_again
+    from rlhf_cli.processes.distributed import start
+    from rlhf_cli.trained.run import open_run
+
+    run = open_run(place.root, stage="rm", device=start("auto").device, seed=manifest.seed)
+    return measure_again(run, model, tokenizer)

@@ -19,11 +19,18 @@ from rlhf_cli.data.splits import Drawn, held_out_rows
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import probe_rows, rm_rows
 from rlhf_cli.evaluation import preferences
-from rlhf_cli.evaluation.agreement import label_figures, probe_shares, score_figures, scores_of_rows
+from rlhf_cli.evaluation.agreement import (
+    figures_of_rankings,
+    label_figures,
+    probe_shares,
+    score_figures,
+    scores_of_rows,
+    verdict,
+)
 from rlhf_cli.evaluation.benchmark import Bench, bench_figures, encode_bench, is_joined, num_unpaired, shares_base
 from rlhf_cli.evaluation.figures import Sentences, as_json, correlation_figure, mean_figure, share_figure, show
 from rlhf_cli.evaluation.invariance import position_figures, prefix_figures
-from rlhf_cli.evaluation.normalization import sequences_of
+from rlhf_cli.evaluation.normalization import SMALLEST_STD, sequences_of
 from rlhf_cli.models.forward import longest_input
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
@@ -75,6 +82,26 @@ def measure_reward_model(run: Run, bench: Bench | None, display: Display) -> dic
     if bench is not None:
         report["bench"] = _of_benchmark(run, scorer, bench, sentences)
     return report | {"sentences": sentences.texts} if report else {}
+
+
+def measure_again(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Write the mean and standard deviation of a model's scores into its config, over samples of the run's SFT model.
+
+    Without that model they are taken over held-out answers. Returns lines about them, and the held-out verdict of a
+    model that compares answers.
+    """
+    assert run.rm is not None
+    scorer = scorer_of(run, run.rm, model, tokenizer)
+    rows = rows_of_stage(run, scorer)
+    if not rows:
+        return ["there are no held-out rows, so its scores are not normalised"]
+    answers = scorer.score([row.sequences for row in rows])
+    prompts = [Prompt(one.row.prompt, one.row.where, {}, one.row.messages) for one in rows]
+    found = policy_scores(run, scorer, prompts, ("sft",)).get("SFT", answers)
+    mean, std = found.mean().item(), max(found.std(correction=0).item(), SMALLEST_STD)
+    model.config.update({"score_mean": mean, "score_std": std})
+    lines = [f"score_mean {mean:.4g} and score_std {std:.4g}, over {len(found)} texts"]
+    return lines + ([verdict(figures_of_rankings(rows, answers))[0]] if run.rm.is_pairwise else [])
 
 
 def scorer_of(run: Run, config: RMConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Scorer:
@@ -191,14 +218,16 @@ def _of_probes(scorer: Scorer) -> tuple[Figures, Figures] | None:
 # ------------------------------------------------------------------------------------------- distributions
 
 
-def policy_scores(run: Run, scorer: Scorer, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+def policy_scores(
+    run: Run, scorer: Scorer, prompts: Sequence[Prompt], stages: Sequence[str] = ("sft", "ppo")
+) -> dict[str, Tensor]:
     """Raw scores of a sample of SFT and of PPO for each of some prompts, for the stages that are finished.
 
     Both draw with the same random numbers. {} if rows have no prompt, or no prompt leaves room for a sample.
     """
     prompts = Drawn([prompt for prompt in prompts if prompt.prompt.strip()], SAMPLED_ROWS, run.seed)
     found = {}
-    for stage in ("sft", "ppo"):
+    for stage in stages:
         if not run.is_finished(stage) or not prompts:
             continue
         policy, tokenizer = run.load(run.model_path(stage), scorer.config.precision)

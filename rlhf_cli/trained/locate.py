@@ -10,6 +10,7 @@ from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.program import command
 from rlhf_cli.run.artifacts import ADAPTER_CONFIG, read_manifest, stage_directory
+from rlhf_cli.run.checkpoint_files import MEMBERS
 
 MODEL = "model"
 
@@ -22,7 +23,7 @@ class StageModel:
     """The run's directory."""
     stage: str
     folder: str = MODEL
-    """The model's folder in the stage's directory. Others are best_model, ema_model and value_model."""
+    """The model's folder in the stage's directory. Others are best_model, ema_model, value_model, members/1."""
 
     @property
     def path(self) -> str:
@@ -56,7 +57,10 @@ def locate(
     if not path.is_dir():
         return None
     whole = path.resolve()
-    for folder, name in ((whole, MODEL), (whole.parent, whole.name)):
+    places = [(whole, MODEL), (whole.parent, whole.name)]
+    if whole.parent.name == MEMBERS:
+        places.append((whole.parent.parent, f"{MEMBERS}/{whole.name}"))
+    for folder, name in places:
         manifest = read_manifest(folder)
         if manifest is None or manifest.stage != folder.name or (folder != whole and not is_model(whole)):
             continue
