@@ -39,7 +39,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.names import RewardModelLoss
-from rlhf_cli.algorithms.reward_model import pairwise_loss, pointwise_loss, ranking_pairs, unbiased_weight
+from rlhf_cli.algorithms.reward_model import (
+    pairwise_loss,
+    plackett_luce_loss,
+    pointwise_loss,
+    ranking_pairs,
+    unbiased_weight,
+)
 from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.data.answers import (
     AnswerEncoder,
@@ -111,6 +117,7 @@ OF_PAIRS = ("loss/rm", "rm/accuracy", "eval/accuracy", "rm/margin", "speed/step_
 SHOWN: dict[RewardModelLoss, tuple[str, ...]] = {
     "logsigmoid": OF_PAIRS,
     "logexp": OF_PAIRS,
+    "plackett_luce": OF_PAIRS,
     "mse": ("loss/rm", "rm/mse", "eval/mse", "speed/step_tokens_per_s"),
     "bce": ("loss/rm", "rm/accuracy", "eval/accuracy", "speed/step_tokens_per_s"),
 }
@@ -402,7 +409,8 @@ def _loss(
         return pointwise_loss(scores, targets, loss=config.loss, num_rows=num_rows)
     flat = [(i, ids) for i, item in enumerate(items) for ids in item.answers]
     scores = sequence_scores(model, [ids for _, ids in flat], groups=[i for i, _ in flat])[:, 0]  # [answers]
-    better, worse, weight = ranking_pairs([len(item.answers) for item in items])  # [pairs] each
+    sizes = [len(item.answers) for item in items]
+    better, worse, weight = ranking_pairs(sizes)  # [pairs] each
     # A row's margin belongs to the pair of its best and its worst answer.
     row_margins = [
         item.row.margin if (i, j) == (0, len(item.answers) - 1) else 0.0
@@ -410,16 +418,19 @@ def _loss(
         for i in range(len(item.answers))
         for j in range(i + 1, len(item.answers))
     ]
-    return pairwise_loss(
+    loss, stats = pairwise_loss(
         scores[better],
         scores[worse],
         margin=scores.new_tensor(row_margins),
         weight=weight.to(scores),
-        loss=config.loss,
+        loss="logsigmoid" if config.loss == "plackett_luce" else config.loss,
         flipped_weight=unbiased_weight(config.flip_rate) if config.flip_rate else config.label_smoothing or 0.0,
         zero_mean_coef=config.zero_mean_coef,
         num_pairs=num_rows,
     )
+    if config.loss == "plackett_luce":
+        loss = plackett_luce_loss(scores, sizes, num_rankings=num_rows)
+    return loss, stats
 
 
 # -------------------------------------------------------------------------------------- 5. evaluation

@@ -46,7 +46,7 @@ PairwiseLoss = Literal["logsigmoid", "logexp"]
 PointwiseLoss = Literal["mse", "bce"]
 """The losses of the reward model on single answers: the squared error of scores, and the logistic loss of labels."""
 
-RewardModelLoss = Literal[PairwiseLoss, PointwiseLoss]
+RewardModelLoss = Literal[PairwiseLoss, "plackett_luce", PointwiseLoss]
 """`rm.loss`."""
 
 

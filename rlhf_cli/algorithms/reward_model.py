@@ -145,6 +145,30 @@ def ranking_pairs(sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     return indices[0], indices[1], torch.tensor(weight, dtype=torch.float64)
 
 
+def plackett_luce_loss(scores: Tensor, sizes: Sequence[int], *, num_rankings: Tensor | float | None = None) -> Tensor:
+    """Negative log-likelihood of whole rankings under the Plackett-Luce model, per choice.
+
+    ``P(ranking) = prod over k < K of exp(s_k) / sum over j >= k of exp(s_j)``: the best answer is chosen from all, then
+    the second from the rest. Each choice is ``sigmoid(s_k - log sum over j > k of exp(s_j))``, so a ranking of two is
+    Bradley-Terry to the last bit. A ranking counts as the mean over its K - 1 choices, whatever its length.
+
+    Args:
+        scores: the answers of all rankings, laid end to end, best first within each ranking.
+        sizes: number of answers of each ranking, at least 2.
+        num_rankings: divisor of the sum, by default the number of rankings, as `num_pairs` of `pairwise_loss`.
+
+    Plackett 1975, "The Analysis of Permutations"; Luce 1959.
+
+    >>> plackett_luce_loss(torch.zeros(3), [3])  # (log(3) + log(2)) / 2
+    tensor(0.8959)
+    """
+    parts = scores.split(list(sizes))
+    first = torch.cat([part[:-1] for part in parts])  # [choices], as the others
+    rest = torch.stack([part[k:].logsumexp(0) for part in parts for k in range(1, len(part))])
+    weight = torch.cat([part.new_full((len(part) - 1,), 1 / (len(part) - 1)) for part in parts])
+    return -(weight * logsigmoid(first - rest)).sum() / (len(sizes) if num_rankings is None else num_rankings)
+
+
 def score_loss(
     score: Tensor, target: Tensor, *, num_rows: Tensor | float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:

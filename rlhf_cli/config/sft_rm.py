@@ -6,7 +6,7 @@ from typing import Literal, Self, get_args
 
 from pydantic import model_validator
 
-from rlhf_cli.algorithms.names import PointwiseLoss, RewardModelLoss
+from rlhf_cli.algorithms.names import PairwiseLoss, PointwiseLoss, RewardModelLoss
 from rlhf_cli.config.base import (
     BelowHalf,
     LocalPath,
@@ -177,9 +177,10 @@ class RMConfig(Stage):
     data: RMData
     """The preference pairs or scored rows."""
     loss: RewardModelLoss = "logsigmoid"
-    """For pairs: -log sigmoid of the score difference (`logsigmoid`), or the same written as log(1 + exp)
-    (`logexp`). For rows with a score: squared error (`mse`). For rows with a label from 0 (bad) to 1 (good), such as
-    those of KTO: the logistic loss, so that sigmoid(score) is the probability of a good answer (`bce`)."""
+    """For pairs, and all pairs of a ranking: -log sigmoid of the score difference (`logsigmoid`), or the same written
+    as log(1 + exp) (`logexp`). For rankings as a whole: the best answer chosen from all, then the next from the rest
+    (`plackett_luce`). For rows with a score: squared error (`mse`). For rows with a label from 0 (bad) to 1 (good),
+    such as those of KTO: the logistic loss, so that sigmoid(score) is the probability of a good answer (`bce`)."""
     label_smoothing: BelowHalf | None = None
     """Train as if this share of the preferences were flipped, which keeps the scores from growing without limit."""
     flip_rate: BelowHalf | None = None
@@ -209,8 +210,10 @@ class RMConfig(Stage):
             "data.margin_column": self.data.margin_column,
         }
         for key, value in unread.items():
-            if value and not self.is_pairwise:
-                raise ValueError(f"{key} does nothing with loss: {self.loss}, only with the pairwise losses. Remove it")
+            if value and self.loss not in get_args(PairwiseLoss):
+                raise ValueError(
+                    f"{key} does nothing with loss: {self.loss}, only with logsigmoid and logexp. Remove it"
+                )
         if self.label_smoothing and self.flip_rate:
             raise ValueError("label_smoothing adds flips to the labels, flip_rate takes them out. Remove one of them")
         return self

@@ -14,7 +14,14 @@ from rlhf_cli.algorithms.advantages import gae, masked_whiten, token_rewards
 from rlhf_cli.algorithms.kl import kl_estimate, kl_loss, sequence_k2_loss
 from rlhf_cli.algorithms.language_model import lm_loss
 from rlhf_cli.algorithms.policy import entropy_bonus, penalty_loss, policy_loss
-from rlhf_cli.algorithms.reward_model import label_accuracy, label_loss, pairwise_loss, score_loss, unbiased_weight
+from rlhf_cli.algorithms.reward_model import (
+    label_accuracy,
+    label_loss,
+    pairwise_loss,
+    plackett_luce_loss,
+    score_loss,
+    unbiased_weight,
+)
 from rlhf_cli.algorithms.statistics import (
     distinct_n,
     pair_accuracy,
@@ -745,6 +752,33 @@ def test_the_unbiased_loss_finds_the_true_scores_behind_flipped_labels():
     blind, smoothed = optimum(0.0), optimum(0.1)
     assert blind[0] < 0.5 * true[0]
     assert smoothed[0] < blind[0], "smoothing flips some more"
+
+
+def test_plackett_luce_is_a_probability_of_rankings_and_bradley_terry_for_two():
+    scores = draw(4, seed=1, scale=2)
+    orders = [list(order) for order in itertools.permutations(range(4))]
+    likelihoods = [math.exp(-3 * plackett_luce_loss(scores[order], [4])) for order in orders]
+    assert sum(likelihoods) == pytest.approx(1, abs=1e-12)
+    for order, likelihood in zip(orders, likelihoods, strict=True):
+        by_hand, left = 1.0, scores.exp()[order].tolist()
+        while left:
+            by_hand *= left[0] / sum(left)
+            left = left[1:]
+        assert likelihood == pytest.approx(by_hand, rel=1e-12)
+
+    pairs = draw(10, seed=2).float().requires_grad_()
+    losses = [plackett_luce_loss(pairs, [2] * 5), pairwise_loss(pairs[0::2], pairs[1::2])[0]]
+    assert torch.equal(*losses)
+    assert torch.equal(*(torch.autograd.grad(loss, pairs)[0] for loss in losses))
+
+    flat, sizes = draw(9, seed=3), [2, 4, 3]
+    parts = [plackett_luce_loss(one, [len(one)], num_rankings=3) for one in flat.split(sizes)]
+    close(plackett_luce_loss(flat, sizes), sum(parts))
+    close(
+        gradient_of(lambda x: plackett_luce_loss(x, sizes), flat),
+        finite_differences(lambda x: plackett_luce_loss(x, sizes), flat),
+        1e-7,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -144,7 +144,7 @@ def test_a_name_that_is_added_alone_fails_type_checking(tmp_path):
     text = path.read_text(encoding="utf-8")
     names = re.findall(r"^(\w+) = Literal\[", text, flags=re.M)
     assert set(names) == {*NEW_NAMES, "RewardModelLoss"}, (
-        "RewardModelLoss is PairwiseLoss and PointwiseLoss, and the RM stage dispatches over it"
+        "RewardModelLoss is PairwiseLoss, plackett_luce and PointwiseLoss, and the RM stage dispatches over it"
     )
     path.write_text(re.sub(r"^(\w+) = Literal\[", r'\1 = Literal["new \1", ', text, flags=re.M), encoding="utf-8")
     errors = mypy(folder, tmp_path / "cache")

@@ -136,12 +136,13 @@ def test_the_shell_completes_commands_and_keys(words: str, expected: list[str]) 
 def test_docs_of_a_key() -> None:
     assert rlhf("config", "docs", "rm.loss").output == (
         "loss  (rm.yaml)\n"
-        "  one of logsigmoid, logexp, mse, bce; default logsigmoid\n"
-        "  For pairs: -log sigmoid of the score difference (`logsigmoid`), or the same\n"
-        "  written as log(1 + exp) (`logexp`). For rows with a score: squared error\n"
-        "  (`mse`). For rows with a label from 0 (bad) to 1 (good), such as those of KTO:\n"
-        "  the logistic loss, so that sigmoid(score) is the probability of a good answer\n"
-        "  (`bce`).\n"
+        "  one of logsigmoid, logexp, plackett_luce, mse, bce; default logsigmoid\n"
+        "  For pairs, and all pairs of a ranking: -log sigmoid of the score difference\n"
+        "  (`logsigmoid`), or the same written as log(1 + exp) (`logexp`). For rankings\n"
+        "  as a whole: the best answer chosen from all, then the next from the rest\n"
+        "  (`plackett_luce`). For rows with a score: squared error (`mse`). For rows with\n"
+        "  a label from 0 (bad) to 1 (good), such as those of KTO: the logistic loss, so\n"
+        "  that sigmoid(score) is the probability of a good answer (`bce`).\n"
     )
 
 

@@ -116,6 +116,7 @@ PPO: dict[str, Any] = {
         ("rm", ["label_smoothing=0.1", "flip_rate=0.1"], "Remove one of them"),
         ("rm", ["members=2", "member_models=[a, b]"], "names 2 models, and 1 of the members come after"),
         ("rm", ["member_models=[a]"], "names 1 models, and 0 of the members come after"),
+        ("rm", ["loss=plackett_luce", "zero_mean_coef=0.1"], "zero_mean_coef does nothing with loss: plackett_luce"),
         ("rm", ["flip_rate=0.5"], "less than 0.5"),
         ("rm", ["loss=mse", "data.margin_column=m"], "does nothing with loss: mse"),
         ("ppo", ["ppo.minibatch_size=3"], "must divide rollout_batch_size"),

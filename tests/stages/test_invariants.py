@@ -162,7 +162,7 @@ def plain_score(model, ids):
     return linear(model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1:], model.score.weight)[0, 0]
 
 
-@pytest.mark.parametrize("loss_name", ["logsigmoid", "logexp", "mse", "bce"])
+@pytest.mark.parametrize("loss_name", ["logsigmoid", "logexp", "plackett_luce", "mse", "bce"])
 def test_rm_gradient_is_the_same_for_every_cut(classifiers, rankings, write_config, tmp_path, loss_name):
     """[23, 29] A ranking counts as one row, with the mean over its pairs."""
     model, wanted_model = map(double, classifiers)
@@ -181,6 +181,11 @@ def test_rm_gradient_is_the_same_for_every_cut(classifiers, rankings, write_conf
             binary_cross_entropy_with_logits(scores, (torch.arange(len(batch)) % 2).to(scores), reduction="none")
         )
         changes = {}
+    elif loss_name == "plackett_luce":
+        batch, losses, changes = rankings, [], {}
+        for item in rankings:
+            scores = torch.stack([plain_score(wanted_model, ids) for ids in item.answers])
+            losses.append(-sum(scores[k:].log_softmax(0)[0] for k in range(len(scores) - 1)) / (len(scores) - 1))
     else:
         batch, losses = rankings, []
         for item in rankings:
