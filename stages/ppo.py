@@ -145,6 +145,8 @@ def _iterate(setup: Setup, carried: Carried, iteration: int) -> None:
     # 6. Figures and health, then the coefficients that follow the KL.
     metrics = iteration_metrics(setup, rollout, texts, scores, kl, rewards, returns)
     metrics |= update | {"objective/kl_coef": carried.coefs.kl_coef} | stage.speed.row()
+    if carried.held_out.home is not None:
+        metrics |= carried.held_out.home.unfamiliarity(scores.features, setup.world)
     metrics |= follow_kl(setup, carried.coefs, newest, metrics)
     stage.log(iteration + 1, metrics, SHOWN)
     log_samples(setup, rollout, texts, scores, kl, iteration)

@@ -45,6 +45,7 @@ WATCHED = (
     "response/distinct_2",
     "response/duplicate_fraction",
     "response/score_length_correlation",
+    "response/unfamiliarity",
     "policy/entropy",
     "policy/approx_kl",
     "policy/clip_fraction",

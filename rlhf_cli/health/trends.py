@@ -47,6 +47,9 @@ SAME_WORD_RISE = 0.4
 SAME_WORD_DISTINCT_2 = 0.65
 """... and distinct_2 is below this share of the start's: a word that belongs to the task leaves the rest varied. Good:
 0.8 to 1.05; bad: 0.5."""
+UNFAMILIAR_RISE = 2.0
+"""Multiple of response/unfamiliarity at the start that it must exceed, besides 1: the training prompts may be unlike
+the held-out ones. Good: up to 0.7; bad: 1.4 (kl_coef 0 with a reward model of 600 pairs, a quarter of them flipped)."""
 NEVER_ENDS = 0.05
 """Share of responses that end by themselves. With fewer there is hardly an example of an end to learn from."""
 FEWER_ENDS = 0.5
@@ -127,6 +130,24 @@ def same_word(run: History) -> Signs:
         f"{SAME_WORD:.0%} for {PERSIST} iterations). response/distinct_2 is {distinct:.3g}, {distinct / start:.0%} of "
         f"the {start:.3g} at the start (limit {SAME_WORD_DISTINCT_2:.0%}). The policy may have found a word that the "
         "reward likes in any response.",
+    )
+
+
+@rule(
+    "Compare samples.jsonl of then and now: the score may be wrong on such replies; {judge}; {stay}, or train the "
+    "reward model on labelled samples of this policy"
+)
+def unfamiliar(run: History) -> Signs:
+    last, start = run.last("response/unfamiliarity", PERSIST), run.mean_at_start("response/unfamiliarity")
+    limit = max(1.0, UNFAMILIAR_RISE * start)
+    if not (last and min(last) > limit):
+        return
+    yield Sign(
+        last[-1],
+        f"response/unfamiliarity is {last[-1]:.3g} and was {start:.2g} at the start (limit {limit:.2g} for {PERSIST} "
+        "iterations): as the reward model sees them, the replies together are as far from the SFT model's as only a "
+        "single reply is by chance. The reward model was trained on replies like the SFT model's, so its scores may be "
+        "wrong here.",
     )
 
 
@@ -353,6 +374,6 @@ def memorises(held_out: Sequence[tuple[int, float]], training: Sequence[tuple[in
 
 
 WARNINGS = (
-    entropy_collapse, alike, same_word, never_ends, truncated, score_saturated,
+    entropy_collapse, alike, same_word, unfamiliar, never_ends, truncated, score_saturated,
     length_explains_score, objective_falls, kl_runaway,
 )  # fmt: skip

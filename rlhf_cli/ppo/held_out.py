@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.errors import ConfigError, RewardError
 from rlhf_cli.health.running import Health
+from rlhf_cli.ppo.familiarity import features_of_all, home_of
 from rlhf_cli.ppo.scores import or_failure, sampled_and_scored
 from rlhf_cli.ppo.setup import Setup, save_policy
 from rlhf_cli.processes.distributed import World, gather_texts
@@ -42,6 +43,8 @@ class Evaluation:
     gold: list[dict[str, float]]
     """The judge's numbers of each reply; empty without a judge."""
     kl: list[float]
+    features: torch.Tensor
+    """[prompts, H] what the reward models scored each reply by (`RewardSource.features`)."""
 
     def intervals(self) -> dict[str, float]:
         """The ends of the 95 % intervals of score_mean, kl and the judge's numbers over the prompts."""
@@ -76,6 +79,8 @@ class HeldOutReply:
     """Sum over its tokens of log policy - log ref_policy, in nats."""
     length: int
     ended: bool
+    features: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    """[H], of the reward models; of another process's reply none."""
 
 
 GOLD_ADVICE = "Fix the function, set evaluation.gold to one that fits your data, or remove evaluation.gold"
@@ -131,7 +136,8 @@ def evaluate(setup: Setup, prompts: Drawn[PromptRow], gold: GoldJudge | None) ->
         metrics |= {
             f"{name}/{source}": statistics.fmean(values[i] for i in numbers) for name, values in columns.items()
         }
-    return Evaluation(metrics, texts, scores, gold_rows, columns["kl"])
+    features = features_of_all([reply.features for reply in own], world)
+    return Evaluation(metrics, texts, scores, gold_rows, columns["kl"], features)
 
 
 def _from_all_processes(own: Sequence[HeldOutReply], world: World) -> list[list[HeldOutReply]]:
@@ -167,7 +173,8 @@ def _own_replies(setup: Setup, prompts: Sequence[PromptRow]) -> list[HeldOutRepl
     def read(rollout: RolloutBatch, texts: list[str], scores: Scores) -> list[HeldOutReply]:
         kl = (rollout.logprobs - rollout.ref_logprobs).sum(1).tolist()
         lengths, ended = [len(r.ids) for r in rollout.responses], [r.ended for r in rollout.responses]
-        return list(map(HeldOutReply, texts, scores.total.tolist(), kl, lengths, ended))
+        features = scores.features if scores.features is not None else torch.zeros(len(texts), 0)
+        return list(map(HeldOutReply, texts, scores.total.tolist(), kl, lengths, ended, features))
 
     models = setup.models_to_sample()
     return sampled_and_scored(setup, models, prompts, uniforms, read, recompute=True, engine=setup.engine)
@@ -194,6 +201,7 @@ class HeldOut:
             setup.stage.display.note("no held-out prompts, so SFT and PPO are not compared")
         else:
             health.check_evaluation(0, self.before.scores, self.before.gold_scores)
+        self.home = home_of(self.before.features) if self.before is not None else None
         self.best = best_of(setup.config.evaluation.best_metric, self.before)
         self.last_step = 0
         """The iteration of the latest figures; a checkpoint keeps it."""

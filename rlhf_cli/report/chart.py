@@ -63,6 +63,7 @@ CURVES = (
     Curve("ppo", "Entropy", {"policy/entropy": "training"}, "nats per token"),
     Curve("ppo", "Replies that ended", {"response/eos_fraction": "training"}, "share", is_share=True),
     Curve("ppo", "Diversity", {"response/distinct_2": "training"}, "share of different word pairs"),
+    Curve("ppo", "Unfamiliar replies", {"response/unfamiliarity": "training"}, "1: as far as a single SFT reply"),
     Curve("ppo", "Clipped ratios", {"policy/clip_fraction": "training"}, "share of tokens"),
     Curve("ppo", "Explained variance", {"value/explained_variance": "training"}, "of the returns, by the value model"),
     Curve("ppo", "Gradient norm", {"policy/grad_norm": "training"}, "of the policy, before clipping"),

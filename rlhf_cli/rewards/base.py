@@ -65,6 +65,8 @@ class Scores:
     """For each source, the number of scores that failed and count as 0.0 (on_error: zero)."""
     cut: dict[str, int] = field(default_factory=dict)
     """For each reward model, the number of texts that were too long and were cut."""
+    features: torch.Tensor | None = None
+    """[B, H] the `RewardSource.features` of all sources, side by side; None if no source has any."""
 
 
 @dataclass(kw_only=True)
@@ -82,6 +84,9 @@ class RewardSource:
     num_errors: int = 0
     """Failed scores so far."""
     first_error: str = ""
+    features: torch.Tensor | None = None
+    """[B, H] float32 on the CPU: the hidden states that the latest responses were scored from, NaN for a failed score.
+    None for a source without."""
     advice: str = "Fix it, or count such scores as 0.0 with on_error: zero"
 
     def score(self, samples: Samples) -> torch.Tensor:

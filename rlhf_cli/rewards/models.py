@@ -76,7 +76,7 @@ class RewardModel(RewardSource):
             rows, sequences = self._sequences(samples) if samples.responses else ([], [])
         finally:
             # If no text can be encoded, too: other processes may have some.
-            found = score_sequences(
+            found, features = scores_and_features(
                 self.model,
                 sequences,
                 self.precision,
@@ -86,6 +86,9 @@ class RewardModel(RewardSource):
                 as_probability=self.as_probability,
             )
         scores[rows] = (found - self.mean) / self.std
+        if features is not None:
+            self.features = torch.full((len(scores), features.shape[1]), torch.nan)
+            self.features[rows] = features
         for row in rows:
             if not scores[row].isfinite():
                 self.fail(samples, [row], f"returned {scores[row].item()}, it must be a finite number")
@@ -239,8 +242,20 @@ def label_index(model: PreTrainedModel, label: str | None, key: str) -> int:
 # ------------------------------------------------------------------------------------------- forward
 
 
-@torch.no_grad()
 def score_sequences(
+    model: PreTrainedModel,
+    sequences: Sequence[Sequence[int]],
+    precision: str,
+    budget: Budget = AT_A_TIME,
+    *,
+    groups: Sequence[Hashable] | None = None,
+) -> torch.Tensor:
+    """The scores of `scores_and_features`: of the first label, as logits."""
+    return scores_and_features(model, sequences, precision, budget, groups=groups)[0]
+
+
+@torch.no_grad()
+def scores_and_features(
     model: PreTrainedModel,
     sequences: Sequence[Sequence[int]],
     precision: str,
@@ -249,8 +264,9 @@ def score_sequences(
     groups: Sequence[Hashable] | None = None,
     label: int = 0,
     as_probability: bool = False,
-) -> torch.Tensor:
-    """Scores of token sequences, [B] float32 on the CPU: a label's logit or its probability.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scores of token sequences, [B] float32 on the CPU: a label's logit or its probability; and what they are read
+    from, [B, H] float32 on the CPU, None for a model that pools in its own way and for no sequence.
 
     See `sequence_scores` for `groups`. All processes must call this for a sharded model, also one without a sequence.
     """
@@ -265,19 +281,19 @@ def score_sequences(
 
     def score(part: Sequence[int]) -> torch.Tensor:
         with autocast(device_of(model), precision):
-            found = sequence_scores(model, [sequences[i] for i in part], groups and [groups[i] for i in part])
-        return found.float().cpu()
+            found = _labels_and_hidden(model, [sequences[i] for i in part], groups and [groups[i] for i in part])
+        return torch.cat([x.float() for x in found], 1).cpu()
 
     parts = over_pieces(cut, score, model)
     if not sequences:
-        return torch.zeros(0)
-    logits = torch.stack(in_order(parts, cut))
+        return torch.zeros(0), None
+    rows = torch.stack(in_order(parts, cut))
+    logits, features = rows.tensor_split([int(model.config.num_labels or 1)], dim=1)
     if as_probability:
         logits = logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(1)
-    return logits[:, label]
+    return logits[:, label], features if features.shape[1] else None
 
 
-@gathered
 def sequence_scores(
     model: PreTrainedModel, sequences: Sequence[Sequence[int]], groups: Sequence[Hashable] | None = None
 ) -> torch.Tensor:
@@ -287,11 +303,19 @@ def sequence_scores(
     A causal backbone is read at the last token of each sequence. An encoder uses its own pooling. The head runs in
     float32: bfloat16 would round margins away.
     """
+    return _labels_and_hidden(model, sequences, groups)[0]
+
+
+@gathered
+def _labels_and_hidden(
+    model: PreTrainedModel, sequences: Sequence[Sequence[int]], groups: Sequence[Hashable] | None
+) -> tuple[torch.Tensor, ...]:
+    """The scores of `sequence_scores`, and for a causal backbone the hidden states that they are read from, [B, H]."""
     device = device_of(model)
     if reads_last_token(model):
         batch = pack(sequences, device, groups=groups if shares_prefixes(model) else None)
         hidden = hidden_at(model, batch, batch.last)
-        return scalar_scores(model, hidden)
+        return scalar_scores(model, hidden), hidden
     if model.config.is_encoder_decoder:
         eos = end_of_text(model)  # where its score is read
         sequences = [ids if ids[-1:] == [eos] else [*ids, eos] for ids in map(list, sequences)]
@@ -306,4 +330,4 @@ def sequence_scores(
     # Float32 throughout: unlike a causal model's, an encoder's head cannot be separated from its backbone.
     with torch.autocast(device.type, enabled=False):
         output = model(input_ids=ids.to(device), attention_mask=mask.to(device))
-    return output.logits[:count].float()
+    return (output.logits[:count].float(),)

@@ -166,4 +166,5 @@ def total_score(sources: Sequence[RewardSource], samples: Samples) -> Scores:
     if failed is not None:
         raise failed
     total = torch.stack([source.weight * each[source.name] for source in sources]).sum(0)  # [B]
-    return Scores(total, each, dense, errors, cut)
+    features = [source.features for source in sources if source.features is not None]
+    return Scores(total, each, dense, errors, cut, torch.cat(features, 1) if features else None)

@@ -58,8 +58,10 @@ def compare(pipeline, write_config, run_stage, tmp_path):
 
 def test_sharded_ppo_is_the_ppo_of_one_process(compare):
     """Policy, reference, value model and reward model are sharded; scores are normalised by 17 samples in two chunks
-    on one process and one on the other."""
-    compare({"ppo": {"score_normalization": "reference", "num_reference_samples": 17, "ema_decay": 0.9}})
+    on one process and one on the other. Both know how unfamiliar the replies are."""
+    scores = {"score_normalization": "reference", "num_reference_samples": 17, "ema_decay": 0.9}
+    one, _ = compare({"ppo": scores, "data": {"test": {"limit": 24}}})
+    assert all("response/unfamiliarity" in row for row in read_jsonl(one / "metrics.jsonl"))
 
 
 FROM_SHARDS = {"distributed": {"shard": True}, "rollout": {"decoder": "sharded"}}
@@ -196,10 +198,10 @@ def test_processes_fail_together_if_the_first_of_two_sharded_reward_models_fails
 
     def passes(model, sequences, *_, **__):
         assert world().gather(id(model)) == [id(model)] * 2, "all processes make the passes of the same model"
-        return torch.zeros(len(sequences))
+        return torch.zeros(len(sequences)), None
 
     monkeypatch.setattr(sources, "is_sharded", lambda _: True)
-    monkeypatch.setattr(models, "score_sequences", passes)
+    monkeypatch.setattr(models, "scores_and_features", passes)
     settings: Any = {"tokenizer": None, "reads_policy_tokens": False, "reads_prompt": True, "template": "chat"}
     settings |= {"label": 0, "as_probability": False, "mean": 0.0, "std": 1.0, "precision": "float32"}
     rewards = [Fails(name=name, model=torch.nn.Module(), **settings) for name in ("first", "second")]

@@ -323,6 +323,7 @@ def test_each_curve_draws_its_metric_and_what_it_is_compared_with(read):
         "Entropy": ["policy/entropy"],
         "Replies that ended": ["response/eos_fraction"],
         "Diversity": ["response/distinct_2"],
+        "Unfamiliar replies": ["response/unfamiliarity"],
         "Clipped ratios": ["policy/clip_fraction"],
         "Explained variance": ["value/explained_variance"],
         "Gradient norm": ["policy/grad_norm"],

@@ -125,7 +125,7 @@ def test_a_score_is_the_logit_minus_the_mean_in_standard_deviations(chat_reward_
     path = chat_reward_model()
     facts = {"score_mean": 2.0, "score_std": 4.0}
     (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | facts))
-    monkeypatch.setattr(models, "score_sequences", lambda *_, **__: torch.tensor([5.0, 1.0, -3.0]))
+    monkeypatch.setattr(models, "scores_and_features", lambda *_, **__: (torch.tensor([5.0, 1.0, -3.0]), None))
     scores = {}
     for normalize in (True, False):
         source, _ = load_model(path, tokenizer, normalize=normalize)

@@ -39,6 +39,7 @@ def changes(pipeline) -> dict[str, dict[str, Any]]:
             {
                 "policy": lora,
                 "value_model": lora,
+                "data": {"test": {"limit": 24}},  # enough for response/unfamiliarity
                 "ppo": {
                     "num_iterations": 4,
                     "objective": "penalty",
