@@ -55,7 +55,7 @@ from rlhf_cli.models.passes import recomputing
 from rlhf_cli.plan.adapter_errors import require_adapters
 from rlhf_cli.ppo.carried import Carried
 from rlhf_cli.ppo.health import report_iteration, report_start
-from rlhf_cli.ppo.report import SHOWN, count_rollout, count_update, failed_batch, iteration_metrics, log_samples
+from rlhf_cli.ppo.metrics import SHOWN, count_rollout, count_update, failed_batch, iteration_metrics, log_samples
 from rlhf_cli.ppo.scores import (
     measure_reference,
     note_reward_errors,

@@ -1,13 +1,197 @@
-"""`rlhf watch`: see `rlhf_cli.report.watch`."""
+"""`rlhf watch`: curves and the latest samples of runs in the terminal, from their files alone."""
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console as RichConsole
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
 
-from rlhf_cli.report import watch as screen
+from rlhf_cli.config.stage import STAGES
+from rlhf_cli.errors import ArtifactError
+from rlhf_cli.files import Tail
+from rlhf_cli.health.recap import HEALTHY
+from rlhf_cli.report.progress import Console, clock
+from rlhf_cli.report.read import names_of
+from rlhf_cli.run.artifacts import partial_directory, stage_directory
+from rlhf_cli.run.state import NOT_RUN, StageState, state_of
+
+SHOWN = {
+    "sft": {
+        "loss/sft": "loss",
+        "eval/loss": "held-out loss",
+        "validation/loss": "validation loss",
+        "sft/grad_norm": "grad norm",
+    },
+    "rm": {
+        "loss/rm": "loss",
+        "rm/accuracy": "accuracy",
+        "eval/accuracy": "held-out accuracy",
+        "validation/accuracy": "validation",
+    },
+    "ppo": {
+        "objective/score": "score",
+        "objective/kl": "KL",
+        "response/length": "length",
+        "policy/entropy": "entropy",
+        "value/explained_variance": "explained variance",
+    },
+}
+"""Metrics of each stage, and their names on the screen."""
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII_BLOCKS = "_.-~=+*#"
+LABEL_WIDTH = 19
+NUMBER_WIDTH = 9
+SAMPLES = 2
+"""Latest samples of a stage that are shown."""
+SAMPLE_LINES = 3
+"""Lines of a prompt or a reply, where the screen has room for them."""
+SILENT_SECONDS = 120.0
+"""A running stage without a new row for this long is shown with that time."""
+FULL, SHORT_SAMPLES, CURVES, ONE_LINE = 3, 2, 1, 0
+"""How much is shown of a run: the most that fits the terminal."""
+
+
+@dataclass
+class Watched:
+    """One stage of a run."""
+
+    root: Path
+    name: str
+    stage: str
+    curves: dict[str, list[float]] = field(default_factory=dict)
+    step: int = 0
+    health: str = ""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    state: StageState = NOT_RUN
+    elapsed: float | None = None
+    """Seconds that the stage has run, by its last row."""
+    silent: float = 0.0
+    """Seconds since its last row."""
+    tails: dict[str, Tail] = field(default_factory=dict)
+
+    def update(self) -> None:
+        """Read what was written since the last call."""
+        self.state = state_of(self.root, self.stage)
+        partial = partial_directory(self.root, self.stage)
+        is_published = self.state.name in ("finished", "not run")
+        directory = stage_directory(self.root, self.stage) if is_published else partial
+        restarted, rows = self._new_rows(directory / "metrics.jsonl")
+        if restarted:
+            self.curves, self.step = {}, 0
+        for row in rows:
+            self._take(row)
+        with contextlib.suppress(OSError):
+            self.silent = time.time() - (directory / "metrics.jsonl").stat().st_mtime
+        restarted, rows = self._new_rows(directory / "health.jsonl")
+        lines = ["" if restarted else self.health, *(str(row.get("line", "")) for row in rows)]
+        self.health = lines[-1]
+        restarted, rows = self._new_rows(directory / "samples.jsonl")
+        self.samples = [*([] if restarted else self.samples), *rows][-SAMPLES:]
+
+    def _new_rows(self, path: Path) -> tuple[bool, list[dict[str, Any]]]:
+        tail = self.tails.setdefault(path.name, Tail(path))
+        tail.path = path  # A finished stage is renamed: the same file under another path.
+        return tail.new()
+
+    def _take(self, row: dict[str, Any]) -> None:
+        self.step = int(row.get("step", self.step))
+        self.elapsed = row.get("time/elapsed_s", self.elapsed)
+        for metric in SHOWN[self.stage]:
+            if isinstance(value := row.get(metric), int | float):
+                self.curves.setdefault(metric, []).append(float(value))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the stage failed or was interrupted."""
+        return self.state.name in ("failed", "interrupted")
+
+    def words(self) -> str:
+        """The steps and the state, and how long a running stage will take."""
+        if self.state.name != "running":
+            return (
+                f"{self.step}/{self.step}  finished" if self.state.name == "finished" else self.state.place(self.stage)
+            )
+        steps = f"{self.step}/{self.state.total}" if self.state.total else f"step {self.step}"
+        if self.silent > SILENT_SECONDS:
+            return f"{steps}  no new row for {clock(self.silent)}"
+        if self.state.total and self.step and self.elapsed:
+            return f"{steps}  {clock(self.elapsed / self.step * max(self.state.total - self.step, 0))} left"
+        return f"{steps}  running"
+
+    def lines(self, width: int, detail: int, *, ascii_only: bool, title: str) -> list[Text]:
+        """The stage on the screen."""
+        head = Text(f"{title}  {self.words()}", style="bold", no_wrap=True, overflow="ellipsis")
+        blocks = ASCII_BLOCKS if ascii_only else BLOCKS
+        shown = {label: self.curves[metric] for metric, label in SHOWN[self.stage].items() if self.curves.get(metric)}
+        if detail == ONE_LINE and shown:
+            label, values = next(iter(shown.items()))
+            head.append(f"  {label} {values[-1]:.4g} ", "not bold")
+            head.append(sparkline(values, max(0, width - head.cell_len), blocks), "not bold cyan")
+        if detail == ONE_LINE:
+            return [head]
+        lines = [head]
+        if self.has_ended:
+            lines += _wrapped(self.state.why, "  ", width, SAMPLE_LINES, "red")
+        room = max(10, width - LABEL_WIDTH - NUMBER_WIDTH - 3)
+        for label, values in shown.items():
+            line = Text(f"  {label:<{LABEL_WIDTH}}", no_wrap=True)
+            line.append(f"{values[-1]:>{NUMBER_WIDTH - 1}.4g} ")
+            line.append(sparkline(values, room, blocks), "cyan")
+            lines.append(line)
+        if self.health and not self.health.startswith(HEALTHY):  # whose figures are in the rows above
+            lines.append(Text(f"  {self.health}", style="yellow", no_wrap=True, overflow="ellipsis"))
+        if detail >= SHORT_SAMPLES:
+            most = SAMPLE_LINES if detail == FULL else 1
+            for row in self.samples:
+                lines += _wrapped(str(row.get("prompt", "")), "  ", width, most, "dim")
+                lines += _wrapped(f"> {row.get('response', '')}", "    ", width, most, "")
+        return lines
+
+
+def _wrapped(text: str, indent: str, width: int, most: int, style: str) -> list[Text]:
+    """A text in at most `most` lines behind an indent. A wide character, such as a Chinese one, takes two columns."""
+    line, more = _one_line(text), " ..."
+    room = max(1, width - len(indent))
+
+    def parts_of(text: str, room: int) -> list[str]:
+        return [part.plain.rstrip() for part in Text(text).wrap(Console(), room)] if text else []
+
+    parts = parts_of(line, room) if room > len(more) else [line]
+    if len(parts) > most:
+        parts = [*parts[: most - 1], parts_of(parts[most - 1], room - len(more))[0] + more]
+    return [Text(indent + part, style=style, no_wrap=True, overflow="ellipsis") for part in parts]
+
+
+def _one_line(text: str) -> str:
+    """The text on one line without control characters: an escape sequence in a sample must not reach the terminal."""
+    return " ".join("".join(c if c.isprintable() or c.isspace() else "" for c in text).split())
+
+
+def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
+    """A curve of at most `width` characters; each is the mean of the values that fall on it.
+
+    >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8), sparkline([1, 1, 3, 3], 2), sparkline([2, 2], 9)
+    ('▁▂▃▄▅▆▇█', '▁█', '▄▄')
+    """
+    finite = [value for value in values if abs(value) < float("inf")]
+    if not finite:
+        return ""
+    count = min(width, len(finite))
+    parts = [finite[i * len(finite) // count : (i + 1) * len(finite) // count] for i in range(count)]
+    means = [sum(part) / len(part) for part in parts]
+    low, high = min(means), max(means)
+    if low == high:
+        return blocks[len(blocks) // 2 - 1] * count
+    return "".join(blocks[min(int((mean - low) / (high - low) * len(blocks)), len(blocks) - 1)] for mean in means)
 
 
 def watch(
@@ -16,4 +200,63 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="Print a single time.")] = False,
 ) -> None:
     """Show curves and the latest samples of runs in the terminal, until Ctrl-C."""
-    screen.watch(directories, seconds=seconds, once=once)
+    for root in directories:
+        if not root.is_dir():
+            raise ArtifactError(f"{root}: no such directory. Give the `artifacts` directory of your configs")
+    names = names_of(directories)
+    stages = [Watched(root, name, stage) for root, name in zip(directories, names, strict=True) for stage in STAGES]
+    console = Console()
+    if once or not console.is_terminal:
+        console.print(_screen(stages, console))
+        return
+    with Live(console=console, auto_refresh=False, screen=True) as live:
+        try:
+            while True:
+                live.update(_screen(stages, console, height=console.height), refresh=True)
+                time.sleep(seconds)
+        except KeyboardInterrupt:
+            return
+
+
+def _screen(stages: Sequence[Watched], console: RichConsole, *, height: int | None = None) -> RenderableType:
+    """The stages of each run, with as much detail as fits into `height` lines; None shows everything.
+
+    First those that failed or were interrupted. A stage that has not run is shown if no stage of its run is at work.
+    """
+    for stage in stages:
+        stage.update()
+    running = {stage.name for stage in stages if stage.state.name == "running"}
+    seen = {stage.name for stage in stages if stage.state.name != "not run"} - running
+    shown = [stage for stage in stages if stage.state.name != "not run" or stage.name in seen]
+    if not shown:
+        return Text("no stage has metrics yet")
+    runs = list(dict.fromkeys(stage.name for stage in shown))
+    shown.sort(key=lambda stage: (runs.index(stage.name), not stage.has_ended))
+    lines = _lines(shown, console, FULL)
+    for detail in (SHORT_SAMPLES, CURVES, ONE_LINE):
+        if height is not None and len(lines) > height:
+            lines = _lines(shown, console, detail)
+    if height is not None and len(lines) > height:
+        lines = [*lines[: height - 1], Text(f"and {len(lines) - height + 1} more; enlarge the terminal")]
+    return Group(*lines)
+
+
+def _lines(stages: Sequence[Watched], console: RichConsole, detail: int) -> list[Text]:
+    """The screen. At ONE_LINE each run has one line, for the stage that ended early, or else for its latest one.
+
+    Otherwise a finished stage is one line if a later stage of its run has metrics.
+    """
+    last = {stage.name: stage for stage in stages} | {stage.name: stage for stage in stages if stage.curves}
+    chosen = last | {stage.name: stage for stage in stages if stage.has_ended}
+    lines: list[Text] = []
+    for stage in stages:
+        is_last = last.get(stage.name) is stage
+        if detail == ONE_LINE and chosen[stage.name] is not stage:
+            continue
+        title = f"{stage.name} {stage.stage}"
+        part = stage.lines(console.width, detail, ascii_only=console.options.ascii_only, title=title)
+        if detail == ONE_LINE or not (is_last or stage.has_ended or stage.state.name == "running"):
+            lines += part[:1]
+        else:
+            lines += [*part, Text("")]
+    return lines if not lines or lines[-1].plain else lines[:-1]

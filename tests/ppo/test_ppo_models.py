@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.load import load_policy
-from rlhf_cli.ppo.report import iteration_metrics
+from rlhf_cli.ppo.metrics import iteration_metrics
 from rlhf_cli.ppo.scores import scores_of_rollout
 from rlhf_cli.rollout import rollout as rollout_module
 from rlhf_cli.rollout.sampling import draw_uniforms, sample

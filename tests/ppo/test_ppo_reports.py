@@ -16,7 +16,7 @@ from rich.console import Console
 
 from rlhf_cli.errors import RewardError, RunError
 from rlhf_cli.ppo.held_out import _own_replies
-from rlhf_cli.ppo.report import log_samples
+from rlhf_cli.ppo.metrics import log_samples
 from rlhf_cli.ppo.scores import measure_reference
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.report.progress import Display

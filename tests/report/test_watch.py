@@ -12,8 +12,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
+from rlhf_cli.commands.watch import ASCII_BLOCKS, Watched, _screen, sparkline, watch
 from rlhf_cli.files import Tail
-from rlhf_cli.report.watch import ASCII_BLOCKS, Watched, _screen, sparkline, watch
 from rlhf_cli.run.lock import Lock
 
 
@@ -48,7 +48,9 @@ def finish(run):
 
 def shown(run, width=80, **options):
     console = Console(file=io.StringIO(), width=width, highlight=False, **options)
-    watch([run], console=console)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlhf_cli.commands.watch.Console", lambda: console)
+        watch([run])
     return console.file.getvalue()
 
 
