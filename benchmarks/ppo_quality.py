@@ -35,7 +35,7 @@ from transformers import PreTrainedTokenizerBase
 
 import rlhf_cli
 from rlhf_cli.algorithms.statistics import distinct_n
-from rlhf_cli.config.rewards import ModelReward
+from rlhf_cli.config.rewards import OWN_REWARD_MODEL
 from rlhf_cli.data.batches import Budget, chunks
 from rlhf_cli.data.encode import encode_rows
 from rlhf_cli.data.encoders import PromptRow
@@ -227,8 +227,7 @@ def measure(policy_path: Path, run: Path, draws: int, num_prompts: int | None = 
 
 def load_reward(run: Path, tokenizer: PreTrainedTokenizerBase) -> RewardSource:
     """The run's reward model as PPO uses it, with its normalisation."""
-    reward = ModelReward(type="reward_model", path=str(run / "rm"))
-    return load_rewards([reward], str(run), tokenizer, torch.device("cpu"), "float32")[0][0]
+    return load_rewards([OWN_REWARD_MODEL], str(run), tokenizer, torch.device("cpu"), "float32")[0][0]
 
 
 def data_file(config: dict[str, Any], side: str) -> Path:

@@ -25,6 +25,36 @@ def clip_score(score: Tensor, clip: float) -> Tensor:
     return score.clamp(-clip, clip)
 
 
+def pessimistic_score(scores: Tensor, beta: float) -> Tensor:
+    """One score from several reward models, nearer to the lowest the more they disagree.
+
+    ``-beta log mean_k exp(-r_k / beta)``
+
+    With beta the coefficient of the KL, the best policy under this score is the reference times the harmonic mean of
+    the members' ``exp(r_k / beta)``: a response gains only if all members like it. The second order in 1 / beta is the
+    mean minus ``variance / (2 beta)`` (Coste et al. 2023, arXiv 2310.02743, subtract a multiple of the variance).
+
+    Args:
+        scores: [K, B], one row for each member.
+        beta: 0 or more; 0 gives the lowest score, infinity the mean.
+
+    Returns:
+        [B], between the lowest score and the mean.
+
+    >>> scores = torch.tensor([[1.0, 2.0], [1.0, 0.0]])
+    >>> [pessimistic_score(scores, beta).tolist() for beta in (0.0, 1.0, float("inf"))]
+    [[1.0, 0.0], [1.0, 0.5662...], [1.0, 1.0]]
+    """
+    lowest = scores.min(0).values
+    if beta == 0:
+        return lowest
+    if beta == torch.inf:
+        return scores.mean(0)
+    # From the lowest score, and with expm1 and log1p: exact for a small and for a large beta.
+    above = (scores - lowest).double() / beta
+    return lowest - beta * torch.log1p(torch.expm1(-above).mean(0)).to(scores.dtype)
+
+
 def length_penalty(lengths: Tensor, *, per_token: float) -> Tensor:
     """A penalty for each token of the response.
 

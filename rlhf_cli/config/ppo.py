@@ -20,7 +20,7 @@ from rlhf_cli.config.data import DataSource, PromptData, Sources, numbered
 from rlhf_cli.config.models import Lora, Model, Patterns, TrainedModel
 from rlhf_cli.config.ppo_update import PPO
 from rlhf_cli.config.require import FigureName, Requirement
-from rlhf_cli.config.rewards import FunctionReward, ModelReward, Reward, reward_names
+from rlhf_cli.config.rewards import FunctionReward, ModelReward, NamedReward, Reward, named_rewards
 from rlhf_cli.config.stage import Distributed, Optimizer, Stage
 
 DecoderName = Literal["auto", "paged", "plain", "sharded"]
@@ -319,7 +319,9 @@ class PPOConfig(Stage):
     @model_validator(mode="after")
     def _reward_names(self) -> Self:
         # The metrics of a source: its score, the number of failed scores, and the number of truncated texts.
-        metrics = [name + what for name in reward_names(self.rewards) for what in ("", "_errors", "_cut")]
+        sources = self.named_rewards
+        metrics = [source.name + what for source in sources for what in ("", "_errors", "_cut")]
+        metrics += [name + what for name in {s.ensemble.name for s in sources if s.ensemble} for what in ("", "_std")]
         twice = next((name for name in metrics if metrics.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"rewards: {twice} would name two metrics. Give each source a different `name`")
@@ -353,6 +355,16 @@ class PPOConfig(Stage):
         return self
 
     @property
+    def named_rewards(self) -> list[NamedReward]:
+        """All sources of rewards, members of ensembles too."""
+        return named_rewards(self.rewards, self.artifacts, self.ppo.kl_coef)
+
+    @property
+    def reward_models(self) -> dict[str, ModelReward]:
+        """Every reward model by its key, members of ensembles too."""
+        return {source.key: source.reward for source in self.named_rewards if isinstance(source.reward, ModelReward)}
+
+    @property
     def sources(self) -> dict[str, DataSource]:
         data, ptx = self.data, self.ptx.train if self.ptx is not None else None
         return numbered({"train": data.train, "validation": data.validation, "test": data.test, "ptx": ptx})
@@ -364,17 +376,17 @@ class PPOConfig(Stage):
             found["ref_policy"] = (self.stage_model(self.ref_policy.path, "sft"), self.ref_policy.revision)
         if self.value_model.path is not None:
             found["value_model"] = (self.value_model.path, None)
-        for number, reward in enumerate(self.rewards):
+        for key, _, reward, _ in self.named_rewards:
             if isinstance(reward, ModelReward):
-                found[f"rewards.{number}"] = (self.stage_model(reward.path, "rm"), reward.revision)
+                found[key] = (self.stage_model(reward.path, "rm"), reward.revision)
             elif isinstance(reward, FunctionReward):
-                found[f"rewards.{number}"] = (reward.function.rpartition(":")[0], None)
+                found[key] = (reward.function.rpartition(":")[0], None)
         if self.evaluation.gold is not None:
             found["evaluation.gold"] = (self.evaluation.gold.rpartition(":")[0], None)
         return found
 
     @property
     def needs(self) -> tuple[str, ...]:
-        own_rm = any(isinstance(reward, ModelReward) and reward.path is None for reward in self.rewards)
+        own_rm = any(reward.path is None for reward in self.reward_models.values())
         own_sft = self.policy.path is None or (self.ref_policy is not None and self.ref_policy.path is None)
         return (("sft",) if own_sft else ()) + (("rm",) if own_rm else ())

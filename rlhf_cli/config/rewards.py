@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
@@ -278,8 +278,66 @@ class JSONReward(AnyReward):
     """Keys that the object must have at its top level."""
 
 
+class EnsembleReward(AnyReward):
+    """Several reward models as one score, which is high only if all of them agree."""
+
+    type: Literal["ensemble"]
+    """The kind of source."""
+    members: Annotated[int, Field(ge=2)] | Annotated[list[LocalPath], Field(min_length=2)]
+    """The directories of the reward models, or how many members of the run's own `rm` stage to take (the key
+    `members` of rm.yaml)."""
+    beta: Annotated[float, Field(ge=0, allow_inf_nan=True)] | None = None
+    """The score is -beta * log(mean over the members of exp(-score / beta)): 0 is the lowest of their scores, `.inf`
+    their mean. Null uses ppo.kl_coef."""
+    normalize: bool = True
+    """Subtract each member's mean and divide by its standard deviation, if its directory has them."""
+
+
 RuleReward = LengthReward | RegexReward | AnswerReward | RepetitionReward | JSONReward
-Reward = Annotated[ModelReward | FunctionReward | HTTPReward | RuleReward, Field(discriminator="type")]
+SingleReward = ModelReward | FunctionReward | HTTPReward | RuleReward
+Reward = Annotated[SingleReward | EnsembleReward, Field(discriminator="type")]
+
+
+class Ensemble(NamedTuple):
+    """The ensemble that a reward model is a member of."""
+
+    name: str
+    weight: float
+    beta: float
+
+
+class NamedReward(NamedTuple):
+    """A source of rewards, which may be a member of an ensemble."""
+
+    key: str
+    """Where it is in the config: `rewards.0`, `rewards.0.members.1`."""
+    name: str
+    """In metrics and messages."""
+    reward: SingleReward
+    ensemble: Ensemble | None = None
+
+
+OWN_REWARD_MODEL = NamedReward("rewards.0", "reward_model", ModelReward(type="reward_model"))
+"""The reward model of the run's own `rm` stage."""
+
+
+def named_rewards(rewards: Sequence[Reward], artifacts: str, kl_coef: float) -> list[NamedReward]:
+    """All sources in order, with the members of each ensemble in its place. `artifacts` is the run's directory."""
+    found: list[NamedReward] = []
+    for number, (reward, name) in enumerate(zip(rewards, reward_names(rewards), strict=True)):
+        key = f"rewards.{number}"
+        if not isinstance(reward, EnsembleReward):
+            found.append(NamedReward(key, name, reward))
+            continue
+        if isinstance(reward.members, int):
+            paths: list[str | None] = [None, *(f"{artifacts}/rm/members/{k}" for k in range(1, reward.members))]
+        else:
+            paths = list(reward.members)
+        ensemble = Ensemble(name, reward.weight, kl_coef if reward.beta is None else reward.beta)
+        for k, path in enumerate(paths):
+            member = ModelReward(type="reward_model", path=path, normalize=reward.normalize, on_error=reward.on_error)
+            found.append(NamedReward(f"{key}.members.{k}", f"{name}_{k}", member, ensemble))
+    return found
 
 
 def reward_names(rewards: Sequence[Reward]) -> list[str]:

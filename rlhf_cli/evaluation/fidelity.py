@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.algorithms.kl import kl_full
 from rlhf_cli.config.ppo import Rollout
-from rlhf_cli.config.rewards import ModelReward
+from rlhf_cli.config.rewards import OWN_REWARD_MODEL, ModelReward
 from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.encoders import PromptEncoder, PromptRow
 from rlhf_cli.data.records import Prompt
@@ -92,9 +92,9 @@ class PolicyCheck:
         self.rows = run.demonstrations(self.model, self.tokenizer)
         rollout, self.prompts = _prompts(run, self.model, self.tokenizer, self.rows)
         self.speaker = Speaker.of(rollout, self.model, self.tokenizer, PRECISION)
-        rewards = [reward for reward in run.ppo.rewards if isinstance(reward, ModelReward)] if run.ppo else []
+        rewards = [r for r in run.ppo.named_rewards if isinstance(r.reward, ModelReward)] if run.ppo else []
         if not rewards and run.rm is not None:
-            rewards = [ModelReward(type="reward_model")]
+            rewards = [OWN_REWARD_MODEL]
         self.rewards = load_rewards(rewards, str(run.root), self.tokenizer, run.device, PRECISION)[0]
         rows = [f"{self.rows} held-out rows"] if self.rows else []
         prompts = [f"responses to {len(self.prompts):,} held-out prompts"] if self.prompts else []

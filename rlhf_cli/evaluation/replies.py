@@ -84,7 +84,7 @@ class Arena:
         if not self.prompts:
             raise ConfigError(f"{run.root}/ppo: the stage has no held-out prompts. Set data.test or data.test_fraction")
         self.rewards: list[RewardSource] = load_rewards(
-            config.rewards, config.artifacts, tokenizer, run.device, config.precision
+            config.named_rewards, config.artifacts, tokenizer, run.device, config.precision
         )[0]
         self.judge = load_function(config.evaluation.gold) if config.evaluation.gold is not None else None
 

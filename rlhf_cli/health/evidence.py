@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.rewards import ModelReward
+from rlhf_cli.config.rewards import EnsembleReward, ModelReward
 from rlhf_cli.health.history import PERSIST, START
 from rlhf_cli.report.read import RunData, StageData, read_run, rows_of
 from rlhf_cli.run.artifacts import flat
@@ -205,7 +205,8 @@ def _ppo(rows: Sequence[Mapping[str, float]], config: PPOConfig) -> dict[str, fl
     cut = [sum(v for k, v in row.items() if k.startswith("reward/") and k.endswith("_cut")) for row in iterations]
     found["ppo.cut_share"] = fmean(cut) / config.ppo.rollout_batch_size
     only = config.rewards[0] if len(config.rewards) == 1 else None
-    found["ppo.only_normalised_rewards"] = float(isinstance(only, ModelReward) and only.normalize)
+    normalised = isinstance(only, ModelReward | EnsembleReward) and only.normalize
+    found["ppo.only_normalised_rewards"] = float(normalised)
     return found
 
 

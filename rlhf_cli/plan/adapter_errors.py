@@ -11,7 +11,6 @@ from transformers import AutoConfig
 
 from rlhf_cli.config.models import Lora
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
@@ -48,7 +47,7 @@ def require_adapters(config: Stage, stages: Mapping[str, Stage] | None = None, *
         if (path := value.path) is not None:
             base, starts = BaseModel(path), [partial(from_path, path, None, "value_model.path")]
         elif value.init != "policy":
-            rewards = [reward for reward in config.rewards if isinstance(reward, ModelReward)]
+            rewards = list(config.reward_models.values())
             starts += [partial(origins.reward_model, config, reward, "rewards") for reward in rewards[:1]]
         _require("value_model.lora", config.value_model.lora, base, starts, True, here=here)
     for path, _ in config.inputs.values():

@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.models.cost import total_memory
@@ -36,7 +35,7 @@ class Loaded(ModelOrigins):
         """The shape of the model in memory."""
         return shape_of_loaded(self.models[name], self.precision)
 
-    def shares_backbone(self, config: PPOConfig, reward: ModelReward) -> bool:
+    def shares_backbone(self, config: PPOConfig, reward: str) -> bool:
         """Whether the reward model shares weights with the policy."""
         weights = {id(weight) for weight in self.models["policy"].parameters()}
         model = self.models[name_of_reward(config, reward)]

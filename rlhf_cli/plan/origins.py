@@ -89,9 +89,9 @@ class ModelOrigins:
 
     def reward_model(self, config: PPOConfig, reward: ModelReward, key: str) -> ModelOrigin:
         """A reward model of PPO."""
-        if reward.path is not None:
-            return from_path(reward.path, reward.revision, key)
-        return self.of_stage("rm", config, key)
+        if reward.path is None or _is_own(config, reward):
+            return self.of_stage("rm", config, key)
+        return from_path(reward.path, reward.revision, key)
 
     def of_stage(self, stage: str, config: Stage, key: str) -> ModelOrigin:
         """The model that a later stage gets from the run's own `stage`.
@@ -109,13 +109,14 @@ class ModelOrigins:
             f"nor a finished {directory}. Give the folder of all stages, or set {key}"
         )
 
-    def shares_backbone(self, config: PPOConfig, reward: ModelReward) -> bool:
-        """Whether a reward model is adapters on the policy's weights."""
+    def shares_backbone(self, config: PPOConfig, key: str) -> bool:
+        """Whether the reward model of this key is adapters on the policy's weights."""
+        reward = config.reward_models[key]
         own = "the sft stage of this run" if "sft" in self.configs else None
         lora, path, rm = config.policy.lora, config.policy.path or own, self.configs.get("rm")
         if lora is None or path is None:
             return False
-        if reward.path is None and isinstance(rm, RMConfig):
+        if _is_own(config, reward) and isinstance(rm, RMConfig):
             adapters = rm.model.lora
             is_same = (rm.model.path or own) == path and adapters is not None and adapters.quantize == lora.quantize
             return is_same and _are_alone(adapters)
@@ -126,6 +127,11 @@ class ModelOrigins:
             and Path(adapter.base.path).resolve() == Path(path).resolve()
             and adapter.quantization == lora.quantize
         )
+
+
+def _is_own(config: PPOConfig, reward: ModelReward) -> bool:
+    """Whether it is the model of the run's own `rm` stage, or a member beside it."""
+    return reward.path is None or reward.path.startswith(f"{config.artifacts}/rm/members/")
 
 
 def _are_alone(lora: Lora | None) -> bool:

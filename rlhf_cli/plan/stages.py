@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_update import PPO
-from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage, Training
 from rlhf_cli.data.batches import PART_TOKENS
@@ -137,14 +136,14 @@ def _models_of_ppo(config: PPOConfig, origins: ModelOrigins, setting: Setting) -
         origin = start if config.ref_policy is None else origins.given(config.ref_policy, config, "ref_policy.path")
         is_whole = "ref_policy" in whole
         frozen.append(origins.held("reference policy", origin, setting, False, "ref_policy", whole=is_whole))
-    rewards = [(n, reward) for n, reward in enumerate(config.rewards) if isinstance(reward, ModelReward)]
-    for number, reward in rewards:
-        key, name = f"rewards[{number}].path", name_of_reward(config, reward)
-        origin, shares = origins.reward_model(config, reward, key), _shares(config, reward, origins, setting)
+    rewards = list(config.reward_models.items())
+    for key, reward in rewards:
+        name = name_of_reward(config, key)
+        origin, shares = origins.reward_model(config, reward, key), _shares(config, key, origins, setting)
         frozen.append(origins.held(name, origin, setting, True, key, shares=shares, whole="rewards" in whole))
     if config.ppo.has_value_model and value.init != "shared":
-        first = rewards[0][1] if value.init in ("auto", "reward_model") and rewards and value.path is None else None
-        origin = start if first is None else origins.reward_model(config, first, "rewards[0].path")
+        first = rewards[0][0] if value.init in ("auto", "reward_model") and rewards and value.path is None else None
+        origin = start if first is None else origins.reward_model(config, rewards[0][1], first)
         shares = lora is not None and value.lora is not None and lora.quantize == value.lora.quantize
         shares = shares and _shares(config, first, origins, setting)
         is_whole = "value_model" in whole
@@ -153,16 +152,16 @@ def _models_of_ppo(config: PPOConfig, origins: ModelOrigins, setting: Setting) -
     return [*trained, *frozen]
 
 
-def _shares(config: PPOConfig, reward: ModelReward | None, origins: ModelOrigins, setting: Setting) -> bool:
-    """Whether a reward model, or what starts as the policy (None), may share the policy's weights. No sharded one."""
+def _shares(config: PPOConfig, reward: str | None, origins: ModelOrigins, setting: Setting) -> bool:
+    """Whether a reward model, given by its key, may share the policy's weights, or (None) what starts as the policy.
+    Nothing shares in a sharded run."""
     return setting.sharded == 1 and (reward is None or origins.shares_backbone(config, reward))
 
 
-def name_of_reward(config: PPOConfig, reward: ModelReward) -> str:
+def name_of_reward(config: PPOConfig, key: str) -> str:
     """What the plan calls a reward model: with its number if there are several."""
-    numbers = [number for number, other in enumerate(config.rewards, 1) if isinstance(other, ModelReward)]
-    number = next(number for number, other in enumerate(config.rewards, 1) if other is reward)
-    return "reward model" if len(numbers) == 1 else f"reward model {number}"
+    number = next(number for number, source in enumerate(config.named_rewards, 1) if source.key == key)
+    return "reward model" if len(config.reward_models) == 1 else f"reward model {number}"
 
 
 # ------------------------------------------------------------------------------------------------ microbatches

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from rlhf_cli.algorithms.statistics import word_shares
-from rlhf_cli.config.rewards import ModelReward, reward_names
+from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.health.history import GAP_TOLERANCE, RATIO_TOLERANCE
 from rlhf_cli.health.running import Health
 from rlhf_cli.models.forward import compute_dtype
@@ -44,7 +44,7 @@ def report_start(setup: Setup, health: Health) -> None:
     if config.compile:
         stage.log(0, {"time/compile_s": setup.compile_s})
     figures = {}
-    for reward, name in zip(config.rewards, reward_names(config.rewards), strict=True):
+    for _, name, reward, _ in config.named_rewards:
         if isinstance(reward, ModelReward):
             figures[name] = _held_out_figures(config.stage_model(reward.path, "rm"))
     findings = health.check_start(figures)

@@ -13,7 +13,6 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.config.ppo import PPOConfig, PPOModelName
-from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.data.batches import Budget, part_tokens, stream
 from rlhf_cli.data.encode import Example, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder, PromptRow
@@ -259,7 +258,7 @@ def _load_rewards(
 ) -> tuple[Sequence[RewardSource], list[str]]:
     """The rewards, and notes for the user. Raises if a reward model does not know the tokens of the prompt template."""
     rewards, notes = load_rewards(
-        config.rewards,
+        config.named_rewards,
         config.artifacts,
         tokenizer,
         device,
@@ -353,9 +352,9 @@ def _budget(config: PPOConfig, stage: StageRun, models: Models, rewards: Sequenc
     """The size of a microbatch: as configured, or what fits into memory beside all models."""
     named = {"policy": models.policy, "reference policy": models.ref_policy, "value model": models.value_model}
     reward_models = [
-        (name_of_reward(config, reward), source)
-        for reward, source in zip(config.rewards, rewards, strict=True)
-        if isinstance(reward, ModelReward) and isinstance(source, RewardModel)
+        (name_of_reward(config, named.key), source)
+        for named, source in zip(config.named_rewards, rewards, strict=True)
+        if isinstance(source, RewardModel)
     ]
     named |= {name: source.model for name, source in reward_models}
     loaded = {name: model for name, model in named.items() if model is not None}

@@ -71,7 +71,7 @@ def choose_value_model(
         return ValueStart(_value_model_from(path, policy, deferred=_defers(config, device)), base=BaseModel(path))
     reward_models = [
         (BaseModel(model_directory(config.stage_model(reward.path, "rm")), reward.revision), source.model)
-        for reward, source in zip(config.rewards, rewards, strict=True)
+        for (_, _, reward, _), source in zip(config.named_rewards, rewards, strict=True)
         if isinstance(reward, ModelReward) and isinstance(source, RewardModel) and source.reads_policy_tokens
     ]
     match init:

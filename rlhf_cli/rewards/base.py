@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
+from rlhf_cli.config.rewards import Ensemble
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import RewardError
 
@@ -58,7 +59,8 @@ class Scores:
     total: torch.Tensor
     """[B] the weighted sum of all sources; a per-token source adds the sum over its tokens."""
     each: dict[str, torch.Tensor]
-    """[B] for each source by name, before its weight."""
+    """[B] for each source and each ensemble by name, before its weight. `<ensemble>_std` is the standard deviation of
+    its members' scores of a response."""
     dense: list[list[float]] | None
     """One number per response token, already included in `total`; None without a per-token source."""
     errors: dict[str, int] = field(default_factory=dict)
@@ -80,6 +82,8 @@ class RewardSource:
     kind: ClassVar[str] = "reward"
     name: str
     weight: float = 1.0
+    ensemble: Ensemble | None = None
+    """The ensemble that it is a member of; its own `weight` then does not count."""
     on_error: Literal["stop", "zero"] = "stop"
     num_errors: int = 0
     """Failed scores so far."""

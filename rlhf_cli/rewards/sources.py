@@ -8,6 +8,7 @@ from typing import Any, assert_never
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_cli.algorithms.shaping import pessimistic_score
 from rlhf_cli.config.rewards import (
     AnswerReward,
     FunctionReward,
@@ -15,10 +16,9 @@ from rlhf_cli.config.rewards import (
     JSONReward,
     LengthReward,
     ModelReward,
+    NamedReward,
     RegexReward,
     RepetitionReward,
-    Reward,
-    reward_names,
 )
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.data.encoders import PromptRow
@@ -32,7 +32,7 @@ from rlhf_cli.rewards.rules import Rule
 
 
 def load_rewards(
-    rewards: Sequence[Reward],
+    rewards: Sequence[NamedReward],
     artifacts_root: str,
     policy_tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
@@ -50,8 +50,7 @@ def load_rewards(
     """
     sources: list[RewardSource] = []
     notes: list[str] = []
-    for number, (reward, name) in enumerate(zip(rewards, reward_names(rewards), strict=True)):
-        key = f"rewards.{number}"
+    for key, name, reward, ensemble in rewards:
         lines: list[str] = []
         source: RewardSource
         match reward:
@@ -79,6 +78,7 @@ def load_rewards(
                 source = Rule(name=name, weight=reward.weight, on_error=reward.on_error, rule=reward)
             case _:
                 assert_never(reward)
+        source.ensemble = ensemble
         sources.append(source)
         notes += lines
     return sources, notes
@@ -125,7 +125,7 @@ def samples_of(
 
 
 def total_score(sources: Sequence[RewardSource], samples: Samples) -> Scores:
-    """The weighted sum of all sources' scores, and each source's own scores.
+    """The weighted sum of all sources' scores, an ensemble being one, and each source's own scores.
 
     A failed score (NaN, or None from a per-token source) counts as 0.0 and is counted in `errors`. Raises RewardError.
     """
@@ -165,6 +165,12 @@ def total_score(sources: Sequence[RewardSource], samples: Samples) -> Scores:
             cut[source.name] = source.num_cut - cut_before
     if failed is not None:
         raise failed
-    total = torch.stack([source.weight * each[source.name] for source in sources]).sum(0)  # [B]
+    weighted = [source.weight * each[source.name] for source in sources if source.ensemble is None]
+    for ensemble in dict.fromkeys(source.ensemble for source in sources if source.ensemble is not None):
+        members = torch.stack([each[source.name] for source in sources if source.ensemble == ensemble])  # [K, B]
+        each[ensemble.name] = pessimistic_score(members, ensemble.beta)
+        each[f"{ensemble.name}_std"] = members.std(0)
+        weighted.append(ensemble.weight * each[ensemble.name])
+    total = torch.stack(weighted).sum(0)  # [B]
     features = [source.features for source in sources if source.features is not None]
     return Scores(total, each, dense, errors, cut, torch.cat(features, 1) if features else None)

@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.config.ppo import PPOConfig, Rollout
-from rlhf_cli.config.rewards import ModelReward, Reward
+from rlhf_cli.config.rewards import OWN_REWARD_MODEL, ModelReward, NamedReward
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.encode import require_eos
 from rlhf_cli.errors import ArtifactError, ConfigError
@@ -121,9 +121,9 @@ class TrainedLanguageModel:
         run = self.run
         if run is not None and run.ppo is not None:
             keep_special = run.ppo.data.special_tokens == "keep"
-            return RewardSet(run.ppo.rewards, run.ppo.artifacts, keep_special=keep_special)
+            return RewardSet(run.ppo.named_rewards, run.ppo.artifacts, keep_special=keep_special)
         if run is not None and run.rm is not None:
-            return RewardSet([ModelReward(type="reward_model")], str(run.root))
+            return RewardSet([OWN_REWARD_MODEL], str(run.root))
         return None
 
     def compared(self, name: str) -> TrainedLanguageModel:
@@ -241,7 +241,7 @@ def prompting_of(located: StageModel | None) -> Prompting | None:
 class RewardSet:
     """The rewards that score responses."""
 
-    rewards: Sequence[Reward]
+    rewards: Sequence[NamedReward]
     root: str = ""
     """The run's directory, where a reward model without a path is."""
     key: str | None = None
@@ -251,7 +251,8 @@ class RewardSet:
     @classmethod
     def of_model(cls, directory: str, key: str) -> RewardSet:
         """A single reward model, given with the option `key`: a model, a finished rm stage, or a run with one."""
-        return cls([ModelReward(type="reward_model", path=reward_model_stage(directory))], key=key)
+        path = reward_model_stage(directory)
+        return cls([NamedReward(key, path, ModelReward(type="reward_model", path=path))], key=key)
 
     def load(
         self, tokenizer: PreTrainedTokenizerBase, device: torch.device, precision: str
@@ -262,7 +263,7 @@ class RewardSet:
         """
         if self.key is None:
             return load_rewards(self.rewards, self.root, tokenizer, device, precision, keep_special=self.keep_special)
-        (reward,) = self.rewards
+        ((_, _, reward, _),) = self.rewards
         assert isinstance(reward, ModelReward)
         assert reward.path is not None
         source, notes = load_reward_source(
@@ -281,8 +282,11 @@ class RewardSet:
         """Everything that decides the scores, to compare with an earlier run."""
         paths = [
             reward.path or str(stage_directory(self.root, "rm"))
-            for reward in self.rewards
+            for _, _, reward, _ in self.rewards
             if isinstance(reward, ModelReward)
         ]
-        rewards = [reward.model_dump(mode="json") for reward in self.rewards]
+        rewards = [
+            reward.model_dump(mode="json") | ({} if ensemble is None else {"ensemble": list(ensemble)})
+            for _, _, reward, ensemble in self.rewards
+        ]
         return {"rewards": rewards, "digests": [fingerprint(path) for path in paths]}

@@ -16,7 +16,7 @@ from rlhf_cli.commands.writer import Request, WriterOptions
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.data import Rows
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.config.rewards import ModelReward
+from rlhf_cli.config.rewards import ModelReward, named_rewards
 from rlhf_cli.data.answers import answer_encoder
 from rlhf_cli.data.encode import (
     chat_text,
@@ -382,7 +382,9 @@ def test_the_option_reaches_every_reader(
     read += [probe_rows(rm), ppo_rows(ppo), ptx_rows(ppo)]
     assert [rows is not None and rows.keep_special for rows in read] == [choice == "keep"] * 5
     reward = ModelReward(type="reward_model", path=str(chat_reward_model()), template="{prompt}{response}")
-    (source,), _ = load_rewards([reward], "x", None, CPU, "float32", keep_special=choice == "keep")
+    (source,), _ = load_rewards(
+        named_rewards([reward], "x", 0.1), "x", None, CPU, "float32", keep_special=choice == "keep"
+    )
     assert isinstance(source, RewardModel)
     assert source.keep_special == (choice == "keep")
 

@@ -127,6 +127,15 @@ def test_training_with_a_shared_backbone(watch, make_model, adapters, architectu
     assert (scores(saved) - scores(value)).abs().max() <= 1e-5 * scores(value).abs().max().clamp_min(1.0)
 
 
+def test_the_members_of_an_ensemble_share_the_backbone(start, make_model, adapters):
+    path = str(adapters("llama"))
+    settings = changes(make_model, path) | {"rewards": [{"type": "ensemble", "members": [path, path]}]}
+    with start(**settings) as loaded:
+        policy, members = loaded.models.policy, [source.model for source in loaded.rewards]
+        assert len(members) == 2
+        assert storages(policy, *members) < 1.5 * storages(policy)
+
+
 def test_other_adapters_get_weights_of_their_own(start, make_model, adapters):
     """A value model with another rank than the reward model cannot start from its adapters."""
     path = adapters("llama")

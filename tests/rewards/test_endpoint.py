@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
-from rlhf_cli.config.rewards import Reward
+from rlhf_cli.config.rewards import Reward, named_rewards
 from rlhf_cli.errors import ConfigError, DataError, RewardError
 from rlhf_cli.processes.signals import StopRequests, stop_requested
 from rlhf_cli.rewards import endpoint, http_client
@@ -383,7 +383,7 @@ def test_an_unencrypted_token_is_a_note(monkeypatch):
     monkeypatch.setenv("RLHF_TEST_TOKEN", "x")
     for url, said in (("http://example.org/s", True), ("https://example.org/s", False), ("http://127.0.0.1:1/", False)):
         reward = TypeAdapter(Reward).validate_python({"type": "http", "url": url, "api_key_env": "RLHF_TEST_TOKEN"})
-        notes = load_rewards([reward], "none", None, CPU, "float32")[1]
+        notes = load_rewards(named_rewards([reward], "none", 0.1), "none", None, CPU, "float32")[1]
         assert bool(notes) == said
 
 

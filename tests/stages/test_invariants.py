@@ -16,7 +16,7 @@ from rlhf_cli.algorithms.advantages import gae, token_rewards
 from rlhf_cli.algorithms.statistics import wilson_interval
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.rewards import ModelReward
+from rlhf_cli.config.rewards import OWN_REWARD_MODEL
 from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.data.answers import RankedIds, ScoredIds, ScoreEncoder
@@ -586,7 +586,7 @@ def test_one_scored_row_of_zero_reaches_the_loss(run_stage, make_model, tmp_path
 
 def test_scores_carry_no_gradient(pipeline, tokenizer):
     """[18]"""
-    sources, _ = load_rewards([ModelReward(type="reward_model")], str(pipeline("llama")), tokenizer, CPU, "float32")
+    sources, _ = load_rewards([OWN_REWARD_MODEL], str(pipeline("llama")), tokenizer, CPU, "float32")
     scores = score_sequences(sources[0].model, random_ids(3, 9), "float32")
     assert not scores.requires_grad
     assert sources[0].reads_policy_tokens

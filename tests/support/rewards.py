@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from pydantic import TypeAdapter
 
-from rlhf_cli.config.rewards import Reward
+from rlhf_cli.config.rewards import Reward, named_rewards
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.sources import load_rewards, total_score
 from support.tiny import merged
@@ -30,9 +30,8 @@ def batch(responses, rows=None, *, ended=True, ids=None, prompts=None, messages=
 
 def source_of(reward, **settings):
     """The reward source of one entry of `rewards` in a config."""
-    (source,), _ = load_rewards(
-        [TypeAdapter(Reward).validate_python({**reward, **settings})], "none", None, CPU, "float32"
-    )
+    rewards = [TypeAdapter(Reward).validate_python({**reward, **settings})]
+    (source,), _ = load_rewards(named_rewards(rewards, "none", 0.1), "none", None, CPU, "float32")
     return source
 
 
