@@ -42,8 +42,8 @@ def pessimistic_score(scores: Tensor, beta: float) -> Tensor:
         [B], between the lowest score and the mean.
 
     >>> scores = torch.tensor([[1.0, 2.0], [1.0, 0.0]])
-    >>> [pessimistic_score(scores, beta).tolist() for beta in (0.0, 1.0, float("inf"))]
-    [[1.0, 0.0], [1.0, 0.5662...], [1.0, 1.0]]
+    >>> [pessimistic_score(scores, beta) for beta in (0.0, 1.0, float("inf"))]
+    [tensor([1., 0.]), tensor([1.0000, 0.5662]), tensor([1., 1.])]
     """
     lowest = scores.min(0).values
     if beta == 0:
