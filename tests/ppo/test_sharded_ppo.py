@@ -60,7 +60,7 @@ def test_sharded_ppo_is_the_ppo_of_one_process(compare):
     """Policy, reference, value model and reward model are sharded; scores are normalised by 17 samples in two chunks
     on one process and one on the other. Both know how unfamiliar the replies are."""
     scores = {"score_normalization": "reference", "num_reference_samples": 17, "ema_decay": 0.9}
-    one, _ = compare({"ppo": scores, "data": {"test": {"limit": 24}}})
+    one, _ = compare({"ppo": scores, "data": {"test": {"limit": 24}}, "evaluation": {"num_prompts": 24}})
     assert all("response/unfamiliarity" in row for row in read_jsonl(one / "metrics.jsonl"))
 
 

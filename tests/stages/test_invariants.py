@@ -7,6 +7,7 @@ test below failed.
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from rlhf_cli.models.forward import logits_at
 from rlhf_cli.models.load import load_policy, load_tokenizer, new_reward_model, new_value_model, prepare
 from rlhf_cli.packing import pack
 from rlhf_cli.ppo.update import KLCoefs, UpdateBatch
-from rlhf_cli.rewards.base import Samples
+from rlhf_cli.rewards.base import RewardSource, Samples
 from rlhf_cli.rewards.models import score_sequences
 from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rewards.sources import load_rewards, total_score
@@ -470,16 +471,15 @@ def test_a_chat_template_without_eos_gets_one(chat_tokenizer):
     assert example.loss_mask[-1]
 
 
-class Fixed:
+@dataclass(kw_only=True)
+class Fixed(RewardSource):
     """A reward source that returns fixed scores."""
 
-    name, weight = "fixed", 1.0
+    name: str = "fixed"
+    values: list[float]
 
-    def __init__(self, values):
-        self.values = torch.tensor(values)
-
-    def score(self, judged):  # noqa: ARG002
-        return self.values
+    def score(self, samples):  # noqa: ARG002
+        return torch.tensor(self.values)
 
 
 def test_missing_eos_penalty_applies_only_to_cut_responses(write_config, tmp_path):
@@ -488,7 +488,9 @@ def test_missing_eos_penalty_applies_only_to_cut_responses(write_config, tmp_pat
     prompts = [PromptRow("p", [2], Prompt("p", "row"))] * 3
     config = config_of(write_config, "ppo", PPOConfig, tmp_path, ppo={"missing_eos_penalty": 0.7, "score_clip": 2.0})
     raw = torch.tensor([1.0, 5.0, -9.0])
-    scores = total_score([Fixed([1.0, 5.0, -9.0])], Samples([p.text for p in prompts], ["a"] * 3, [], [], [], []))
+    scores = total_score(
+        [Fixed(values=[1.0, 5.0, -9.0])], Samples([p.text for p in prompts], ["a"] * 3, [], [], [], [])
+    )
     close(scores.total, raw)
     close(scores.each["fixed"], raw)
     score, dense = ppo_stage._score(scores, responses, ScoreScale(config.ppo), config, ALONE)
