@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.config.data import DataSource
-from rlhf_cli.data.files_json import json_rows
-from rlhf_cli.data.files_table import csv_rows, table_rows
 from rlhf_cli.data.paths import COMPRESSIONS, KINDS, ending, find_files, reason, shown_path
 from rlhf_cli.data.rows import BLOCK, DECODER, MAX_ROW, BadRow, Fault, Row, is_deep, json_fault, object_fault
 from rlhf_cli.errors import DataError
@@ -102,12 +100,18 @@ def _file_rows(path: Path) -> Iterator[Row | BadRow]:
     try:
         with io.BufferedReader(_open(path, compression), BLOCK) as file:
             if kind in (".parquet", ".arrow"):
+                from rlhf_cli.data.files_table import table_rows
+
                 yield from table_rows(name, kind, file, compression)
                 return
             _check_beginning(name, file)
             if kind in (".csv", ".tsv"):
+                from rlhf_cli.data.files_table import csv_rows
+
                 yield from csv_rows(name, file, "," if kind == ".csv" else "\t")
             elif kind == ".json":
+                from rlhf_cli.data.files_json import json_rows
+
                 yield from json_rows(name, file)
             else:
                 yield from _line_rows(name, file, _text_values if kind == ".txt" else _json_values)

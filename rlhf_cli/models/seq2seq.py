@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
-from rlhf_cli.data.encode import Example
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.packing import PackedBatch, send
+
+if TYPE_CHECKING:
+    from rlhf_cli.data.encode import Example
 
 NAMES = set(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values())
 """The classes of encoder-decoder language models."""

@@ -13,15 +13,16 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from rlhf_cli.errors import ConfigError, EndedElsewhere, RunError, UserError
-from rlhf_cli.processes.ending import connect
 from rlhf_cli.processes.sharding import is_sharded
-from rlhf_cli.processes.signs_of_life import Pulse
+
+if TYPE_CHECKING:
+    from rlhf_cli.processes.signs_of_life import Pulse
 
 T = TypeVar("T")
 
@@ -224,6 +225,9 @@ def start(device: str = "auto", timeout_s: float = 300.0) -> World:
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
     if size > 1 and not dist.is_initialized():
+        from rlhf_cli.processes.ending import connect
+        from rlhf_cli.processes.signs_of_life import Pulse
+
         patience = max(timeout_s, START_S)
         ending = connect(patience)
         ending.wait_until_ready(patience)

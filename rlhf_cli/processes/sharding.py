@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rlhf_cli.processes.signs_of_life import exchange
+from rlhf_cli.processes.exchanges import exchange
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -6,13 +6,6 @@ reads there which one is missing. Over NCCL such an operation returns at once, a
 queue, until NCCL aborts it. So the thread of signs compares the numbers itself (`missing`), and ends the process first.
 Work that only one process does, such as saving a model, may take longer: the others wait in `Pulse.meet`, for as long
 as the missing process gives signs of life.
-
-The seconds in exchanges (`waited_s`) tell which process is slow. Between two exchanges a process computes, so the one
-that spends the least time in them is the one that the others wait for. Processor time would not tell: a process that
-gets fewer processor seconds needs as many of them as the others. On a CPU an exchange blocks, and a clock measures it.
-On GPUs it is queued: an exchange lasts from the moment when this GPU has reached it until all have (two events on the
-stream that is current). A clock would measure how long the GPU needs for the work that was queued before, which is
-longest on the slowest.
 """
 
 from __future__ import annotations
@@ -23,18 +16,16 @@ import os
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from rlhf_cli.errors import EndedElsewhere, RunError
 from rlhf_cli.processes.ending import STORE_THREAD, Ending, in_time, pause
+from rlhf_cli.processes.exchanges import count, exchange, num_begun
 from rlhf_cli.processes.failures import LOST, another_has_failed, note_hanging, note_wait
 from rlhf_cli.processes.signals import stop_requested
 
@@ -89,69 +80,6 @@ def missing(seen: Mapping[int, LastSign], now: float, limit: float) -> tuple[lis
     behind = [rank for rank, sign in signs.items() if sign["begun"] < most]
     waits = any(sign["waits"] for sign in signs.values()) or any(seen[rank].sign["begun"] < most for rank in silent)
     return (silent, behind) if behind or waits else ([], [])
-
-
-# ------------------------------------------------------------------------------------------- seconds in exchanges
-
-
-MANY = 4096
-"""Pairs of events that are kept before those in the past are counted."""
-Mark = float | torch.cuda.Event
-"""A moment: seconds of the clock, or an event of a GPU."""
-_queued: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-_seconds = 0.0
-_begun = 0
-
-
-def mark() -> Mark:
-    """This moment of the process, or of its GPU."""
-    if not dist.is_initialized() or "nccl" not in dist.get_backend():
-        return time.monotonic()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def count(begin: Mark, end: Mark) -> None:
-    """Count the time between two moments of the same kind as an exchange."""
-    global _seconds
-    if isinstance(begin, float) and isinstance(end, float):
-        _seconds += end - begin
-    elif isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        _queued.append((begin, end))
-        if len(_queued) > MANY:
-            _count_queued()
-
-
-@contextmanager
-def exchange() -> Iterator[None]:
-    """Count the time in the block as an exchange. One that fails is not counted."""
-    global _begun
-    _begun += 1
-    begin = mark()
-    yield
-    count(begin, mark())
-
-
-def num_begun() -> int:
-    """Exchanges that this process has begun. Every process of a run begins the same ones in the same order."""
-    return _begun
-
-
-def waited_s() -> float:
-    """Seconds in exchanges so far. On a GPU those that are not over are counted later."""
-    _count_queued()
-    return _seconds
-
-
-def _count_queued() -> None:
-    global _seconds
-    while _queued and _queued[0][1].query():
-        begin, end = _queued.popleft()
-        _seconds += begin.elapsed_time(end) / 1000
-
-
-# -------------------------------------------------------------------------------------------------- signs of life
 
 
 class Pulse(threading.Thread):

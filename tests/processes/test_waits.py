@@ -8,24 +8,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhf_cli.processes import signs_of_life
+from rlhf_cli.processes import exchanges
 
 
 def test_an_exchange_counts_unless_it_fails(monkeypatch):
     now = SimpleNamespace(at=5.0)
-    monkeypatch.setattr(signs_of_life, "time", SimpleNamespace(monotonic=lambda: now.at))
-    before = signs_of_life.waited_s()
-    with signs_of_life.exchange():
+    monkeypatch.setattr(exchanges, "time", SimpleNamespace(monotonic=lambda: now.at))
+    before = exchanges.waited_s()
+    with exchanges.exchange():
         now.at += 2.0
 
     def fails():
-        with signs_of_life.exchange():
+        with exchanges.exchange():
             now.at += 7.0
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         fails()
-    assert signs_of_life.waited_s() - before == 2.0
+    assert exchanges.waited_s() - before == 2.0
 
 
 def test_exchanges_of_gpus_count_when_they_are_over(monkeypatch):
@@ -51,12 +51,12 @@ def test_exchanges_of_gpus_count_when_they_are_over(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    before = signs_of_life.waited_s()
+    before = exchanges.waited_s()
     for _ in range(2):
-        with signs_of_life.exchange():
+        with exchanges.exchange():
             pass
-    assert signs_of_life.waited_s() == before
+    assert exchanges.waited_s() == before
     events[0].is_over = events[1].is_over = True
-    assert signs_of_life.waited_s() - before == 1.5
+    assert exchanges.waited_s() - before == 1.5
     events[2].is_over = events[3].is_over = True
-    assert signs_of_life.waited_s() - before == 3.0
+    assert exchanges.waited_s() - before == 3.0
