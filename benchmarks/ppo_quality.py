@@ -37,7 +37,7 @@ import rlhf_cli
 from rlhf_cli.algorithms.statistics import distinct_n
 from rlhf_cli.config.rewards import OWN_REWARD_MODEL
 from rlhf_cli.data.batches import Budget, chunks
-from rlhf_cli.data.encode import encode_rows
+from rlhf_cli.data.encode import RowText
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
@@ -178,7 +178,7 @@ def measure(policy_path: Path, run: Path, draws: int, num_prompts: int | None = 
     rows = [Prompt(row["prompt"], "", row) for row in read_rows(data_file(config, "test"))]
     rows = rows[: num_prompts or config["evaluation"]["num_prompts"]]
     prompts = [
-        PromptRow(row.prompt, ids, row) for row, ids in zip(rows, encode_rows(tokenizer, rows, None), strict=True)
+        PromptRow(row.prompt, ids, row) for row, ids in zip(rows, RowText(tokenizer).prompt_ids(rows), strict=True)
     ]
 
     texts: list[list[str]] = []
@@ -247,7 +247,7 @@ def check_same_task(run: Path, config: dict[str, Any], trl: dict[str, Any]) -> N
     tokenizer = load_tokenizer(str(run / "sft" / "model"))
     with gzip.open(data_file(config, "train"), "rt", encoding="utf-8") as file:
         rows = [Prompt(json.loads(line)["prompt"], "") for line in file]
-    ids = encode_rows(tokenizer, rows, None)
+    ids = RowText(tokenizer).prompt_ids(rows)
     if hashlib.sha256(json.dumps(ids).encode()).hexdigest() != trl["prompts"]:
         raise SystemExit(f"{run}: TRL's training prompts have different tokens from ours")
     # Scores of the first prompts, each followed by EOS alone.

@@ -23,7 +23,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from rlhf_cli.commands.serving import JSONLine, Put, Refused, Server
-from rlhf_cli.data.records import Message
+from rlhf_cli.data.records import Message, Prompt
 from rlhf_cli.errors import DataError
 
 if TYPE_CHECKING:
@@ -143,9 +143,9 @@ class _TextAsk(_Ask):
         return len(self.prompt)
 
     def ids(self, speaker: Speaker) -> list[int]:
-        from rlhf_cli.data.encode import encode_prompts
+        from rlhf_cli.data.encode import RowText
 
-        return encode_prompts(speaker.tokenizer, [self.prompt], None, keep_special=True)[0]
+        return RowText(speaker.tokenizer, keep_special=True).prompt_ids([Prompt(self.prompt, "the prompt")])[0]
 
 
 def parse(body: bytes, kind: type[_Ask], name: str) -> _Ask:

@@ -13,9 +13,8 @@ from rlhf_cli.commands.data_check import RowsOptions
 from rlhf_cli.commands.data_report import has_unicode, new_console
 from rlhf_cli.config.data import Rows
 from rlhf_cli.data.encode import (
+    RowText,
     Skipped,
-    encode_answers,
-    encode_rows,
     fit,
     fit_prompt,
     last_run,
@@ -150,25 +149,23 @@ def _encoded(
     seen: SeenRow, part: StageRows, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[list[int], list[bool], str]]:
     """For each sequence of a row its ids, which of them are targets, and a description of both."""
-    limits, bos, keep = part.limits or NO_LIMITS, tokenizer.bos_token_id, part.keep_special
+    text = RowText(tokenizer, part.template, part.keep_special)
+    limits, bos = part.limits or NO_LIMITS, tokenizer.bos_token_id
     if isinstance(seen.row, Prompt):
-        (ids,) = encode_rows(tokenizer, [seen.row], part.template, keep_special=keep)
+        (ids,) = text.prompt_ids([seen.row])
         cut = fit_prompt(ids, limits, bos)
         kept = ids if isinstance(cut, Skipped) else cut
         yield kept, [False] * len(kept), _tokens(ids, kept, cut)
         return
-    start = part.purpose == "sft"
-    for ids, answer in encode_answers(
-        tokenizer, demonstrations_of(seen), part.template, start=start, keep_special=keep
-    ):
+    for ids, answer in text.answer_ids(demonstrations_of(seen), start=part.purpose == "sft"):
         fitting = fit(ids, answer, limits, bos)
         kept, target_mask = (ids, answer) if isinstance(fitting, Skipped) else fitting
         if part.purpose != "sft":
             target_mask = [n >= len(kept) - last_run(target_mask) for n in range(len(kept))]
         elif part.learn_all:
             target_mask = [n > 0 for n in range(len(kept))]
-        text = _tokens(ids, kept, fitting)
-        yield kept, target_mask, f"{text}, {sum(target_mask)} trained on" if part.purpose == "sft" else text
+        about = _tokens(ids, kept, fitting)
+        yield kept, target_mask, f"{about}, {sum(target_mask)} trained on" if part.purpose == "sft" else about
 
 
 def _tokens(ids: list[int], kept: list[int], fitting: object) -> str:

@@ -152,32 +152,24 @@ def _load(options: RewardModelOptions) -> tuple[RewardModel, str | None, list[st
 
 def samples_of(model: RewardModel, records: Sequence[Record], template: str | None) -> Samples:
     """Every answer of every record, in order, as a reward model receives PPO's responses."""
-    from rlhf_cli.data.encode import (
-        encode_answers,
-        encode_for_classifier,
-        is_chat,
-        last_run,
-        prompt_text,
-        whole_text,
-    )
-    from rlhf_cli.data.special_tokens import special_tokens_of
+    from rlhf_cli.data.encode import RowText, encode_for_classifier, last_run
     from rlhf_cli.models.heads import reads_last_token
     from rlhf_cli.rewards.base import Samples
 
-    tokenizer = model.tokenizer
+    text = RowText(model.tokenizer, template, model.keep_special)
     pairs = [(record, answer) for record in records for answer in record.answers]
     rows = [answered(Scored(r.prompt, a.text, 0.0, r.where, r.messages, a.ended), a.text) for r, a in pairs]
     if reads_last_token(model.model):
-        encoded = encode_answers(tokenizer, rows, template, start=False, keep_special=model.keep_special)
+        encoded = text.answer_ids(rows, start=False)
         ids = [ids for ids, _ in encoded]
         cuts = [len(ids) - last_run(answer_mask) for ids, answer_mask in encoded]
     else:
-        special = None if model.keep_special else special_tokens_of(tokenizer)
-        ids = encode_for_classifier(tokenizer, [whole_text(row, template, tokenizer, special) for row in rows], None)
+        ids = encode_for_classifier(model.tokenizer, [text.whole(row, marked=True) for row in rows], None)
         cuts = [0] * len(ids)
+    chats = map(text.is_chat, rows)
     return Samples(
-        prompts=[prompt_text(record.prompt, template, tokenizer, record.messages) for record, _ in pairs],
-        responses=[text_of(r, a.text) if is_chat(r.messages, template, tokenizer) else a.text for r, a in pairs],
+        prompts=list(map(text.prompt, rows)),
+        responses=[text_of(r, a.text) if is_chat else a.text for is_chat, (r, a) in zip(chats, pairs, strict=True)],
         prompt_ids=[each[:cut] for each, cut in zip(ids, cuts, strict=True)],
         response_ids=[each[cut:] for each, cut in zip(ids, cuts, strict=True)],
         ended=[answer.ended for _, answer in pairs],

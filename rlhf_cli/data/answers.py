@@ -9,19 +9,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.data.encode import (
-    Skipped,
-    before_answer,
-    encode_answers,
-    encode_for_classifier,
-    fit,
-    last_run,
-    prompt_text,
-    too_short,
-    whole_text,
-)
+from rlhf_cli.data.encode import Skipped, encode_for_classifier, fit, last_run, too_short
 from rlhf_cli.data.encoders import RowEncoder, Tokens
 from rlhf_cli.data.records import Demonstration, Ranking, Scored
+from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.data.splits import SIDES
 from rlhf_cli.data.table import Table
 from rlhf_cli.data.tokens import Tokenised
@@ -87,22 +78,17 @@ class AnswerEncoder(RowEncoder[V, T], Generic[V, T]):
     def encode_rows(self, rows: Sequence[Demonstration]) -> list[Tokens]:
         """The uncut sequence of each row with one answer. An encoder model's sequences have an empty mask."""
         if self.reads_last_token:
-            return encode_answers(self.tokenizer, rows, self.template, start=False, keep_special=self.keep_special)
-        return [(ids, []) for ids in encode_for_classifier(self.tokenizer, [self._text(row) for row in rows], None)]
-
-    def _text(self, row: Demonstration) -> str:
-        """The whole text of a row for an encoder model, special tokens of the row's own text marked."""
-        marks = None if self.keep_special else self.special
-        return whole_text(row, self.template, self.tokenizer, marks)
+            return self.text.answer_ids(rows, start=False)
+        texts = [self.text.whole(row, marked=True) for row in rows]
+        return [(ids, []) for ids in encode_for_classifier(self.tokenizer, texts, None)]
 
     def answer_length(self, row: Demonstration, tokens: Tokens) -> int:
         """Tokens of the last answer. Of an encoder model's sequence, everything after the prompt."""
         ids, answer_mask = tokens
         if answer_mask:
             return last_run(answer_mask)
-        marks = None if self.keep_special else self.special
-        text = prompt_text(row.prompt, self.template, self.tokenizer, before_answer(row), marks)
-        return len(ids) - len(self.special.encode([text], add_special_tokens=False)[0])
+        text = self.text.prompt(row, marked=True)
+        return len(ids) - len(special_tokens_of(self.tokenizer).encode([text], add_special_tokens=False)[0])
 
     def cut(self, row: Demonstration, tokens: Tokens) -> list[int] | Skipped:
         """A sequence within the length limits."""
@@ -118,7 +104,8 @@ class AnswerEncoder(RowEncoder[V, T], Generic[V, T]):
         if limits.truncation == "drop":
             return Skipped(f"longer than {limits.max_length} tokens", needs=len(ids))
         # The tokenizer cuts, so that its special tokens stay in place.
-        return encode_for_classifier(self.tokenizer, [self._text(row)], limits.max_length, limits.truncation)[0]
+        text = self.text.whole(row, marked=True)
+        return encode_for_classifier(self.tokenizer, [text], limits.max_length, limits.truncation)[0]
 
 
 class RankingEncoder(AnswerEncoder[Ranking, RankedIds]):

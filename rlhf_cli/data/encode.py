@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf_cli.data.records import Demonstration, Message, Prompt
+from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking
 from rlhf_cli.data.special_tokens import SpecialTokens, cut_behind_eos, special_tokens_of
 from rlhf_cli.errors import ArtifactError, DataError
 
@@ -121,41 +121,9 @@ def require_eos(tokenizer: PreTrainedTokenizerBase, path: str) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def prompt_text(
-    prompt: str,
-    template: str | None,
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message] = (),
-    special: SpecialTokens | None = None,
-) -> str:
-    """The prompt as the model reads it. `messages` are the turns of a conversation before the answer.
-
-    With `special`, the special tokens of the row's own text are marked, for `SpecialTokens.encode`.
-    """
-    if is_chat(messages, template, tokenizer):
-        return chat_text(tokenizer, messages, special, generation=True)
-    if template == "chat":
-        require_chat_template(tokenizer)
-        return chat_text(tokenizer, [Message("user", prompt)], special, generation=True)
-    before, _, after = (template or "{prompt}").partition("{prompt}")
-    if special is None:
-        return before + prompt + after
-    return special.join(special.join(before, special.protect(prompt)), after)
-
-
-def whole_text(
-    row: Demonstration, template: str | None, tokenizer: PreTrainedTokenizerBase, special: SpecialTokens | None = None
-) -> str:
-    """A row's prompt and response as one text, for a model that tokenises the two together."""
-    if is_chat(row.messages, template, tokenizer):
-        return chat_text(tokenizer, row.messages, special, generation=False)
-    prompt = prompt_text(row.prompt, template, tokenizer, special=special)
-    return prompt + row.response if special is None else special.join(prompt, special.protect(row.response))
-
-
-def is_chat(messages: Sequence[Message], template: str | None, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a row is written in the chat template: a conversation is, if the tokenizer has one."""
-    return bool(messages) and (template == "chat" or (template is None and bool(tokenizer.chat_template)))
+def before_answer(row: Demonstration | Prompt) -> tuple[Message, ...]:
+    """The messages of a conversation before its last answer. Empty for other rows."""
+    return row.messages if isinstance(row, Prompt) else row.messages[:-1]
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -164,113 +132,145 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         raise DataError("data.prompt_template: chat, but the tokenizer has no chat template. Write one with {prompt}")
 
 
-def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
-    template: str | None,
-    *,
-    start: bool = True,
-    keep_special: bool = False,
-) -> list[list[int]]:
-    """Encode prompts, without the EOS that some tokenizers append by themselves (T5, some Llamas).
+@dataclass(frozen=True)
+class RowText:
+    """Rows as a model reads them: as text, and as token ids."""
 
-    With `start`, an empty prompt becomes BOS (or EOS if there is no BOS), so that a token predicts the first one.
-    With `keep_special`, special tokens in the rows' own text stay special, here and below.
-    """
-    special = special_tokens_of(tokenizer)
-    texts = [prompt_text(prompt, template, tokenizer, special=None if keep_special else special) for prompt in prompts]
-    eos = int(tokenizer.eos_token_id)
-    encoded = []
-    different = list(dict.fromkeys(texts))  # the answers of a ranking share their prompt
-    ids_of = dict(zip(different, special.encode(different, add_special_tokens=template != "chat"), strict=True))
-    for ids in (ids_of[text] for text in texts):
-        bare = ids[:-1] if len(ids) > 1 and ids[-1] == eos else [*ids]
-        first = eos if tokenizer.bos_token_id is None else int(tokenizer.bos_token_id)
-        encoded.append(bare or ([first] if start else []))
-    return encoded
+    tokenizer: PreTrainedTokenizerBase
+    template: str | None = None
+    """`data.prompt_template`."""
+    keep_special: bool = False
+    """Special tokens in the rows' own text stay special (`data.special_tokens: keep`)."""
 
+    @property
+    def marks(self) -> SpecialTokens | None:
+        """What marks special tokens in the rows' own text, for `SpecialTokens.encode`. None if they stay special."""
+        return None if self.keep_special else special_tokens_of(self.tokenizer)
 
-def encode_rows(
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[Demonstration | Prompt],
-    template: str | None,
-    *,
-    keep_special: bool = False,
-) -> list[list[int]]:
-    """The ids that a response to each row follows, the same that SFT has before the row's last answer."""
-    plain = [row.prompt for row in rows if not is_chat(row.messages, template, tokenizer)]
-    prompts = iter(encode_prompts(tokenizer, plain, template, keep_special=keep_special))
-    return [
-        _encode_turns(tokenizer, before_answer(row), row.where, keep_special=keep_special)[0]
-        if is_chat(row.messages, template, tokenizer)
-        else next(prompts)
-        for row in rows
-    ]
+    def is_chat(self, row: Demonstration | Prompt | Ranking) -> bool:
+        """Whether a row is written in the chat template: a conversation is, if the tokenizer has one."""
+        template = self.template
+        return bool(row.messages) and (template == "chat" or (template is None and bool(self.tokenizer.chat_template)))
 
+    # --------------------------------------------------------------------------------------------- text
 
-def before_answer(row: Demonstration | Prompt) -> tuple[Message, ...]:
-    """The messages of a conversation before its last answer. Empty for other rows."""
-    return row.messages if isinstance(row, Prompt) else row.messages[:-1]
+    def prompt(self, row: Demonstration | Prompt, *, marked: bool = False) -> str:
+        """What comes before the answer. A text to be encoded has the special tokens of the row's own text `marked`."""
+        marks = self.marks if marked else None
+        if self.is_chat(row):
+            return chat_text(self.tokenizer, before_answer(row), marks, generation=True)
+        if self.template == "chat":
+            require_chat_template(self.tokenizer)
+            return chat_text(self.tokenizer, [Message("user", row.prompt)], marks, generation=True)
+        before, _, after = (self.template or "{prompt}").partition("{prompt}")
+        if marks is None:
+            return before + row.prompt + after
+        return marks.join(marks.join(before, marks.protect(row.prompt)), after)
 
+    def whole(self, row: Demonstration, *, marked: bool = False) -> str:
+        """Prompt and response as one text, for a model that tokenises the two together."""
+        marks = self.marks if marked else None
+        if self.is_chat(row):
+            return chat_text(self.tokenizer, row.messages, marks, generation=False)
+        prompt = self.prompt(row, marked=marked)
+        return prompt + row.response if marks is None else marks.join(prompt, marks.protect(row.response))
 
-def encode_pairs(
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
-    responses: Sequence[str],
-    template: str | None,
-    *,
-    start: bool = True,
-    keep_special: bool = False,
-) -> list[tuple[list[int], list[int]]]:
-    """(prompt ids, response ids with EOS) of each row.
+    # ---------------------------------------------------------------------------------------------- ids
 
-    The prompt ids are those that a rollout starts from. The response ids are the rest of the whole text's ids. If the
-    tokenizer merges characters across the boundary, the response is encoded by itself instead, because a policy can
-    only continue after the prompt's ids.
-    """
-    eos = int(tokenizer.eos_token_id)
-    special = special_tokens_of(tokenizer)
-    marks = None if keep_special else special
-    prompt_ids = encode_prompts(tokenizer, prompts, template, start=start, keep_special=keep_special)
-    rows = [Demonstration(prompt, response, "") for prompt, response in zip(prompts, responses, strict=True)]
-    texts = [whole_text(row, template, tokenizer, marks) for row in rows]
-    whole_ids = special.encode(texts, add_special_tokens=template != "chat")
-    pairs = []
-    for prompt, whole, response in zip(prompt_ids, whole_ids, responses, strict=True):
-        bare = whole[:-1] if whole and whole[-1] == eos else whole
-        if bare[: len(prompt)] == prompt and len(bare) > len(prompt):
-            answer = bare[len(prompt) :]
-        else:
-            text = response if keep_special else special.protect(response)
-            answer = special.encode([text], add_special_tokens=False)[0]
-        pairs.append((prompt, [*answer, eos]))
-    return pairs
+    def prompt_ids(self, rows: Sequence[Demonstration | Prompt], *, start: bool = True) -> list[list[int]]:
+        """The ids that a response to each row follows, the same that SFT has before the row's last answer.
 
+        Prompts have no EOS, which some tokenizers append by themselves (T5, some Llamas). With `start`, an empty prompt
+        becomes BOS (or EOS if there is no BOS), so that a token predicts the first one.
+        """
+        texts = {n: self.prompt(row, marked=True) for n, row in enumerate(rows) if not self.is_chat(row)}
+        different = list(dict.fromkeys(texts.values()))  # the answers of a ranking share their prompt
+        encoded = special_tokens_of(self.tokenizer).encode(different, add_special_tokens=self.template != "chat")
+        ids_of = dict(zip(different, encoded, strict=True))
+        eos, bos = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
+        found = []
+        for n, row in enumerate(rows):
+            if n not in texts:
+                found.append(self._turns(before_answer(row), row.where)[0])
+                continue
+            ids = ids_of[texts[n]]
+            bare = ids[:-1] if len(ids) > 1 and ids[-1] == eos else [*ids]
+            found.append(bare or ([int(eos if bos is None else bos)] if start else []))
+        return found
 
-def encode_answers(
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[Demonstration],
-    template: str | None,
-    *,
-    start: bool = True,
-    keep_special: bool = False,
-) -> list[tuple[list[int], list[bool]]]:
-    """(ids, answer mask) of each row. The mask includes EOS, and of a conversation every assistant turn.
+    def answer_ids(self, rows: Sequence[Demonstration], *, start: bool = True) -> list[tuple[list[int], list[bool]]]:
+        """(ids, answer mask) of each row. The mask includes EOS, and of a conversation every assistant turn.
 
-    An answer that was cut (`ended` is false) gets no EOS: the model would learn to stop where the cut was.
-    """
-    plain = [row for row in rows if not is_chat(row.messages, template, tokenizer)]
-    texts = [r.prompt for r in plain], [r.response for r in plain]
-    pairs = iter(encode_pairs(tokenizer, *texts, template, start=start, keep_special=keep_special))
-    found = []
-    for row in rows:
-        if is_chat(row.messages, template, tokenizer):
-            found.append(_encode_conversation(tokenizer, row, keep_special=keep_special))
-        else:
-            prompt, response = next(pairs)
-            response = response if row.ended else response[:-1]
-            found.append((prompt + response, [False] * len(prompt) + [True] * len(response)))
-    return found
+        The ids of the prompt are those that a rollout starts from, and the answer has the rest of the whole text's ids.
+        If the tokenizer merges characters across the boundary, the answer is encoded by itself instead, because a
+        policy can only continue after the prompt's ids. An answer that was cut (`ended` is false) gets no EOS: the
+        model would learn to stop where the cut was.
+        """
+        eos, special = int(self.tokenizer.eos_token_id), special_tokens_of(self.tokenizer)
+        plain = [row for row in rows if not self.is_chat(row)]
+        texts = [self.whole(row, marked=True) for row in plain]
+        prompts = iter(self.prompt_ids(plain, start=start))
+        wholes = iter(special.encode(texts, add_special_tokens=self.template != "chat"))
+        found = []
+        for row in rows:
+            if self.is_chat(row):
+                found.append(self._conversation(row))
+                continue
+            prompt, whole = next(prompts), next(wholes)
+            answer = (whole[:-1] if whole[-1:] == [eos] else whole)[len(prompt) :]
+            if whole[: len(prompt)] != prompt or not answer:
+                text = row.response if self.keep_special else special.protect(row.response)
+                answer = special.encode([text], add_special_tokens=False)[0]
+            answer = [*answer, eos] if row.ended else answer
+            found.append((prompt + answer, [False] * len(prompt) + [True] * len(answer)))
+        return found
+
+    def _turns(self, messages: Sequence[Message], where: str, *, ended: bool = True) -> tuple[list[int], list[bool]]:
+        """(ids, answer mask) of a conversation in the chat template, encoded turn by turn.
+
+        The mask covers every assistant turn and the tokens that end it; the last one ends with its text if it has not
+        `ended`. A conversation that ends before an answer ends with the template's generation prompt, in the same ids
+        that it has when the answer follows.
+        """
+        require_chat_template(self.tokenizer)
+        marks = self.marks
+        cuts = [(end, kind) for end, m in enumerate(messages) if m.role == "assistant" for kind in ("before", "answer")]
+        if messages[-1].role != "assistant":
+            cuts.append((len(messages), "before"))
+        parts: list[str] = []
+        text = ""
+        for end, kind in cuts:
+            answered = kind == "answer"
+            longer = chat_text(self.tokenizer, messages[: end + answered], marks, generation=not answered)
+            if not longer.startswith(text):
+                raise DataError(
+                    f"{where}: the chat template rewrites earlier turns, so the tokens of each turn are unknown. "
+                    "Split the conversation into rows with one answer each"
+                )
+            parts.append(longer[len(text) :])
+            text = longer
+        if not ended:
+            content = messages[-1].content if marks is None else marks.protect(messages[-1].content)
+            own = next((form for form in (content, content.strip()) if form in parts[-1]), content)
+            parts[-1] = parts[-1].rpartition(own)[0] + own
+        ids: list[int] = []
+        answer_mask: list[bool] = []
+        encoded = special_tokens_of(self.tokenizer).encode(parts, add_special_tokens=False)
+        for part, (_, kind) in zip(encoded, cuts, strict=True):
+            ids += part
+            answer_mask += [kind == "answer"] * len(part)
+        return ids, answer_mask
+
+    def _conversation(self, row: Demonstration) -> tuple[list[int], list[bool]]:
+        ids, answer_mask = self._turns(row.messages, row.where, ended=row.ended)
+        if not row.ended:
+            return ids, answer_mask
+        eos = int(self.tokenizer.eos_token_id)
+        before = len(ids) - last_run(answer_mask)
+        answer = cut_behind_eos(ids[before:], eos)
+        # Most templates end a turn with EOS. If one does not, append it.
+        answer = answer if answer[-1:] == [eos] else [*answer, eos]
+        return ids[:before] + answer, answer_mask[:before] + [True] * len(answer)
 
 
 def training_example(
@@ -370,61 +370,3 @@ class _TemplateLimit:
         if self.num_lines > MOST_TEMPLATE_LINES or self.num_characters > MOST_TEMPLATE_CHARACTERS:
             raise ValueError("it writes or repeats too much")
         return self.observe
-
-
-def _encode_turns(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    where: str,
-    *,
-    keep_special: bool,
-    ended: bool = True,
-) -> tuple[list[int], list[bool]]:
-    """(ids, answer mask) of a conversation in the chat template, encoded turn by turn.
-
-    The mask covers every assistant turn and the tokens that end it; the last one ends with its text if it has not
-    `ended`. A conversation that ends before an answer ends with the template's generation prompt, in the same ids that
-    it has when the answer follows.
-    """
-    require_chat_template(tokenizer)
-    special = special_tokens_of(tokenizer)
-    marks = None if keep_special else special
-    cuts = [(end, kind) for end, m in enumerate(messages) if m.role == "assistant" for kind in ("before", "answer")]
-    if messages[-1].role != "assistant":
-        cuts.append((len(messages), "before"))
-    parts: list[str] = []
-    text = ""
-    for end, kind in cuts:
-        answered = kind == "answer"
-        longer = chat_text(tokenizer, messages[: end + answered], marks, generation=not answered)
-        if not longer.startswith(text):
-            raise DataError(
-                f"{where}: the chat template rewrites earlier turns, so the tokens of each turn are unknown. "
-                "Split the conversation into rows with one answer each"
-            )
-        parts.append(longer[len(text) :])
-        text = longer
-    if not ended:
-        content = messages[-1].content if marks is None else marks.protect(messages[-1].content)
-        own = next((form for form in (content, content.strip()) if form in parts[-1]), content)
-        parts[-1] = parts[-1].rpartition(own)[0] + own
-    ids: list[int] = []
-    answer_mask: list[bool] = []
-    for part, (_, kind) in zip(special.encode(parts, add_special_tokens=False), cuts, strict=True):
-        ids += part
-        answer_mask += [kind == "answer"] * len(part)
-    return ids, answer_mask
-
-
-def _encode_conversation(
-    tokenizer: PreTrainedTokenizerBase, row: Demonstration, *, keep_special: bool
-) -> tuple[list[int], list[bool]]:
-    ids, answer_mask = _encode_turns(tokenizer, row.messages, row.where, keep_special=keep_special, ended=row.ended)
-    eos = int(tokenizer.eos_token_id)
-    if not row.ended:
-        return ids, answer_mask
-    before = len(ids) - last_run(answer_mask)
-    answer = cut_behind_eos(ids[before:], eos)
-    # Most templates end a turn with EOS. If one does not, append it.
-    answer = answer if answer[-1:] == [eos] else [*answer, eos]
-    return ids[:before] + answer, answer_mask[:before] + [True] * len(answer)

@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from rlhf_cli.data.encode import (
     Example,
     Limits,
+    RowText,
     Skipped,
-    encode_answers,
-    encode_rows,
     fit_prompt,
-    prompt_text,
     require_chat_template,
     training_example,
 )
@@ -52,11 +50,9 @@ class RowEncoder(Generic[V, T]):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stage_rows: StageRows):
         self.tokenizer, self.stage_rows = tokenizer, stage_rows
-        self.template = stage_rows.template
-        self.special = special_tokens_of(tokenizer)
-        self.keep_special = stage_rows.keep_special
+        self.text = RowText(tokenizer, stage_rows.template, stage_rows.keep_special)
         self.limits = stage_rows.limits or NO_LIMITS
-        if self.template == "chat":
+        if stage_rows.template == "chat":
             require_chat_template(tokenizer)
 
     def sequences(self, rows: Sequence[V]) -> list[list[Tokens]]:
@@ -74,7 +70,7 @@ class RowEncoder(Generic[V, T]):
 
     def special_token_in(self, row: V) -> str | None:
         """The first special token in the row's own text, or None."""
-        return self.special.first_in(texts_of(row))  # type: ignore[arg-type]  # V is a view.
+        return special_tokens_of(self.tokenizer).first_in(texts_of(row))  # type: ignore[arg-type]  # V is a view.
 
     def settings(self) -> dict[str, Any]:
         """Every option besides the tokenizer that decides the items: part of the token cache's key."""
@@ -96,8 +92,7 @@ class DemonstrationEncoder(RowEncoder[Demonstration, Example]):
     kind = Example
 
     def sequences(self, rows: Sequence[Demonstration]) -> list[list[Tokens]]:
-        encoded = encode_answers(self.tokenizer, rows, self.template, keep_special=self.keep_special)
-        return [[tokens] for tokens in encoded]
+        return [[tokens] for tokens in self.text.answer_ids(rows)]
 
     def items(self, row: Demonstration, sequences: Sequence[Tokens]) -> list[Example | Skipped]:
         ((ids, answer_mask),) = sequences
@@ -111,15 +106,14 @@ class PromptEncoder(RowEncoder[Prompt, PromptRow]):
     kind = PromptRow
 
     def sequences(self, rows: Sequence[Prompt]) -> list[list[Tokens]]:
-        encoded = encode_rows(self.tokenizer, rows, self.template, keep_special=self.keep_special)
-        return [[(ids, [])] for ids in encoded]
+        return [[(ids, [])] for ids in self.text.prompt_ids(rows)]
 
     def items(self, row: Prompt, sequences: Sequence[Tokens]) -> list[PromptRow | Skipped]:
         ((ids, _),) = sequences
         kept = fit_prompt(ids, self.limits, self.tokenizer.bos_token_id)
         if isinstance(kept, Skipped):
             return [kept]
-        text = prompt_text(row.prompt, self.template, self.tokenizer, row.messages)
+        text = self.text.prompt(row)
         if kept != ids:
             # A judge of the text must read what the policy read.
             text = str(self.tokenizer.decode(kept, skip_special_tokens=True))

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_cli.algorithms.reward_bench import Answers, best_is_right, ties_scores
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.answers import AnswerEncoder, answer_encoder
-from rlhf_cli.data.encode import Limits, Skipped, is_chat
+from rlhf_cli.data.encode import Limits, Skipped
 from rlhf_cli.data.records import Message, Ranking
 from rlhf_cli.data.row_sources import read_rows
 from rlhf_cli.data.rows import BadRow
@@ -108,7 +108,7 @@ def encode_bench(
             for ids, each in zip(cut, tokens, strict=True)
         ]
         found.append(short)
-    return found, is_chat(rows[0].row.messages, stage_rows.template, tokenizer)
+    return found, encoder.text.is_chat(rows[0].row)
 
 
 def is_joined(row: Ranking) -> bool:

@@ -14,12 +14,12 @@ from rlhf_cli.data.encode import Example
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.evaluation import language_model, policy
+from rlhf_cli.evaluation import language_model
 from rlhf_cli.evaluation.benchmark import read_bench
 from rlhf_cli.evaluation.figures import Sentences, as_json, ratio_figure, show
 from rlhf_cli.evaluation.harness import Harness
 from rlhf_cli.evaluation.judging import Judge, judge_replies
-from rlhf_cli.evaluation.replies import Arena, Replies
+from rlhf_cli.evaluation.replies import Arena, Replies, differences, side_figures, win_rates
 from rlhf_cli.evaluation.reward_model import measure_reward_model
 from rlhf_cli.evaluation.yardstick import along_the_run, best_of_n_report
 from rlhf_cli.files import digest_file
@@ -161,18 +161,18 @@ def _ppo(run: Run, settings: Settings, harness: Harness, display: Display) -> di
     before, after = arena.replies(reference, 1), arena.replies(trained, 1)
     seed, sentences = run.seed, Sentences(display)
     columns = {
-        "SFT": policy.side_figures(before, seed=seed) | harness.figures(reference_path),
-        "PPO": policy.side_figures(after, seed=seed) | harness.figures(run.model_path("ppo")),
-        "difference": policy.differences(before, after, seed=seed),
+        "SFT": side_figures(before, seed=seed) | harness.figures(reference_path),
+        "PPO": side_figures(after, seed=seed) | harness.figures(run.model_path("ppo")),
+        "difference": differences(before, after, seed=seed),
     }
     show(display, f"SFT and PPO, {arena.prompts} held-out prompts, one reply each", columns)
     by_source = {}
     for name, numbers in arena.prompts.by_source.items():
         some = {"SFT": before.of(numbers), "PPO": after.of(numbers)}
-        sides = {side: policy.side_figures(replies, seed=seed) for side, replies in some.items()}
+        sides = {side: side_figures(replies, seed=seed) for side, replies in some.items()}
         show(display, f"SFT and PPO, the {len(numbers):,} prompts of {name}", sides)
         by_source[name] = {side.lower(): as_json(figures) for side, figures in sides.items()}
-    rates = policy.win_rates(before, after)
+    rates = win_rates(before, after)
     show(display, "PPO against SFT: how often PPO's reply is better", {"win rate": rates})
     report: dict[str, Any] = {name: as_json(figures) for name, figures in columns.items()}
     report = {

@@ -1,15 +1,17 @@
-"""Replies of a policy to the held-out prompts: scores, gold scores, and distance to the SFT model."""
+"""Replies of a policy to the held-out prompts: their scores, gold scores and distance to SFT, before and after PPO."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encoders import PromptEncoder, PromptRow
@@ -17,6 +19,16 @@ from rlhf_cli.data.splits import Drawn, held_out_rows
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import ppo_rows
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.evaluation.figures import (
+    bootstrapped,
+    difference_figure,
+    equal_length_figure,
+    mean_figure,
+    rate_figure,
+    share_figure,
+)
+from rlhf_cli.evaluation.language_model import reply_figures
+from rlhf_cli.report.figure import Figures
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.functions import call, load_function, named_numbers
 from rlhf_cli.rewards.sources import load_rewards, samples_of, total_score
@@ -29,6 +41,7 @@ from rlhf_cli.trained.run import Run
 
 ROWS = 512
 """Replies that are sampled and scored at the same time."""
+PERCENTILES = (10, 50, 90)
 
 
 @dataclass(frozen=True)
@@ -168,3 +181,48 @@ class Arena:
 
     def _budget(self, policy: PreTrainedModel) -> Budget:
         return self.run.budget(policy, self.config.precision)
+
+
+# ------------------------------------------------------------------------------------------- before and after PPO
+
+
+def side_figures(replies: Replies, *, seed: int) -> Figures:
+    """One policy's first reply to each prompt: scores, each reward, gold numbers, KL, form."""
+    score = replies.score[:, 0]
+    figures = {"score": rate_figure(score, seed=seed)}
+    for percent in PERCENTILES:
+        quantile = partial(torch.quantile, q=percent / 100, dim=-1)
+        figures[f"score_p{percent}"] = bootstrapped(quantile, score, seed=seed)
+    if len(replies.each) > 1:
+        figures |= {f"reward/{name}": rate_figure(values[:, 0], seed=seed) for name, values in replies.each.items()}
+    figures |= {name: rate_figure(values[:, 0], seed=seed) for name, values in replies.gold.items()}
+    figures["kl"] = mean_figure(replies.kl[:, 0], seed=seed)
+    texts = [row[0] for row in replies.texts]
+    return figures | reply_figures(texts, replies.length[:, 0], replies.ended[:, 0], seed=seed)
+
+
+def differences(before: Replies, after: Replies, *, seed: int) -> Figures:
+    """After minus before, paired by prompt."""
+    columns = {"score": (before.score, after.score)}
+    columns |= {f"reward/{name}": (before.each[name], after.each[name]) for name in before.each if len(before.each) > 1}
+    columns |= {name: (before.gold[name], after.gold[name]) for name in before.gold}
+    figures = {name: difference_figure(b[:, 0], a[:, 0], seed=seed) for name, (a, b) in columns.items()}
+    for name, change in (("kl", after.kl - before.kl), ("length", after.length - before.length)):
+        figures[name] = mean_figure(change[:, 0], seed=seed)
+    return figures | {"eos_rate": difference_figure(after.ended[:, 0], before.ended[:, 0], seed=seed)}
+
+
+def win_rates(before: Replies, after: Replies) -> Figures:
+    """How often the reply after is better than the one before, by score and by the judge; ties count 1/2.
+
+    `..._equal_length` is the rate that would remain if both were as long (`length_controlled_win_rate`).
+    """
+    judges = {"score": (before.score, after.score)}
+    if (name := before.gold_name) is not None:
+        judges[name] = (before.gold[name], after.gold[name])
+    figures: Figures = {}
+    for judge, (a, b) in judges.items():
+        won = wins(b[:, 0], a[:, 0])
+        figures[judge] = share_figure(won)
+        figures[f"{judge}_equal_length"] = equal_length_figure(won, after.length[:, 0], before.length[:, 0])
+    return figures

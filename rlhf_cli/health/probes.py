@@ -20,8 +20,9 @@ from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.algorithms.statistics import pearson, wilson_interval
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.answers import RankedIds, RankingEncoder
-from rlhf_cli.data.encode import Example, prompt_text
+from rlhf_cli.data.encode import Example, RowText
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder
+from rlhf_cli.data.records import Prompt
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import ppo_rows, sft_rows
@@ -328,7 +329,8 @@ def _contradictions(pairs: Sequence[RankedIds]) -> dict[str, float]:
 def _gold(config: PPOConfig, rows: Sequence[RankedIds], which: int, tokenizer: PreTrainedTokenizerBase) -> list[float]:
     """The judge's main number for one answer of each row."""
     name = str(config.evaluation.gold)
-    prompts = [prompt_text(row.row.prompt, config.data.prompt_template, tokenizer) for row in rows]
+    text = RowText(tokenizer, config.data.prompt_template)
+    prompts = [text.prompt(Prompt(row.row.prompt, row.row.where)) for row in rows]
     answers, columns = [row.row.answers[which] for row in rows], [row.row.columns for row in rows]
     samples = Samples(prompts, answers, [], [], [True] * len(rows), columns, where=[row.row.where for row in rows])
     advice = "Fix the function, or give --files-only"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.data.encode import chat_text, encode_rows, prompt_text
+from rlhf_cli.data.encode import RowText, chat_text
 from rlhf_cli.data.records import ASSISTANT, SPEAKERS, Demonstration, Message, Prompt, transcript
 from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.errors import DataError
@@ -29,18 +29,17 @@ class PromptForm:
     """What begins a transcript: HH-RLHF has an empty line before its first turn."""
     keep_special: bool = False
 
-    @property
-    def _row_template(self) -> str | None:
-        """The template of a row. A prompt without messages is a user's message for a chat model."""
-        return "chat" if self.kind == "chat" else self.template
+    def _rows(self, tokenizer: PreTrainedTokenizerBase) -> RowText:
+        """How rows are read. A prompt without messages is a user's message for a chat model."""
+        return RowText(tokenizer, "chat" if self.kind == "chat" else self.template, self.keep_special)
 
     def encode_row(self, tokenizer: PreTrainedTokenizerBase, row: Demonstration | Prompt) -> list[int]:
         """The ids that the reply to a row follows. Raises DataError if the chat template refuses the conversation."""
-        return encode_rows(tokenizer, [row], self._row_template, keep_special=self.keep_special)[0]
+        return self._rows(tokenizer).prompt_ids([row])[0]
 
     def row_text(self, tokenizer: PreTrainedTokenizerBase, row: Prompt) -> str:
         """The prompt of a row as text, as the rewards read it."""
-        return prompt_text(row.prompt, self._row_template, tokenizer, row.messages)
+        return self._rows(tokenizer).prompt(row)
 
     def row(self, messages: Sequence[Message]) -> Prompt:
         """The conversation as a row of prompts."""
@@ -58,9 +57,8 @@ class PromptForm:
                 raise
         # Some templates shorten earlier turns, for example their reasoning. Training needs the tokens of each turn, and
         # a reply does not.
-        special = special_tokens_of(tokenizer)
-        text = chat_text(tokenizer, messages, None if self.keep_special else special, generation=True)
-        return special.encode([text], add_special_tokens=False)[0]
+        text = chat_text(tokenizer, messages, self._rows(tokenizer).marks, generation=True)
+        return special_tokens_of(tokenizer).encode([text], add_special_tokens=False)[0]
 
     def chat_template(self, tokenizer: PreTrainedTokenizerBase) -> str | None:
         """A chat template that writes conversations as this form does, for servers. None for single messages."""

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.config.sft_rm import SFTConfig
-from rlhf_cli.data.encode import before_answer, prompt_text
+from rlhf_cli.data.encode import RowText
 from rlhf_cli.data.records import Demonstration
 from rlhf_cli.report.progress import Display
 from rlhf_cli.rollout.sampling import draw_uniforms
@@ -38,7 +38,7 @@ def first_questions(
     """The first prompts that leave room for an answer in the model's positions."""
     speaker, most = Speaker.at_evaluation(config, model, tokenizer), config.evaluation.num_samples
     found = [
-        HeldOutPrompt(prompt_text(row.prompt, speaker.form.template, tokenizer, before_answer(row)), ids, row.response)
+        HeldOutPrompt(RowText(tokenizer, speaker.form.template).prompt(row), ids, row.response)
         for row, ids in islice(speaker.fitting(rows), most)
     ]
     if most and not found:

@@ -26,7 +26,7 @@ from rlhf_cli.commands.data_check import rows_of_source
 from rlhf_cli.commands.data_count import Measured, encoder_of, in_tokens, in_words
 from rlhf_cli.commands.data_show import pieces
 from rlhf_cli.config.data import DataSource, Rows
-from rlhf_cli.data.encode import Skipped, encode_answers, encode_for_classifier, encode_rows
+from rlhf_cli.data.encode import RowText, Skipped, encode_for_classifier
 from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
 from rlhf_cli.data.reading import records
@@ -369,7 +369,7 @@ def test_a_config_sets_sides_limits_template_and_tokenizer(tmp_path: Path, make_
     assert train["duplicates"]["rows"] + test["duplicates"]["rows"] == 7
     assert found["unit"] == "tokens"
     rows = [Demonstration(row["prompt"], row["response"], "") for row in [*values, *values[:7]]]
-    lengths = [len(ids) for ids, _ in encode_answers(tokenizer, rows, "please help: {prompt}")]
+    lengths = [len(ids) for ids, _ in RowText(tokenizer, "please help: {prompt}").answer_ids(rows)]
     different = lengths[:30]
     assert train["too_long"] + test["too_long"] == sum(length > 12 for length in different) > 0
     # All rows are too short, and `deduplicate` skips seven before they are measured.
@@ -475,11 +475,11 @@ def test_lengths_in_tokens_equal_those_of_the_stage(request, name: str, purpose:
     encoder = encoder_of(StageRows(Rows(train=["x"]), purpose, template=template), tokenizer, "x")  # type: ignore[list-item]
     for row, found in zip(rows, in_tokens(encoder, rows), strict=True):
         if purpose == "ppo":
-            assert found.prompt == len(encode_rows(tokenizer, [Prompt(row.record.prompt, "")], template)[0])
+            assert found.prompt == len(RowText(tokenizer, template).prompt_ids([Prompt(row.record.prompt, "")])[0])
         of_prompt = 0
         for answer, length in zip(row.answers, found.answers, strict=True):
             demonstrations = [Demonstration(row.record.prompt, answer, "")]
-            ids, is_answer = encode_answers(tokenizer, demonstrations, template, start=purpose == "sft")[0]
+            ids, is_answer = RowText(tokenizer, template).answer_ids(demonstrations, start=purpose == "sft")[0]
             of_prompt = len(ids) - sum(is_answer)
             assert length == sum(is_answer)
         assert purpose == "ppo" or found.prompt == of_prompt
@@ -755,7 +755,7 @@ def test_terminal_control_characters_are_escaped(tmp_path: Path) -> None:
 def test_the_pieces_add_up_to_the_text(request, name: str) -> None:
     tokenizer = request.getfixturevalue(name)
     row = Demonstration("the tent is", " late please help", "")
-    ((ids, learned),) = encode_answers(tokenizer, [row], None)
+    ((ids, learned),) = RowText(tokenizer).answer_ids([row])
     found = pieces(tokenizer, ids, learned)
     assert "".join(text for text, _, _ in found) == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     assert "".join(text for text, is_learned, special in found if is_learned and not special) == row.response

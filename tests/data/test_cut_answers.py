@@ -14,7 +14,7 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands.data_score import _Comparison
 from rlhf_cli.config.data import Rows
 from rlhf_cli.data.answers import answer_encoder
-from rlhf_cli.data.encode import encode_answers
+from rlhf_cli.data.encode import RowText
 from rlhf_cli.data.formats import Purpose
 from rlhf_cli.data.records import Answer, Demonstration, Message, Record
 from rlhf_cli.data.views import StageRows, demonstrations_of
@@ -63,7 +63,7 @@ def test_a_cut_turn_of_a_conversation_ends_with_its_text(tokenizer: Any, templat
     turns = [("user", "please"), ("assistant", "we will"), ("user", "today"), ("assistant", "the lamp is")]
     messages = tuple(Message(*turn) for turn in turns)
     rows = [Demonstration("", " the lamp is", "row", messages, ended) for ended in (True, False)]
-    (whole, whole_mask), (cut, cut_mask) = encode_answers(chat, rows, None)
+    (whole, whole_mask), (cut, cut_mask) = RowText(chat).answer_ids(rows)
     assert whole == [*cut, chat.eos_token_id]
     assert whole_mask == [*cut_mask, True]
     assert cut.count(chat.eos_token_id) == 3, "those of the turns before"

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.data.answers import answer_encoder
-from rlhf_cli.data.encode import encode_pairs
+from rlhf_cli.data.encode import RowText
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder
 from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking, Scored
 from rlhf_cli.data.tokens import tokenise
@@ -97,11 +97,13 @@ def word_start_tokenizer() -> PreTrainedTokenizerFast:
 
 def test_an_answer_is_tokenised_after_its_prompt(word_start_tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer = word_start_tokenizer
-    pairs = encode_pairs(tokenizer, ["Q:", "Q: "], ["help us!", "help!"], None)
-    for (prompt, answer), text in zip(pairs, ["Q:help us!", "Q: help!"], strict=True):
-        assert prompt + answer == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    rows = [Demonstration("Q:", "help us!", "row"), Demonstration("Q: ", "help!", "row")]
+    encoded = RowText(tokenizer).answer_ids(rows)
+    for (ids, _), text in zip(encoded, ["Q:help us!", "Q: help!"], strict=True):
+        assert ids == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    answer = [i for i, is_answer in zip(*encoded[0], strict=True) if is_answer]
     alone = tokenizer("help us!")["input_ids"]
-    assert [*alone, tokenizer.eos_token_id] != pairs[0][1]
+    assert [*alone, tokenizer.eos_token_id] != answer
     assert tokenizer.convert_ids_to_tokens(alone[:2]) == ["▁", "h"]
 
 

@@ -22,7 +22,7 @@ from rlhf_cli.config.sft_rm import SFTModel
 from rlhf_cli.data.answers import RankedIds, ScoredIds
 from rlhf_cli.data.records import Ranking, Scored
 from rlhf_cli.data.splits import Drawn
-from rlhf_cli.evaluation import language_model, policy
+from rlhf_cli.evaluation import language_model
 from rlhf_cli.evaluation.agreement import score_figures
 from rlhf_cli.evaluation.figures import Sentences, correlation_figure, ratio_figure, show
 from rlhf_cli.evaluation.preferences import (
@@ -36,7 +36,7 @@ from rlhf_cli.evaluation.preferences import (
     worst_answers,
     worst_mistakes,
 )
-from rlhf_cli.evaluation.replies import Arena, Replies
+from rlhf_cli.evaluation.replies import Arena, Replies, differences, side_figures, win_rates
 from rlhf_cli.evaluation.reward_model import rows_of_stage, scorer_of
 from rlhf_cli.evaluation.yardstick import (
     TILT_POINTS,
@@ -280,14 +280,14 @@ def test_a_model_that_reads_only_length_is_found_out():
 
 def test_a_rate_of_one_has_an_interval():
     before, after = replies([[0.0]] * 64, gold=[[1.0]] * 64), replies([[0.5]] * 64, gold=[[1.0]] * 64)
-    figures = policy.side_figures(after, seed=0)
+    figures = side_figures(after, seed=0)
     for name in ("eos_rate", "gold"):
         assert figures[name].value == 1
         assert figures[name].low == pytest.approx(0.943, abs=1e-3)
-    differences = policy.differences(before, after, seed=0)
+    changes = differences(before, after, seed=0)
     for name in ("eos_rate", "gold"):
-        assert differences[name].low < 0 < differences[name].high
-    assert differences["score"].low == differences["score"].high == 0.5
+        assert changes[name].low < 0 < changes[name].high
+    assert changes["score"].low == changes["score"].high == 0.5
 
 
 def test_the_two_answers_of_a_pair_are_resampled_together():
@@ -598,7 +598,7 @@ def test_the_figures_along_a_run_and_where_on_the_curve_it_ended(tmp_path):
 
 def test_win_rates_count_ties_and_control_length():
     before, after = replies([[0.0]] * 4), replies([[1.0], [0.0], [1.0], [-1.0]], length=[[9.0], [9.0], [9.0], [1.0]])
-    rates = policy.win_rates(before, after)
+    rates = win_rates(before, after)
     assert rates["score"].value == 0.625
     assert rates["score_equal_length"].value < 0.625
 

@@ -15,7 +15,7 @@ from rlhf_cli.commands import rm_serve
 from rlhf_cli.config.rewards import ModelReward, named_rewards
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.answers import answer_encoder
-from rlhf_cli.data.encode import encode_rows, prompt_text
+from rlhf_cli.data.encode import RowText
 from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.records import Message, Prompt
 from rlhf_cli.data.tokens import tokenise
@@ -94,7 +94,7 @@ def test_every_stage_ends_a_conversation_with_eos(run, chats, write_config, tmp_
     assert {ids[-1] for answers in scored for ids in answers} == {tokenizer.eos_token_id}
     for row, (chosen, _) in zip(read_jsonl(chats), scored, strict=True):
         before = (Message("user", row["prompt"][0]["content"]),)
-        (prompt,) = encode_rows(tokenizer, [Prompt("", "row", messages=before)], None)
+        (prompt,) = RowText(tokenizer).prompt_ids([Prompt("", "row", messages=before)])
         answer = tokenizer(row["chosen"][0]["content"], add_special_tokens=False)["input_ids"]
         assert chosen == [*prompt, *answer, tokenizer.eos_token_id]
 
@@ -110,9 +110,10 @@ def test_training_evaluation_ppo_and_serve_give_one_score(run, chats):
 
     reward = {"type": "reward_model", "path": str(run / "rm"), "normalize": False}
     before = [messages for messages, _ in pairs]
-    prompts = [prompt_text("", None, tokenizer, messages) for messages in before]
+    text, asked = RowText(tokenizer), [Prompt("", "row", messages=messages) for messages in before]
+    prompts = list(map(text.prompt, asked))
     answers = [answer for _, answer in pairs]
-    prompt_ids = encode_rows(tokenizer, [Prompt("", "row", messages=messages) for messages in before], None)
+    prompt_ids = text.prompt_ids(asked)
     ids = [[*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for answer in answers]
     samples = batch(answers, prompts=prompts, ids=ids, messages=before)
     samples.prompt_ids[:] = prompt_ids

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.sft_rm import SFTConfig
-from rlhf_cli.data.encode import encode_pairs
+from rlhf_cli.data.encode import RowText
 from rlhf_cli.data.records import Demonstration
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.models.load import load_policy, load_tokenizer
@@ -72,8 +72,8 @@ def rm_figures(model, tokenizer, rows):
     """(mean margin, accuracy) of pairs."""
     margins = []
     for row in rows:
-        answers = [row["chosen"], row["rejected"]]
-        chosen, rejected = (p + a for p, a in encode_pairs(tokenizer, [row["prompt"]] * 2, answers, None))
+        answers = [Demonstration(row["prompt"], row[side], "row") for side in ("chosen", "rejected")]
+        chosen, rejected = (ids for ids, _ in RowText(tokenizer).answer_ids(answers))
         margins.append(score(model, chosen) - score(model, rejected))
     return statistics.fmean(margins), statistics.fmean(m > 0 for m in margins)
 

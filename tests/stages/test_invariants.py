@@ -22,7 +22,7 @@ from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.data.answers import RankedIds, ScoredIds, ScoreEncoder
 from rlhf_cli.data.batches import Budget
-from rlhf_cli.data.encode import encode_pairs, encode_prompts
+from rlhf_cli.data.encode import RowText
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking, Scored
@@ -146,8 +146,8 @@ def rankings(arch, make_model, data):
     rows.append(Ranking("again", tuple(more[3:7]), "row"))
     items = []
     for row in rows:
-        pairs = encode_pairs(tokenizer, [row.prompt] * len(row.answers), list(row.answers), None)
-        items.append(RankedIds([p + a for p, a in pairs], row))
+        answers = RowText(tokenizer).answer_ids([Demonstration(row.prompt, answer, "row") for answer in row.answers])
+        items.append(RankedIds([ids for ids, _ in answers], row))
     return items
 
 
@@ -410,7 +410,7 @@ def test_sft_learns_answers_and_their_eos_but_not_prompts(request, name, templat
     rows = [Demonstration(r["prompt"], r["response"], "row") for r in read_jsonl(data["demonstrations"])]
     for row, example in zip(rows, training_examples(tokenizer, rows, template, learn_all=False), strict=True):
         learned = [i for i, yes in zip(example.ids, example.loss_mask, strict=True) if yes]
-        prompt = encode_prompts(tokenizer, [row.prompt], template)[0]
+        prompt = RowText(tokenizer, template).prompt_ids([row])[0]
         assert learned[-1] == tokenizer.eos_token_id
         assert tokenizer.decode(learned[:-1]) == row.response
         assert example.ids[: len(prompt)] == prompt, "a rollout starts from the same ids"

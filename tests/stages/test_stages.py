@@ -23,7 +23,7 @@ from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.models import ScratchModel
-from rlhf_cli.data.encode import encode_rows
+from rlhf_cli.data.encode import RowText
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.rows import Row
 from rlhf_cli.data.views import demonstration, prompt
@@ -493,8 +493,9 @@ def test_ppo_and_sft_samples_use_the_prompt_ids_of_sft_training(tokenizer):
     demonstrations, prompts = [demonstration(record) for record in records], [prompt(record) for record in records]
     for template in (None, "chat"):
         examples = training_examples(chat_tokenizer, demonstrations, template, learn_all=False)
-        starts = encode_rows(chat_tokenizer, prompts, template)
-        assert starts == encode_rows(chat_tokenizer, demonstrations, template)
+        text = RowText(chat_tokenizer, template)
+        starts = text.prompt_ids(prompts)
+        assert starts == text.prompt_ids(demonstrations)
         for example, start in zip(examples, starts, strict=True):
             last = len(example.loss_mask) - example.loss_mask[::-1].index(False)
             assert start == example.ids[:last]

@@ -224,14 +224,14 @@ def reference(seed: int, *overrides: str) -> Callable[[Path], str]:
 @contextlib.contextmanager
 def reward_model_without_eos() -> Iterator[None]:
     """Train the reward model on answers without EOS, as a tool that tokenises plain text does."""
-    from rlhf_cli.data import answers
+    from rlhf_cli.data.answers import AnswerEncoder
 
-    original = answers.encode_answers
+    original = AnswerEncoder.encode_rows
 
-    def without(*arguments: Any, **settings: Any) -> Any:
-        return [(ids[:-1], answer_mask[:-1]) for ids, answer_mask in original(*arguments, **settings)]
+    def without(*arguments: Any) -> Any:
+        return [(ids[:-1], answer_mask[:-1]) for ids, answer_mask in original(*arguments)]
 
-    with mock.patch.object(answers, "encode_answers", without):
+    with mock.patch.object(AnswerEncoder, "encode_rows", without):
         yield
 
 

@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import DistilBertConfig, DistilBertForSequenceClassification, PreTrainedTokenizerFast
 
 from rlhf_cli.config.data import DataSource, Rows
-from rlhf_cli.data.encode import Example, encode_answers, training_example
+from rlhf_cli.data.encode import Example, RowText, training_example
 from rlhf_cli.data.formats import Purpose, read_record, recognise
 from rlhf_cli.data.rows import Row
 from rlhf_cli.data.views import SeenRow, StageRows, see
@@ -163,7 +163,7 @@ def training_examples(
     tokenizer: Any, rows: Sequence[Any], template: str | None = None, *, learn_all: bool = False
 ) -> list[Example]:
     """Demonstrations as SFT trains on them, without a limit of their length."""
-    bos, encoded = tokenizer.bos_token_id, encode_answers(tokenizer, rows, template)
+    bos, encoded = tokenizer.bos_token_id, RowText(tokenizer, template).answer_ids(rows)
     found = [
         training_example(ids, mask, row.where, None, bos, learn_all=learn_all)
         for row, (ids, mask) in zip(rows, encoded, strict=True)
