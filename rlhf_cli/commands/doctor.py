@@ -16,7 +16,7 @@ import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
@@ -216,7 +216,7 @@ def arithmetic(device: torch.device, auto_is_bfloat16: bool) -> Result:
     width = 512 if device.type == "cpu" else 4096
     auto = "bfloat16" if auto_is_bfloat16 else "float32"
     try:
-        float32, bfloat16 = _matmul_seconds(device, width, (torch.float32, torch.bfloat16))
+        float32, bfloat16 = (_matmul_seconds(device, width, dtype) for dtype in (torch.float32, torch.bfloat16))
     except RuntimeError as error:
         return warning(
             "arithmetic", f"bfloat16 does not work ({str(error).splitlines()[0][:200]}); precision: auto uses {auto}"
@@ -232,54 +232,30 @@ def arithmetic(device: torch.device, auto_is_bfloat16: bool) -> Result:
     return ok("arithmetic", text)
 
 
-def _matmul_seconds(device: torch.device, width: int, dtypes: Sequence[torch.dtype]) -> list[float]:
-    """The best time of each dtype. The dtypes alternate, so that other load on the machine affects them equally.
-
-    On a CPU this is the CPU time of one thread. It leaves out the time in which other processes had the core, and
-    several threads would spend theirs waiting for each other.
-    """
+def _matmul_seconds(device: torch.device, width: int, dtype: torch.dtype) -> float:
+    """The best time on one thread. On a CPU it is CPU time: the time of other processes on the core does not count."""
     import torch
+    from torch.utils.benchmark import Timer, timer
 
-    is_cpu = device.type == "cpu"
-    clock, num_threads = time.thread_time if is_cpu else time.perf_counter, torch.get_num_threads()
-    matrices = [torch.ones(width, width, dtype=dtype, device=device) for dtype in dtypes]
-    best = [math.inf] * len(dtypes)
-    # The first turn warms up. The turns end after a second, but there are at least three timed ones.
-    began, turn = time.perf_counter(), 0
-    if is_cpu:
-        torch.set_num_threads(1)
-    while turn < 4 or (turn < 20 and time.perf_counter() - began < 1.0):
-        for number, a in enumerate(matrices):
-            started = clock()
-            a @ a
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if turn:
-                best[number] = min(best[number], clock() - started)
-        turn += 1
-    torch.set_num_threads(num_threads)
-    return best
+    a = torch.ones(width, width, dtype=dtype, device=device)
+    clock = time.thread_time if device.type == "cpu" else timer  # the latter waits for the GPU
+    return min(Timer("a @ a", globals={"a": a}, timer=clock).blocked_autorange(min_run_time=0.2).times)
 
 
-def training(device: torch.device) -> Iterator[Result]:
+def training(device: torch.device, seeds: Sequence[int] = (0, 0)) -> Iterator[Result]:
     """Check that training steps are reproducible bit for bit, and that packed rows equal separate forward passes."""
-    first, note = training_digest(device)
-    second, _ = training_digest(device)
-    yield repeats([first, second], device)
-    same = "packed rows give the same result as one forward pass per sequence (a tiny Llama)"
-    yield ok("attention", same) if note is None else warning("attention", note)
-
-
-def repeats(digests: Sequence[str], device: object) -> Result:
-    """Whether the same training steps gave identical weights each time."""
+    digests, notes = zip(*(_trained(device, seed) for seed in seeds), strict=True)
     text = f"the same training steps of a tiny Llama on {device} give"
     if len(set(digests)) == 1:
-        return ok("determinism", f"{text} identical weights")
-    wrong = "runs are not reproducible, and a resumed run differs from an uninterrupted one"
-    return problem("determinism", f"{text} different weights each time: {wrong}")
+        yield ok("determinism", f"{text} identical weights")
+    else:
+        wrong = "runs are not reproducible, and a resumed run differs from an uninterrupted one"
+        yield problem("determinism", f"{text} different weights each time: {wrong}")
+    same = "packed rows give the same result as one forward pass per sequence (a tiny Llama)"
+    yield ok("attention", same) if notes[0] is None else warning("attention", notes[0])
 
 
-def training_digest(device: torch.device, seed: int = 0) -> tuple[str, str | None]:
+def _trained(device: torch.device, seed: int) -> tuple[str, str | None]:
     """(sha256 of a tiny Llama's weights after three training steps, what is wrong with packed rows or None).
 
     The steps are those of the SFT stage: its forward pass, loss, optimizer and precision.
@@ -410,6 +386,10 @@ def weight_bytes(directory: Path) -> int:
 
 # ---------------------------------------------------------------------------------------------- stages
 
+OUTSIDE = "its manifest names files outside the directory, which were not read"
+LINKS = "files were replaced by links, which were not followed"
+MISSING, CHANGED = "missing", "modified after they were written"
+
 
 def finished(directory: Path, stage: str) -> Iterator[Result]:
     """Check a finished stage: its manifest, the digest of every file, foreign files, and whether it is stale."""
@@ -436,53 +416,35 @@ def finished(directory: Path, stage: str) -> Iterator[Result]:
 
 def files(directory: Path, digests: Mapping[str, str], stage: str) -> Iterator[Result]:
     """Check the files of a directory against their digests. Names that lead outside it, and links, are not followed."""
-    outside: list[str] = []
-    links: list[str] = []
-    missing: list[str] = []
-    changed: list[str] = []
-    for name, digest in digests.items():
-        path = directory / name
-        if not _stays_inside(name):
-            outside.append(name)
-        elif _has_link(directory, name):
-            links.append(name)
-        elif not path.is_file():
-            missing.append(name)
-        else:
-            try:
-                if digest_file(path) != digest:
-                    changed.append(name)
-            except OSError as error:
-                changed.append(f"{name} (cannot be read: {error.strerror})")
     there = [
-        (Path(parent) / name).relative_to(directory).as_posix()
+        (Path(parent) / name).relative_to(directory)
         for parent, folders, names in os.walk(directory)
         for name in [*names, *(n for n in folders if (Path(parent) / n).is_symlink())]
     ]
-    extra = sorted(set(there) - set(digests) - {MANIFEST})
-    kinds = [
-        (problem, outside, "its manifest names files outside the directory, which were not read"),
-        (problem, links, "files were replaced by links, which were not followed"),
-        (problem, missing, "missing"),
-        (problem, changed, "modified after they were written"),
-        (warning, extra, "not written by the stage"),
-        (warning, [n for n in there if Path(n).suffix.lower() in NOT_SAFETENSORS],
-         "not safetensors: rlhf does not read them, and programs that do may run code in them"),
-        (warning, [n for n in there if Path(n).suffix == ".py"], "Python code, which rlhf does not run"),
-    ]  # fmt: skip
-    for result, found, what in kinds:
-        if found:
-            yield result(stage, f"{directory}: {what}: {names(found)}")
-
-
-def _stays_inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
-
-
-def _has_link(directory: Path, name: str) -> bool:
-    parts = PurePosixPath(name).parts
-    return any(directory.joinpath(*parts[: n + 1]).is_symlink() for n in range(len(parts)))
+    links = {path for path in there if (directory / path).is_symlink()}
+    wrong: dict[str, list[str]] = {OUTSIDE: [], LINKS: [], MISSING: [], CHANGED: []}
+    for name, digest in digests.items():
+        path = Path(name)
+        if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+            wrong[OUTSIDE].append(name)
+        elif links & {path, *path.parents}:
+            wrong[LINKS].append(name)
+        elif not (directory / path).is_file():
+            wrong[MISSING].append(name)
+        else:
+            try:
+                wrong[CHANGED] += [name] * (digest_file(directory / path) != digest)
+            except OSError as error:
+                wrong[CHANGED].append(f"{name} (cannot be read: {error.strerror})")
+    unwanted = {
+        "not written by the stage": sorted({path.as_posix() for path in there} - {*digests, MANIFEST}),
+        "not safetensors: rlhf does not read them, and programs that do may run code in them": [
+            path.as_posix() for path in there if path.suffix.lower() in NOT_SAFETENSORS
+        ],
+        "Python code, which rlhf does not run": [path.as_posix() for path in there if path.suffix == ".py"],
+    }
+    for result, found in ((problem, wrong), (warning, unwanted)):
+        yield from (result(stage, f"{directory}: {what}: {names(items)}") for what, items in found.items() if items)
 
 
 def inputs(directory: Path, manifest: Manifest) -> Result:
