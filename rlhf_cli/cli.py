@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -173,58 +174,66 @@ app.add_typer(config_app, name="config")
 # --------------------------------------------------------------------------------------------- the stages
 
 File = Annotated[Path | None, typer.Argument(metavar="FILE", help="The YAML file of the stage.", show_default=False)]
-Config = Annotated[Path | None, typer.Option("--config", help="The same as FILE.", show_default=False)]
-Restart = Annotated[bool, typer.Option("--restart", help="Run again, even if finished and unchanged.")]
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """The options that the three stages share."""
+
+    config: Annotated[Path | None, typer.Option("--config", help="The same as FILE.", show_default=False)] = None
+    overrides: Overrides = None
+    restart: Annotated[bool, typer.Option("--restart", help="Run again, even if finished and unchanged.")] = False
+    quiet: Quiet = False
+    nproc: NumProcesses = 1
+    threads: Threads = None
+
+    def run(self, stage: str, file: Path | None = None, members: int | None = None) -> None:
+        """Run a stage, whose file is given either as FILE or as --config."""
+        if file is not None and self.config is not None:
+            raise typer.BadParameter("give FILE or --config, not both")
+        config = file or self.config
+        if config is None:
+            raise typer.BadParameter("the stage needs its YAML file", param_hint="FILE")
+        given = {"members": members, "threads": self.threads}
+        keys = [*(self.overrides or []), *(f"{key}={value}" for key, value in given.items() if value)]
+
+        def work() -> None:
+            from rlhf_cli.run.launch import load_stage, run_stage
+
+            load, num = functools.partial(load_stage, stage), self.nproc
+            run_stage(stage, load, config, keys, restart=self.restart, quiet=self.quiet, num_processes=num)
+
+        exit_with(work)
 
 
 @app.command()
-def sft(
-    file: File = None,
-    config: Config = None,
-    overrides: Overrides = None,
-    restart: Restart = False,
-    quiet: Quiet = False,
-    nproc: NumProcesses = 1,
-    threads: Threads = None,
-) -> None:
+@one_by_one
+def sft(options: StageOptions, file: File = None) -> None:
     """Stage 1: train a model to answer, from demonstrations."""
-    _stage("sft", _one_file(file, config), overrides, restart, quiet, nproc, threads)
+    options.run("sft", file)
 
 
 @rm_app.callback()
+@one_by_one
 def rm(
     context: typer.Context,
-    config: Annotated[Path | None, typer.Option("--config", help="The YAML file.", show_default=False)] = None,
-    overrides: Overrides = None,
-    restart: Restart = False,
-    quiet: Quiet = False,
-    nproc: NumProcesses = 1,
-    threads: Threads = None,
+    options: StageOptions,
     members: Annotated[
         int | None, typer.Option("--members", min=1, metavar="K", help="Train K reward models (the key members).")
     ] = None,
 ) -> None:
     """Stage 2: train a reward model from preferences or scores."""
-    given = config is not None or overrides or restart or quiet or nproc > 1 or threads or members
-    if context.invoked_subcommand is not None and given:
-        raise typer.BadParameter(f"write options after `{context.invoked_subcommand}`, not before it")
     if context.invoked_subcommand is None:
-        overrides = [*(overrides or []), *([f"members={members}"] if members else [])]
-        _stage("rm", _one_file(None, config), overrides, restart, quiet, nproc, threads)
+        options.run("rm", members=members)
+    elif members or options != StageOptions():
+        raise typer.BadParameter(f"write options after `{context.invoked_subcommand}`, not before it")
 
 
 @app.command()
-def ppo(
-    file: File = None,
-    config: Config = None,
-    overrides: Overrides = None,
-    restart: Restart = False,
-    quiet: Quiet = False,
-    nproc: NumProcesses = 1,
-    threads: Threads = None,
-) -> None:
+@one_by_one
+def ppo(options: StageOptions, file: File = None) -> None:
     """Stage 3: train the policy to get higher scores from the reward model."""
-    _stage("ppo", _one_file(file, config), overrides, restart, quiet, nproc, threads)
+    options.run("ppo", file)
 
 
 @app.callback(invoke_without_command=True)
@@ -236,36 +245,6 @@ def _root(
 
         say(__version__)
         raise typer.Exit
-
-
-def _one_file(file: Path | None, config: Path | None) -> Path:
-    """The file of a stage, given either as FILE or as --config."""
-    if file is not None and config is not None:
-        raise typer.BadParameter("give FILE or --config, not both")
-    chosen = file or config
-    if chosen is None:
-        raise typer.BadParameter("the stage needs its YAML file", param_hint="FILE")
-    return chosen
-
-
-def _stage(
-    stage: str,
-    config: Path,
-    overrides: list[str] | None,
-    restart: bool,
-    quiet: bool,
-    nproc: int,
-    threads: int | None,
-) -> None:
-    keys = [*(overrides or []), *([f"threads={threads}"] if threads else [])]
-
-    def work() -> None:
-        from rlhf_cli.run.launch import load_stage, run_stage
-
-        load = functools.partial(load_stage, stage)
-        run_stage(stage, load, config, keys, restart=restart, quiet=quiet, num_processes=nproc)
-
-    exit_with(work)
 
 
 # ------------------------------------------------------------------------------- mistakes on the command line
