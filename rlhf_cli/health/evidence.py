@@ -20,21 +20,6 @@ from rlhf_cli.health.history import PERSIST, START
 from rlhf_cli.report.read import RunData, StageData, read_run, rows_of
 from rlhf_cli.run.artifacts import flat
 
-SETTINGS = (
-    "sft.data.max_length",
-    "rm.data.max_length",
-    "rm.data.truncation",
-    "rm.evaluation.temperature",
-    "ppo.data.max_prompt_length",
-    "ppo.ppo.clip_range",
-    "ppo.ppo.kl_coef",
-    "ppo.ppo.kl_controller",
-    "ppo.ppo.rollout_batch_size",
-    "ppo.ppo.score_clip",
-    "ppo.rollout.max_new_tokens",
-    "ppo.rollout.temperature",
-)
-"""The config keys that rules read, behind the name of their stage."""
 OF_ITERATIONS = (
     "objective/score",
     "objective/score_std",
@@ -105,14 +90,17 @@ def read_evidence(root: Path) -> Evidence:
     settings: dict[str, Any] = {}
     for stage, data in run.stages.items():
         config = load_stage_config(stage, data.directory / "config.yaml", [f"artifacts={root}"])
-        settings |= _settings(stage, config.model_dump(mode="json"))
+        settings |= flat(config.model_dump(mode="json"), stage)
         rows = list(rows_of(data.directory / "metrics.jsonl"))
         figures |= _of_manifest(stage, data)
         figures |= _ppo(rows, config) if isinstance(config, PPOConfig) else _training(stage, rows)
         if stage == "sft":
             figures |= _ended(data)
-        elif stage == "ppo":
+        elif isinstance(config, PPOConfig):
             figures |= _eval_of_ppo(data.evaluation)
+            weights = [reward.weight for reward in config.rewards if isinstance(reward, ModelReward)]
+            settings["ppo.has_reward_model"] = bool(weights)
+            settings["ppo.opposed"] = [weight for weight in weights if weight < 0]
         elif length := data.evaluation.get("figures", {}).get("score_length_correlation"):
             figures["rm.score_length_correlation"] = length["value"]
     finished = [stage for stage, data in run.stages.items() if data.manifest is not None]
@@ -123,17 +111,6 @@ def read_evidence(root: Path) -> Evidence:
         if {"name", "message", "advice"} <= finding.keys()
     }
     return Evidence(list(run.stages), finished, figures, settings, _texts(run), findings)
-
-
-def _settings(stage: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The SETTINGS of a stage."""
-    values = flat(config, stage)
-    found = {name: values[name] for name in SETTINGS if name.startswith(f"{stage}.")}
-    if stage == "ppo":
-        rewards = config["rewards"]
-        found["ppo.has_reward_model"] = any(reward["type"] == "reward_model" for reward in rewards)
-        found["ppo.opposed"] = [r["weight"] for r in rewards if r["type"] == "reward_model" and r["weight"] < 0]
-    return found
 
 
 def _of_manifest(stage: str, data: StageData) -> dict[str, float]:
