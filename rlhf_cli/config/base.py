@@ -7,10 +7,11 @@ tests/config/test_config_schemas.py checks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -42,6 +43,16 @@ class Section(BaseModel):
     """A mapping in the YAML file. Unknown keys are refused, and values cannot change after loading."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    def rules(self) -> Iterator[str]:
+        """What is wrong with the combination of keys, a message for each rule that is broken. The first is reported."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _obeys_rules(self) -> Self:
+        if (message := next(self.rules(), None)) is not None:
+            raise ValueError(message)
+        return self
 
 
 class UnreadError(ValueError):

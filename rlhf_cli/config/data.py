@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from rlhf_cli.config.base import EXPANDED, BelowOne, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
@@ -127,11 +128,9 @@ class Rows(Section):
     on_bad_row: Literal["error", "skip"] = "error"
     """Whether a row that cannot be read stops the run or is skipped and counted."""
 
-    @model_validator(mode="after")
-    def _shares(self) -> Self:
+    def rules(self) -> Iterator[str]:
         if self.split is not None and not sum(self.split):
-            raise ValueError("split: all three shares are 0; at least one must be above 0")
-        return self
+            yield "split: all three shares are 0; at least one must be above 0"
 
 
 class Data(Rows):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhf_cli.config.base import LocalPath, PositiveInt, Section
 
@@ -84,8 +85,6 @@ class TrainedModel(Model):
     lora: Lora | None = None
     """Train low-rank adapters instead of all weights."""
 
-    @model_validator(mode="after")
-    def _frozen(self) -> Self:
+    def rules(self) -> Iterator[str]:
         if self.lora is not None and self.freeze:
-            raise ValueError("freeze does nothing with lora, which trains only the adapters. Remove one of them")
-        return self
+            yield "freeze does nothing with lora, which trains only the adapters. Remove one of them"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from rlhf_cli.algorithms.names import PtxMode, estimator_traits
 from rlhf_cli.config.base import (
@@ -127,24 +128,18 @@ class Rollout(Section):
     """Updates of the policy that the weights of another engine may lack. 0 sends them before every rollout. 1 does so
     before every second one: fewer transfers, and responses of a policy that is one update old."""
 
-    @model_validator(mode="after")
-    def _engine(self) -> Self:
+    def rules(self) -> Iterator[str]:
         chosen = f"engine: {self.engine}"
         refuse_unread(self, self.engine != "own", chosen, "engine_memory", "max_staleness")
         refuse_unread(self, self.engine == "own", chosen, "decoder", "max_live_rows")
         for name in ("top_k", "top_p", "min_p", "no_repeat_ngram_size", "stop_strings"):
             if self.engine != "own" and getattr(self, name) not in (None, []):
-                raise ValueError(
+                yield (
                     f"{name} needs engine: own; another engine does not say which tokens each token was drawn from, or "
                     "ends responses by its own text. Remove it, or set engine: own"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _lengths(self) -> Self:
         if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(f"min_new_tokens {self.min_new_tokens} is above max_new_tokens {self.max_new_tokens}")
-        return self
+            yield f"min_new_tokens {self.min_new_tokens} is above max_new_tokens {self.max_new_tokens}"
 
 
 class Ptx(Section):
@@ -166,11 +161,9 @@ class Ptx(Section):
     max_length: PositiveInt = 512
     """Maximum length of a row in tokens. A longer row is dropped and counted."""
 
-    @model_validator(mode="after")
-    def _convex(self) -> Self:
+    def rules(self) -> Iterator[str]:
         if self.mode == "convex" and self.coef >= 1:
-            raise ValueError(f"mode: convex gives the policy's loss the weight 1 - coef, and coef is {self.coef:g}")
-        return self
+            yield f"mode: convex gives the policy's loss the weight 1 - coef, and coef is {self.coef:g}"
 
 
 class PPOEvaluation(Section):
@@ -190,11 +183,9 @@ class PPOEvaluation(Section):
     """`path/to/file.py:name`: a judge of your own that training never sees. It is called like a function reward and
     returns one number per row, or a mapping of names to numbers."""
 
-    @model_validator(mode="after")
-    def _best(self) -> Self:
+    def rules(self) -> Iterator[str]:
         if self.best_metric is not None and self.every_iterations is None:
-            raise ValueError("best_metric needs every_iterations, because one evaluation leaves nothing to choose from")
-        return self
+            yield "best_metric needs every_iterations, because one evaluation leaves nothing to choose from"
 
 
 class PPOConfig(Stage):
@@ -241,118 +232,79 @@ class PPOConfig(Stage):
         """Prompts per iteration, over all processes."""
         return self.ppo.rollout_batch_size // self.rollout.samples_per_prompt
 
-    @model_validator(mode="after")
-    def _groups(self) -> Self:
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
         n, estimator = self.rollout.samples_per_prompt, self.ppo.advantage_estimator
         refuse_unread(self, self.ppo.has_value_model, f"ppo.advantage_estimator: {estimator}", "value_model")
         if self.ppo.rollout_batch_size % n:
-            raise ValueError(
+            yield (
                 f"rollout.samples_per_prompt {n} must divide ppo.rollout_batch_size {self.ppo.rollout_batch_size}, "
                 "which counts responses"
             )
         if estimator_traits(estimator).compares_responses and n == 1:
-            raise ValueError(
+            yield (
                 f"ppo.advantage_estimator: {estimator} compares the responses to a prompt; with "
                 "rollout.samples_per_prompt: 1 every advantage would be 0. Set it to at least 2"
             )
         if self.ppo.overlong_buffer > self.rollout.max_new_tokens:
-            raise ValueError(
+            yield (
                 f"ppo.overlong_buffer {self.ppo.overlong_buffer} is above rollout.max_new_tokens "
                 f"{self.rollout.max_new_tokens}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _decoder(self) -> Self:
         decoder = self.rollout.decoder
         if decoder == "paged" and self.device not in ("auto", "cpu"):
-            raise ValueError(
-                f"rollout.decoder: paged needs a CPU, and device is {self.device}. Set it to auto or plain"
-            )
+            yield f"rollout.decoder: paged needs a CPU, and device is {self.device}. Set it to auto or plain"
         if decoder == "paged" and self.precision not in ("auto", "float32"):
-            raise ValueError(
-                f"rollout.decoder: paged needs float32, and precision is {self.precision}. Set it to auto or plain"
-            )
+            yield f"rollout.decoder: paged needs float32, and precision is {self.precision}. Set it to auto or plain"
         if decoder == "sharded" and (not self.distributed.shard or "policy" in self.distributed.keep_whole):
-            raise ValueError(
+            yield (
                 "rollout.decoder: sharded samples from a sharded policy, and this one is whole. "
                 "Set it to auto, or shard the policy"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _offload(self) -> Self:
         if self.offload and self.device == "cpu":
-            raise ValueError("offload does nothing with device: cpu, whose memory holds everything. Remove it")
+            yield "offload does nothing with device: cpu, whose memory holds everything. Remove it"
         if self.offload and self.distributed.offload:
-            raise ValueError("offload does nothing with distributed.offload, which moves all of it. Remove one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _optimizer(self) -> Self:
-        self.check_optimizer(self.optimizer, "policy.lora" if self.policy.lora is not None else None)
-        return self
-
-    @model_validator(mode="after")
-    def _engine(self) -> Self:
+            yield "offload does nothing with distributed.offload, which moves all of it. Remove one of them"
+        yield from self.rules_of(self.optimizer, "policy.lora" if self.policy.lora is not None else None)
         engine = self.rollout.engine
         if engine != "own" and self.device not in ("auto", "cuda"):
-            raise ValueError(f"rollout.engine: {engine} needs a GPU, and device is {self.device}. Set it to own")
+            yield f"rollout.engine: {engine} needs a GPU, and device is {self.device}. Set it to own"
         if engine != "own" and self.ppo.old_logprobs == "sampled":
-            raise ValueError(
+            yield (
                 "ppo.old_logprobs: sampled would start the ratio from the log-probabilities of rollout.engine: "
                 f"{engine}, which differ from training's. Remove it"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _importance(self) -> Self:
         is_float32 = self.precision == "float32" or (self.precision == "auto" and self.device == "cpu")
         is_read = self.ppo.num_rollouts_per_update > 1 or not is_float32 or self.rollout.engine != "own"
         if not is_read and self.ppo.importance_ratio_cap != PPO.model_fields["importance_ratio_cap"].default:
-            raise ValueError(
+            yield (
                 "ppo.importance_ratio_cap does nothing with num_rollouts_per_update: 1 in float32. Remove it, or "
                 "choose another option"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _reward_names(self) -> Self:
         # The metrics of a source: its score, the number of failed scores, and the number of truncated texts.
         sources = self.named_rewards
         metrics = [source.name + what for source in sources for what in ("", "_errors", "_cut")]
         metrics += [name + what for name in {s.ensemble.name for s in sources if s.ensemble} for what in ("", "_std")]
         twice = next((name for name in metrics if metrics.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(f"rewards: {twice} would name two metrics. Give each source a different `name`")
-        return self
-
-    @model_validator(mode="after")
-    def _values(self) -> Self:
+            yield f"rewards: {twice} would name two metrics. Give each source a different `name`"
         value = self.value_model
         if value.path is not None and value.init not in ("auto", "shared"):
-            raise ValueError(
-                f"value_model.path gives the weights, so init: {value.init} does nothing. Remove one of them"
-            )
+            yield f"value_model.path gives the weights, so init: {value.init} does nothing. Remove one of them"
         if value.init == "shared" and value.lora is not None:
-            raise ValueError(
-                "value_model.lora does nothing with init: shared; the backbone is the policy's. Set policy.lora"
-            )
+            yield "value_model.lora does nothing with init: shared; the backbone is the policy's. Set policy.lora"
         if value.init == "shared" and value.freeze:
-            raise ValueError(
-                "value_model.freeze does nothing with init: shared; the backbone is the policy's. Set policy.freeze"
-            )
+            yield "value_model.freeze does nothing with init: shared; the backbone is the policy's. Set policy.freeze"
         if value.lora is not None and value.freeze:
-            raise ValueError(
+            yield (
                 "value_model.freeze does nothing with value_model.lora, which trains only the adapters and the head. "
                 "Remove one of them"
             )
         if value.warmup_iterations >= self.ppo.num_iterations:
-            raise ValueError(
+            yield (
                 f"value_model.warmup_iterations {value.warmup_iterations} leaves no iteration to train the policy; "
                 f"must be below ppo.num_iterations {self.ppo.num_iterations}"
             )
-        return self
 
     @property
     def named_rewards(self) -> list[NamedReward]:

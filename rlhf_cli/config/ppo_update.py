@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhf_cli.algorithms.names import (
     AdvantageEstimator,
@@ -184,27 +185,17 @@ class PPO(Section):
         """Optimizer steps of the run."""
         return sum(self.updates(i) for i in range(self.num_iterations))
 
-    @model_validator(mode="after")
-    def _batches(self) -> Self:
+    def rules(self) -> Iterator[str]:
         if self.rollout_batch_size % self.minibatch_size:
-            raise ValueError(
+            yield (
                 f"minibatch_size {self.minibatch_size} must divide rollout_batch_size "
                 f"{self.rollout_batch_size}, or the last step would be smaller than the others"
             )
         if self.max_approx_kl is not None and self.steps_per_iteration == 1:
-            raise ValueError(
+            yield (
                 "max_approx_kl can never end an update of one step, because its KL is 0. Raise ppo_epochs, lower "
                 "minibatch_size, or remove max_approx_kl"
             )
-        return self
-
-    @property
-    def uses_reference_scores(self) -> bool:
-        """Whether scores are normalised by those of samples from ref_policy."""
-        return self.score_normalization in ("reference", "reference_std")
-
-    @model_validator(mode="after")
-    def _score(self) -> Self:
         refuse_unread(
             self,
             self.uses_reference_scores,
@@ -212,43 +203,35 @@ class PPO(Section):
             "num_reference_samples",
         )
         if bool(self.overlong_buffer) != bool(self.overlong_penalty):
-            raise ValueError("overlong_buffer and overlong_penalty work only together. Set both or neither")
-        return self
-
-    @model_validator(mode="after")
-    def _kl(self) -> Self:
+            yield "overlong_buffer and overlong_penalty work only together. Set both or neither"
         if self.kl_in == "loss" and self.kl_estimator == "k1":
-            raise ValueError(
+            yield (
                 "kl_estimator: k1 in the loss has a gradient of 0 on average and would not hold the policy. "
                 "Use k2_sequence, or kl_in: reward"
             )
         if self.kl_in == "reward" and self.kl_estimator == "k2_sequence":
-            raise ValueError("kl_estimator: k2_sequence is a loss, not a reward of a token. Set kl_in: loss, or use k1")
+            yield "kl_estimator: k2_sequence is a loss, not a reward of a token. Set kl_in: loss, or use k1"
         if self.kl_controller == "adaptive":
             if self.kl_target is None:
-                raise ValueError("kl_controller: adaptive needs kl_target, in nats per response")
+                yield "kl_controller: adaptive needs kl_target, in nats per response"
             if self.kl_coef == 0:
-                raise ValueError(
+                yield (
                     "kl_controller: adaptive multiplies kl_coef, and 0 stays 0. Set kl_coef to a value above 0, or "
                     "kl_controller: fixed, kl_target: null and kl_horizon: 10000"
                 )
         refuse_unread(self, self.kl_controller == "adaptive", "kl_controller: fixed", "kl_target", "kl_horizon")
-        return self
-
-    @model_validator(mode="after")
-    def _advantages(self) -> Self:
         chosen = f"advantage_estimator: {self.advantage_estimator}"
         refuse_unread(self, self.has_value_model, chosen, "vf_coef", "value_clip_range", "value_lambda")
         refuse_unread(self, self.advantage_estimator == "gae", chosen, "gae_lambda", "value_lambda")
         per_response = estimator_traits(self.advantage_estimator).per_response
         refuse_unread(self, not per_response, chosen, "gamma", "whiten_rewards")
         if self.advantage_estimator == "reinforce_pp" and self.whiten_advantages is False:
-            raise ValueError("reinforce_pp always whitens advantages. Use reinforce, or remove whiten_advantages")
-        return self
-
-    @model_validator(mode="after")
-    def _objective(self) -> Self:
+            yield "reinforce_pp always whitens advantages. Use reinforce, or remove whiten_advantages"
         chosen = f"objective: {self.objective}"
         refuse_unread(self, self.objective == "clip", chosen, "clip_range", "clip_range_high", "dual_clip")
         refuse_unread(self, self.objective == "penalty", chosen, "policy_kl_coef", "policy_kl_target")
-        return self
+
+    @property
+    def uses_reference_scores(self) -> bool:
+        """Whether scores are normalised by those of samples from ref_policy."""
+        return self.score_normalization in ("reference", "reference_std")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator
 
 from rlhf_cli.config.base import Section
 from rlhf_cli.config.quoting import did_you_mean
@@ -47,10 +48,8 @@ class Requirement(Section):
     """What is compared: the figure itself, or the lower or upper end of its 95 % interval. `lower` with `above` asks
     for evidence: too few held-out rows fail it too."""
 
-    @model_validator(mode="after")
-    def _limits(self) -> Self:
+    def rules(self) -> Iterator[str]:
         if self.above is None and self.below is None:
-            raise ValueError("has no limit. Set above, below or both")
+            yield "has no limit. Set above, below or both"
         if self.above is not None and self.below is not None and self.above >= self.below:
-            raise ValueError(f"no figure is above {self.above:g} and below {self.below:g}")
-        return self
+            yield f"no figure is above {self.above:g} and below {self.below:g}"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self, get_args
-
-from pydantic import model_validator
+from collections.abc import Iterator
+from typing import Literal, get_args
 
 from rlhf_cli.algorithms.names import PairwiseLoss, PointwiseLoss, RewardModelLoss
 from rlhf_cli.config.base import (
@@ -20,10 +19,7 @@ from rlhf_cli.config.data import Data, DataSource, Source, numbered
 from rlhf_cli.config.models import ScratchModel, Tokens, TrainedModel
 from rlhf_cli.config.stage import Optimizer, Stage, Training
 
-
-def _check_keep_best(keep_best: bool, every_steps: int | None) -> None:
-    if keep_best and every_steps is None:
-        raise ValueError("keep_best needs every_steps, because one evaluation leaves nothing to choose from")
+NOTHING_TO_CHOOSE = "keep_best needs every_steps, because one evaluation leaves nothing to choose from"
 
 
 class SFTModel(TrainedModel):
@@ -38,18 +34,17 @@ class SFTModel(TrainedModel):
     rows that start as the mean of the others. Write them in `data.prompt_template` or the chat
     template. The later stages of the run read the tokenizer of this one."""
 
-    @model_validator(mode="after")
-    def _one_start(self) -> Self:
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
         if (self.path is None) == (self.scratch is None):
-            raise ValueError("set exactly one of path (a pretrained model) and scratch (a new model)")
+            yield "set exactly one of path (a pretrained model) and scratch (a new model)"
         if self.lora is not None and self.scratch is not None:
-            raise ValueError("lora trains adapters on a pretrained model, so set path, or remove lora")
+            yield "lora trains adapters on a pretrained model, so set path, or remove lora"
         if self.lora is not None and self.add_tokens:
-            raise ValueError(
+            yield (
                 "add_tokens does nothing with lora: the embeddings are frozen, so a new token would never be learned. "
                 "Remove one of them"
             )
-        return self
 
 
 class SFTData(Data):
@@ -77,10 +72,9 @@ class SFTEvaluation(Section):
     temperature: PositiveFloat = 1.0
     """Sampling temperature of the completions."""
 
-    @model_validator(mode="after")
-    def _best(self) -> Self:
-        _check_keep_best(self.keep_best, self.every_steps)
-        return self
+    def rules(self) -> Iterator[str]:
+        if self.keep_best and self.every_steps is None:
+            yield NOTHING_TO_CHOOSE
 
 
 class SFTConfig(Stage):
@@ -100,10 +94,9 @@ class SFTConfig(Stage):
     """Warn if the loss of a step is above this after the warm-up. Null uses ln(vocabulary size): above it the model
     is worse than a uniform guess."""
 
-    @model_validator(mode="after")
-    def _optimizer(self) -> Self:
-        self.check_optimizer(self.optimizer, "model.lora" if self.model.lora is not None else None)
-        return self
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        yield from self.rules_of(self.optimizer, "model.lora" if self.model.lora is not None else None)
 
     @property
     def sources(self) -> dict[str, DataSource]:
@@ -156,10 +149,9 @@ class RMEvaluation(Section):
     prompt_words: NonNegativeInt = 0
     """For rows of plain text: the samples start from this many words. Use PPO's `data.prompt_words`."""
 
-    @model_validator(mode="after")
-    def _best(self) -> Self:
-        _check_keep_best(self.keep_best, self.every_steps)
-        return self
+    def rules(self) -> Iterator[str]:
+        if self.keep_best and self.every_steps is None:
+            yield NOTHING_TO_CHOOSE
 
 
 class RMConfig(Stage):
@@ -196,13 +188,9 @@ class RMConfig(Stage):
     evaluation: RMEvaluation = RMEvaluation()
     """Held-out accuracy and score normalisation."""
 
-    @model_validator(mode="after")
-    def _optimizer(self) -> Self:
-        self.check_optimizer(self.optimizer, "model.lora" if self.model.lora is not None else None)
-        return self
-
-    @model_validator(mode="after")
-    def _pairwise_only(self) -> Self:
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        yield from self.rules_of(self.optimizer, "model.lora" if self.model.lora is not None else None)
         unread = {
             "label_smoothing": self.label_smoothing,
             "flip_rate": self.flip_rate,
@@ -211,21 +199,14 @@ class RMConfig(Stage):
         }
         for key, value in unread.items():
             if value and self.loss not in get_args(PairwiseLoss):
-                raise ValueError(
-                    f"{key} does nothing with loss: {self.loss}, only with logsigmoid and logexp. Remove it"
-                )
+                yield f"{key} does nothing with loss: {self.loss}, only with logsigmoid and logexp. Remove it"
         if self.label_smoothing and self.flip_rate:
-            raise ValueError("label_smoothing adds flips to the labels, flip_rate takes them out. Remove one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _members(self) -> Self:
+            yield "label_smoothing adds flips to the labels, flip_rate takes them out. Remove one of them"
         if len(self.member_models) > self.num_members - 1:
-            raise ValueError(
+            yield (
                 f"member_models names {len(self.member_models)} models, and {self.num_members - 1} of the members come "
                 "after the first. Remove some, or raise members"
             )
-        return self
 
     @property
     def num_members(self) -> int:

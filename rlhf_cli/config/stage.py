@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhf_cli.config.base import (
     EXPANDED,
@@ -53,11 +54,9 @@ class Optimizer(Section):
     skipped: the weights stay, the schedule and the data move on, and the batch is written to
     `<artifacts>/<stage>.failed_batch.jsonl`."""
 
-    @model_validator(mode="after")
-    def _one_warmup(self) -> Self:
+    def rules(self) -> Iterator[str]:
         if self.warmup_ratio is not None and self.warmup_steps:
-            raise ValueError("warmup_ratio and warmup_steps both set the length of the warm-up. Remove one of them")
-        return self
+            yield "warmup_ratio and warmup_steps both set the length of the warm-up. Remove one of them"
 
     def warmup(self, total_steps: int) -> int:
         """Steps of the warm-up of a run of `total_steps`.
@@ -87,11 +86,9 @@ class Training(Section):
     microbatch_size: PositiveInt | None = None
     """Maximum rows per backward pass of a process. Null limits only the tokens."""
 
-    @model_validator(mode="after")
-    def _one_length(self) -> Self:
+    def rules(self) -> Iterator[str]:
         if (self.num_epochs is None) == (self.num_steps is None):
-            raise ValueError("set exactly one of num_epochs and num_steps")
-        return self
+            yield "set exactly one of num_epochs and num_steps"
 
     def total_steps(self, num_rows: int) -> int:
         """Optimizer steps for this many training rows, at least 1."""
@@ -129,11 +126,9 @@ class Distributed(Section):
     Each block is copied to the GPU for its passes, and AdamW steps on the CPU: slower, for a model that does not fit
     otherwise. The result of a pass is the same to the last bit. Needs `shard`."""
 
-    @model_validator(mode="after")
-    def _sharded(self) -> Self:
+    def rules(self) -> Iterator[str]:
         if self.offload and not self.shard:
-            raise ValueError("offload needs shard: true, which shards the models. Set it, or remove offload")
-        return self
+            yield "offload needs shard: true, which shards the models. Set it, or remove offload"
 
 
 class Stage(Section):
@@ -174,38 +169,28 @@ class Stage(Section):
     distributed: Distributed = Distributed()
     """How the processes of a run work together (`--nproc`, `torchrun`)."""
 
-    @model_validator(mode="after")
-    def _tracked_model(self) -> Self:
+    def rules(self) -> Iterator[str]:
         if self.track_model and not {"wandb", "mlflow"} & {*self.trackers}:
-            raise ValueError("track_model needs wandb or mlflow among the trackers. Add one, or remove track_model")
-        return self
-
-    @model_validator(mode="after")
-    def _passes(self) -> Self:
+            yield "track_model needs wandb or mlflow among the trackers. Add one, or remove track_model"
         if self.compile and self.gradient_checkpointing:
-            raise ValueError("compile and gradient_checkpointing exclude each other. Remove one of them")
+            yield "compile and gradient_checkpointing exclude each other. Remove one of them"
         if self.distributed.offload and self.device == "cpu":
-            raise ValueError(
-                "distributed.offload does nothing with device: cpu, whose memory holds everything. Remove it"
-            )
+            yield "distributed.offload does nothing with device: cpu, whose memory holds everything. Remove it"
         if self.precision == "float16" and self.distributed.offload:
-            raise ValueError(
+            yield (
                 "precision: float16 and distributed.offload exclude each other; whether a gradient overflows is "
                 "found on the GPU. Remove one of them"
             )
-        return self
 
-    def check_optimizer(self, optimizer: Optimizer, lora_key: str | None) -> None:
-        """Refuse an `optimizer.precision` that does not fit the precision of the passes or `lora_key`."""
-        if optimizer.precision != "bfloat16":
-            return
-        if self.precision not in ("auto", "bfloat16"):
-            raise ValueError(
+    def rules_of(self, optimizer: Optimizer, lora_key: str | None) -> Iterator[str]:
+        """Whether `optimizer.precision` fits the precision of the passes, and adapters, which `lora_key` sets."""
+        if optimizer.precision == "bfloat16" and self.precision not in ("auto", "bfloat16"):
+            yield (
                 f"optimizer.precision: bfloat16 needs bfloat16 passes, and precision is {self.precision}. Set "
                 "precision: bfloat16"
             )
-        if lora_key is not None:
-            raise ValueError(
+        if optimizer.precision == "bfloat16" and lora_key is not None:
+            yield (
                 f"optimizer.precision: bfloat16 does nothing with {lora_key}, whose adapters are trained in float32. "
                 "Remove one of them"
             )
