@@ -227,10 +227,22 @@ def json_rows(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
     >>> list(json_rows(["[" * 100_000, "1", "{", '{"step": 1}']))
     [{'step': 1}]
     """
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict):
-            yield row
+    yield from (row for line in lines if (row := json_object(line)) is not None)
+
+
+def json_object(text: str | bytes) -> dict[str, Any] | None:
+    """The JSON object that a text holds; None if it holds none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_object(path: str | Path) -> dict[str, Any]:
+    """The JSON object in a regular file; empty if the file cannot be read or holds none."""
+    try:
+        with open_regular(path) as file:
+            return json_object(file.read()) or {}
+    except OSError:
+        return {}

@@ -11,7 +11,6 @@ A page of another site can neither: the Host header must be this address, and an
 from __future__ import annotations
 
 import hmac
-import json
 import secrets
 import threading
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from starlette.routing import Route
 from rlhf_cli.commands.labelling import KEYS, Labelling
 from rlhf_cli.commands.serving import Server, bind
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.files import json_object
 
 MAX_BODY_BYTES = 1024
 HEADERS = {
@@ -70,11 +70,8 @@ class Page(Server):
 
     def answer(self, content: bytes) -> Response:
         """Take a key, if the page knows of all answers; else only send it the current pair."""
-        try:
-            body = json.loads(content)
-        except (ValueError, RecursionError):
-            body = None
-        key, done = (body.get("key"), body.get("done")) if isinstance(body, dict) else (None, None)
+        body = json_object(content) or {}
+        key, done = body.get("key"), body.get("done")
         if not isinstance(key, str) or key not in KEYS:
             return self.state(400, error="no such key")
         if key == "q":

@@ -33,7 +33,7 @@ from rlhf_cli.data.records import Record, turns_of
 from rlhf_cli.data.row_sources import read_rows
 from rlhf_cli.data.rows import BadRow
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
-from rlhf_cli.files import digest_file, read_text
+from rlhf_cli.files import digest_file, json_object, read_object
 from rlhf_cli.report.progress import Display
 from rlhf_cli.run.artifacts import differences, fingerprint
 from rlhf_cli.run.checkpoint_files import write_text
@@ -263,13 +263,10 @@ class Line(dict[str, Any]):
 
 def parsed(line: bytes, path: Path, number: int) -> Line:
     """A line as the object that it holds. Raises ArtifactError if it is none."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        value = None
-    parsed = Line(value) if isinstance(value, dict) else Line()
+    value = json_object(line)
+    parsed = Line(value or {})
     parsed.where = f"{path}:{number}"
-    if not isinstance(value, dict):
+    if value is None:
         raise parsed.error("is not a JSON object")
     return parsed
 
@@ -345,11 +342,8 @@ class Output:
     def _resumes(self) -> bool:
         """Whether there are lines to resume; False if there are none or they are to be discarded."""
         no_rows, no_drops = (os.fstat(file.fileno()).st_size == 0 for file in self._files)
-        try:
-            before = json.loads(read_text(self.settings_path))
-        except (FileNotFoundError, ValueError, RecursionError):
-            before = None
-        if not isinstance(before, dict):
+        before = read_object(self.settings_path)
+        if not before:
             if no_rows and no_drops:
                 return False
             raise ArtifactError(

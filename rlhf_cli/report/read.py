@@ -15,7 +15,7 @@ import yaml
 
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
-from rlhf_cli.files import digest_file, json_rows
+from rlhf_cli.files import digest_file, json_rows, read_object
 from rlhf_cli.report.chart import COLORS, METRICS
 from rlhf_cli.run.artifacts import MANIFEST, Manifest, partial_directory, read_manifest_or_none, stage_directory
 from rlhf_cli.run.state import unfinished_stages
@@ -126,7 +126,7 @@ def _read_stage(root: Path, stage: str) -> StageData | None:
         evaluations=evaluations_of(directory),
         samples=list(deque(rows_of(directory / "samples.jsonl"), MOST_SAMPLES)),
         evaluation=evaluation_of(root, stage, directory),
-        own_evaluation=_read_json(directory / "evaluation.json"),
+        own_evaluation=read_object(directory / "evaluation.json"),
         manifest=read_manifest_or_none(directory),
         config=_read_text(directory / "config.yaml"),
     )
@@ -134,7 +134,7 @@ def _read_stage(root: Path, stage: str) -> StageData | None:
 
 def evaluation_of(root: Path, stage: str, directory: Path) -> dict[str, Any]:
     """The file of `rlhf eval`; empty if the stage was trained again after it."""
-    found = _read_json(root / "eval" / stage / "evaluation.json")
+    found = read_object(root / "eval" / stage / "evaluation.json")
     measured = found.get("manifest")
     if measured is None:
         return found
@@ -162,7 +162,7 @@ def config_of(stage: StageData) -> dict[str, Any]:
 
 def evaluations_of(directory: Path) -> list[dict[str, Any]]:
     """The figures on held-out prompts along a PPO run, from the policy before it on; empty without those on the way."""
-    rows, own = list(rows_of(directory / "evaluations.jsonl")), _read_json(directory / "evaluation.json")
+    rows, own = list(rows_of(directory / "evaluations.jsonl")), read_object(directory / "evaluation.json")
     first = own.get("validation", own).get("sft")
     return [{"step": 0, **first}, *rows] if rows and rows[0].get("step") != 0 and first else rows
 
@@ -207,14 +207,6 @@ def thin(steps: Sequence[float], values: Sequence[float], most: int = MOST_POINT
         kept |= {min(rows, key=values.__getitem__), max(rows, key=values.__getitem__)}
     order = sorted(kept)
     return [steps[i] for i in order], [values[i] for i in order]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _read_text(path: Path) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.config.yaml_text import dump_config
-from rlhf_cli.files import json_rows
+from rlhf_cli.files import json_rows, read_object
 from rlhf_cli.program import install_extra
 from rlhf_cli.report.progress import Display
 from rlhf_cli.report.tracker_services import TRACKERS, MLflow, TrackedRun, Tracker, WandB
@@ -136,7 +136,7 @@ class _Follower(threading.Thread):
             self.is_open.set()
 
     def _follow(self) -> None:
-        saved = self._saved()
+        saved = read_object(self._state)  # the id of an unfinished run, and the number of rows sent, by file
         service = TRACKERS[self.tracker](self.tracked_run, saved.get("id"))
         self._sent |= saved.get("rows", {})
         if service.num_rows is not None:
@@ -170,13 +170,6 @@ class _Follower(threading.Thread):
             else:
                 service.metrics([(step, _numbers(file, values)) for file, _, step, values in group])
             self.num_arrived += len(group)
-
-    def _saved(self) -> dict[str, Any]:
-        """The id of the unfinished run in this tracker and the number of rows sent, by file; empty for a new run."""
-        try:
-            return dict(json.loads(self._state.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, RecursionError):
-            return {}
 
     def _save(self, service: Tracker) -> None:
         temporary = self._state.with_name(f".{self._state.name}.writing")

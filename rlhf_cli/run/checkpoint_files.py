@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.files import digest_file, read_text
+from rlhf_cli.files import digest_file, read_object, read_text
 from rlhf_cli.run.artifacts import partial_directory, recover, set_aside_directory, stage_directory, sync
 from rlhf_cli.run.lock import Lock
 
@@ -203,11 +203,7 @@ def damage_of(checkpoint: Path) -> str | None:
 
 def read_run(directory: Path) -> dict[str, Any] | None:
     """The identity of the run that wrote these checkpoints; None if it cannot be read."""
-    try:
-        values = json.loads(read_text(directory / RUN))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return values if isinstance(values, dict) else None
+    return read_object(directory / RUN) or None
 
 
 def resumable_checkpoints(root: str | Path, stage: str) -> list[Path]:

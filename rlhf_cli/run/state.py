@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlhf_cli.config.stage import STAGES
-from rlhf_cli.files import last_row, read_text
+from rlhf_cli.files import last_row, read_object
 from rlhf_cli.health.recap import unit_of
 from rlhf_cli.run.artifacts import partial_directory, stage_directory
 from rlhf_cli.run.checkpoint_files import END, TOTAL, checkpoints_directory
@@ -55,10 +52,7 @@ NOT_RUN = StageState("not run")
 
 def total_steps(root: str | Path, stage: str) -> int | None:
     """The number of steps of an unfinished stage; None if it has not started to train."""
-    try:
-        total = json.loads(read_text(checkpoints_directory(root, stage) / TOTAL))["total"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+    total = read_object(checkpoints_directory(root, stage) / TOTAL).get("total")
     return total if isinstance(total, int) else None
 
 
@@ -69,10 +63,7 @@ def unfinished_state(root: str | Path, stage: str) -> StageState | None:
         return None
     row = last_row(partial / "metrics.jsonl") or {}
     step = row["step"] if isinstance(row.get("step"), int) else 0
-    end: dict[str, Any] = {}
-    if owner is None:
-        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-            end = dict(json.loads(read_text(partial / END)))
+    end = read_object(partial / END) if owner is None else {}
     name = "running" if owner is not None else "failed" if end.get("state") == "failed" else "interrupted"
     return StageState(name, step, total_steps(root, stage), str(end.get("line", "")), owner)
 
