@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from rlhf_cli.commands.data_check import RowsOptions
-from rlhf_cli.commands.data_report import has_unicode, new_console
+from rlhf_cli.commands.data_check import RowsOptions, has_unicode, new_console
 from rlhf_cli.config.data import Rows
 from rlhf_cli.data.encode import (
     RowText,

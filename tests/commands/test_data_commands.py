@@ -22,8 +22,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli.algorithms.statistics import wilson_interval
 from rlhf_cli.cli import app
-from rlhf_cli.commands.data_check import rows_of_source
-from rlhf_cli.commands.data_count import Measured, encoder_of, in_tokens, in_words
+from rlhf_cli.commands.data_check import Measured, encoder_of, in_tokens, in_words, rows_of_source
 from rlhf_cli.commands.data_show import pieces
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.encode import RowText, Skipped, encode_for_classifier

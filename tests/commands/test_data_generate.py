@@ -20,10 +20,9 @@ import pytest
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
-from rlhf_cli.commands import new_prompts, output
-from rlhf_cli.commands.data_generate import data_generate
+from rlhf_cli.commands import output
+from rlhf_cli.commands.data_generate import KnownPrompts, data_generate, prompts_in
 from rlhf_cli.commands.local_writer import LocalWriter
-from rlhf_cli.commands.new_prompts import KnownPrompts, prompts_in
 from rlhf_cli.commands.output import Output
 from rlhf_cli.commands.writer import WriterOptions, Written, fill
 from rlhf_cli.config.data import DataSource
@@ -334,7 +333,9 @@ def test_killed_at_any_line_and_resumed_gives_the_same_bytes(
     writer = local(make_model("llama"), max_new_tokens=16)
     settings = {**TASKS[task], "template": template}
     # A random model writes no lists, and never the same twice.
-    monkeypatch.setattr(new_prompts, "prompts_in", lambda answer, **_: re.findall(r"[a-z]", answer)[:2])
+    monkeypatch.setattr(
+        "rlhf_cli.commands.data_generate.prompts_in", lambda answer, **_: re.findall(r"[a-z]", answer)[:2]
+    )
 
     whole = tmp_path / "whole" / "out.jsonl"
     run(source, task, whole, writer, **settings)
