@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rlhf_cli.config.quoting import Keys, did_you_mean, found, plain
-from rlhf_cli.config.yaml_text import SCALARS
+from rlhf_cli.config.yaml_file import SCALARS
 
 Errors = list[tuple[Keys, Any]]
 """Pydantic's errors, each with the part of its ``loc`` that is still to be followed."""
