@@ -12,9 +12,6 @@ from pydantic.fields import FieldInfo
 from rlhf_cli.config.quoting import Keys, did_you_mean, found, plain
 from rlhf_cli.config.yaml_file import SCALARS
 
-Errors = list[tuple[Keys, Any]]
-"""Pydantic's errors, each with the part of its ``loc`` that is still to be followed."""
-
 FEW_KEYS = 12
 """List the valid keys in a message only if there are at most this many."""
 
@@ -56,64 +53,61 @@ NOT_OFFERED = {
 """Keys that a section does not have on purpose, and why."""
 
 
-def explain(kind: Any, value: Any, errors: Errors, keys: Keys, root: Any) -> Iterator[tuple[Keys, str]]:
-    """Yield a path and a message for each of pydantic's ``errors`` about ``value``, annotated as ``kind``.
+def explain(schema: type[BaseModel], value: Any, errors: Iterable[Any]) -> Iterator[tuple[Keys, str]]:
+    """Yield a path and a message for each of pydantic's ``errors`` about ``value``, the values of a file.
 
-    Walks down annotation, value and ``loc`` together, because a ``loc`` alone does not tell the name of a union's
-    branch from a key. A union has a tag, or is one of plain values, whose rules are told in one line. ``root`` is the
-    schema of the whole file; an unknown key that belongs to another section of it is named as such.
+    The errors of a union of plain values are told in one line. An unknown key that belongs to another section of the
+    file is named as such.
     """
-    members, tag = alternatives(kind)
-    below: dict[str | int, Errors] = {}
-    for loc, error in errors:
-        if loc[:1] == ("[key]",):
+    of_value: dict[Keys, tuple[list[Any], Any, Any]] = {}
+    for error in errors:
+        keys, above, kind, child = _follow(schema, value, error)
+        members, tag = alternatives(kind)
+        if error["loc"][-1:] == ("[key]",):
             yield keys, f"as a key, {_message([error], keys[-1], [])}"
-        elif loc:
-            below.setdefault(loc[0], []).append((loc[1:], error))
+        elif error["type"] == "extra_forbidden":
+            yield keys, unknown_key(str(keys[-1]), fields_of(above), schema)
         elif error["type"] in ("union_tag_invalid", "union_tag_not_found"):
-            yield _explain_tag(members, str(tag), value, keys)
+            options = [option for member in members for option in tag_values(member, str(tag))]
+            rule = "one of " + ", ".join(map(plain, options))
+            message = f"required key is missing, must be {rule}"
+            if isinstance(child, Mapping) and tag in child:
+                message = f"found {found(child[tag])}, must be {rule}{did_you_mean(child[tag], options)}"
+            yield (*keys, str(tag)), message
         elif error["type"] == "missing":
             yield keys, f"required {'item' if isinstance(keys[-1], int) else 'key'} is missing"
         else:
-            yield keys, _message([error], value, options_of(members))
-    if len(members) > 1 and tag:
-        for label, group in below.items():
-            member = next((m for m in members if label in tag_values(m, tag)), None)
-            yield from explain(member, value, group, keys, root)
-    elif len(members) > 1 and below:
-        yield keys, _message([group[0][1] for group in below.values()], value, options_of(members))
-    else:
-        for key, group in below.items():
-            yield from _explain_child(members[0], value, key, group, keys, root)
+            of_value.setdefault(keys, ([], child, options_of(members)))[0].append(error)
+    for keys, group in of_value.items():
+        yield keys, _message(*group)
 
 
-def _explain_child(
-    kind: Any, value: Any, key: str | int, errors: Errors, keys: Keys, root: Any
-) -> Iterator[tuple[Keys, str]]:
-    """Explain the errors below ``key`` of a section or a list."""
-    loc, error = errors[0]
-    if error["type"] == "extra_forbidden" and not loc:
-        yield (*keys, key), unknown_key(str(key), fields_of(kind), root)
-        return
-    if isinstance(key, int) and not isinstance(value, list):
-        # A validator made a list of this one value, so the value itself is at the list's place.
-        yield from explain(child_kind(kind, key), value, errors, keys, root)
-        return
-    child = error["input"]  # the right value where a validator made a mapping of another value
-    if isinstance(value, Mapping):
-        child = value.get(key)
-    elif isinstance(value, list) and isinstance(key, int) and key < len(value):
-        child = value[key]
-    yield from explain(child_kind(kind, key), child, errors, (*keys, key), root)
+def _follow(kind: Any, value: Any, error: Any) -> tuple[Keys, Any, Any, Any]:
+    """Where an error is: its keys, the section or list around it, and its own annotation and value.
 
-
-def _explain_tag(members: list[Any], tag: str, value: Any, keys: Keys) -> tuple[Keys, str]:
-    """Explain a tagged union whose tag is missing or unknown."""
-    options = [option for member in members for option in tag_values(member, tag)]
-    rule = "one of " + ", ".join(map(plain, options))
-    if not isinstance(value, Mapping) or tag not in value:
-        return (*keys, tag), f"required key is missing, must be {rule}"
-    return (*keys, tag), f"found {found(value[tag])}, must be {rule}{did_you_mean(value[tag], options)}"
+    Follows annotation, value and ``loc`` together, because a ``loc`` alone does not tell the name of a union's branch
+    from a key. A union has a tag, or is one of plain values.
+    """
+    keys: Keys = ()
+    above = None
+    for part in error["loc"]:
+        members, tag = alternatives(kind)
+        if part == "[key]" or (len(members) > 1 and not tag):
+            break
+        if len(members) > 1:
+            kind = next((member for member in members if part in tag_values(member, str(tag))), None)
+            continue
+        above, kind = members[0], child_kind(members[0], part)
+        if isinstance(part, int) and not isinstance(value, list):
+            continue  # A validator made a list of this one value, so the value itself is at the list's place.
+        keys = (*keys, part)
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            value = error["input"]  # the right value where a validator made a mapping of another value
+    return keys, above, kind, value
 
 
 def _message(errors: list[Any], value: Any, options: list[Any]) -> str:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from rlhf_cli.config.base import FILLED, UnreadError
-from rlhf_cli.config.explain import Errors, explain, fields_of
+from rlhf_cli.config.explain import explain, fields_of
 from rlhf_cli.config.quoting import did_you_mean
 from rlhf_cli.config.yaml_file import Tree
 
@@ -87,8 +87,7 @@ def _without_unread(tree: Tree, schema: type[BaseModel], error: ValidationError)
     details = error.errors(include_url=False)
     causes = [detail.get("ctx", {}).get("error") for detail in details]
     unread = {str(cause): cause for cause in causes if isinstance(cause, UnreadError)}
-    errors: Errors = [(detail["loc"], detail) for detail in details]
-    problems = list(explain(schema, tree.value, errors, (), schema))
+    problems = list(explain(schema, tree.value, details))
     if any(tree.unset(keys) for keys, _ in problems):
         return True
     is_changed = False
