@@ -24,7 +24,7 @@ from rlhf_cli.config.explain import KEY_SYNONYMS, alternatives, fields_of, tag_v
 from rlhf_cli.config.loader import config_schema
 from rlhf_cli.config.quoting import plain
 from rlhf_cli.config.stage import Stage
-from rlhf_cli.config.yaml_file import dump_config
+from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.errors import ConfigError, UserError
 from rlhf_cli.printing import say
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rlhf_cli.config.quoting import Keys, did_you_mean, found, plain
-from rlhf_cli.config.yaml_file import SCALARS
+from rlhf_cli.config.yaml_text import SCALARS
 
 FEW_KEYS = 12
 """List the valid keys in a message only if there are at most this many."""

@@ -1,6 +1,6 @@
 """A YAML file and ``--set`` overrides to a typed config. An error names the file, the line and the key.
 
-`yaml_file` reads the text, pydantic checks the values in strict JSON mode, `explain` words its errors.
+`yaml_text` and `yaml_tree` read the text, pydantic checks the values in strict JSON mode, `explain` words its errors.
 
 For authors of schemas: a union has a discriminator or consists of plain values. Below a validator with
 ``mode="before"`` the values are Python's, so strict mode refuses a list for a tuple.
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from rlhf_cli.config.base import FILLED, UnreadError
 from rlhf_cli.config.explain import explain, fields_of
 from rlhf_cli.config.quoting import did_you_mean
-from rlhf_cli.config.yaml_file import Tree
+from rlhf_cli.config.yaml_tree import Tree
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.config.stage import Stage
-from rlhf_cli.config.yaml_file import dump_config
+from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.files import json_rows, read_object
 from rlhf_cli.program import install_extra
 from rlhf_cli.report.progress import Display

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
-from rlhf_cli.config.yaml_file import dump_config
+from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrupted, RewardError, RunError, UserError
 from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.recap import at, findings_of, last_names, unit_of

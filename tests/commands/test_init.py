@@ -22,7 +22,7 @@ from rlhf_cli.commands.label import label as ask_for_labels
 from rlhf_cli.commands.options import SourceOptions
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.stage import STAGES
-from rlhf_cli.config.yaml_file import dump_config
+from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.models.load import load_tokenizer
 from rlhf_cli.rewards.functions import load_function
 from support.paths import ROOT

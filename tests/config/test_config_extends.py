@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_cli.config.by_stage import CONFIGS, load_stage_config, stage_of
 from rlhf_cli.config.loader import config_schema
-from rlhf_cli.config.yaml_file import dump_config
+from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.errors import ConfigError
 from support.paths import ROOT
 

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from rlhf_cli.config.loader import config_schema, load_config
-from rlhf_cli.config.yaml_file import dump_config
+from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.errors import ConfigError
 
 

@@ -21,7 +21,7 @@ from rlhf_cli.config.ppo import PPOConfig, ValueModel
 from rlhf_cli.config.ppo_update import PPO as PPOSection
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import STAGES, Training
-from rlhf_cli.config.yaml_file import dump_config
+from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.errors import ConfigError
 from support.paths import ROOT
 

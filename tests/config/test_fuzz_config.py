@@ -37,7 +37,7 @@ from rlhf_cli.cli import app
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.stage import STAGES, Stage
-from rlhf_cli.config.yaml_file import dump_config
+from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.errors import ConfigError, UserError
 from rlhf_cli.run.identity import identity, require_files, require_inputs
 from rlhf_cli.run.launch import explained

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_cli.config.by_stage import load_stage_config
-from rlhf_cli.config.yaml_file import dump_config
+from rlhf_cli.config.yaml_text import dump_config
 from support.forked import Forked
 from support.paths import ROOT
 

@@ -407,10 +407,10 @@ def test_the_scan_accepts(source: str) -> None:
 
 
 def test_the_yaml_loader_is_safe() -> None:
-    from rlhf_cli.config import yaml_file
+    from rlhf_cli.config import yaml_text
 
-    assert issubclass(yaml_file.ConfigLoader, yaml.SafeLoader)
-    assert not issubclass(yaml_file.ConfigLoader, yaml.UnsafeLoader | yaml.FullLoader)
+    assert issubclass(yaml_text.ConfigLoader, yaml.SafeLoader)
+    assert not issubclass(yaml_text.ConfigLoader, yaml.UnsafeLoader | yaml.FullLoader)
 
 
 @pytest.mark.parametrize(
