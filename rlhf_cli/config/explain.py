@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -59,9 +60,10 @@ def explain(schema: type[BaseModel], value: Any, errors: Iterable[Any]) -> Itera
     The errors of a union of plain values are told in one line. An unknown key that belongs to another section of the
     file is named as such.
     """
-    of_value: dict[Keys, tuple[list[Any], Any, Any]] = {}
-    for error in errors:
-        keys, above, kind, child = _follow(schema, value, error)
+    # The errors of a union's branches follow each other. An invalid key is told by itself.
+    followed = [(error, *_follow(schema, value, error)) for error in errors]
+    for _, group in groupby(followed, key=lambda one: one[:1] if one[0]["loc"][-1:] == ("[key]",) else one[1]):
+        (error, keys, above, kind, child), *others = group
         members, tag = alternatives(kind)
         if error["loc"][-1:] == ("[key]",):
             yield keys, f"as a key, {_message([error], keys[-1], [])}"
@@ -77,9 +79,7 @@ def explain(schema: type[BaseModel], value: Any, errors: Iterable[Any]) -> Itera
         elif error["type"] == "missing":
             yield keys, f"required {'item' if isinstance(keys[-1], int) else 'key'} is missing"
         else:
-            of_value.setdefault(keys, ([], child, options_of(members)))[0].append(error)
-    for keys, group in of_value.items():
-        yield keys, _message(*group)
+            yield keys, _message([error, *(other for other, *_ in others)], child, options_of(members))
 
 
 def _follow(kind: Any, value: Any, error: Any) -> tuple[Keys, Any, Any, Any]:
