@@ -53,7 +53,6 @@ from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, 
 from rlhf_cli.models.lora import add_adapters, defers_base, prepare_base
 from rlhf_cli.models.passes import set_up_training
 from rlhf_cli.models.save import base_of, round_as_saved, save_of_stage
-from rlhf_cli.models.scratch import new_model, train_tokenizer
 from rlhf_cli.models.seq2seq import require_one_answer
 from rlhf_cli.models.shard import shard_for, shards
 from rlhf_cli.models.vocabulary import add_tokens, embed_tokens
@@ -258,6 +257,8 @@ def _model_and_tokenizer(
     """
     scratch, new_tokens = config.model.scratch, config.model.add_tokens
     if scratch is not None:
+        from rlhf_cli.models.scratch import new_model, train_tokenizer
+
         texts = (row.prompt + row.response for row in _demonstrations(config, "train"))
         new_tokenizer = train_tokenizer(texts, scratch.tokenizer)
         add_tokens(new_tokenizer, new_tokens, "model.add_tokens")

@@ -17,6 +17,8 @@ from rlhf_cli.errors import ArtifactError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Side = Literal["left", "right"]
+"""The side of a sequence that is cut."""
 MOST_TEMPLATE_LINES, MOST_TEMPLATE_CHARACTERS = 10_000_000, 100_000_000
 """Lines that a chat template may execute and characters that it may write for one conversation."""
 
@@ -94,14 +96,21 @@ def fit_prompt(ids: list[int], limits: Limits, bos: int | None) -> list[int] | S
     >>> fit_prompt([0, 5, 6, 7], Limits(3, "left"), bos=0)
     [0, 6, 7]
     """
-    longest = limits.max_length
-    if len(ids) <= longest:
-        return ids
-    if limits.truncation == "drop":
-        return Skipped(f"prompts longer than {longest} tokens", needs=len(ids))
-    if limits.truncation == "right":
+    longest, side = limits.max_length, limits.truncation
+    if side == "drop":
+        return ids if len(ids) <= longest else Skipped(f"prompts longer than {longest} tokens", needs=len(ids))
+    return cut(ids, longest, side, bos)
+
+
+def cut(ids: list[int], longest: int, side: Side, bos: int | None) -> list[int]:
+    """The ids, of which at most `longest` are left. `left` keeps a first token that is `bos`.
+
+    >>> cut([1, 2, 3, 4], 3, "left", bos=1), cut([1, 2, 3, 4], 3, "left", None), cut([1, 2, 3, 4], 3, "right", None)
+    ([1, 3, 4], [2, 3, 4], [1, 2, 3])
+    """
+    if len(ids) <= longest or side == "right":
         return ids[:longest]
-    first = [ids[0]] if ids[0] == bos and longest > 1 else []
+    first = ids[:1] if ids[0] == bos and longest > 1 else []
     return first + ids[len(ids) - longest + len(first) :]
 
 
@@ -290,7 +299,7 @@ def encode_for_classifier(
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[str],
     max_length: int | None,
-    side: Literal["left", "right"] = "left",
+    side: Side = "left",
 ) -> list[list[int]]:
     """Encode whole texts with the special tokens that an encoder model expects.
 

@@ -39,6 +39,12 @@ class Decoder(Protocol):
     def keep(self, rows: Tensor) -> None:
         """Drop all live rows except those with these indices, and put those in this order."""
 
+    def apart(self, rows: int) -> Sequence[Decoder]:
+        """Decoders with the same weights, of which each decodes some of `rows` rows in a thread of its own.
+
+        One, if the rows together are decoded as fast, or would have other last digits.
+        """
+
 
 # ------------------------------------------------------------------------------- is it the model's own forward?
 

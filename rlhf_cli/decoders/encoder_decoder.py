@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from rlhf_cli.decoders.decoder import gap_to_forward, once_per_model
+from rlhf_cli.decoders.decoder import Decoder, gap_to_forward, once_per_model
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.forward import TOLERANCE, logits_at
 from rlhf_cli.models.seq2seq import encoder_inputs, start_of_response, with_prompts
@@ -49,6 +49,9 @@ class Seq2SeqDecoder:
         )
         logits: Tensor = output.logits[:, -1]
         return logits
+
+    def apart(self, rows: int) -> list[Decoder]:  # noqa: ARG002
+        return [self]
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, in this order."""

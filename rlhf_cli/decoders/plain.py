@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from rlhf_cli.decoders.decoder import gap_to_forward, once_per_model
+from rlhf_cli.decoders.decoder import Decoder, gap_to_forward, once_per_model
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, autocast, held_precision
-from rlhf_cli.processes.sharding import announce, device_of, is_sharded, join
+from rlhf_cli.processes.sharding import announce, device_of
 
 Layout = Literal["padded", "equal", "whole"]
 PADDED: Layout = "padded"
@@ -68,6 +68,9 @@ class PlainDecoder:
         if len(self.groups) == 1:
             return self.groups[0].step(ids)
         return self._in_row_order([group.step(ids[group.rows]) for group in self.groups])
+
+    def apart(self, rows: int) -> list[Decoder]:  # noqa: ARG002
+        return [self]
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, in this order."""
@@ -146,19 +149,6 @@ class Group:
             self.cache.reorder_cache(cast(torch.LongTensor, chosen))
         self.ids, self.position_ids = self.ids[chosen], self.position_ids[chosen]
         self.real_mask = self.real_mask[chosen]
-
-
-@torch.no_grad()
-def join_sampling(model: PreTrainedModel) -> None:
-    """Make the passes of a sharded model that other processes need until each has sampled its last token.
-
-    All processes must call this after their own sampling, also one that has nothing to sample. With a whole model it
-    does nothing.
-    """
-    if is_sharded(model):
-        supported_layout(model)  # a collective operation at the first use
-        ids = torch.tensor([[0, 0]], device=device_of(model))
-        join(model, lambda: model(input_ids=ids, use_cache=False, logits_to_keep=1))
 
 
 # ------------------------------------------------------------------------------- is it the model's own forward?

@@ -28,7 +28,7 @@ from rlhf_cli.errors import DataError
 from rlhf_cli.evaluation.figures import rate_figure
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.report.figure import Figure, Figures
-from rlhf_cli.rewards.texts import cut_all, length_limit
+from rlhf_cli.rewards.texts import length_limit
 from rlhf_cli.run.artifacts import fingerprint, read_manifest_or_none, stage_directory
 from rlhf_cli.trained.run import Run
 
@@ -101,13 +101,8 @@ def encode_bench(
         views = [answered(one.row, answer) for answer in one.row.answers]
         tokens = encoder.encode_rows(views)
         cut = [encoder.cut(view, each) for view, each in zip(views, tokens, strict=True)]
-        short = [
-            cut_all([each[0]], limits.max_length, "right", tokenizer.bos_token_id)[0][0]
-            if isinstance(ids, Skipped)
-            else ids
-            for ids, each in zip(cut, tokens, strict=True)
-        ]
-        found.append(short)
+        whole = [ids[: limits.max_length] for ids, _ in tokens]
+        found.append([w if isinstance(ids, Skipped) else ids for ids, w in zip(cut, whole, strict=True)])
     return found, encoder.text.is_chat(rows[0].row)
 
 

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_cli.config.models import Lora
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.deferred import change
-from rlhf_cli.models.quantized import dequantize, quiet_bitsandbytes
+from rlhf_cli.models.quantized import dequantize, places, quiet_bitsandbytes
 from rlhf_cli.program import import_extra
 from rlhf_cli.seeding import seeded
 from rlhf_cli.tensor_ops import num_weights
@@ -194,9 +194,8 @@ def adapted_layers(model: torch.nn.Module) -> set[str]:
 
 def _adapted(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:
     """(parent, name, layer) of every layer with an adapter."""
-    found = []
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if type(child).__module__.startswith("peft.tuners.lora") and "base_layer" in dict(child.named_children()):
-                found.append((parent, name, child))
-    return found
+    return [
+        place
+        for place in places(model)
+        if type(place[2]).__module__.startswith("peft.tuners.lora") and "base_layer" in dict(place[2].named_children())
+    ]

@@ -86,14 +86,9 @@ def _rounded(values: torch.Tensor, quantization: Quantization, library: Any, key
     return _weight_of(_quantized(plain, quantization, library, key))
 
 
-def _quantizable(model: PreTrainedModel, key: str) -> list[tuple[nn.Module, str, nn.Linear]]:
+def _quantizable(model: PreTrainedModel, key: str) -> list[tuple[Any, str, nn.Linear]]:
     """(parent, name, layer) of every layer that can be quantized; raises ConfigError if there is none."""
-    layers = [
-        (parent, name, child)
-        for parent in model.base_model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, nn.Linear) and type(child) in (nn.Linear, FastLinear) and child.in_features % BLOCK == 0
-    ]
+    layers = [place for place in places(model.base_model, nn.Linear, FastLinear) if place[2].in_features % BLOCK == 0]
     if not layers:
         raise ConfigError(
             f"{key}: no layer of this {type(model).__name__} can be quantized, since none is a linear layer whose "
@@ -194,12 +189,14 @@ def _bitsandbytes(key: str) -> Any:
 
 def quantized_layers(model: nn.Module) -> list[tuple[Any, str, Any]]:
     """(parent, name, layer) of every quantized layer."""
-    return [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if type(child).__name__ == "Linear4bit"  # of bitsandbytes, which is imported only where it is needed
-    ]
+    # The class is of bitsandbytes, which is imported only where it is needed.
+    return [place for place in places(model) if type(place[2]).__name__ == "Linear4bit"]
+
+
+def places(model: nn.Module, *classes: type[nn.Module]) -> list[tuple[Any, str, Any]]:
+    """(parent, name, module) of every module that is of one of these classes, subclasses excluded; of all without."""
+    every = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+    return [place for place in every if not classes or type(place[2]) in classes]
 
 
 # ------------------------------------------------------------------------------------------- 8 bits
@@ -238,18 +235,13 @@ def quantize_int8(model: PreTrainedModel, device: torch.device, key: str) -> Non
     A layer whose weights are deferred and already integers in their file keeps those. Raises ConfigError, naming the
     option `key`, if the model has no linear layers.
     """
-    layers = [
-        (parent, name, child)
-        for parent in model.base_model.modules()
-        for name, child in parent.named_children()
-        if type(child) in (nn.Linear, FastLinear, Conv1D, FastConv1D)
-    ]
+    layers = places(model.base_model, nn.Linear, FastLinear, Conv1D, FastConv1D)
     if not layers:
         raise ConfigError(f"{key}: this {type(model).__name__} has no linear layers. Remove the option")
     on_cpu = device.type == "cpu" and hasattr(torch, "_weight_int8pack_mm")
     while layers:  # a layer that is done is freed
         parent, name, layer = layers.pop()
-        setattr(parent, name, Int8Linear(*_integers(layer), layer.bias, rounds=on_cpu))  # type: ignore[arg-type]
+        setattr(parent, name, Int8Linear(*_integers(layer), layer.bias, rounds=on_cpu))
 
 
 def _integers(layer: nn.Module) -> tuple[Tensor, Tensor]:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from typing import Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_cli.data.encode import encode_for_classifier
+from rlhf_cli.data.encode import Side, cut, encode_for_classifier
 from rlhf_cli.data.special_tokens import cut_behind_eos, special_tokens_of
 from rlhf_cli.models.forward import longest_input
 from rlhf_cli.models.heads import reads_last_token
-
-Side = Literal["left", "right"]
 
 
 def written(template: str, prompt: str, response: str) -> str:
@@ -61,19 +58,8 @@ def cut_all(sequences: Sequence[list[int]], longest: int, side: Side, bos: int |
 
     >>> cut_all([[1, 2, 3, 4], [1, 2]], 3, "left", None)
     ([[2, 3, 4], [1, 2]], 1)
-    >>> cut_all([[1, 2, 3, 4]], 3, "left", 1), cut_all([[1, 2, 3, 4]], 3, "right", None)
-    (([[1, 3, 4]], 1), ([[1, 2, 3]], 1))
     """
-    cut = []
-    for ids in sequences:
-        first = ids[:1] if ids[:1] == [bos] and longest > 1 else []
-        if len(ids) <= longest:
-            cut.append(ids)
-        elif side == "right":
-            cut.append(ids[:longest])
-        else:
-            cut.append(first + ids[len(ids) - longest + len(first) :])
-    return cut, sum(len(ids) > longest for ids in sequences)
+    return [cut(ids, longest, side, bos) for ids in sequences], sum(len(ids) > longest for ids in sequences)
 
 
 def encode_texts(

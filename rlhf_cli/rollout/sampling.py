@@ -19,21 +19,16 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.config.ppo import Rollout
-from rlhf_cli.decoders.choose import choose_decoder
+from rlhf_cli.decoders.choose import choose_decoder, join_sampling
 from rlhf_cli.decoders.decoder import Decoder
-from rlhf_cli.decoders.paged import FEWEST_ROWS, PagedDecoder
-from rlhf_cli.decoders.plain import join_sampling
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.processes.sharding import device_of
-from rlhf_cli.processes.threads import in_threads, is_large, num_threads
+from rlhf_cli.processes.threads import in_threads, is_large
 from rlhf_cli.rollout.distribution import NGrams, Response, Sampling, ids_mask, kept_tokens, stop_token_mask
 from rlhf_cli.seeding import generator
 
 REFILL = 0.25
 """Waiting prompts enter once this share of max_live_rows is free: reading many together costs less per prompt."""
-GROUP_NUMBERS = 8192
-"""Fewest rows of a group that a thread decodes, times the width of the model. With fewer numbers in each operation the
-threads mostly wait for Python: 32 rows of width 128 in two groups take 1.2 to 1.4 times as long as 64 in one."""
 BLOCK = 64
 """Tokens per block of the two-level cumulative sum in `draw`."""
 BELOW_1 = 1 - 2.0**-23
@@ -148,11 +143,8 @@ def sample(
     max_live_rows = max_live_rows or num_rows
     # A row that stayed beyond its limit would write into its response, and may have no position left in the model.
     leaves_below = decoder.leaves_below if limits is None else 1.0
-    decoders: Sequence[Decoder] = [decoder]
     wide = is_large(model)
-    if isinstance(decoder, PagedDecoder) and on_tokens is None and max_live_rows >= 2 * FEWEST_ROWS and not wide:
-        fewest = max(FEWEST_ROWS, GROUP_NUMBERS // decoder.network.width)
-        decoders = decoder.split(min(num_threads(), max_live_rows // fewest))
+    decoders = decoder.apart(max_live_rows) if on_tokens is None and not wide else [decoder]
     uniforms = uniforms.to(device)
     ends = [num_rows * (number + 1) // len(decoders) for number in range(len(decoders))]
     tasks = []

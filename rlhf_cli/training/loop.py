@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from transformers import PreTrainedModel
 
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Training
-from rlhf_cli.data.batches import Budget, ahead
+from rlhf_cli.data.batches import ahead
 from rlhf_cli.data.splits import Drawn, HeldOutRows
 from rlhf_cli.files import json_rows
 from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.recap import findings_of
 from rlhf_cli.health.trends import MEMORISES, memorises
+from rlhf_cli.models.passes import Passes
 from rlhf_cli.report.progress import epochs
 from rlhf_cli.run.checkpoint import Weights
 from rlhf_cli.run.stage_run import StageRun
@@ -35,19 +36,6 @@ LEARNED = 1e-3
 """A loss below this may give a gradient whose squares are 0 in float32."""
 
 T = TypeVar("T")
-
-
-class TrainingPasses(Protocol):
-    """How the training passes are computed (`rlhf_cli.models.passes.Passes`)."""
-
-    @property
-    def budget(self) -> Budget: ...
-    @property
-    def peak_flops(self) -> float: ...
-    @property
-    def lines(self) -> list[str]: ...
-    @property
-    def compile_s(self) -> float: ...
 
 
 class Loop(Generic[T]):
@@ -72,7 +60,7 @@ class Loop(Generic[T]):
         stage: StageRun,
         config: SFTConfig | RMConfig,
         model: PreTrainedModel,
-        passes: TrainingPasses,
+        passes: Passes,
         *,
         num_rows: int,
         held_out: HeldOutRows[Any],

@@ -11,13 +11,13 @@ from torch import nn
 
 from rlhf_cli.data import batches
 from rlhf_cli.data.batches import equal_chunks
+from rlhf_cli.decoders import paged
 from rlhf_cli.decoders.paged import PagedDecoder
 from rlhf_cli.models.load import load_policy, prepare
 from rlhf_cli.processes import environment, pass_loop, threads
 from rlhf_cli.processes.distributed import ALONE
 from rlhf_cli.processes.pass_loop import GradientSum, over_pieces
 from rlhf_cli.processes.threads import in_threads, use_threads
-from rlhf_cli.rollout import sampling as sampling_module
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from stages import sft
@@ -38,7 +38,7 @@ def _as_before():
 def small_parts(monkeypatch):
     """Cut the few tokens of a test into several microbatches, and its responses into several groups."""
     monkeypatch.setattr(batches, "PART_TOKENS", 24)
-    monkeypatch.setattr(sampling_module, "GROUP_NUMBERS", 1)
+    monkeypatch.setattr(paged, "GROUP_NUMBERS", 1)
 
 
 # --------------------------------------------------------------------------------------------- the scheduler
@@ -232,10 +232,11 @@ def test_responses_have_the_bytes_of_one_thread(architecture, live, make_model, 
     assert found[1:] == found[:1] * 3
 
 
-def test_rows_are_decoded_in_threads_only_if_their_bytes_are_the_same(make_model, monkeypatch):
+def test_rows_are_decoded_in_threads_only_if_their_bytes_are_the_same(make_model, monkeypatch, small_parts):  # noqa: ARG001
     model = load_policy(str(make_model("llama")))
     prepare(model, CPU)
-    assert len(PagedDecoder(model, 40).split(3)) == 3
+    use_threads(3)
+    assert len(PagedDecoder(model, 40).apart(48)) == 3
     forward = PagedDecoder.step
 
     def depends_on_the_rows_beside(self, ids):
@@ -244,7 +245,7 @@ def test_rows_are_decoded_in_threads_only_if_their_bytes_are_the_same(make_model
     other = load_policy(str(make_model("llama")))
     prepare(other, CPU)
     monkeypatch.setattr(PagedDecoder, "step", depends_on_the_rows_beside)
-    assert len(PagedDecoder(other, 40).split(3)) == 1
+    assert len(PagedDecoder(other, 40).apart(48)) == 1
 
 
 OPTIONS = {

@@ -239,9 +239,9 @@ def reward_model_without_eos() -> Iterator[None]:
 def padding_not_learned() -> Iterator[None]:
     """Let <eos> serve as the padding, and leave every padding token out of SFT's loss."""
     from rlhf_cli.data import encoders
-    from stages import sft
+    from rlhf_cli.models import scratch
 
-    make, tokenise = encoders.training_example, sft.train_tokenizer
+    make, tokenise = encoders.training_example, scratch.train_tokenizer
 
     def masked(ids: Any, answer_mask: Any, *arguments: Any, **settings: Any) -> Any:
         example = make(ids, answer_mask, *arguments, **settings)
@@ -256,7 +256,7 @@ def padding_not_learned() -> Iterator[None]:
         tokenizer.pad_token = tokenizer.eos_token
         return tokenizer
 
-    with mock.patch.object(encoders, "training_example", masked), mock.patch.object(sft, "train_tokenizer", shared):
+    with mock.patch.object(encoders, "training_example", masked), mock.patch.object(scratch, "train_tokenizer", shared):
         yield
 
 
