@@ -197,7 +197,7 @@ def test_a_run_that_is_moved_resumes_and_its_adapters_are_merged_and_exported(
     moved.rename(cut)
     shutil.rmtree(whole)
     close(logits(load_policy(str(cut / "ppo/model"))), expected)
-    merge(str(cut / "ppo/model"), tmp_path / "merged")
+    merge([str(cut / "ppo/model"), str(tmp_path / "merged")])
     assert CliRunner().invoke(app, ["export", str(cut), "--out", str(tmp_path / "out"), "--no-check"]).exit_code == 0
     for folder in ("merged", "out"):
         close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / folder)), expected)
