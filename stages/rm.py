@@ -15,7 +15,8 @@ Writes  <artifacts>/rm/model, a sequence classifier with one label, metrics.json
     targets of mean 0 and standard deviation 1; of answers labelled good or bad, the logistic loss of the score
  5. held-out accuracy or error with its interval, beside chance and what the length of an answer tells
  6. write the score's mean and standard deviation over the samples into the model's config, as `score_mean` and
-    `score_std`: kl_coef then means the same whatever the scale of the scores
+    `score_std`: kl_coef then means the same whatever the scale of the scores. With `length_correction`, before that, a
+    regression of the held-out scores on the length of the answers as `length_curve`, which all scores are read minus
 
 With `members`, steps 3 to 6 are taken for each. Those beside the first come before it, as members/1, members/2, ...
 """
@@ -67,6 +68,8 @@ from rlhf_cli.evaluation.agreement import (
     answer_metrics,
     figures_of_rankings,
     held_out_lines,
+    length_accuracies,
+    margins_of,
     probe_shares,
     scores_of_rows,
     verdict,
@@ -74,6 +77,7 @@ from rlhf_cli.evaluation.agreement import (
 from rlhf_cli.evaluation.normalization import (
     Items,
     Sample,
+    fit_length,
     frozen_reward_model,
     samples_of_sft,
     texts_to_score,
@@ -150,7 +154,11 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
         metric = "eval/mse" if config.loss == "mse" else "eval/accuracy"
         best = Best(metric if config.evaluation.keep_best else None, lower=config.loss == "mse")
         require_held_out(best, rows.held_out.watched)
-
+        if config.length_correction and not rows.held_out.test:
+            raise ConfigError(
+                "length_correction: is fitted on held-out test rows, and there are none. Set data.test or "
+                "data.test_fraction"
+            )
         _require_one_reading(config, rows)
 
         # 2. Samples of the SFT model, while no other model is in memory.
@@ -158,13 +166,13 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
 
         # 3. to 6. for each other member first: only the last one's state is the stage's.
         members = [_member(number, config, rows, samples, stage) for number in range(1, config.num_members)]
-        model, budget, final = _train(config, rows, best, stage.directory / "model", stage)
+        model, budget, scores, final = _train(config, rows, best, stage.directory / "model", stage)
         _show(final, rows, stage.display)
 
-        # 6. The scale of its scores.
-        scores = _scores(model, rows.held_out.test, budget, config, world) if members else None
-        final |= _normalize(model, rows, samples, budget, stage.directory / "model", config, stage)
-        if scores is not None:
+        # 6. Its scores without what the length of a reply tells, if the config asks for it, and their scale.
+        final |= _length_figures(rows.held_out.test, scores, config, stage.display)
+        final |= _normalize(model, rows, samples, scores, budget, stage.directory / "model", config, stage)
+        if members:
             first = Member(scores, final)
             final |= _agreement([first, *members], rows, config, stage.display)
         stage.publish(final)
@@ -172,9 +180,23 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
 
 def _train(
     config: RMConfig, rows: TokenRows, best: Best, folder: Path, stage: StageRun
-) -> tuple[PreTrainedModel, Budget, dict[str, float]]:
-    """Steps 3 to 5 of the module's docstring. Returns the model, which is saved in `folder`, and its figures."""
+) -> tuple[PreTrainedModel, Budget, torch.Tensor, dict[str, float]]:
+    """Steps 3 to 5 of the module's docstring.
+
+    Returns the model, which is saved in `folder`, the scores of the answers of all held-out test rows, and its figures.
+    """
     world = stage.world
+    scores = torch.empty(0)
+
+    def evaluate(test: Drawn[Item]) -> dict[str, float]:
+        """Held-out figures over all rows together, never a mean of batch means; accuracy or error of each source."""
+        nonlocal scores
+        scores = torch.empty(0)
+        if not test:
+            return {}
+        scores = _scores(model.eval(), test, passes.budget, config, world)
+        model.train()
+        return _figures(test, scores, rows.scale, config)
 
     # 3. The backbone and its head.
     model = _model(config, stage)
@@ -188,7 +210,7 @@ def _train(
         passes,
         num_rows=len(rows.train),
         held_out=rows.held_out,
-        evaluate=lambda test: _evaluate(model, test, rows.scale, passes.budget, config, world),
+        evaluate=evaluate,
         save=lambda name: save_of_stage(
             model, rows.encoder.tokenizer, folder if name == "model" else stage.directory / name, config
         ),
@@ -206,7 +228,7 @@ def _train(
     round_as_saved(model, config)
     final = loop.finish() | _probe_figures(model.eval(), rows.probes, passes.budget, config, world)
     stage.log(loop.num_steps, final)
-    return model, passes.budget, final
+    return model, passes.budget, scores, final
 
 
 # -------------------------------------------------------------------------------------------- members
@@ -265,9 +287,8 @@ def _member(number: int, config: RMConfig, rows: TokenRows, samples: Sequence[Sa
         gc.collect()  # the parts of a sharded model refer to each other
         if stage.restore_finished({"member": kept}, changed):
             return kept
-        model, budget, final = _train(own, rows, Best(None, lower=False), folder, stage)
-        scores = _scores(model, rows.held_out.test, budget, own, stage.world)
-        final |= _normalize(model, rows, samples, budget, folder, own, stage)
+        model, budget, scores, final = _train(own, rows, Best(None, lower=False), folder, stage)
+        final |= _normalize(model, rows, samples, scores, budget, folder, own, stage)
         release(model)
         kept = Member(scores, final, stage.world.of_main(lambda: fingerprint(str(folder))))
         stage.save_finished(own.training.total_steps(len(rows.train)), {"member": kept})
@@ -436,22 +457,6 @@ def _loss(
 # -------------------------------------------------------------------------------------- 5. evaluation
 
 
-def _evaluate(
-    model: PreTrainedModel,
-    test: Drawn[Item],
-    scale: TargetScale,
-    budget: Budget,
-    config: RMConfig,
-    world: World,
-) -> dict[str, float]:
-    """Held-out figures over all rows together, never a mean of batch means; accuracy or error of each source."""
-    if not test:
-        return {}
-    scores = _scores(model.eval(), test, budget, config, world)
-    model.train()
-    return _figures(test, scores, scale, config)
-
-
 def _scores(model: PreTrainedModel, test: Drawn[Item], budget: Budget, config: RMConfig, world: World) -> torch.Tensor:
     """The scores of the answers of all held-out rows, row by row."""
     return scores_of_rows(model, [item.sequences for item in test], budget, config.precision, world)
@@ -485,6 +490,25 @@ def _probe_figures(
     return {
         f"probe/{name}": sum(right.tolist()) / len(right) for name, (right, _) in probe_shares(probes, scores).items()
     }
+
+
+def _length_figures(test: Drawn[Item], scores: torch.Tensor, config: RMConfig, display: Display) -> dict[str, float]:
+    """How much of the accuracy on held-out pairs the length of an answer explains, by the scores of their answers."""
+    if not test or not config.is_pairwise:
+        return {}
+    sizes = [len(item.sequences) for item in test]
+    by_length, without = length_accuracies(scores, [length for item in test for length in item.lengths], sizes)
+    accuracy = margins_of(scores, sizes)[1].mean().item()
+    if accuracy > 0.5:
+        share = min(max((by_length - 0.5) / (accuracy - 0.5), 0.0), 1.0)
+        is_used = (
+            "length_correction: true" if config.length_correction else "as length_correction: true would make them"
+        )
+        display.note(
+            f"length explains {share:.0%} of the held-out accuracy above chance: the score that it predicts orders "
+            f"{by_length:.3f} of the pairs, and the scores without that, {is_used}, order {without:.3f}"
+        )
+    return {"rm/length_accuracy": by_length, "rm/accuracy_without_length": without}
 
 
 def _agreement(members: Sequence[Member], rows: TokenRows, config: RMConfig, display: Display) -> dict[str, float]:
@@ -530,31 +554,40 @@ def _normalize(
     model: PreTrainedModel,
     rows: TokenRows,
     samples: Sequence[Sample],
+    scores: torch.Tensor,
     budget: Budget,
     folder: Path,
     config: RMConfig,
     stage: StageRun,
 ) -> dict[str, float]:
-    """Write the length limits and the statistics of the score into the config of the model and of those beside it.
+    """Write the length limits, the correction for length and the statistics of the score into the config of the model
+    and of those beside it.
 
-    Returns the statistics of the last model. Its weights are freed if another one is loaded.
+    `scores` are the model's, of the answers of all held-out test rows. Returns the statistics of the last model. Its
+    weights are freed if another one is loaded.
     """
     # PPO cuts texts as the training did.
     data = config.data
-    facts: dict[str, float | str] = {"rlhf_max_length": data.max_length, "rlhf_truncation": data.truncation}
+    facts: dict[str, Any] = {"rlhf_max_length": data.max_length, "rlhf_truncation": data.truncation}
     if config.loss == "mse":
         # The head predicts (score - target_mean) / target_std.
         facts |= {"target_mean": rows.scale.mean, "target_std": rows.scale.std}
     model.config.update(facts)
     texts = texts_to_score(model, rows.encoder, rows.held_out.test or rows.train, samples, config, stage)
-
+    test = rows.held_out.test
+    lengths = [item.lengths for item in test]
+    if config.length_correction:
+        facts |= fit_length(model, lengths, lambda: scores)
     mean, std = write_statistics(model, texts, facts, folder, budget, config, stage)
     stage.world.barrier()
     others = [path for path in sorted(stage.directory.iterdir()) if re.fullmatch(r"best_model|epoch_\d+", path.name)]
     if others:
         release(model)
     for directory in others:
-        write_statistics(frozen_reward_model(directory, config, stage), texts, facts, directory, budget, config, stage)
+        other = frozen_reward_model(directory, config, stage)
+        if config.length_correction:
+            facts |= fit_length(other, lengths, partial(_scores, other, test, budget, config, stage.world))
+        write_statistics(other, texts, facts, directory, budget, config, stage)
     return {"rm/sft_score_mean": mean, "rm/sft_score_std": std}
 
 

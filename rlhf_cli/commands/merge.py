@@ -82,7 +82,7 @@ def _average(paths: Sequence[str], out: Path, dtype: Dtype) -> None:
     import torch
 
     from rlhf_cli.models.exporting import dtype_of
-    from rlhf_cli.models.load import load_reward_model, load_tokenizer
+    from rlhf_cli.models.load import LENGTH_CURVE, load_reward_model, load_tokenizer
     from rlhf_cli.models.save import save
 
     for path in paths:
@@ -98,7 +98,7 @@ def _average(paths: Sequence[str], out: Path, dtype: Dtype) -> None:
                 so_far.add_((weight - so_far) / number)
     if dtype == "auto":
         dtype = "bfloat16" if dtype_of(paths[0]) == "bfloat16" else "float32"
-    for key in ("score_mean", "score_std"):  # those of the first
+    for key in ("score_mean", "score_std", LENGTH_CURVE):  # those of the first
         vars(mean.config).pop(key, None)
     lines = _measure(mean, tokenizer, paths[0])
     with new_folder(out) as folder:

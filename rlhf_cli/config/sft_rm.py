@@ -181,6 +181,10 @@ class RMConfig(Stage):
     zero_mean_coef: NonNegativeFloat = 0.0
     """Weight of (chosen_score + rejected_score)^2, which keeps the scores around 0. It is the pairwise form of the
     penalty on the squared sum of a batch (Hong et al. 2025)."""
+    length_correction: bool = False
+    """Subtract from every score what the length of its reply predicts, by a regression on the held-out answers. It is
+    kept in the model's config.json as `length_curve`, and PPO, `rlhf eval`, `rlhf rm score` and `rlhf rm serve` use
+    it."""
     training: Training
     """The number of steps, and the batches."""
     optimizer: Optimizer
@@ -200,6 +204,11 @@ class RMConfig(Stage):
         for key, value in unread.items():
             if value and self.loss not in get_args(PairwiseLoss):
                 yield f"{key} does nothing with loss: {self.loss}, only with logsigmoid and logexp. Remove it"
+        if self.length_correction and not self.is_pairwise:
+            yield (
+                f"length_correction is for scores that compare answers. With loss: {self.loss} a score predicts its "
+                "row's, also where that depends on the length. Remove it"
+            )
         if self.label_smoothing and self.flip_rate:
             yield "label_smoothing adds flips to the labels, flip_rate takes them out. Remove one of them"
         if len(self.member_models) > self.num_members - 1:

@@ -25,6 +25,17 @@ V = TypeVar("V")
 T = TypeVar("T")
 
 
+def reply_length(text: str, eos: str | None = None) -> int:
+    """The length that a reward model is corrected by: characters, without space around them and an `eos` behind them.
+
+    Characters are the same for every tokenizer.
+
+    >>> reply_length(" Hello!\n"), reply_length("Hi</s>", "</s>")
+    (6, 2)
+    """
+    return len(text.strip().removesuffix(eos or "").rstrip())
+
+
 @dataclass(frozen=True)
 class RankedIds:
     """Answers to one prompt as token sequences, best first. A preference pair has two."""
@@ -35,6 +46,11 @@ class RankedIds:
     @property
     def sequences(self) -> list[list[int]]:
         return self.answers
+
+    @property
+    def lengths(self) -> list[int]:
+        """The `reply_length` of each answer."""
+        return [reply_length(answer) for answer in self.row.answers]
 
 
 @dataclass(frozen=True)
@@ -48,6 +64,11 @@ class ScoredIds:
     @property
     def sequences(self) -> list[list[int]]:
         return [self.ids]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The `reply_length` of the answer."""
+        return [reply_length(self.row.response)]
 
 
 @dataclass(frozen=True)

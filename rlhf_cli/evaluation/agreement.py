@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_cli.algorithms.calibration import brier_score, calibration_error
+from rlhf_cli.algorithms.length import regression_on_length, value_at
 from rlhf_cli.algorithms.names import RewardModelLoss
 from rlhf_cli.algorithms.reward_model import label_accuracy, ranking_pairs
 from rlhf_cli.algorithms.statistics import kendall, pair_accuracy, pearson, ranks, wilson_interval
@@ -41,12 +42,22 @@ def margins_of(scores: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor
 
 
 def scores_of_rows(
-    model: PreTrainedModel, rows: list[list[list[int]]], budget: Budget, precision: str, world: World
+    model: PreTrainedModel,
+    rows: list[list[list[int]]],
+    budget: Budget,
+    precision: str,
+    world: World,
+    lengths: list[list[int]] | None = None,
 ) -> torch.Tensor:
-    """The scores of the sequences of all rows, row by row. Each process computes its share of the rows."""
+    """The scores of the sequences of all rows, row by row. Each process computes its share of the rows.
+
+    `lengths` are those of `scores_and_features`, row by row.
+    """
     mine = world.shard(rows)
     groups = [i for i, row in enumerate(mine) for _ in row]
-    scores = score_sequences(model, [ids for row in mine for ids in row], precision, budget, groups=groups)
+    own_lengths = None if lengths is None else [length for row in world.shard(lengths) for length in row]
+    sequences = [ids for row in mine for ids in row]
+    scores = score_sequences(model, sequences, precision, budget, groups=groups, lengths=own_lengths)
     shards = [
         part.split([len(row) for row in rows[rank :: world.size]])
         for rank, part in enumerate(world.gather_tensors(scores))
@@ -87,6 +98,17 @@ def ranking_figures(
         agrees = [m * gap > 0 for m, gap in zip(margin.tolist(), gold, strict=True) if gap]
         figures["eval/gold_accuracy"] = sum(agrees) / max(1, len(agrees))
     return figures
+
+
+def length_accuracies(scores: torch.Tensor, lengths: Sequence[int], sizes: Sequence[int]) -> tuple[float, float]:
+    """(accuracy of the score that the length of an answer predicts, accuracy of the score minus that) on rankings.
+
+    `scores` and `lengths` are those of the answers of all rankings, end to end.
+    """
+    each = torch.tensor(lengths)
+    predicted = value_at(regression_on_length(each, scores), each)
+    by_length, without = (margins_of(one.float(), sizes)[1].mean().item() for one in (predicted, scores - predicted))
+    return by_length, without
 
 
 def agreement_of_members(scores: Sequence[torch.Tensor], sizes: Sequence[int] | None) -> dict[str, float]:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.reward_bench import Answers, best_is_right, ties_scores
 from rlhf_cli.config.data import DataSource
-from rlhf_cli.data.answers import AnswerEncoder, answer_encoder
+from rlhf_cli.data.answers import AnswerEncoder, answer_encoder, reply_length
 from rlhf_cli.data.encode import Limits, Skipped
 from rlhf_cli.data.records import Message, Ranking
 from rlhf_cli.data.row_sources import read_rows
@@ -119,7 +119,7 @@ def num_unpaired(rows: Sequence[BenchRow]) -> int:
 
 def bench_figures(
     rows: Sequence[BenchRow],
-    score: Callable[[list[list[list[int]]]], Tensor],
+    score: Callable[[list[list[list[int]]], list[list[int]]], Tensor],
     sequences: list[list[list[int]]],
     *,
     seed: int,
@@ -129,7 +129,7 @@ def bench_figures(
     Outside Ties a row counts 1 if a right answer has the highest score. Chance is the share of right answers among
     all, 1/4 in RewardBench 2. It is not defined for Ties.
     """
-    flat = score(sequences).tolist()
+    flat = score(sequences, [[reply_length(answer) for answer in one.row.answers] for one in rows]).tolist()
     of_subset: dict[str, list[float]] = {}
     chance: dict[str, list[float]] = {}
     ties: dict[str, dict[str, dict[str, Answers]]] = {}

@@ -216,8 +216,10 @@ class RewardModelCheck:
         """Accuracy and margin of pairs, or the squared error of scored answers; how far the scores moved."""
         found, seed = Comparison(), self.run.seed
         pairs = [row for row in self.rows if isinstance(row, RankedIds)]
-        texts = [[row.answers[0], row.answers[-1]] for row in pairs] or [[row.ids] for row in self.rows]
-        before, after = (scorer.score(texts).double() for scorer in (self.scorer, self._scorer(exported)))
+        before, after = (
+            (scorer.score_ends(pairs) if pairs else scorer.score_items(self.rows)).double()
+            for scorer in (self.scorer, self._scorer(exported))
+        )
         if pairs:
             right = [wins(score[0::2], score[1::2]) for score in (before, after)]
             accuracies = [share_figure(one) for one in right]

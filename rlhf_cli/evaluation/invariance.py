@@ -19,8 +19,8 @@ PREFIXES = ("Hello. ", "Please read this carefully. ", "Thank you for your time.
 MOST_PAIRS = 128
 """Pairs that are scored again."""
 
-Score = Callable[[list[list[list[int]]]], Tensor]
-"""Scores of the sequences of all rows, row by row."""
+Score = Callable[[list[list[list[int]]], list[list[int]]], Tensor]
+"""Scores of the sequences of all rows, row by row, from these and the `reply_length` of each."""
 
 
 def position_figures(rows: Sequence[RankedIds], better: Tensor, worse: Tensor, score: Score) -> Figures:
@@ -29,7 +29,8 @@ def position_figures(rows: Sequence[RankedIds], better: Tensor, worse: Tensor, s
     Every answer is read by itself, so this is rounding, unless batching is wrong.
     """
     rows = rows[:MOST_PAIRS]
-    again = score([[row.answers[-1], row.answers[0]] for row in reversed(rows)]).flip(0)
+    turned = [[row.answers[-1], row.answers[0]] for row in reversed(rows)]
+    again = score(turned, [[row.lengths[-1], row.lengths[0]] for row in reversed(rows)]).flip(0)
     change = torch.maximum((again[0::2] - better[: len(rows)]).abs(), (again[1::2] - worse[: len(rows)]).abs())
     spread = torch.cat([better, worse]).std(correction=0).item() or 1.0
     return {"position_shift": Figure(change.max().item() / spread, rows=len(rows))}
@@ -62,7 +63,7 @@ def prefix_figures(
                 changed.append([item.answers[0], item.answers[-1]])
     if not changed:
         return {}
-    found = score(changed).double()
+    found = score(changed, [[rows[i].lengths[0], rows[i].lengths[-1]] for i in number]).double()
     index = torch.tensor(number)
     new = found[0::2] - found[1::2]
     flips = (wins(new, torch.zeros_like(new)) - wins(margin[index], torch.zeros_like(new))).abs()

@@ -11,15 +11,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_cli.algorithms.length import regression_on_length
 from rlhf_cli.config.sft_rm import RMConfig
-from rlhf_cli.data.answers import AnswerEncoder, RankedIds, ScoredIds
+from rlhf_cli.data.answers import AnswerEncoder, RankedIds, ScoredIds, reply_length
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Skipped
 from rlhf_cli.data.formats import first_words
@@ -29,6 +31,7 @@ from rlhf_cli.data.views import answered
 from rlhf_cli.models.frozen import hold_frozen, is_held
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import (
+    LENGTH_CURVE,
     is_language_model,
     load_policy,
     load_reward_model,
@@ -66,6 +69,8 @@ class Sample:
 
 Items = Sequence[RankedIds] | Sequence[ScoredIds]
 """The rows of the stage as tokens."""
+Text = tuple[list[int], int]
+"""A text as the reward model reads it, and the `reply_length` of its reply."""
 
 
 # ----------------------------------------------------------------------------------------- samples
@@ -167,7 +172,7 @@ def texts_to_score(
     samples: Sequence[Sample],
     config: RMConfig,
     stage: StageRun,
-) -> list[list[int]]:
+) -> list[Text]:
     """What the statistics are taken over: the samples as the reward model reads them, or else answers of the data.
 
     The first eight samples go to samples.jsonl. Without samples a line on the screen says so. Empty if the config asks
@@ -181,13 +186,15 @@ def texts_to_score(
             stage.sample({"prompt": one.prompt, "response": reply, "ended": one.ended})
         prompts = [one.prompt_ids for one in samples]
         keep_special = config.data.special_tokens == "keep"
-        return sequences_of(model, encoder.tokenizer, tokenizer, prompts, samples, keep_special=keep_special)
+        found = sequences_of(model, encoder.tokenizer, tokenizer, prompts, samples, keep_special=keep_special)
+        return list(zip(found, reply_lengths(tokenizer, samples), strict=True))
     rows = _rows(items, config)
     if rows:
         stage.display.note("no SFT model to sample from: the score is normalised over the data's own answers")
     single = [answered(row, answer) for row, answer in rows]
     cut = [encoder.cut(row, tokens) for row, tokens in zip(single, encoder.encode_rows(single), strict=True)]
-    return [ids for ids in cut if not isinstance(ids, Skipped)]
+    lengths = [reply_length(answer) for _, answer in rows]
+    return [(ids, length) for ids, length in zip(cut, lengths, strict=True) if not isinstance(ids, Skipped)]
 
 
 def frozen_reward_model(directory: Path, config: RMConfig, stage: StageRun) -> PreTrainedModel:
@@ -212,8 +219,8 @@ def _hold(model: PreTrainedModel, config: RMConfig, stage: StageRun) -> None:
 
 def write_statistics(
     model: PreTrainedModel,
-    texts: Sequence[list[int]],
-    facts: Mapping[str, float | str],
+    texts: Sequence[Text],
+    facts: Mapping[str, Any],
     directory: Path,
     budget: Budget,
     config: RMConfig,
@@ -225,12 +232,33 @@ def write_statistics(
     """
     mean, std = 0.0, 1.0
     if texts:
-        share = score_sequences(model.eval(), stage.world.shard(texts), config.precision, budget)
+        own = stage.world.shard(texts)
+        sequences, lengths = [ids for ids, _ in own], [length for _, length in own]
+        share = score_sequences(model.eval(), sequences, config.precision, budget, lengths=lengths)
         scores = torch.tensor(stage.world.interleave([part.tolist() for part in stage.world.gather_tensors(share)]))
         mean, std = scores.mean().item(), max(scores.std(correction=0).item(), SMALLEST_STD)
     if stage.world.is_main:
         save_facts(model, {**facts, "score_mean": mean, "score_std": std}, directory)
     return mean, std
+
+
+def fit_length(
+    model: PreTrainedModel, lengths: Sequence[Sequence[int]], score: Callable[[], torch.Tensor]
+) -> dict[str, Any]:
+    """Correct the model for the length of replies, fitted on held-out rows. Returns the key for its config.json.
+
+    `lengths` are the `reply_length` of the answers, row by row; `score` gives their scores, uncorrected.
+    """
+    vars(model.config).pop(LENGTH_CURVE, None)
+    each = torch.tensor([length for row in lengths for length in row])
+    curve = torch.stack(regression_on_length(each, score()), 1).tolist()
+    model.config.update({LENGTH_CURVE: curve})
+    return {LENGTH_CURVE: curve}
+
+
+def reply_lengths(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Spoken]) -> list[int]:
+    """The `reply_length` of a policy's responses."""
+    return [reply_length(str(tokenizer.decode(one.ids, skip_special_tokens=True))) for one in responses]
 
 
 def sequences_of(

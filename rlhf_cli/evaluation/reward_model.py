@@ -30,7 +30,7 @@ from rlhf_cli.evaluation.agreement import (
 from rlhf_cli.evaluation.benchmark import Bench, bench_figures, encode_bench, is_joined, num_unpaired, shares_base
 from rlhf_cli.evaluation.figures import Sentences, as_json, correlation_figure, mean_figure, share_figure, show
 from rlhf_cli.evaluation.invariance import position_figures, prefix_figures
-from rlhf_cli.evaluation.normalization import SMALLEST_STD, sequences_of
+from rlhf_cli.evaluation.normalization import SMALLEST_STD, fit_length, reply_lengths, sequences_of
 from rlhf_cli.models.forward import longest_input
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
@@ -59,9 +59,18 @@ class Scorer:
     budget: Budget
     world: World
 
-    def score(self, rows: list[list[list[int]]]) -> Tensor:
-        """Raw scores of the sequences of all rows, row by row."""
-        return scores_of_rows(self.model, rows, self.budget, self.config.precision, self.world)
+    def score(self, rows: list[list[list[int]]], lengths: list[list[int]]) -> Tensor:
+        """Scores of the sequences of all rows, row by row, not normalised. `lengths` are the `reply_length` of each."""
+        return scores_of_rows(self.model, rows, self.budget, self.config.precision, self.world, lengths)
+
+    def score_items(self, items: Sequence[RankedIds] | Sequence[ScoredIds]) -> Tensor:
+        """The scores of all answers of all rows."""
+        return self.score([item.sequences for item in items], [item.lengths for item in items])
+
+    def score_ends(self, rows: Sequence[RankedIds]) -> Tensor:
+        """The scores of the best and the worst answer of all rows."""
+        ends = [[row.answers[0], row.answers[-1]] for row in rows]
+        return self.score(ends, [[row.lengths[0], row.lengths[-1]] for row in rows])
 
 
 def measure_reward_model(run: Run, bench: Bench | None, display: Display) -> dict[str, Any]:
@@ -95,12 +104,16 @@ def measure_again(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
     rows = rows_of_stage(run, scorer)
     if not rows:
         return ["there are no held-out rows, so its scores are not normalised"]
-    answers = scorer.score([row.sequences for row in rows])
+    corrected = run.rm.length_correction
+    if corrected:
+        fit_length(model, [row.lengths for row in rows], lambda: scorer.score_items(rows))
+    answers = scorer.score_items(rows)
     prompts = [Prompt(one.row.prompt, one.row.where, {}, one.row.messages) for one in rows]
     found = policy_scores(run, scorer, prompts, ("sft",)).get("SFT", answers)
     mean, std = found.mean().item(), max(found.std(correction=0).item(), SMALLEST_STD)
     model.config.update({"score_mean": mean, "score_std": std})
     lines = [f"score_mean {mean:.4g} and score_std {std:.4g}, over {len(found)} texts"]
+    lines += ["its scores are corrected for the length of replies (length_curve)"] * corrected
     return lines + ([verdict(figures_of_rankings(rows, answers))[0]] if run.rm.is_pairwise else [])
 
 
@@ -123,7 +136,7 @@ def rows_of_stage(run: Run, scorer: Scorer) -> Drawn[Any]:
 def _of_scores(run: Run, scorer: Scorer, items: Drawn[ScoredIds], sentences: Sentences) -> dict[str, Any]:
     """Error, correlations or calibration of predicted scores or labels."""
     display = sentences.display
-    predicted = scorer.score([[row.ids] for row in items])
+    predicted = scorer.score_items(items)
     settings = scorer.model.config
     mean, std = float(getattr(settings, "target_mean", 0.0)), float(getattr(settings, "target_std", 1.0))
     is_mse, target = scorer.config.loss == "mse", torch.tensor([row.score for row in items])
@@ -155,7 +168,7 @@ def _of_scores(run: Run, scorer: Scorer, items: Drawn[ScoredIds], sentences: Sen
 def _of_pairs(run: Run, scorer: Scorer, ranked: Drawn[RankedIds], sentences: Sentences) -> dict[str, Any]:
     """Accuracy, calibration, length, invariance, and scores beside those of the policies' samples."""
     display = sentences.display
-    found = scorer.score([[r.answers[0], r.answers[-1]] for r in ranked])
+    found = scorer.score_ends(ranked)
     pairs = preferences.Pairs(ranked, found[0::2], found[1::2])
     figures = preferences.preference_figures(pairs, seed=run.seed)
     if not isinstance(scorer.encoder, ScoreEncoder):  # Pairs of labelled texts have no prompt.
@@ -210,7 +223,7 @@ def _of_probes(scorer: Scorer) -> tuple[Figures, Figures] | None:
     rows = list(tokenise(encoder, longest=longest_input(scorer.model, scorer.tokenizer)).train)
     if not rows:
         return None
-    found = probe_shares(rows, scorer.score([row.answers for row in rows]))
+    found = probe_shares(rows, scorer.score_items(rows))
     accuracy, longer = ({name: share_figure(one[side]) for name, one in found.items()} for side in (0, 1))
     return accuracy, longer
 
@@ -236,15 +249,12 @@ def policy_scores(
         if not fitting:
             continue
         uniforms = draw_uniforms(run.seed, "rm samples", 0, len(fitting), speaker.max_new_tokens)
+        responses = speaker.respond(fitting, uniforms)
         sequences = sequences_of(
-            scorer.model,
-            scorer.tokenizer,
-            tokenizer,
-            fitting,
-            speaker.respond(fitting, uniforms),
-            keep_special=speaker.form.keep_special,
+            scorer.model, scorer.tokenizer, tokenizer, fitting, responses, keep_special=speaker.form.keep_special
         )
-        found[stage.upper()] = scorer.score([[ids] for ids in sequences])
+        lengths = reply_lengths(tokenizer, responses)
+        found[stage.upper()] = scorer.score([[ids] for ids in sequences], [[length] for length in lengths])
     return found
 
 

@@ -115,7 +115,7 @@ class Probes:
     @cached_property
     def scores(self) -> Tensor:
         """Their scores, [n, 2]."""
-        return self.scorer.score(self.answers).view(-1, 2)
+        return self.scorer.score_ends(self.pairs[1]).view(-1, 2)
 
     def sft(self) -> Found:
         """SFT's training demonstrations, and the model on held-out ones: loss, with the prompts of other rows too,
@@ -162,7 +162,8 @@ class Probes:
         eos = self.scorer.tokenizer.eos_token_id
         ended = all(ids[-1] == eos and len(ids) > 1 for pair in self.answers for ids in pair)
         if reads_last_token(self.scorer.model) and ended and len(right) > 1:
-            earlier = self.scorer.score([[ids[:-1] for ids in pair] for pair in self.answers]).view(-1, 2)
+            cut = [[ids[:-1] for ids in pair] for pair in self.answers]
+            earlier = self.scorer.score(cut, [[row.lengths[0], row.lengths[-1]] for row in held_out]).view(-1, 2)
             without = wins(*earlier.unbind(1))
             gain, error = paired(without.tolist(), right.tolist())
             found |= {"rm.gain_without_eos": gain, "rm.gain_without_eos_error": error}

@@ -285,7 +285,7 @@ def rm_without_eos(run: Evidence) -> Signs:
 
 @cause(
     "Add pairs of similar length, or pairs whose better answer is the other one in length; until then set "
-    "ppo.length_penalty",
+    "length_correction: true in rm.yaml",
     explains=("rm_weak",),
 )
 def pairs_length_biased(run: Evidence) -> Signs:

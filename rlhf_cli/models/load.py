@@ -7,6 +7,7 @@ line.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -75,6 +76,8 @@ ALIGNMENT = 64
 """Bytes; torch's memory on the CPU begins at multiples of it."""
 CUTS = ("rlhf_max_length", "rlhf_truncation")
 """Keys that we add to a reward model's config.json: how long texts were cut during its training."""
+LENGTH_CURVE = "length_curve"
+"""The key that we add to a reward model's config.json: pairs [length, value], what a reply's length adds to a score."""
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
@@ -144,7 +147,23 @@ def load_reward_model(path: str, revision: str | None = None, *, deferred: bool 
                 f"{path}: config.json has {key}: {str(value)[:80]!r}, not {kind}. Train the reward model again, or "
                 "remove the key"
             )
+    _length_curve_of(model, path)
     return model
+
+
+def _length_curve_of(model: PreTrainedModel, path: str) -> None:
+    """Raise ArtifactError for a curve in the config that is none."""
+    curve = getattr(model.config, LENGTH_CURVE, None)
+    if curve is None:
+        return
+    is_list = isinstance(curve, list) and len(curve) > 0
+    pairs = curve if is_list and all(isinstance(one, list) and len(one) == 2 for one in curve) else [[None]]
+    is_valid = all(_is_number(x, above_zero=False) for pair in pairs for x in pair)
+    if not is_valid or any(a[0] >= b[0] for a, b in itertools.pairwise(pairs)):
+        raise ArtifactError(
+            f"{path}: config.json has {LENGTH_CURVE}: {str(curve)[:80]}, not a list of [length, value] of increasing "
+            "length. Train the reward model again, or remove the key"
+        )
 
 
 def _is_number(value: Any, *, above_zero: bool) -> bool:
@@ -198,7 +217,7 @@ def new_value_model(path: str, revision: str | None, *, deferred: bool = False) 
 
 def _forget_facts(model: PreTrainedModel) -> None:
     """Remove what a reward model's config says about its scores. It does not apply to values or after more training."""
-    for key in (*FACTS, *CUTS):
+    for key in (*FACTS, *CUTS, LENGTH_CURVE):
         vars(model.config).pop(key, None)
 
 
@@ -420,7 +439,7 @@ def _load_adapted(
 
 def take_facts(model: PreTrainedModel, adapter: AdapterDirectory) -> None:
     """Give the model's config what the adapters' training added to it."""
-    facts = (*FACTS, *CUTS, "pad_token_id")
+    facts = (*FACTS, *CUTS, LENGTH_CURVE, "pad_token_id")
     model.config.update({key: adapter.model_config[key] for key in facts if key in adapter.model_config})
 
 

@@ -184,7 +184,7 @@ def _attempt(write: Callable[[], None]) -> str:
     return ""
 
 
-def save_facts(model: PreTrainedModel, facts: dict[str, float | str], directory: Path) -> None:
+def save_facts(model: PreTrainedModel, facts: dict[str, Any], directory: Path) -> None:
     """Add keys to the config.json of a saved model. `from_pretrained` returns them as attributes of the config."""
     for key, value in facts.items():
         setattr(model.config, key, value)

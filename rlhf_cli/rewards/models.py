@@ -9,8 +9,10 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_cli.algorithms.length import LengthCurve, value_at
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.config.stage import Stage
+from rlhf_cli.data.answers import reply_length
 from rlhf_cli.data.batches import Budget, in_order
 from rlhf_cli.data.records import Message
 from rlhf_cli.data.special_tokens import SpecialTokens, special_tokens_of
@@ -18,7 +20,14 @@ from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.forward import autocast, hidden_at, is_packed, positions, shares_prefixes
 from rlhf_cli.models.frozen import hold_frozen, is_held
 from rlhf_cli.models.heads import reads_last_token, scalar_scores
-from rlhf_cli.models.load import check_vocabulary, load_reward_model, load_tokenizer, prepare, same_tokenizer
+from rlhf_cli.models.load import (
+    LENGTH_CURVE,
+    check_vocabulary,
+    load_reward_model,
+    load_tokenizer,
+    prepare,
+    same_tokenizer,
+)
 from rlhf_cli.models.seq2seq import end_of_text
 from rlhf_cli.models.shard import prepare_for
 from rlhf_cli.models.shared import Backbone
@@ -82,6 +91,7 @@ class RewardModel(RewardSource):
                 self.precision,
                 self.budget,
                 groups=[samples.prompts[i] for i in rows] if samples.prompts and self.reads_prompt else None,
+                lengths=[reply_length(samples.responses[i], self.tokenizer.eos_token) for i in rows],
                 label=self.label,
                 as_probability=self.as_probability,
             )
@@ -249,9 +259,10 @@ def score_sequences(
     budget: Budget = AT_A_TIME,
     *,
     groups: Sequence[Hashable] | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """The scores of `scores_and_features`: of the first label, as logits."""
-    return scores_and_features(model, sequences, precision, budget, groups=groups)[0]
+    return scores_and_features(model, sequences, precision, budget, groups=groups, lengths=lengths)[0]
 
 
 @torch.no_grad()
@@ -262,11 +273,15 @@ def scores_and_features(
     budget: Budget = AT_A_TIME,
     *,
     groups: Sequence[Hashable] | None = None,
+    lengths: Sequence[int] | None = None,
     label: int = 0,
     as_probability: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scores of token sequences, [B] float32 on the CPU: a label's logit or its probability; and what they are read
     from, [B, H] float32 on the CPU, None for a model that pools in its own way and for no sequence.
+
+    A model with a `length_curve` in its config is corrected by it: here, and so for PPO, `rlhf eval`, `rm score` and
+    `rm serve`. It needs `lengths`, the `reply_length` of each response.
 
     See `sequence_scores` for `groups`. All processes must call this for a sharded model, also one without a sequence.
     """
@@ -289,9 +304,18 @@ def scores_and_features(
         return torch.zeros(0), None
     rows = torch.stack(in_order(parts, cut))
     logits, features = rows.tensor_split([int(model.config.num_labels or 1)], dim=1)
+    if (curve := length_curve(model)) is not None:
+        assert lengths is not None, "the model is corrected for the length of replies"
+        logits = logits - value_at(curve, torch.tensor(lengths))[:, None].to(logits.dtype)
     if as_probability:
         logits = logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(1)
     return logits[:, label], features if features.shape[1] else None
+
+
+def length_curve(model: PreTrainedModel) -> LengthCurve | None:
+    """What the length of a reply adds to the score of the model, which its RM stage found (`length_correction`)."""
+    pairs = getattr(model.config, LENGTH_CURVE, None)
+    return None if pairs is None else LengthCurve(*torch.tensor(pairs, dtype=torch.float64).T.contiguous())
 
 
 def sequence_scores(

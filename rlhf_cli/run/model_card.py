@@ -135,7 +135,7 @@ def card(
         data["base_model_relation"] = "adapter" if is_adapter else "finetune"
     body = [f"# {name}", WHAT[stage] if part not in PARTS else f"{WHAT[stage]} {PARTS[part]}"]
     if isinstance(config, RMConfig) and scale is not None:
-        body.append(_score_formula(*scale))
+        body.append(_score_formula(*scale, is_corrected=config.length_correction))
     if shown:
         rows = [f"| {METRICS[key][1]} | {value:.4g} |" for key, value in shown.items()]
         body.append("\n".join(["## Held-out figures", "", "| | |", "|---|---|", *rows]))
@@ -170,11 +170,16 @@ def _score_scale(folder: Path) -> tuple[float, float] | None:
     return (mean, std) if isinstance(mean, int | float) and isinstance(std, int | float) else None
 
 
-def _score_formula(mean: float, std: float) -> str:
+def _score_formula(mean: float, std: float, *, is_corrected: bool) -> str:
+    logit, curve = "logit", ""
+    if is_corrected:
+        logit = "(logit - value)"
+        curve = " `value` is read from `length_curve` at the characters of the reply, linear between its points."
     return (
-        "## The score\n\nPPO uses `(logit - score_mean) / score_std`, with the two numbers of `config.json`: "
-        f"`score_mean` {mean:.6g} and `score_std` {std:.6g}. Other servers ignore them, and some apply a sigmoid: "
-        "compare raw logits only, or apply the formula yourself. The text ends with EOS; the logit is read there."
+        f"## The score\n\nPPO uses `({logit} - score_mean) / score_std`, with the two numbers of `config.json`: "
+        f"`score_mean` {mean:.6g} and `score_std` {std:.6g}.{curve} Other servers ignore them, and some apply a "
+        "sigmoid: compare raw logits only, or apply the formula yourself. The text ends with EOS; the logit is read "
+        "there."
     )
 
 

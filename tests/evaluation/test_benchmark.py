@@ -94,11 +94,11 @@ def test_a_random_model_scores_one_quarter_and_a_perfect_one_everything():
     sequences = [[[0]] * len(one.row.answers) for one in rows]
     size = sum(map(len, sequences))
     random = torch.randn(size, generator=torch.Generator().manual_seed(1))
-    figures, chance = bench_figures(rows, lambda _: random, sequences, seed=0)
+    figures, chance = bench_figures(rows, lambda *_: random, sequences, seed=0)
     assert chance == {"Math": 0.25}
     assert figures["Math"].low < 0.25 < figures["Math"].high
     perfect = torch.tensor([1.0 if i < one.num_right else 0.0 for one in rows for i in range(len(one.row.answers))])
-    figures, _ = bench_figures(rows, lambda _: perfect, sequences, seed=0)
+    figures, _ = bench_figures(rows, lambda *_: perfect, sequences, seed=0)
     assert figures["Math"].value == 1
     # Beyond 1: right answers of equal scores earn the whole bonus.
     assert figures["Ties"].value == pytest.approx(1.01)
@@ -109,7 +109,7 @@ def test_rows_of_ties_without_their_other_row_are_counted_and_not_scored():
     rows = [bench_row(1, 1, "Ties", "ref:1"), bench_row(2, 1, "Ties", "tied:1"), bench_row(1, 1, "Ties", "ref:2")]
     assert num_unpaired(rows) == 1
     scores = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0])
-    figures, _ = bench_figures(rows, lambda _: scores, [[[0]] * len(one.row.answers) for one in rows], seed=0)
+    figures, _ = bench_figures(rows, lambda *_: scores, [[[0]] * len(one.row.answers) for one in rows], seed=0)
     assert figures["Ties"].value == pytest.approx(1.01)
 
 

@@ -29,7 +29,7 @@ def ranked(encoder, number):
     return [encoder.items(row, tokens)[0] for row, tokens in zip(rows, encoder.sequences(rows), strict=True)]
 
 
-def by_length(rows):
+def by_length(rows, _lengths=None):
     """A scorer that does not see the prompt: tokens of a sequence."""
     return torch.tensor([float(len(ids)) for row in rows for ids in row])
 
@@ -57,7 +57,7 @@ def test_a_scorer_of_single_answers_ignores_their_position(encoder):
 
 
 def test_a_scorer_that_sees_the_position_is_found(encoder):
-    def by_place(rows):
+    def by_place(rows, _lengths=None):
         return torch.arange(float(sum(map(len, rows))))
 
     rows = ranked(encoder, 6)
@@ -78,7 +78,7 @@ def test_words_before_the_prompt_change_nothing_for_a_scorer_of_answers(encoder)
 def test_a_preference_that_turns_with_the_prefix_is_found(encoder, tokenizer):
     greeting = PREFIXES[0].strip()
 
-    def turned(rows):
+    def turned(rows, _lengths=None):
         signs = [-1 if greeting in tokenizer.decode(ids) else 1 for row in rows for ids in row]
         return by_length(rows) * torch.tensor(signs)
 

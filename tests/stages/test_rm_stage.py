@@ -257,7 +257,7 @@ def test_members_start_from_other_models_and_are_compared(pipeline, make_model, 
     for folder in folders:
         scorer = scorer_of(run, run.rm, load_reward_model(str(folder)), load_tokenizer(str(folder)))
         rows = rows_of_stage(run, scorer)
-        scores = scorer.score([item.answers for item in rows])
+        scores = scorer.score_items(rows)
         margins.append((scores[0::2] - scores[1::2]) / scorer.model.config.score_std)
     accuracy = [(m.sign() + 1).mean().item() / 2 for m in [*margins, sum(margins)]]
     names = [f"members/accuracy_{name}" for name in (0, 1, 2, "mean")]
