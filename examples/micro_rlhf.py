@@ -56,6 +56,20 @@ def kindness(response: str) -> int:
     return sum(word in KIND for word in words.groups()) if words else 0
 
 
+def demonstrations(rng: random.Random, count: int = 32) -> list[tuple[str, str]]:
+    return [(new_prompt(rng), new_response(rng)) for _ in range(count)]
+
+
+def preferences(rng: random.Random, count: int = 32) -> list[tuple[str, str, str]]:
+    """(prompt, chosen, rejected): the kinder response is chosen, with probability sigmoid(2 * difference)."""
+    rows = []
+    for _ in range(count):
+        a, b = new_response(rng), new_response(rng)
+        prefers_a = rng.random() < torch.tensor(2.0 * (kindness(a) - kindness(b))).sigmoid()
+        rows.append((new_prompt(rng), *((a, b) if prefers_a else (b, a))))
+    return rows
+
+
 # -------------------------------------------------------------------------------------------------------- the model
 
 
@@ -319,18 +333,6 @@ def main(seed: int = 0) -> None:
     rng = random.Random(seed)
     length = 28  # of a response, in tokens; a sentence has 25
 
-    def demonstrations() -> list[tuple[str, str]]:
-        return [(new_prompt(rng), new_response(rng)) for _ in range(32)]
-
-    def preferences(count: int = 32) -> list[tuple[str, str, str]]:
-        """The kinder response is chosen, with probability sigmoid(2 * difference)."""
-        rows = []
-        for _ in range(count):
-            a, b = new_response(rng), new_response(rng)
-            prefers_a = rng.random() < torch.tensor(2.0 * (kindness(a) - kindness(b))).sigmoid()
-            rows.append((new_prompt(rng), *((a, b) if prefers_a else (b, a))))
-        return rows
-
     def draws() -> Draws:
         prompts = [new_prompt(rng) for _ in range(64)]
         return prompts, torch.rand(64, length), torch.randperm(64).view(4, 16).tolist()
@@ -338,7 +340,7 @@ def main(seed: int = 0) -> None:
     test_prompts, test_uniforms = [new_prompt(rng) for _ in range(128)], torch.rand(128, length)
 
     policy = Llama(V)
-    for i, loss in enumerate(sft(policy, (demonstrations() for _ in range(300)), 3e-3), 1):
+    for i, loss in enumerate(sft(policy, (demonstrations(rng) for _ in range(300)), 3e-3), 1):
         if i % 100 == 0:
             print(f"SFT           step {i:3}   loss {loss:.3f} nats per character")
     show("after SFT", policy, test_prompts, test_uniforms)
@@ -346,11 +348,11 @@ def main(seed: int = 0) -> None:
 
     scorer = copy.deepcopy(policy)  # the SFT model with a new head
     scorer.head = nn.Linear(64, 1, bias=False)
-    for i, loss in enumerate(reward_model(scorer, (preferences() for _ in range(150)), 1e-3), 1):
+    for i, loss in enumerate(reward_model(scorer, (preferences(rng) for _ in range(150)), 1e-3), 1):
         if i % 50 == 0:
             print(f"reward model  step {i:3}   loss {loss:.3f}")
     with torch.no_grad():
-        held_out = preferences(256)
+        held_out = preferences(rng, 256)
         of_chosen = sequence_scores(scorer, [[*encode(p + c), EOS] for p, c, _ in held_out])
         of_rejected = sequence_scores(scorer, [[*encode(p + r), EOS] for p, _, r in held_out])
         print(f"reward model  accuracy on 256 new pairs {(of_chosen > of_rejected).float().mean():.2f}")

@@ -1,0 +1,70 @@
+"""The course: its figures are there, and each planted fault is the one that the solution names and is found."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.faults import FAULTS
+from support.paths import ROOT
+
+COURSE = ROOT / "docs" / "course"
+LESSONS = sorted(COURSE.glob("[0-9]*.md"))
+SOLUTIONS = re.split(r"^## Lesson \d\n", (COURSE / "solutions.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+PLANTED = dict(re.findall(r"^    (\d): \"(\w+)\",$", (COURSE / "lesson.py").read_text(encoding="utf-8"), re.MULTILINE))
+CHANGE = r"In `([\w/]+\.py)` .*?```diff\n-(.*?)\n\+(.*?)\n```\n\nRun `python (-m pytest -q [\w/.]+)`"
+
+
+def change_of(lesson: Path) -> tuple[str, str, str, list[str]]:
+    """File, old line, new line and test command of a lesson's first exercise."""
+    match = re.search(CHANGE, lesson.read_text(encoding="utf-8"), re.DOTALL)
+    assert match, f"{lesson.name}: its first exercise has another form"
+    return match[1], match[2], match[3], match[4].split()
+
+
+def test_there_are_eight_lessons_with_two_solutions_each() -> None:
+    assert [lesson.name[:2] for lesson in LESSONS] == [f"{n:02}" for n in range(1, 9)]
+    assert [re.findall(r"^\*\*(\d\.\d)\*\*", text, re.MULTILINE) for text in SOLUTIONS] == [
+        [f"{n}.1", f"{n}.2"] for n in range(1, 9)
+    ]
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_a_lesson_has_its_figure_and_two_exercises(number: int) -> None:
+    text = LESSONS[number - 1].read_text(encoding="utf-8")
+    assert f"]({number}.svg)" in text
+    assert f"`python docs/course/lesson.py figure {number}`" in text
+    assert f"**{number}.2** `python docs/course/lesson.py plant {number}`" in text
+    file, old, new, _ = change_of(LESSONS[number - 1])
+    assert (ROOT / file).read_text(encoding="utf-8").splitlines().count(old) == 1, "the line of the exercise"
+    assert new != old
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_the_solution_names_the_cause_of_the_planted_run(number: int) -> None:
+    assert re.search(r"^\*\*\d\.2\*\* `(\w+)`:", SOLUTIONS[number - 1], re.MULTILINE)[1] == (  # type: ignore[index]
+        FAULTS[PLANTED[str(number)]].cause
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(1, 9))
+def test_the_test_of_the_solution_sees_the_change(number: int, tmp_path: Path) -> None:
+    file, old, new, command = change_of(LESSONS[number - 1])
+    named = re.search(r"`(test_\w+)(\.py)?`", SOLUTIONS[number - 1])
+    assert named
+    for folder in ("rlhf_cli", "stages", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    only = [] if named[2] else ["-k", named[1]]
+    for expected in (0, 1):  # it passes without the change
+        done = subprocess.run(
+            [sys.executable, *command, *only], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == expected, done.stdout[-2000:]
+        (tmp_path / file).write_text((tmp_path / file).read_text("utf-8").replace(f"{old}\n", f"{new}\n"), "utf-8")
