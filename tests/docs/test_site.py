@@ -17,7 +17,7 @@ LESSONS = sorted(path.stem for path in (DOCS / "course").glob("[0-9]*.md"))
 
 
 def test_the_start_page_links_to_every_page() -> None:
-    linked = re.findall(r"\]\(([\w/]+\.md)\)", (DOCS / "README.md").read_text(encoding="utf-8"))
+    linked = re.findall(r"\]\(([\w/-]+\.md)\)", (DOCS / "README.md").read_text(encoding="utf-8"))
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} - {"README.md"}
     assert pages - set(linked) == set(), (
         "name the page in docs/README.md, below the heading where a reader looks for it"
