@@ -50,24 +50,31 @@ class Method:
 
     rewards: Callable[[Path, int], list[dict[str, Any]]]
     """From the working folder and the seed."""
-    rm: tuple[str, ...] = ("rm",)
-    """The reward models that it needs, of RMS."""
+    rm: str = "rm"
+    """The reward model that it needs, of RMS, besides `rm`."""
     settings: tuple[str, ...] = ()
 
 
 RMS: dict[str, tuple[str, ...]] = {
-    "rm": (),
-    **{f"rm-{k}": (f"seed={k}0{{seed}}",) for k in range(1, MEMBERS)},
+    "rm": (f"members={MEMBERS}",),
     "rm-unflipped": ("data.train={task}/data/unflipped.jsonl",),
     "rm-smoothing": ("label_smoothing=0.25",),
     "rm-flip-rate": ("flip_rate=0.25",),
 }
-"""Reward models of one seed: name -> settings that differ from the task's rm.yaml."""
+"""Reward models of one seed: name -> settings that differ from the task's rm.yaml. The members of `rm` beside the first
+have other heads and orders of the rows; its first is the reward model alone."""
+MERGED = "rm-merged"
+"""The mean of the weights of the members of `rm` (`rlhf merge`)."""
 
 
 def one(rm: str) -> Callable[[Path, int], list[dict[str, Any]]]:
     """PPO is rewarded by one reward model."""
-    return lambda work, seed: [{"type": "reward_model", "path": path(work, seed, rm)}]
+    return lambda work, seed: [model(path(work, seed, rm))]
+
+
+def model(path: str) -> dict[str, Any]:
+    """A reward model as a source of rewards."""
+    return {"type": "reward_model", "path": path}
 
 
 def path(work: Path, seed: int, rm: str) -> str:
@@ -82,7 +89,8 @@ def folder(work: Path, seed: int, method: str) -> Path:
 
 def same_sft(work: Path, seed: int) -> list[str]:
     """Four reward models from one SFT model: other heads and orders of the rows."""
-    return [path(work, seed, rm) for rm in ("rm", *(f"rm-{k}" for k in range(1, MEMBERS)))]
+    first = path(work, seed, "rm")
+    return [first, *(f"{first}/members/{k}" for k in range(1, MEMBERS))]
 
 
 def other_sft(work: Path, seed: int) -> list[str]:
@@ -95,18 +103,25 @@ def ensemble(members: Callable[[Path, int], list[str]], **keys: Any) -> Callable
     return lambda work, seed: [{"type": "ensemble", "members": members(work, seed), **keys}]
 
 
-FOUR = ("rm", *(f"rm-{k}" for k in range(1, MEMBERS)))
 METHODS: dict[str, Method] = {
     BASE: Method(one("rm")),
     "no KL penalty": Method(one("rm"), settings=("ppo.kl_coef=0",)),
     "KL penalty 0.1": Method(one("rm"), settings=("ppo.kl_coef=0.1",)),
+    "4 from other SFT seeds, mean": Method(ensemble(other_sft, beta="mean")),
+    "4 from other SFT seeds, beta 0.02": Method(ensemble(other_sft)),
+    "4 from one SFT model, mean": Method(ensemble(same_sft, beta="mean")),
+    "4 from one SFT model, beta 0.02": Method(ensemble(same_sft)),
+    "4 from one SFT model, merged": Method(lambda work, seed: [model(str(work / f"seed{seed}" / MERGED))]),
     "KL held at 2 nats": Method(
         one("rm"), settings=("ppo.kl_controller=adaptive", "ppo.kl_target=2", "ppo.kl_horizon=1000")
     ),
-    "labels without flips": Method(one("rm-unflipped"), ("rm-unflipped",)),
-    "label smoothing 0.25": Method(one("rm-smoothing"), ("rm-smoothing",)),
-    "flip rate 0.25": Method(one("rm-flip-rate"), ("rm-flip-rate",)),
+    "labels without flips": Method(one("rm-unflipped"), "rm-unflipped"),
+    "label smoothing 0.25": Method(one("rm-smoothing"), "rm-smoothing"),
+    "flip rate 0.25": Method(one("rm-flip-rate"), "rm-flip-rate"),
+    "4 from other SFT seeds, worst": Method(ensemble(other_sft, beta=0)),
+    "4 from one SFT model, worst": Method(ensemble(same_sft, beta=0)),
 }
+"""In the order in which they are trained: all methods of a seed, then the next seed."""
 
 
 # ------------------------------------------------------------------------------------------ training
@@ -133,6 +148,14 @@ def stage(work: Path, name: str, out: Path, seed: int, settings: Iterable[str]) 
     print(f"{name} {out.relative_to(work)}", flush=True)
 
 
+def link(run: Path, **stages: Path) -> None:
+    """Put stages of other runs into a run, so that commands find all of its stages."""
+    run.mkdir(parents=True, exist_ok=True)
+    for name, target in stages.items():
+        if not (run / name).exists():
+            (run / name).symlink_to(target)
+
+
 def in_parallel(jobs: Sequence[Callable[[], None]], workers: int) -> None:
     """Run the jobs, a few at a time; the first failure ends them."""
     with ThreadPoolExecutor(workers) as pool:
@@ -154,22 +177,29 @@ def train(work: Path, names: Sequence[str], seeds: Sequence[int], workers: int) 
     in_parallel([lambda s=s: stage(work, "sft", work / f"seed{s}", s, ()) for s in SEEDS], workers)
 
     def train_rm(seed: int, rm: str) -> None:
-        own = [text.format(seed=seed, task=work / "task") for text in RMS[rm]]
-        stage(work, "rm", work / f"seed{seed}" / rm, seed, [f"model.path={work}/seed{seed}/sft", *own])
+        out = work / f"seed{seed}" / rm
+        link(out, sft=work / f"seed{seed}" / "sft")
+        stage(work, "rm", out, seed, [text.format(task=work / "task") for text in RMS[rm]])
+
+    def merge(seed: int) -> None:
+        out = work / f"seed{seed}" / MERGED
+        if not out.exists():
+            rlhf(out.parent / f"{MERGED}.log", "merge", *same_sft(work, seed), "--out", str(out))
 
     def train_ppo(seed: int, name: str) -> None:
         method, out = METHODS[name], folder(work, seed, name)
+        link(out, sft=work / f"seed{seed}" / "sft", rm=work / f"seed{seed}" / method.rm / "rm")
         rewards = json.dumps(method.rewards(work, seed))
-        own = [f"policy.path={work}/seed{seed}/sft", f"rewards={rewards}", *method.settings]
-        stage(work, "ppo", out, seed, own)
+        stage(work, "ppo", out, seed, [f"rewards={rewards}", *method.settings])
         if not (out / "diagnosis.json").is_file():
             command = [sys.executable, "-m", "rlhf_cli", "diagnose", str(out), "--json", "--files-only"]
             done = subprocess.run(command, capture_output=True, text=True)
             (out / "diagnosis.json").write_text(done.stdout, encoding="utf-8")
 
-    rms = sorted({(s, "rm") for s in SEEDS} | {(s, rm) for s in seeds for name in names for rm in METHODS[name].rm})
+    rms = sorted({(s, "rm") for s in SEEDS} | {(s, METHODS[name].rm) for s in seeds for name in names})
     in_parallel([lambda s=s, rm=rm: train_rm(s, rm) for s, rm in rms], workers)
-    in_parallel([lambda s=s, name=name: train_ppo(s, name) for name in names for s in seeds], workers)
+    in_parallel([lambda s=s: merge(s) for s in seeds], workers)
+    in_parallel([lambda s=s, name=name: train_ppo(s, name) for s in seeds for name in names], workers)
 
 
 def write_unflipped(data: Path) -> None:

@@ -278,7 +278,7 @@ def generate(
 
     def read() -> Iterator[Record | Dropped]:
         rows = items(source, "ppo", reading.on_bad_row, prompt, prompt_words=prompt_words)
-        return islice(map(_with_prompt, islice(rows, output.num)), number, None, count)
+        return islice(map(with_prompt, islice(rows, output.num)), number, None, count)
 
     def start() -> Callable[[Sequence[tuple[int, Record]]], list[Outcome]]:
         from rlhf_cli.processes import distributed
@@ -350,7 +350,7 @@ def _report(output: Output, options: ResponseOptions, model: TrainedLanguageMode
     output.require_rows()
 
 
-def _with_prompt(item: Record | Dropped) -> Record | Dropped:
+def with_prompt(item: Record | Dropped) -> Record | Dropped:
     """A row of plain text with its text as the prompt, unless its first words are the prompt already."""
     if isinstance(item, Dropped) or item.prompt or item.messages:
         return item

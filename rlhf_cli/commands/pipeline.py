@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from rlhf_cli.commands.options import NumProcesses, Quiet, Threads
+from rlhf_cli.commands.rounds import Rounds, show
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
@@ -38,6 +39,20 @@ def pipeline(
     quiet: Quiet = False,
     nproc: NumProcesses = 1,
     threads: Threads = None,
+    rounds: Annotated[
+        int, typer.Option("--rounds", metavar="N", min=1, help="Label replies of the policy and train again.")
+    ] = 1,
+    labels: Annotated[
+        str | None,
+        typer.Option(
+            "--labels",
+            metavar="SOURCE",
+            help="With --rounds: what scores replies, FILE.py:FUNCTION or a reward in YAML.",
+        ),
+    ] = None,
+    pairs: Annotated[
+        int | None, typer.Option("--pairs", min=2, help="With --rounds: pairs to label in each.", show_default="500")
+    ] = None,
 ) -> None:
     """Run the stages of a folder in order, skipping those that are up to date."""
     # A stage that is finished and whose config, data and inputs are unchanged is skipped. A stage that runs changes the
@@ -62,30 +77,50 @@ def pipeline(
     roots = {config.artifacts for config in loaded.values()}
     if len(roots) > 1:
         raise ConfigError(f"{directory}: the stages have different `artifacts` ({', '.join(sorted(roots))}). Use one")
+    if rounds == 1 and (labels is not None or pairs is not None):
+        option = "--pairs" if labels is None else "--labels"
+        raise ConfigError(f"{option}: does nothing without --rounds. Add --rounds 2, or remove it")
+    plan = Rounds.of(labels, pairs, loaded) if rounds > 1 else None
     is_main = os.environ.get("RANK", "0") == "0"  # under torchrun every process runs this
     display = Display("pipeline", quiet=quiet, silent=not is_main)
-    processes = ["--nproc", str(nproc)] if nproc > 1 else []
-    ran = [
-        stage
-        for stage, path in configs.items()
-        if run_stage(
-            stage,
-            _loader(stage, list(configs), display),
-            path,
-            chosen[stage],
-            restart=restart,
-            quiet=quiet,
-            # Without --restart, which would discard the checkpoints.
-            resume_with=command("pipeline", str(directory), *set_options(overrides), *processes),
-            num_processes=nproc,
-        )
-    ]
+    given = {"--nproc": nproc, "--rounds": rounds, "--labels": labels, "--pairs": pairs}
+    again = [str(word) for option, value in given.items() if value not in (None, 1) for word in (option, value)]
+    # Without --restart, which would discard the checkpoints.
+    resume_with = command("pipeline", str(directory), *set_options(overrides), *again)
+
+    def run(stages: Sequence[str], own: Mapping[str, Sequence[str]]) -> list[str]:
+        return [
+            stage
+            for stage in stages
+            if run_stage(
+                stage,
+                _loader(stage, stages, display),
+                configs[stage],
+                [*chosen[stage], *own.get(stage, ())],
+                restart=restart,
+                quiet=quiet,
+                resume_with=resume_with,
+                num_processes=nproc,
+            )
+        ]
+
     root = roots.pop()
-    _show_result(root, list(configs), ran, display)
+    ran, done = run(list(configs), {}), [root]
+    for number in range(2, rounds + 1):
+        assert plan is not None
+        display.heading(f"round {number} of {rounds}")
+        folder = Path(root) / "rounds" / str(number)
+        if not plan.prepare(number, done[-1], folder, display=display, again=resume_with, restart=restart):
+            break
+        ran = run(["rm", "ppo"], plan.overrides(loaded, root, number))
+        done.append(str(folder))
+    _show_result(done[-1], list(configs), ran, display)
+    if rounds > 1:
+        show(done, display)
     if is_main:
-        if not (Path(root) / "eval").is_dir():
-            display.note(f"for intervals, calibration and best-of-n: {command('eval', root)}")
-        _report(Path(root), display)
+        if not (Path(done[-1]) / "eval").is_dir():
+            display.note(f"for intervals, calibration and best-of-n: {command('eval', done[-1])}")
+        _report(Path(done[-1]), display)
 
 
 def require_lora(stage: str, configs: Mapping[str, Stage], *, here: bool = True) -> None:

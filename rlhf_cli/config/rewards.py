@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Annotated, Literal, NamedTuple, Self
@@ -286,9 +287,9 @@ class EnsembleReward(AnyReward):
     members: Annotated[int, Field(ge=2)] | Annotated[list[LocalPath], Field(min_length=2)]
     """The directories of the reward models, or how many members of the run's own `rm` stage to take (the key
     `members` of rm.yaml)."""
-    beta: Annotated[float, Field(ge=0, allow_inf_nan=True)] | None = None
-    """The score is -beta * log(mean over the members of exp(-score / beta)): 0 is the lowest of their scores, `.inf`
-    their mean. Null uses ppo.kl_coef."""
+    beta: Annotated[float, Field(ge=0)] | Literal["mean"] | None = None
+    """The score is -beta * log(mean over the members of exp(-score / beta)): 0 is the lowest of their scores, `mean`
+    the limit of a large beta, their mean. Null uses ppo.kl_coef."""
     normalize: bool = True
     """Subtract each member's mean and divide by its standard deviation, if its directory has them."""
 
@@ -333,7 +334,8 @@ def named_rewards(rewards: Sequence[Reward], artifacts: str, kl_coef: float) -> 
             paths: list[str | None] = [None, *(f"{artifacts}/rm/members/{k}" for k in range(1, reward.members))]
         else:
             paths = list(reward.members)
-        ensemble = Ensemble(name, reward.weight, kl_coef if reward.beta is None else reward.beta)
+        beta = math.inf if reward.beta == "mean" else kl_coef if reward.beta is None else reward.beta
+        ensemble = Ensemble(name, reward.weight, beta)
         for k, path in enumerate(paths):
             member = ModelReward(type="reward_model", path=path, normalize=reward.normalize, on_error=reward.on_error)
             found.append(NamedReward(f"{key}.members.{k}", f"{name}_{k}", member, ensemble))
