@@ -230,6 +230,13 @@ def json_rows(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
     yield from (row for line in lines if (row := json_object(line)) is not None)
 
 
+def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a JSONL file, one at a time; none without the file. Damaged and incomplete lines are skipped."""
+    if path.is_file():
+        with path.open("rb") as file:
+            yield from json_rows(file)
+
+
 def json_object(text: str | bytes) -> dict[str, Any] | None:
     """The JSON object that a text holds; None if it holds none."""
     try:

@@ -305,15 +305,16 @@ class Output:
 
     def __enter__(self) -> Output:
         try:
-            self._new = [folder for folder in self.path.parents if not folder.exists()]
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._files = [self._open(self.path), self._open(self.dropped_path)]
-            self._is_started = self._resumes()
-            if self._is_started:
-                self.num_rows, self.num_dropped = map(cut_incomplete_line, self._files)
-        except BaseException as error:
+            with self._writing():
+                self._new = [folder for folder in self.path.parents if not folder.exists()]
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._files = [self._open(self.path), self._open(self.dropped_path)]
+                self._is_started = self._resumes()
+                if self._is_started:
+                    self.num_rows, self.num_dropped = map(cut_incomplete_line, self._files)
+        except BaseException:
             self._close()
-            raise self._not_writable(error) if isinstance(error, OSError) else error from None
+            raise
         return self
 
     def __exit__(
@@ -373,14 +374,12 @@ class Output:
         """Discard the rows of an earlier run, and write the settings, unless rows are being resumed."""
         if self._is_started:
             return
-        try:
+        with self._writing():
             # Settings first: without them, rows that a kill leaves behind are never taken for rows of this run.
             self.settings_path.unlink(missing_ok=True)
             for file in self._files:
                 file.truncate(0)
             write_text(self.settings_path, json_line(self.settings, indent=2).decode())
-        except OSError as error:
-            raise self._not_writable(error) from None
         self._is_started = True
 
     def write_chunk(self, items: Sequence[Record | Dropped], outcomes: Sequence[Outcome]) -> None:
@@ -445,11 +444,9 @@ class Output:
 
     def sync(self) -> None:
         """Wait until all lines are on the disk, where a power failure does not lose them."""
-        try:
+        with self._writing():
             for file in self._files:
                 os.fsync(file.fileno())
-        except OSError as error:
-            raise self._not_writable(error) from None
 
     def summary_of_dropped(self) -> str:
         """How many items were dropped and why, to end a sentence; "" if none was."""
@@ -469,17 +466,19 @@ class Output:
 
     def _line(self, which: int, values: dict[str, Any]) -> None:
         self._start()
-        try:
+        with self._writing():
             self._files[which].write(json_line(values))
             self._files[which].flush()
-        except OSError as error:
-            raise self._not_writable(error) from None
 
-    def _not_writable(self, error: OSError) -> ArtifactError:
-        return ArtifactError(
-            f"{error.filename or self.path}: cannot be written ({error.strerror or error}). Free disk space, remove "
-            "the obstacle, or give another --out"
-        )
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ArtifactError(
+                f"{error.filename or self.path}: cannot be written ({error.strerror or error}). Free disk space, "
+                "remove the obstacle, or give another --out"
+            ) from None
 
     def _close(self) -> None:
         if not self._is_started:

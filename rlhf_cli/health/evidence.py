@@ -16,8 +16,9 @@ from typing import Any
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import EnsembleReward, ModelReward
+from rlhf_cli.files import rows_of
 from rlhf_cli.health.history import PERSIST, START
-from rlhf_cli.report.read import RunData, StageData, read_run, rows_of
+from rlhf_cli.report.read import RunData, StageData, read_run
 from rlhf_cli.run.artifacts import flat
 
 OF_ITERATIONS = (

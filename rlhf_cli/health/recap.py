@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from rlhf_cli.files import json_rows
+from rlhf_cli.files import rows_of
 
 HEALTHY = "healthy"
 
@@ -65,7 +63,7 @@ def names_in(line: str) -> list[str]:
 def findings_of(directory: Path) -> list[Seen]:
     """The kinds of findings of the run that writes to a stage's directory, in the order in which they appeared."""
     seen: dict[str, Seen] = {}
-    for row in _rows(directory):
+    for row in rows_of(directory / "health.jsonl"):
         messages = {finding["name"]: finding for finding in row["findings"]}
         for name in dict.fromkeys([*messages, *names_in(row["line"] or HEALTHY)]):
             one = seen.setdefault(name, Seen(name))
@@ -79,12 +77,5 @@ def findings_of(directory: Path) -> list[Seen]:
 
 def last_names(directory: Path) -> list[str]:
     """The names of the findings that held after the last step of the run that writes to a stage's directory."""
-    lines = [row["line"] for row in _rows(directory) if row["line"] is not None]
+    lines = [row["line"] for row in rows_of(directory / "health.jsonl") if row["line"] is not None]
     return names_in(lines[-1]) if lines else []
-
-
-def _rows(directory: Path) -> Iterator[dict[str, Any]]:
-    path = directory / "health.jsonl"
-    if path.is_file():
-        with path.open("rb") as file:
-            yield from json_rows(file)

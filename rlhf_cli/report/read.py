@@ -15,7 +15,7 @@ import yaml
 
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
-from rlhf_cli.files import digest_file, json_rows, read_object
+from rlhf_cli.files import digest_file, read_object, rows_of
 from rlhf_cli.report.chart import COLORS, METRICS
 from rlhf_cli.run.artifacts import MANIFEST, Manifest, partial_directory, read_manifest_or_none, stage_directory
 from rlhf_cli.run.state import unfinished_stages
@@ -165,14 +165,6 @@ def evaluations_of(directory: Path) -> list[dict[str, Any]]:
     rows, own = list(rows_of(directory / "evaluations.jsonl")), read_object(directory / "evaluation.json")
     first = own.get("validation", own).get("sft")
     return [{"step": 0, **first}, *rows] if rows and rows[0].get("step") != 0 and first else rows
-
-
-def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a JSONL file, one at a time. A line that is being written, or is damaged, is skipped."""
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        yield from json_rows(file)
 
 
 def curves(rows: Iterator[dict[str, Any]], names: Collection[str]) -> dict[str, tuple[list[float], list[float]]]:

@@ -8,7 +8,6 @@ that it repeats.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import queue
 import textwrap
@@ -21,7 +20,7 @@ from typing import Any
 
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.config.yaml_text import dump_config
-from rlhf_cli.files import json_rows, read_object
+from rlhf_cli.files import read_object, rows_of
 from rlhf_cli.program import install_extra
 from rlhf_cli.report.progress import Display
 from rlhf_cli.report.tracker_services import TRACKERS, MLflow, TrackedRun, Tracker, WandB
@@ -65,11 +64,8 @@ class Trackers:
                 self.display.warn(f"tracker {name}: is off, the run continues without it ({error})")
             else:
                 self._followers.append(follower)
-        rows = []
-        for file in FILES:
-            with contextlib.suppress(FileNotFoundError):
-                path = partial_directory(root, self.stage) / f"{file}.jsonl"
-                rows += [(file, row) for row in json_rows(path.read_bytes().splitlines())]
+        partial = partial_directory(root, self.stage)
+        rows = [(file, row) for file in FILES for row in rows_of(partial / f"{file}.jsonl")]
         for file, row in sorted(rows, key=lambda row: row[1].get("step", 0)):
             self.send(file, row)
 
