@@ -83,7 +83,7 @@ def rm_score(
         for chunk in batched(islice(items(source, "sft", reading.on_bad_row, require_answer), num), CHUNK):
             records = [record for record in chunk if not isinstance(record, Dropped)]
             summary.num_bad_rows += len(chunk) - len(records)
-            samples = samples_of(model, records, template)
+            samples = as_samples(model, records, template)
             scores = iter(model.score(samples).tolist())
             ids = iter([p + r for p, r in zip(samples.prompt_ids, samples.response_ids, strict=True)])
             for record in records:
@@ -113,7 +113,7 @@ def _score_typed(options: RewardModelOptions, *, quiet: bool) -> None:
         if prompt and template is None and not prompt[-1].isspace() and not answer[0].isspace():
             answer = f" {answer}"  # as answers begin in rows whose prompt ends with a word
         record = Record(f"line {number}", prompt, (Answer(answer),), prompt or answer)
-        (score,) = model.score(samples_of(model, [record], template)).tolist()
+        (score,) = model.score(as_samples(model, [record], template)).tolist()
         text = f"{score:.3f}\n".encode() if is_terminal else json_line(scored_row(record, [score]))
         sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()
@@ -150,7 +150,7 @@ def _load(options: RewardModelOptions) -> tuple[RewardModel, str | None, list[st
     return model, data.get("prompt_template"), notes
 
 
-def samples_of(model: RewardModel, records: Sequence[Record], template: str | None) -> Samples:
+def as_samples(model: RewardModel, records: Sequence[Record], template: str | None) -> Samples:
     """Every answer of every record, in order, as a reward model receives PPO's responses."""
     from rlhf_cli.data.encode import RowText, encode_for_classifier, last_run
     from rlhf_cli.models.heads import reads_last_token

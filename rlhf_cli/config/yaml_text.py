@@ -61,7 +61,7 @@ for _name, _pattern in SCALARS.items():
     ConfigLoader.add_implicit_resolver(TAG + _name, _pattern, None)
 
 
-def read_text(path: str | Path) -> str:
+def config_text(path: str | Path) -> str:
     """The text of a config file. The size is bounded, so that a wrong path (a checkpoint, /dev/zero) fails quickly."""
     try:
         # A pipe of the shell, `<(command)`, has a writer; a pipe with a name may have none, and would block.

@@ -24,8 +24,8 @@ from rlhf_cli.config.yaml_text import (
     SCALARS,
     TAG,
     ConfigLoader,
+    config_text,
     indentation_hint,
-    read_text,
     scalar,
     shown_tag,
 )
@@ -105,7 +105,7 @@ class Tree:
 
     def _load(self, path: str | Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         """The values of a file over those of the file it extends. ``chain`` are the files that led here."""
-        text = read_text(path)
+        text = config_text(path)
         source = len(self.files)
         self.files.append(str(path))
         self.places, self.unread = {(): Place(source, 1)}, []

@@ -42,10 +42,10 @@ def at(step: int, unit: str) -> str:
     return f"{unit} {step}" if step else f"before {unit} 1"
 
 
-def state_of(line: str) -> str:
+def state_in(line: str) -> str:
     """The part of a health line before its figures.
 
-    >>> state_of("empty (since iteration 3): score 0.5")
+    >>> state_in("empty (since iteration 3): score 0.5")
     'empty (since iteration 3)'
     """
     return line.partition(": ")[0]
@@ -57,7 +57,7 @@ def names_in(line: str) -> list[str]:
     >>> names_in("approx_kl, empty (since iteration 3): score 0.5"), names_in("healthy")
     (['approx_kl', 'empty'], [])
     """
-    return [name.partition(" ")[0] for name in state_of(line).split(", ") if name != HEALTHY]
+    return [name.partition(" ")[0] for name in state_in(line).split(", ") if name != HEALTHY]
 
 
 def findings_of(directory: Path) -> list[Seen]:

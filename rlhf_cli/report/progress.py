@@ -14,7 +14,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_cli.health.recap import Seen, at, names_in, state_of, unit_of
+from rlhf_cli.health.recap import Seen, at, names_in, state_in, unit_of
 from rlhf_cli.printing import printable
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -175,7 +175,7 @@ class Display:
         if self._progress is None:
             return
         now = names_in(line)
-        self._progress.findings = state_of(line) if now else ""
+        self._progress.findings = state_in(line) if now else ""
         ended = [name for name in self.reported if name not in now]
         self.reported = list(dict.fromkeys([*(name for name in self.reported if name in now), *new]))
         if ended:
