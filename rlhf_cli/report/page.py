@@ -15,9 +15,17 @@ from rlhf_cli.config.stage import STAGES
 from rlhf_cli.health.recap import unit_of
 from rlhf_cli.report import library
 from rlhf_cli.report.chart import COLORS, PICTURE_COLORS, SCHEMA, Chart
-from rlhf_cli.report.charts import evaluation_charts
-from rlhf_cli.report.curves import SMOOTHING, curve_charts, findings_chart, first_of_each, same_stage
-from rlhf_cli.report.distance import SECTION, distance_charts, frontier_charts
+from rlhf_cli.report.charts import (
+    DISTANCE,
+    SMOOTHING,
+    curve_charts,
+    distance_charts,
+    evaluation_charts,
+    findings_chart,
+    first_of_each,
+    frontier_charts,
+    same_stage,
+)
 from rlhf_cli.report.read import RunData, read_runs
 from rlhf_cli.report.tables import TITLES, side_by_side, tables_of
 from rlhf_cli.report.verdict import headline, verdict
@@ -97,7 +105,7 @@ def page(runs: Sequence[RunData], bundle: str) -> str:
         unit_of=unit_of,
         runs=_views(runs),
         curves={title: shown for title, shown in curves.items() if shown},
-        distance=[chart for chart in charts if chart.section == SECTION],
+        distance=[chart for chart in charts if chart.section == DISTANCE],
         together=side_by_side(runs) if len(runs) > 1 else [],
         sections=_sections(runs, charts),
         lacks_evaluation=[str(run.root) for run in runs if not any(d.evaluation for d in run.stages.values())],

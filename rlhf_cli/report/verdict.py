@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_cli.health.baselines import baselines
-from rlhf_cli.report.distance import path_points
+from rlhf_cli.report.charts import path_points
 from rlhf_cli.report.figure import Figure, as_metrics
 from rlhf_cli.report.read import RunData, StageData
 from rlhf_cli.report.tables import show

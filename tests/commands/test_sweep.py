@@ -14,7 +14,7 @@ from rlhf_cli.commands import sweep as module
 from rlhf_cli.commands.sweep import Sweep, members_of, over_seeds, sweep
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.errors import ConfigError, Interrupted, RunError
-from rlhf_cli.report.distance import frontier_charts
+from rlhf_cli.report.charts import frontier_charts
 from rlhf_cli.report.read import read_run
 from rlhf_cli.run import artifacts
 from rlhf_cli.run.identity import identity

@@ -44,7 +44,6 @@ FLOORS = {
     "rlhf_cli.health": 2,
     "rlhf_cli.evaluation": 8,
     "rlhf_cli.report.progress": 4,
-    "rlhf_cli.report.tracker_services": 4,
     "rlhf_cli.report.trackers": 4,
     "rlhf_cli.report": 6,
     "stages": 9,

@@ -32,8 +32,7 @@ from rlhf_cli.report.chart import (
     TRAINING,
     WORSE,
 )
-from rlhf_cli.report.curves import curve_charts, first_of_each, shared_runs, smoothed, stretches
-from rlhf_cli.report.distance import distance_charts
+from rlhf_cli.report.charts import curve_charts, distance_charts, first_of_each, shared_runs, smoothed, stretches
 from rlhf_cli.report.page import _script_json, picture, run_charts
 from rlhf_cli.report.read import MOST_POINTS, RunData, curves, read_run, thin
 from rlhf_cli.report.tables import tables_of

@@ -18,8 +18,7 @@ from rlhf_cli.errors import ConfigError, Interrupted
 from rlhf_cli.files import JsonLines
 from rlhf_cli.report import trackers as module
 from rlhf_cli.report.progress import Display
-from rlhf_cli.report.tracker_services import TRACKERS, MLflow
-from rlhf_cli.report.trackers import FILES, Trackers
+from rlhf_cli.report.trackers import FILES, TRACKERS, MLflow, Trackers
 from rlhf_cli.run.stage_run import StageRun
 from support.crash import wait_for
 from support.paths import ROOT
