@@ -72,7 +72,6 @@ from rlhf_cli.evaluation.agreement import (
     margins_of,
     probe_shares,
     scores_of_rows,
-    verdict,
 )
 from rlhf_cli.evaluation.normalization import (
     Items,
@@ -83,6 +82,7 @@ from rlhf_cli.evaluation.normalization import (
     texts_to_score,
     write_statistics,
 )
+from rlhf_cli.health.baselines import held_out_verdict
 from rlhf_cli.models.cost import Work
 from rlhf_cli.models.forward import autocast, check_length, is_packed, longest_input, shares_prefixes
 from rlhf_cli.models.freeze import freeze
@@ -543,7 +543,7 @@ def _show(figures: dict[str, float], rows: TokenRows, display: Display) -> None:
         return
     if not rows.held_out.test:
         figures = {name.replace("validation/", "eval/"): value for name, value in figures.items()}
-    sentence, is_better = verdict(figures)
+    sentence, is_better = held_out_verdict(figures)
     (display.note if is_better else display.warn)(sentence)
 
 

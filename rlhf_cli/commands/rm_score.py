@@ -238,7 +238,8 @@ class _Summary:
         import torch
 
         from rlhf_cli.algorithms.statistics import pearson, spearman
-        from rlhf_cli.evaluation.agreement import margins_of, ranking_figures, verdict
+        from rlhf_cli.evaluation.agreement import margins_of, ranking_figures
+        from rlhf_cli.health.baselines import held_out_verdict
 
         for prompt, sides in self.shown:
             display.exchange(prompt, sides)
@@ -256,7 +257,7 @@ class _Summary:
         if self.sizes:
             margin, accuracy = margins_of(torch.tensor(self.of_rankings), self.sizes)
             figures = ranking_figures(margin, accuracy, self.longer, self.gold)
-            display.note(f"{verdict(figures)[0]}; mean margin {figures['eval/margin']:.3f}")
+            display.note(f"{held_out_verdict(figures)[0]}; mean margin {figures['eval/margin']:.3f}")
         if len(self.targets) > 1:
             scores, targets = torch.tensor(self.targets, dtype=torch.float64).unbind(1)
             display.note(

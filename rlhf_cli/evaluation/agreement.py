@@ -21,7 +21,6 @@ from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.records import Ranking, Scored
 from rlhf_cli.data.splits import HeldOutRows
 from rlhf_cli.evaluation.figures import bootstrapped, correlation_figure, mean_figure, order_figure, share_figure
-from rlhf_cli.health.baselines import Baseline, baselines
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.report.figure import Figure, Figures, as_metrics
 from rlhf_cli.rewards.models import score_sequences
@@ -169,53 +168,6 @@ def answer_metrics(
     lengths = torch.tensor([float(len(row.response)) for row in rows])
     longer = order_figure(pair_accuracy, lengths, target, seed=None).value
     return as_metrics(figures) | {"eval/length_baseline": longer, "eval/shorter_baseline": 1 - longer}
-
-
-def verdict(figures: Mapping[str, float]) -> tuple[str, bool]:
-    """A sentence on held-out figures, and whether the model is better than chance and than the simple rules.
-
-    The figures are those of `ranking_figures`, `label_figures` or `score_figures`, also from a stage's manifest. Better
-    means that the whole 95 % interval is.
-
-    >>> figures = {"eval/accuracy": 0.55, "eval/accuracy_low95": 0.51, "eval/accuracy_high95": 0.59}
-    >>> figures |= {"eval/num_rows": 600, "eval/length_baseline": 0.41, "eval/shorter_baseline": 0.59}
-    >>> print(*verdict(figures), sep="\\n")
-    held-out accuracy 0.550 (95 % interval 0.510 to 0.590, 600 rows): above chance (0.500), but not above choosing \
-the shorter answer (0.590)
-    False
-    """
-    rules = baselines(figures)
-    is_better = all(rule.is_beaten for rule in rules)
-    order = ""
-    if "eval/pair_accuracy" in figures:
-        longer = figures["eval/length_baseline"]
-        order = (
-            f". It orders {figures['eval/pair_accuracy']:.3f} of the pairs as their targets do, the length alone "
-            f"{max(longer, 1 - longer):.3f}"
-        )
-    if "eval/mse" in figures:
-        return _error_in_words(figures, rules) + order, is_better
-    low, high = figures["eval/accuracy_low95"], figures["eval/accuracy_high95"]
-    named = {f"{rule.rule} ({rule.value:.3f})": rule.is_beaten for rule in rules if rule.key == "eval/accuracy"}
-    above, missed = ([name for name, beaten in named.items() if beaten is wanted] for wanted in (True, False))
-    parts = [f"above {' and '.join(above)}"] * bool(above) + [f"not above {' or '.join(missed)}"] * bool(missed)
-    measured = f"held-out accuracy {figures['eval/accuracy']:.3f} (95 % interval {low:.3f} to {high:.3f}"
-    return f"{measured}, {figures['eval/num_rows']:,.0f} rows): {', but '.join(parts)}{order}", is_better
-
-
-def _error_in_words(figures: Mapping[str, float], rules: Sequence[Baseline]) -> str:
-    """The held-out error of `score_figures` beside the variance of the targets."""
-    error, variance = figures["eval/mse"], figures["eval/target_variance"]
-    interval = ""
-    if "eval/mse_high95" in figures:
-        interval = f"95 % interval {figures['eval/mse_low95']:.4g} to {figures['eval/mse_high95']:.4g}, "
-    if all(rule.is_beaten for rule in rules if rule.key == "eval/mse"):
-        found = "below the variance of the targets"
-    elif error > variance:
-        found = "above the variance of the targets, so predicting their mean would be better"
-    else:
-        found = "not clearly below the variance of the targets, the error of predicting their mean"
-    return f"held-out error {error:.4g} ({interval}{figures['eval/num_rows']:,.0f} rows): {found} ({variance:.4g})"
 
 
 def probe_shares(probes: Sequence[RankedIds], scores: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -25,7 +25,7 @@ from rlhf_cli.data.answers import RankedIds, ScoredIds
 from rlhf_cli.evaluation import agreement
 from rlhf_cli.evaluation.figures import bootstrapped, equal_length_figure, mean_figure, share_figure
 from rlhf_cli.evaluation.invariance import PREFIXES
-from rlhf_cli.report.figure import Figure, Figures, as_metrics
+from rlhf_cli.report.figure import Figure, Figures
 
 GROUP_COLUMNS = ("subset", "source", "category", "probe", "split")
 """Columns of a row that name a group of rows; each group gets its own accuracy."""
@@ -196,11 +196,6 @@ def worst_answers(rows: Sequence[ScoredIds], stated: Tensor, target: Tensor) -> 
         texts = {"where": row.where, "prompt": row.prompt, "response": row.response}
         found.append({**texts, "stated": stated[i].item(), "target": target[i].item()})
     return found
-
-
-def verdict(figures: Figures) -> str:
-    """The sentence of the RM stage on these figures: is the accuracy above chance, and above the better length rule?"""
-    return agreement.verdict(as_metrics(figures))[0]
 
 
 def about_probes(accuracy: Figures) -> str:

@@ -25,17 +25,17 @@ from rlhf_cli.evaluation.agreement import (
     probe_shares,
     score_figures,
     scores_of_rows,
-    verdict,
 )
 from rlhf_cli.evaluation.benchmark import Bench, bench_figures, encode_bench, is_joined, num_unpaired, shares_base
 from rlhf_cli.evaluation.figures import Sentences, as_json, correlation_figure, mean_figure, share_figure, show
 from rlhf_cli.evaluation.invariance import position_figures, prefix_figures
 from rlhf_cli.evaluation.normalization import SMALLEST_STD, fit_length, reply_lengths, sequences_of
+from rlhf_cli.health.baselines import held_out_verdict
 from rlhf_cli.models.forward import longest_input
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
 from rlhf_cli.processes.distributed import World
-from rlhf_cli.report.figure import Figure, Figures
+from rlhf_cli.report.figure import Figure, Figures, as_metrics
 from rlhf_cli.report.progress import Display
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.speaker import Speaker
@@ -114,7 +114,7 @@ def measure_again(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
     model.config.update({"score_mean": mean, "score_std": std})
     lines = [f"score_mean {mean:.4g} and score_std {std:.4g}, over {len(found)} texts"]
     lines += ["its scores are corrected for the length of replies (length_curve)"] * corrected
-    return lines + ([verdict(figures_of_rankings(rows, answers))[0]] if run.rm.is_pairwise else [])
+    return lines + ([held_out_verdict(figures_of_rankings(rows, answers))[0]] if run.rm.is_pairwise else [])
 
 
 def scorer_of(run: Run, config: RMConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Scorer:
@@ -193,7 +193,7 @@ def _of_pairs(run: Run, scorer: Scorer, ranked: Drawn[RankedIds], sentences: Sen
     sides = policy_scores(run, scorer, [Prompt(r.row.prompt, r.row.where, {}, r.row.messages) for r in ranked])
     table = distributions({"better": pairs.better, "worse": pairs.worse, **sides})
     _show_distributions(table, scorer, sentences)
-    sentences.say(preferences.verdict(figures))
+    sentences.say(held_out_verdict(as_metrics(figures))[0])
     for text in preferences.remarks(figures):
         sentences.say(text)
     if probed:

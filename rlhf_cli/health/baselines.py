@@ -1,6 +1,6 @@
 """Whether held-out figures show that a reward model is better than simple rules, and PPO's warning if they do not.
 
-The RM stage, `rlhf rm score`, `rlhf eval` and the start of PPO judge a reward model by `baselines`.
+The RM stage, `rlhf rm score`, `rlhf eval`, reports and the start of PPO judge a reward model by `baselines`.
 """
 
 from __future__ import annotations
@@ -57,6 +57,56 @@ def baselines(figures: Mapping[str, float]) -> list[Baseline]:
     return found
 
 
+def held_out_verdict(figures: Mapping[str, float]) -> tuple[str, bool]:
+    """A sentence on held-out figures, and whether the model is better than chance and than the simple rules.
+
+    The figures are those of `ranking_figures`, `label_figures` or `score_figures`, also from a stage's manifest. The
+    model counts as better only if the whole 95 % interval is.
+
+    >>> figures = {"eval/accuracy": 0.55, "eval/accuracy_low95": 0.51, "eval/accuracy_high95": 0.59}
+    >>> figures |= {"eval/num_rows": 600, "eval/length_baseline": 0.41, "eval/shorter_baseline": 0.59}
+    >>> print(*held_out_verdict(figures), sep="\\n")
+    held-out accuracy 0.550 (95 % interval 0.510 to 0.590, 600 rows): above chance (0.500), but not above choosing \
+the shorter answer (0.590)
+    False
+    """
+    rules = baselines(figures)
+    is_better = all(rule.is_beaten for rule in rules)
+    order = ""
+    if {"eval/pair_accuracy", "eval/length_baseline"} <= figures.keys():
+        longer = figures["eval/length_baseline"]
+        order = (
+            f". It orders {figures['eval/pair_accuracy']:.3f} of the pairs as their targets do, the length alone "
+            f"{max(longer, 1 - longer):.3f}"
+        )
+    if "eval/mse" in figures:
+        return _error_in_words(figures, rules) + order, is_better
+    named = {f"{rule.rule} ({rule.value:.3f})": rule.is_beaten for rule in rules if rule.key == "eval/accuracy"}
+    above, missed = ([name for name, beaten in named.items() if beaten is wanted] for wanted in (True, False))
+    parts = [f"above {' and '.join(above)}"] * bool(above) + [f"not above {' or '.join(missed)}"] * bool(missed)
+    accuracy = _measured(figures, "eval/accuracy", ".3f")
+    return f"held-out accuracy {accuracy}: {', but '.join(parts)}{order}", is_better
+
+
+def _error_in_words(figures: Mapping[str, float], rules: list[Baseline]) -> str:
+    """The held-out error of `score_figures` beside the variance of the targets."""
+    error, variance = figures["eval/mse"], figures["eval/target_variance"]
+    if all(rule.is_beaten for rule in rules if rule.key == "eval/mse"):
+        found = "below the variance of the targets"
+    elif error > variance:
+        found = "above the variance of the targets, so predicting their mean would be better"
+    else:
+        found = "not clearly below the variance of the targets, the error of predicting their mean"
+    return f"held-out error {_measured(figures, 'eval/mse', '.4g')}: {found} ({variance:.4g})"
+
+
+def _measured(figures: Mapping[str, float], key: str, digits: str) -> str:
+    """A figure, with its 95 % interval if it has one, and the number of its rows."""
+    low, high = figures.get(f"{key}_low95"), figures.get(f"{key}_high95")
+    interval = f"95 % interval {low:{digits}} to {high:{digits}}, " if low is not None and high is not None else ""
+    return f"{figures[key]:{digits}} ({interval}{figures['eval/num_rows']:,.0f} rows)"
+
+
 def weak_reward(name: str, figures: Mapping[str, float]) -> str | None:
     """The message about a reward model that held-out rows do not show to be better than a simple rule; else None.
 
@@ -69,7 +119,8 @@ def weak_reward(name: str, figures: Mapping[str, float]) -> str | None:
     if missed is None:
         return None
     noise = "Its scores may be noise: PPO would move the policy away from ref_policy for nothing."
-    interval = _interval(figures, missed.key)
+    low, high = figures.get(f"{missed.key}_low95"), figures.get(f"{missed.key}_high95")
+    interval = f" (95 % interval {low:.2g} to {high:.2g})" if low is not None and high is not None else ""
     if missed.rule == MEAN_TARGET:
         return (
             f"The held-out error of reward model {name} is {figures[missed.key]:.3g}{interval}, "
@@ -80,9 +131,3 @@ def weak_reward(name: str, figures: Mapping[str, float]) -> str | None:
         return f"{seen}, and that of guessing is {missed.value:g}. {noise}"
     learned = "how frequent it is" if missed.rule == MOST_FREQUENT else "length"
     return f"{seen}, and {missed.rule} is right in {missed.value:.2f}. The model may have learned {learned} alone."
-
-
-def _interval(figures: Mapping[str, float], key: str) -> str:
-    """The 95 % interval of a figure in words; "" if it has none."""
-    low, high = figures.get(f"{key}_low95"), figures.get(f"{key}_high95")
-    return f" (95 % interval {low:.2g} to {high:.2g})" if low is not None and high is not None else ""

@@ -32,7 +32,6 @@ from rlhf_cli.evaluation.preferences import (
     groups,
     longer_wins,
     preference_figures,
-    verdict,
     worst_answers,
     worst_mistakes,
 )
@@ -47,8 +46,9 @@ from rlhf_cli.evaluation.yardstick import (
     tilt_curve,
     tilted,
 )
+from rlhf_cli.health.baselines import held_out_verdict
 from rlhf_cli.models.load import load_reward_model, load_tokenizer
-from rlhf_cli.report.figure import Figure
+from rlhf_cli.report.figure import Figure, as_metrics
 from rlhf_cli.report.progress import Display
 from rlhf_cli.trained.run import Run, _seen_from, open_run
 from support.formulas import close
@@ -275,7 +275,7 @@ def test_a_model_that_reads_only_length_is_found_out():
     assert figures["accuracy"].value == figures["longer_wins"].value
     assert figures["accuracy_longer_is_worse"].value == 0
     assert abs(figures["length_controlled"].value - 0.5) < 0.1
-    assert "not above chance (0.500)" in verdict(figures)
+    assert "not above chance (0.500)" in held_out_verdict(as_metrics(figures))[0]
 
 
 def test_a_rate_of_one_has_an_interval():
@@ -335,7 +335,7 @@ def test_the_shorter_rule_is_the_baseline_where_it_wins():
     better = [1.0] * 55 + [0.0] * 45
     figures = preference_figures(pairs(better, [0.5] * 100, lengths), seed=0)
     assert figures["shorter_wins"].value == 0.6
-    assert "not above chance (0.500) or choosing the shorter answer (0.600)" in verdict(figures)
+    assert "not above chance (0.500) or choosing the shorter answer (0.600)" in held_out_verdict(as_metrics(figures))[0]
 
 
 def test_groups_and_worst_mistakes_name_their_rows():
@@ -484,6 +484,7 @@ def test_a_tilt_below_best_of_n_is_no_yardstick():
     assert "64 samples a prompt are too few to estimate what the best policy gains" in too_few
     assert "The best possible is higher" in best_of_n_says
     assert "about the best possible at PPO's KL" in tilt_says
+    assert f"PPO has {100 * share['value']:.0f} % [" in tilt_says
     curve = tilt_curve(BestOfN(samples), 3.1)
     assert 5 < len(curve) < TILT_POINTS
     for point in curve:

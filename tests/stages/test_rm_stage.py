@@ -20,9 +20,9 @@ from rlhf_cli.cli import app
 from rlhf_cli.data.records import Scored
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.evaluation import normalization
-from rlhf_cli.evaluation.agreement import answer_metrics, verdict
+from rlhf_cli.evaluation.agreement import answer_metrics
 from rlhf_cli.evaluation.reward_model import rows_of_stage, scorer_of
-from rlhf_cli.health.baselines import weak_reward
+from rlhf_cli.health.baselines import held_out_verdict, weak_reward
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer, new_reward_model, prepare
 from rlhf_cli.rollout import speaker
@@ -207,7 +207,7 @@ SCORES = {"eval/num_rows": 50, "eval/target_variance": 1.0, "eval/pair_accuracy"
     ],
 )
 def test_the_verdict_names_what_a_model_does_not_beat(figures, says, is_better):
-    sentence, better = verdict(figures)
+    sentence, better = held_out_verdict(figures)
     assert says in sentence
     assert better == is_better
     assert (weak_reward("rm", figures) is None) == is_better, "PPO judges by the same rule"
@@ -219,7 +219,7 @@ def test_a_model_at_chance_is_called_so(make_model, run_stage, data, tmp_path, c
     changes = {"train": str(data["scored"]), "test": str(data["scored"])} if loss == "mse" else {}
     model = {"path": str(make_model("llama"))}
     rm = run_stage("rm", tmp_path, model=model, data=changes, loss=loss, optimizer={"learning_rate": 1e-9})
-    sentence, is_better = verdict(metrics_of(rm))
+    sentence, is_better = held_out_verdict(metrics_of(rm))
     assert not is_better
     printed = " ".join(capsys.readouterr().out.split())
     assert "rm: warning: held-out" in printed
