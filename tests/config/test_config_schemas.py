@@ -200,6 +200,19 @@ def test_a_config_that_cannot_work_is_refused(stage: str, overrides: list[str], 
         load_config(path, CONFIGS[stage], overrides)
 
 
+@pytest.mark.parametrize("stage", CONFIGS)
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["compile=true", "gradient_checkpointing=true"], "exclude each other"),
+        (["optimizer.precision=bfloat16", "precision=float32"], "needs bfloat16 passes"),
+    ],
+)
+def test_the_rules_that_all_stages_share_hold_in_each(stage: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(ROOT / f"configs/support/{stage}.yaml", CONFIGS[stage], overrides)
+
+
 def test_another_estimator_can_be_chosen_from_the_command_line(tmp_path: Path) -> None:
     """Every key that is in its way is named at once, with its own line, and null unsets it."""
     path = ROOT / "configs/support/ppo.yaml"
