@@ -73,12 +73,12 @@ the shorter answer (0.590)
     rules = baselines(figures)
     is_better = all(rule.is_beaten for rule in rules)
     order = ""
-    if {"eval/pair_accuracy", "eval/length_baseline"} <= figures.keys():
-        longer = figures["eval/length_baseline"]
-        order = (
-            f". It orders {figures['eval/pair_accuracy']:.3f} of the pairs as their targets do, the length alone "
-            f"{max(longer, 1 - longer):.3f}"
+    if "eval/pair_accuracy" in figures:
+        longer = figures.get("eval/length_baseline", GUESSING)
+        rule = (
+            f"the length alone {max(longer, 1 - longer):.3f}" if "eval/length_baseline" in figures else "chance 0.500"
         )
+        order = f". It orders {figures['eval/pair_accuracy']:.3f} of the pairs as their targets do, {rule}"
     if "eval/mse" in figures:
         return _error_in_words(figures, rules) + order, is_better
     named = {f"{rule.rule} ({rule.value:.3f})": rule.is_beaten for rule in rules if rule.key == "eval/accuracy"}
@@ -101,10 +101,11 @@ def _error_in_words(figures: Mapping[str, float], rules: list[Baseline]) -> str:
 
 
 def _measured(figures: Mapping[str, float], key: str, digits: str) -> str:
-    """A figure, with its 95 % interval if it has one, and the number of its rows."""
+    """A figure with its 95 % interval and the number of its rows, where they are known."""
     low, high = figures.get(f"{key}_low95"), figures.get(f"{key}_high95")
-    interval = f"95 % interval {low:{digits}} to {high:{digits}}, " if low is not None and high is not None else ""
-    return f"{figures[key]:{digits}} ({interval}{figures['eval/num_rows']:,.0f} rows)"
+    known = [f"95 % interval {low:{digits}} to {high:{digits}}"] if low is not None and high is not None else []
+    known += [f"{figures['eval/num_rows']:,.0f} rows"] if "eval/num_rows" in figures else []
+    return f"{figures[key]:{digits}}" + (f" ({', '.join(known)})" if known else "")
 
 
 def weak_reward(name: str, figures: Mapping[str, float]) -> str | None:
@@ -115,19 +116,9 @@ def weak_reward(name: str, figures: Mapping[str, float]) -> str | None:
     >>> weak_reward("rm", {"eval/accuracy": 0.9, "eval/accuracy_low95": 0.85, "eval/length_baseline": 0.3}) is None
     True
     """
-    missed = next((one for one in baselines(figures) if not one.is_beaten), None)
-    if missed is None:
+    if all(one.is_beaten for one in baselines(figures)):
         return None
-    noise = "Its scores may be noise: PPO would move the policy away from ref_policy for nothing."
-    low, high = figures.get(f"{missed.key}_low95"), figures.get(f"{missed.key}_high95")
-    interval = f" (95 % interval {low:.2g} to {high:.2g})" if low is not None and high is not None else ""
-    if missed.rule == MEAN_TARGET:
-        return (
-            f"The held-out error of reward model {name} is {figures[missed.key]:.3g}{interval}, "
-            f"and {MEAN_TARGET} has {missed.value:.3g}, the variance of the targets. {noise}"
-        )
-    seen = f"The held-out accuracy of reward model {name} is {figures[missed.key]:.2f}{interval}"
-    if missed.rule == CHANCE:
-        return f"{seen}, and that of guessing is {missed.value:g}. {noise}"
-    learned = "how frequent it is" if missed.rule == MOST_FREQUENT else "length"
-    return f"{seen}, and {missed.rule} is right in {missed.value:.2f}. The model may have learned {learned} alone."
+    return (
+        f"Reward model {name}: {held_out_verdict(figures)[0]}. Its scores may be noise, or may follow a simple rule "
+        "alone: PPO would move the policy away from ref_policy for nothing."
+    )

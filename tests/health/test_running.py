@@ -555,33 +555,42 @@ def test_other_words_give_no_finding(now: Mapping[str, float], distinct_2: float
 @pytest.mark.parametrize(
     ("figures", "words"),
     [
-        ({"eval/accuracy": 0.47, "eval/accuracy_low95": 0.35, "eval/accuracy_high95": 0.59}, "0.35 to 0.59), and that"),
-        ({"eval/accuracy": 0.5}, "that of guessing is 0.5"),
+        (
+            {"eval/accuracy": 0.47, "eval/accuracy_low95": 0.35, "eval/accuracy_high95": 0.59},
+            "0.470 (95 % interval 0.350 to 0.590): not above chance (0.500). Its",
+        ),
+        ({"eval/accuracy": 0.5}, "held-out accuracy 0.500: not above chance (0.500)"),
         (
             {"eval/accuracy": 0.7, "eval/accuracy_low95": 0.6, "eval/length_baseline": 0.61},
-            "choosing the longer answer is right in 0.61",
+            "above chance (0.500), but not above choosing the longer answer (0.610)",
         ),
         (
             {"eval/accuracy": 0.55, "eval/accuracy_low95": 0.51, "eval/length_baseline": 0.41},
-            "choosing the shorter answer is right in 0.59",
+            "not above choosing the shorter answer (0.590)",
         ),
         (
             {"eval/accuracy": 0.7, "eval/accuracy_low95": 0.6, "eval/base_rate": 0.65, "eval/length_baseline": 0.5},
-            "giving every answer the more frequent label is right in 0.65",
+            "not above giving every answer the more frequent label (0.650)",
         ),
-        ({"eval/mse": 1.1, "eval/target_variance": 1.0}, "a constant score has 1, the variance of the targets"),
+        (
+            {"eval/mse": 1.1, "eval/target_variance": 1.0},
+            "held-out error 1.1: above the variance of the targets, so",
+        ),
         (
             {"eval/mse": 0.9, "eval/mse_low95": 0.8, "eval/mse_high95": 1.0, "eval/target_variance": 1.0},
-            "is 0.9 (95 % interval 0.8 to 1), and",
+            "held-out error 0.9 (95 % interval 0.8 to 1): not clearly below",
         ),
-        ({"eval/pair_accuracy": 0.49, "eval/mse": 0.9, "eval/target_variance": 1.0}, "that of guessing is 0.5"),
+        (
+            {"eval/pair_accuracy": 0.49, "eval/mse": 0.9, "eval/target_variance": 1.0},
+            "orders 0.490 of the pairs as their targets do, chance",
+        ),
     ],
 )
 def test_a_weak_reward_model_is_reported_before_the_first_iteration(figures: Row, words: str) -> None:
     health = new_health()
     (finding,) = health.check_start({"good": {"eval/accuracy": 0.9}, "other": figures, "unknown": {}})
     assert (finding.name, finding.severity) == ("weak_reward_model", "warning")
-    assert "reward model other is" in finding.message
+    assert finding.message.startswith("Reward model other: held-out ")
     assert words in finding.message
     # It holds for the whole run, and after an evaluation and a resumption, and is said once.
     for i in range(1, 30):
