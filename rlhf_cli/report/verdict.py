@@ -74,8 +74,8 @@ def _rm_verdict(data: StageData) -> str:
     metrics = data.manifest.metrics if data.manifest is not None else {}
     if figures := data.evaluation.get("figures"):
         metrics = as_metrics({name: Figure.of(figure) for name, figure in figures.items()})
-    known = {"eval/accuracy", "eval/mse"} & metrics.keys()
-    return f"Reward model: {held_out_verdict(metrics)[0]}." if known else ""
+    is_known = "eval/accuracy" in metrics or {"eval/mse", "eval/target_variance"} <= metrics.keys()
+    return f"Reward model: {held_out_verdict(metrics)[0]}." if is_known else ""
 
 
 def _path_verdict(run: RunData) -> str:
