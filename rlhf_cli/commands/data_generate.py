@@ -334,7 +334,7 @@ class KnownPrompts:
 
 # ------------------------------------------------------------------------------------------- dialogues
 
-# Of two models one answers, and the other one plays the user (Ding et al. 2023). The first reads the dialogue as
+# One model answers, and a second one plays the user (Ding et al. 2023). The first reads the dialogue as
 # messages, the second as text in a template, because a chat model writes answers, and few can write the user's side.
 
 NAMES = {"user": "Person", "assistant": "Assistant"}

@@ -258,7 +258,7 @@ def training(device: torch.device, seeds: Sequence[int] = (0, 0)) -> Iterator[Re
 def _trained(device: torch.device, seed: int) -> tuple[str, str | None]:
     """(sha256 of a tiny Llama's weights after three training steps, what is wrong with packed rows or None).
 
-    The steps are those of the SFT stage: its forward pass, loss, optimizer and precision.
+    The steps use the SFT stage's forward pass, loss, optimizer and precision.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

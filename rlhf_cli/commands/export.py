@@ -30,7 +30,7 @@ Quantization = Literal["int8", "int4", "q8_0", "q6_k", "q5_k_m", "q4_k_m"]
 TORCHAO = ("int8", "int4")
 SHARD_SIZE = "5GB"
 SEED = 0
-"""Of the comparison with the original."""
+"""The seed of the comparison with the original."""
 FILE = "export.json"
 """What was exported, from what, and the figures of both models."""
 

@@ -229,7 +229,7 @@ class Generator:
 
 
 def _best(responses: Sequence[OutputRow]) -> OutputRow:
-    """Of a prompt's responses the one with the highest score; the first of equal ones."""
+    """The response with the highest score; the first of equal ones."""
     if len(responses) == 1:
         return responses[0]
     if any(math.isnan(response["score"]) for response in responses):

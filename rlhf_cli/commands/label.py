@@ -108,7 +108,7 @@ def default_out(source: DataSource, labeller: str | None) -> Path:
 def show_agreement(first: Path, second: Path) -> None:
     """Print the agreement on the pairs that both files have.
 
-    Each file has rows that say which of two answers is better: those of `rlhf label`, of a judge, or of a data set.
+    Each file has rows that say which of two answers is better, by `rlhf label`, a judge, or a data set.
     Raises DataError for files that cannot be read and for two files without a common pair.
     """
     a, b = labels_in(first), labels_in(second)

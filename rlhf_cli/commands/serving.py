@@ -77,7 +77,7 @@ class RequireToken:
     """Middleware that answers 401 to requests without `Authorization: Bearer TOKEN`, except to /health.
 
     vLLM takes it with `--middleware`: its own `--api-key` protects only some of its paths (vLLM's page "Security").
-    Without an argument the token is that of the environment, and a missing one is an error.
+    Without an argument it takes the token from the environment, and a missing one is an error.
     """
 
     def __init__(self, app: ASGIApp, token: str | None = None):

@@ -233,5 +233,5 @@ class PPO(Section):
 
     @property
     def uses_reference_scores(self) -> bool:
-        """Whether scores are normalised by those of samples from ref_policy."""
+        """Whether scores are normalised by the scores of samples from ref_policy."""
         return self.score_normalization in ("reference", "reference_std")

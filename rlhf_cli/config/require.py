@@ -18,8 +18,8 @@ FIGURES = {
         *("base_rate", "brier", "brier_baseline", "calibration_error", "num_rows"),
     ),
 }
-"""The held-out figures of the manifests, without `eval/`. A reward model has those of its loss, and `probe/NAME`.
-With several sources of held-out rows `loss/NAME`, `accuracy/NAME` and `mse/NAME` are those of a source."""
+"""The held-out figures of the manifests, without `eval/`. A reward model has the figures of its loss, and `probe/NAME`.
+With several sources of held-out rows, a source has `loss/NAME`, `accuracy/NAME` or `mse/NAME`."""
 ENDS = {"lower": "_low95", "upper": "_high95"}
 """What a manifest appends to the name of a figure for each end of its 95 % interval."""
 

@@ -104,7 +104,7 @@ class Tree:
         self.value = self._load(path, ())
 
     def _load(self, path: str | Path, chain: tuple[Path, ...]) -> dict[str, Any]:
-        """The values of a file over those of the file it extends. ``chain`` are the files that led here."""
+        """The values of a file over the values of the file it extends. ``chain`` are the files that led here."""
         text = config_text(path)
         source = len(self.files)
         self.files.append(str(path))

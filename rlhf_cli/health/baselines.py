@@ -60,8 +60,8 @@ def baselines(figures: Mapping[str, float]) -> list[Baseline]:
 def held_out_verdict(figures: Mapping[str, float]) -> tuple[str, bool]:
     """A sentence on held-out figures, and whether the model is better than chance and than the simple rules.
 
-    The figures are those of `ranking_figures`, `label_figures` or `score_figures`, also from a stage's manifest. The
-    model counts as better only if the whole 95 % interval is.
+    The figures come from `ranking_figures`, `label_figures`, `score_figures` or a stage's manifest. The model counts as
+    better only if the whole 95 % interval is.
 
     >>> figures = {"eval/accuracy": 0.55, "eval/accuracy_low95": 0.51, "eval/accuracy_high95": 0.59}
     >>> figures |= {"eval/num_rows": 600, "eval/length_baseline": 0.41, "eval/shorter_baseline": 0.59}
@@ -111,7 +111,7 @@ def _measured(figures: Mapping[str, float], key: str, digits: str) -> str:
 def weak_reward(name: str, figures: Mapping[str, float]) -> str | None:
     """The message about a reward model that held-out rows do not show to be better than a simple rule; else None.
 
-    `figures` are those of its manifest.
+    `figures` come from its manifest.
 
     >>> weak_reward("rm", {"eval/accuracy": 0.9, "eval/accuracy_low95": 0.85, "eval/length_baseline": 0.3}) is None
     True

@@ -55,7 +55,7 @@ class Evidence:
     settings: dict[str, Any] = field(default_factory=dict)
     """Config values by stage and dotted key."""
     texts: dict[str, str] = field(default_factory=dict)
-    """Of a stage: `prompt_end`, what all its prompts end with, and what the probes found."""
+    """`<stage>.prompt_end`, with which all prompts of a stage end, and what the probes found."""
     findings: dict[str, dict[str, str]] = field(default_factory=dict)
     """`<stage>.<name>` of each health finding -> its last `message` and `advice`."""
     problems: list[str] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Evidence:
         return self.figures.get(name, math.nan)
 
     def said(self, *names: str) -> list[str]:
-        """The messages of those of these health findings that the run had."""
+        """The messages of these health findings, where the run had them."""
         return [self.findings[name]["message"] for name in names if name in self.findings]
 
     def other_end(self, stage: str) -> list[str]:

@@ -59,8 +59,8 @@ class History:
     max_new_tokens: int
     """rollout.max_new_tokens."""
     ratio_tolerance: float = RATIO_TOLERANCE["float32"]
-    """Nats, by precision. It is also the tolerance of the first KL, and half that of
-    the largest sampler gap."""
+    """Nats, by precision: the tolerance of the first ratio and of the first KL, and half the tolerance of the largest
+    sampler gap."""
     gap_tolerance: float = GAP_TOLERANCE["float32"]
     """Nats, by precision: the tolerance of the mean sampler gap."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class History:
     bests: list[list[float]] = field(default_factory=list)
     """Each new best score so far: [iteration, score, KL]. Score and KL are means of PERSIST iterations."""
     first_words: list[dict[str, float]] = field(default_factory=list)
-    """Of the first START iterations: the share of responses that contain each word."""
+    """For each of the first START iterations, the share of responses that contain each word."""
     recent_words: list[dict[str, float]] = field(default_factory=list)
     """The same of the last PERSIST iterations."""
     golds: list[list[float]] = field(default_factory=list)

@@ -303,9 +303,7 @@ def _curve_spec(
         color = {"color": {"value": GRAY}} if runs is None else {}
         style = {"strokeWidth": 1.5, "strokeDash": [6, 4]}
         layers.append(layer(targets, "line", style, y=y("target"), detail={"field": "run"}, **color))
-    if (
-        findings
-    ):  # A dashed rule at the first step of each. Another dash than that of the runs would split their legend.
+    if findings:  # A dashed rule at the first step of each. Another dash than the runs' would split their legend.
         look = {"color": {"value": WARNING}, "strokeDash": {"value": [2, 3]}} if runs is None else {}
         tips = [tip("run"), tip("name", "finding"), number("x", title=unit), tip("message")]
         layers.append(layer(findings, "rule", {"strokeWidth": 1.5}, **look, tooltip=tips))
@@ -542,7 +540,7 @@ def frontier_charts(runs: Sequence[RunData]) -> list[Chart]:
 
 
 def settings_of(runs: Sequence[RunData]) -> dict[str, str]:
-    """Run -> what tells its PPO config from those of the other runs, without the seed."""
+    """Run -> the keys and values that tell its PPO config from the other runs' configs, without the seed."""
     configs = {
         run.name: flat(manifest.identity["config"]) if (manifest := _manifest(run)) is not None else {} for run in runs
     }

@@ -192,7 +192,7 @@ def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
 
 
 def _numbers(file: str, row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a row; those of evaluations.jsonl have no group of their own."""
+    """The numbers of a row. Numbers from evaluations.jsonl have no group of their own."""
     group = "evaluation/" if file == "evaluations" else ""
     return {f"{group}{name}": float(value) for name, value in row.items() if isinstance(value, int | float)}
 
