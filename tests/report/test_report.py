@@ -167,12 +167,12 @@ def test_the_page_holds_curves_tables_samples_and_findings(run):
         assert f'data-chart="{name}"' in page
     assert found["replies"][0]["ppo"]["token_kl"] == [1.5, 0.5]
     assert "0.83 [0.73, 0.93]" in page
-    assert "above chance (0.5) and choosing the longer answer (0.6)" in page
-    assert "n = 48" in page
+    assert "above chance (0.500) and choosing the longer answer (0.600)" in page
     for text in ("scores say &lt;little&gt;", "Benchmark rb2.jsonl", "Along the run", "Raw scores of answers"):
         assert text in page
     assert page.split("<script>")[0].count("raise ppo.kl_coef") == 1
-    assert "PPO minus best-of-n is 1.15 [1.05, 1.25] in score" in page
+    assert "PPO and best-of-n at PPO&#39;s KL on the same prompts" in page
+    assert "1.15 [1.05, 1.25]" in page
     assert "Over-optimisation: gold was highest at iteration 45 (4.20) and ended at 3.10" in page
 
 
