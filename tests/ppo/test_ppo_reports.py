@@ -179,7 +179,8 @@ def test_a_reward_model_that_may_be_guessing_is_reported_at_the_start(watch, pip
     assert (start["step"], start["line"]) == (0, None)
     assert [f["name"] for f in start["findings"]] == ["weak_reward_model"] * 2
     for name, finding in zip(("stage", "its_model"), start["findings"], strict=True):
-        assert f"reward model {name} is 0.47 (95 % interval 0.35 to 0.59)" in finding["message"]
+        measured = "held-out accuracy 0.470 (95 % interval 0.350 to 0.590, "
+        assert finding["message"].startswith(f"Reward model {name}: {measured}")
     assert [(row["step"], row["findings"]) for row in others] == [(1, []), (2, [])]
     assert all(row["line"].startswith("weak_reward_model (from the start): score") for row in others)
 
