@@ -9,11 +9,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from rlhf_cli.commands.chat_server import OptionNames, ServerWriter
+from rlhf_cli.commands.chat_server import ServerWriter
 from rlhf_cli.commands.data_score import COMPARE_TEMPLATE, Unclear, Verdict, ask, letter_in
 from rlhf_cli.commands.options import Quiet, WhereToRun
 from rlhf_cli.commands.writer import Failure, Request, WriterOptions, fill, read_template
 from rlhf_cli.errors import ConfigError, RunError
+from rlhf_cli.rewards.chat_client import OptionNames
 
 NAMES = OptionNames("--judge", "--judge-key-env", "The other figures are written; run the same command to ask again")
 

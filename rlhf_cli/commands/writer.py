@@ -17,6 +17,7 @@ from rlhf_cli.commands.options import Device, Seed, TopP
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.files import read_text
+from rlhf_cli.rewards.chat_client import Written
 from rlhf_cli.run.artifacts import fingerprint, model_directory
 
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token.")]
@@ -37,15 +38,6 @@ class Request:
     def of(cls, text: str, *counters: int) -> Request:
         """A request of one message."""
         return cls((Message("user", text),), counters)
-
-
-@dataclass(frozen=True)
-class Written:
-    """An answer."""
-
-    text: str
-    ended: bool
-    """False when the answer was cut at `max_new_tokens`."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from rlhf_cli.config.data import DataSource, PromptData, Sources, numbered
 from rlhf_cli.config.models import Lora, Model, Patterns, TrainedModel
 from rlhf_cli.config.ppo_update import PPO
 from rlhf_cli.config.require import FigureName, Requirement
-from rlhf_cli.config.rewards import FunctionReward, ModelReward, NamedReward, Reward, named_rewards
+from rlhf_cli.config.rewards import FunctionReward, ModelReward, NamedReward, Reward, RubricReward, named_rewards
 from rlhf_cli.config.stage import Distributed, Optimizer, Stage
 
 DecoderName = Literal["auto", "paged", "plain", "sharded"]
@@ -285,6 +285,8 @@ class PPOConfig(Stage):
         sources = self.named_rewards
         metrics = [source.name + what for source in sources for what in ("", "_errors", "_cut")]
         metrics += [name + what for name in {s.ensemble.name for s in sources if s.ensemble} for what in ("", "_std")]
+        for name, reward in ((s.name, s.reward) for s in sources if isinstance(s.reward, RubricReward)):
+            metrics += [f"{name}_tokens", *(f"{name}_{criterion.name}" for criterion in reward.criteria)]
         twice = next((name for name in metrics if metrics.count(name) > 1), None)
         if twice is not None:
             yield f"rewards: {twice} would name two metrics. Give each source a different `name`"

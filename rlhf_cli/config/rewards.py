@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal, NamedTuple, Self
 from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rlhf_cli.config.base import EXPANDED, LocalPath, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from rlhf_cli.config.base import (
+    EXPANDED,
+    LocalPath,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    refuse_unread,
+)
 
 
 class AnyReward(Section):
@@ -30,6 +39,18 @@ def _check_response_template(template: str) -> str:
     if template != "chat" and (template.count("{response}") != 1 or template.count("{prompt}") > 1):
         raise ValueError("must be `chat` or contain {prompt} and {response} once each")
     return template
+
+
+class Steps(Section):
+    """How a response is cut into steps, for a model that scores each."""
+
+    separator: Annotated[str, Field(min_length=1)] = "\n\n"
+    """The text that ends a step. The last step of a response that ended needs none."""
+    marker: Annotated[str, Field(min_length=1)] | None = None
+    """What the model reads behind each step, and where its score is read: the separator or the special token of its
+    training. Null uses `separator`."""
+    average: bool = True
+    """Divide the scores by the number of steps, so that more steps do not pay."""
 
 
 class ModelReward(AnyReward):
@@ -55,6 +76,18 @@ class ModelReward(AnyReward):
     followed by the response; models with the same tokenizer get exactly the same tokens."""
     normalize: bool = True
     """Subtract the mean and divide by the standard deviation in the model directory, if it has them."""
+    steps: Steps | None = None
+    """The model is a token classifier (a process reward model) that scores each step of a response. A step's score
+    rewards the token that ends the step."""
+
+    def rules(self) -> Iterator[str]:
+        if self.steps is None:
+            return
+        refuse_unread(self, False, "steps", "reads", "normalize")
+        if self.path is None:
+            yield "steps is for a token classifier, and the run's own rm stage scores whole responses. Set path"
+        if self.template is not None and not self.template.endswith("{response}"):
+            yield "steps needs a template that ends with {response}, because the steps end there. Change it"
 
     @model_validator(mode="after")
     def _scale(self) -> Self:
@@ -128,19 +161,13 @@ def _check_url(url: str) -> str:
     return url
 
 
-class HTTPReward(AnyReward):
-    """An HTTP endpoint that scores texts: `rlhf rm serve`, or another one with OpenRLHF's interface."""
+class ServerReward(AnyReward):
+    """The keys of a source that asks a server."""
 
-    type: Literal["http"]
-    """The kind of source."""
     url: Annotated[str, AfterValidator(_check_url)]
-    """The address that the texts are posted to, for example `http://127.0.0.1:5000/get_reward`."""
+    """The address of the server."""
     api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None
     """The environment variable that holds the token. It is sent as `Authorization: Bearer ...`."""
-    label_column: str | None = None
-    """The column of the row to send as its label. Null sends empty labels."""
-    batch_size: PositiveInt = 64
-    """Texts per request."""
     concurrency: PositiveInt = 4
     """Maximum concurrent requests."""
     timeout_s: PositiveFloat = 60.0
@@ -149,6 +176,61 @@ class HTTPReward(AnyReward):
     """Maximum retries of a request without an answer, or with status 408, 429 or 5xx."""
     backoff_s: PositiveFloat = 1.0
     """Seconds before the first retry, doubled each time. Longer if the server asks for it (Retry-After)."""
+
+
+class HTTPReward(ServerReward):
+    """An HTTP endpoint that scores texts: `rlhf rm serve`, or another one with OpenRLHF's interface."""
+
+    type: Literal["http"]
+    """The kind of source."""
+    url: Annotated[str, AfterValidator(_check_url)]
+    """The address that the texts are posted to, for example `http://127.0.0.1:5000/get_reward`."""
+    label_column: str | None = None
+    """The column of the row to send as its label. Null sends empty labels."""
+    batch_size: PositiveInt = 64
+    """Texts per request."""
+
+
+class Criterion(Section):
+    """One thing that a judge grades."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
+    """Its name in metrics, samples and the judge's answer."""
+    question: Annotated[str, Field(min_length=1)]
+    """What must hold for a full grade. Write a flaw as its absence: "does not flatter the user"."""
+    weight: PositiveFloat = 1.0
+    """Its share of the score."""
+
+
+class RubricReward(ServerReward):
+    """A language model behind an OpenAI-compatible server that grades each response by criteria: 0 to 1."""
+
+    type: Literal["rubric"]
+    """The kind of source."""
+    url: Annotated[str, AfterValidator(_check_url)]
+    """The base URL of the server, for example `http://127.0.0.1:8000/v1`."""
+    model: Annotated[str, Field(min_length=1)]
+    """The name of the judge on that server."""
+    criteria: Annotated[list[Criterion], Field(min_length=1)]
+    """What is graded. The score is the mean of the grades by `weight`."""
+    scale: PositiveInt = 1
+    """The best grade of a criterion; 0 is the worst. The score is divided by it."""
+    attempts: PositiveInt = 3
+    """Maximum requests for a response until the judge's answer is valid."""
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature of the judge."""
+    max_tokens: PositiveInt = 512
+    """Maximum tokens of the judge's answer, with those that it thinks."""
+    json_schema: bool = False
+    """Ask the server to decode by a JSON schema (`response_format`), if it can."""
+
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
+        names = [criterion.name for criterion in self.criteria]
+        if len({*names}) < len(names):
+            yield "two criteria have one name. Give each its own"
+        if urlsplit(self.url).query:
+            yield "url has a query (?...), and a base URL has none. Remove it"
 
 
 class LengthReward(AnyReward):
@@ -295,7 +377,7 @@ class EnsembleReward(AnyReward):
 
 
 RuleReward = LengthReward | RegexReward | AnswerReward | RepetitionReward | JSONReward
-SingleReward = ModelReward | FunctionReward | HTTPReward | RuleReward
+SingleReward = ModelReward | FunctionReward | HTTPReward | RubricReward | RuleReward
 Reward = Annotated[SingleReward | EnsembleReward, Field(discriminator="type")]
 
 

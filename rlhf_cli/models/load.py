@@ -19,10 +19,12 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -66,6 +68,7 @@ CLASSES: dict[Any, Any] = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForSeq2SeqLM: MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoModelForSequenceClassification: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForTokenClassification: MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
 }
 """The class that each auto class builds from a config."""
 FACTS = ("score_mean", "score_std", "target_mean", "target_std")
@@ -148,6 +151,16 @@ def load_reward_model(path: str, revision: str | None = None, *, deferred: bool 
                 "remove the key"
             )
     _length_curve_of(model, path)
+    return model
+
+
+def load_step_model(path: str, revision: str | None = None, *, deferred: bool = False) -> PreTrainedModel:
+    """A trained token classifier, with its head. With `deferred` the weights are read later."""
+    if is_adapter(path):
+        raise ArtifactError(f"{path}: has adapters, and a model of steps must be whole. Merge them into its weights")
+    model, _ = _load(AutoModelForTokenClassification, path, revision, deferred=deferred)
+    if len(scalar_heads(model)) != 1:
+        raise ArtifactError(f"{path}: the head of a {type(model).__name__} is not one linear layer. Use another model")
     return model
 
 

@@ -59,6 +59,7 @@ def iteration_metrics(
     ]  # [own tokens] each
     recomputed = rollout.logprobs is not rollout.sampled_logprobs
     counts = {f"reward/{name}_cut": number for name, number in scores.cut.items()}
+    counts |= {f"reward/{name}_tokens": number for name, number in scores.tokens.items()}
     counts |= {f"reward/{s.name}_errors": scores.errors[s.name] for s in setup.rewards if s.on_error == "zero"}
     own_columns = torch.stack([values.double().cpu() for values in columns.values()], dim=1)
     all_columns = torch.cat(world.gather_tensors(own_columns)).unbind(1)
@@ -167,6 +168,7 @@ def log_samples(
                 "response": texts[i],
                 "score": scores.total[i].item(),
                 "kl": kl[i].sum().item(),
+                **({"criteria": {part: scores.each[part][i].item() for part in scores.parts}} if scores.parts else {}),
             },
         )
         for i, number in enumerate(numbers)

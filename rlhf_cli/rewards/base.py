@@ -67,6 +67,10 @@ class Scores:
     """For each source, the number of scores that failed and count as 0.0 (on_error: zero)."""
     cut: dict[str, int] = field(default_factory=dict)
     """For each reward model, the number of texts that were too long and were cut."""
+    parts: tuple[str, ...] = ()
+    """The names in `each` that are `RewardSource.parts`: `<source>_<part>`."""
+    tokens: dict[str, int] = field(default_factory=dict)
+    """For each judge on a server, the tokens that this batch cost."""
     features: torch.Tensor | None = None
     """[B, H] the `RewardSource.features` of all sources, side by side; None if no source has any."""
 
@@ -82,6 +86,8 @@ class RewardSource:
     kind: ClassVar[str] = "reward"
     name: str
     weight: float = 1.0
+    per_token: bool = False
+    """It rewards single tokens: `score_per_token` instead of `score`."""
     ensemble: Ensemble | None = None
     """The ensemble that it is a member of; its own `weight` then does not count."""
     on_error: Literal["stop", "zero"] = "stop"
@@ -91,10 +97,19 @@ class RewardSource:
     features: torch.Tensor | None = None
     """[B, H] float32 on the CPU: the hidden states that the latest responses were scored from, NaN for a failed score.
     None for a source without."""
+    part_names: tuple[str, ...] = ()
+    parts: dict[str, torch.Tensor] = field(default_factory=dict)
+    """[B] float32 for each of `part_names`: what the latest scores consist of, NaN for a failed one."""
+    num_tokens: int | None = None
+    """Tokens that a judge on a server has read and written so far; None for other sources."""
     advice: str = "Fix it, or count such scores as 0.0 with on_error: zero"
 
     def score(self, samples: Samples) -> torch.Tensor:
         """[B] float32 on the CPU."""
+        raise NotImplementedError
+
+    def score_per_token(self, samples: Samples) -> list[list[float] | None]:
+        """One number per token of each response; None for a row that failed."""
         raise NotImplementedError
 
     @property

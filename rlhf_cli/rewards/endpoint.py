@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from rlhf_cli.config.rewards import HTTPReward
+from rlhf_cli.config.rewards import HTTPReward, ServerReward
 from rlhf_cli.data.batches import chunks
 from rlhf_cli.processes.signals import stop_requested
 from rlhf_cli.rewards.base import RewardSource, Samples, failure, finite, shown
@@ -119,9 +119,15 @@ def load_endpoint(reward: HTTPReward, name: str, key: str) -> tuple[Endpoint, li
 
     Raises ConfigError when the environment does not hold its token.
     """
+    token, notes = token_of(reward, key)
+    return Endpoint(name=name, weight=reward.weight, on_error=reward.on_error, config=reward, token=token), notes
+
+
+def token_of(reward: ServerReward, key: str) -> tuple[str | None, list[str]]:
+    """The token for a server from the environment, None if it needs none, and notes for the user."""
     notes = []
     token = key_from_environment(reward.api_key_env, f"{key}.api_key_env") if reward.api_key_env is not None else None
     parts = urlsplit(reward.url)
     if token is not None and parts.scheme == "http" and not is_loopback(parts.hostname or ""):
         notes.append(f"{key}: the token is sent unencrypted to {without_secrets(reward.url)}. Use https")
-    return Endpoint(name=name, weight=reward.weight, on_error=reward.on_error, config=reward, token=token), notes
+    return token, notes

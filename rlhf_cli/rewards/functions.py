@@ -39,7 +39,6 @@ class PythonFunction(RewardSource):
 
     kind: ClassVar[str] = "reward function"
     function: Callable[..., Any]
-    per_token: bool = False
     batch_size: int | None = None
     """Rows per call; None passes all rows in one call."""
     concurrency: int = CONCURRENCY

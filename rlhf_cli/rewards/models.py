@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from rlhf_cli.models.load import (
     LENGTH_CURVE,
     check_vocabulary,
     load_reward_model,
+    load_step_model,
     load_tokenizer,
     prepare,
     same_tokenizer,
@@ -188,9 +190,12 @@ def load_reward_source(
     `backbone` share its weights. With `sharded_by` the model is sharded among the processes as that config says.
     """
     path = model_directory(path)
+    if reward.steps is not None:
+        backbone = sharded_by = None
     later = sharded_by is not None or is_held(device, precision)
     on_backbone = backbone.reward_model(path) if backbone is not None else None
-    model = on_backbone or load_reward_model(path, reward.revision, deferred=later)
+    load = load_reward_model if reward.steps is None else load_step_model
+    model = on_backbone or load(path, reward.revision, deferred=later)
     tokenizer = load_tokenizer(path, reward.revision)
     check_vocabulary(model, tokenizer, path)
     if reward.template == "chat" and not tokenizer.chat_template:
@@ -203,6 +208,7 @@ def load_reward_source(
         notes.append(f"{path}: shares the policy's frozen weights")
     shares = (
         reward.template is None
+        and reward.steps is None
         and policy_tokenizer is not None
         and reads_last_token(model)
         and same_tokenizer(policy_tokenizer, tokenizer)
@@ -210,11 +216,17 @@ def load_reward_source(
     if not shares:
         notes.append(f"{path}: scores text with its own tokenizer")
     mean, std = (getattr(model.config, figure, None) for figure in ("score_mean", "score_std"))
-    if reward.normalize and (mean is None or std is None):
+    if reward.normalize and reward.steps is None and (mean is None or std is None):
         notes.append(f"{path}: has no stored score mean and standard deviation, scores are not normalized")
     # The stored mean and standard deviation are those of the logit.
     normalize = reward.normalize and mean is not None and std is not None and reward.output == "logit"
-    source = RewardModel(
+    make: Callable[..., RewardModel] = RewardModel
+    if reward.steps is not None:
+        from rlhf_cli.rewards.steps import StepModel
+
+        assert policy_tokenizer is not None
+        make = partial(StepModel, steps=reward.steps, policy_tokenizer=policy_tokenizer)
+    source = make(
         name=name,
         weight=reward.weight,
         on_error=reward.on_error,

@@ -19,6 +19,7 @@ from rlhf_cli.config.rewards import (
     NamedReward,
     RegexReward,
     RepetitionReward,
+    RubricReward,
 )
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.data.encoders import PromptRow
@@ -74,6 +75,10 @@ def load_rewards(
                 from rlhf_cli.rewards.endpoint import load_endpoint
 
                 source, lines = load_endpoint(reward, name, key)
+            case RubricReward():
+                from rlhf_cli.rewards.rubric import load_rubric
+
+                source, lines = load_rubric(reward, name, key)
             case LengthReward() | RegexReward() | AnswerReward() | RepetitionReward() | JSONReward():
                 source = Rule(name=name, weight=reward.weight, on_error=reward.on_error, rule=reward)
             case _:
@@ -132,6 +137,7 @@ def total_score(sources: Sequence[RewardSource], samples: Samples) -> Scores:
     each: dict[str, torch.Tensor] = {}
     errors: dict[str, int] = {}
     cut: dict[str, int] = {}
+    tokens: dict[str, int] = {}
     dense: list[list[float]] | None = None
     failed: RewardError | None = None
     # A source that fails on one process must not keep it from the passes of a sharded model: those come first, and
@@ -139,10 +145,19 @@ def total_score(sources: Sequence[RewardSource], samples: Samples) -> Scores:
     for source in sorted(sources, key=lambda s: not (isinstance(s, RewardModel) and is_sharded(s.model))):
         if not samples.responses and not isinstance(source, RewardModel):
             each[source.name] = torch.zeros(0)
+            each |= {f"{source.name}_{part}": torch.zeros(0) for part in source.part_names}
+            if source.num_tokens is not None:
+                tokens[source.name] = 0
             continue
+        tokens_before = source.num_tokens
         cut_before = source.num_cut if isinstance(source, RewardModel) else 0
-        if isinstance(source, PythonFunction) and source.per_token:
-            found = source.score_per_token(samples)
+        try:
+            found = source.score_per_token(samples) if source.per_token else source.score(samples)
+        except RewardError as error:
+            failed, samples = failed or error, NOTHING
+        if failed is not None:
+            continue
+        if isinstance(found, list):
             errors[source.name] = sum(row is None for row in found)
             rows = [
                 row if row is not None else [0.0] * len(ids)
@@ -154,15 +169,13 @@ def total_score(sources: Sequence[RewardSource], samples: Samples) -> Scores:
                 [a + source.weight * b for a, b in zip(*pair, strict=True)] for pair in zip(old, rows, strict=True)
             ]
         else:
-            try:
-                score = source.score(samples)
-            except RewardError as error:
-                failed, samples = failed or error, NOTHING
-                continue
-            errors[source.name] = int(score.isnan().sum())
-            each[source.name] = torch.where(score.isnan(), 0.0, score)
+            errors[source.name] = int(found.isnan().sum())
+            each[source.name] = torch.where(found.isnan(), 0.0, found)
+            each |= {f"{source.name}_{part}": values.nan_to_num(0.0) for part, values in source.parts.items()}
         if isinstance(source, RewardModel):
             cut[source.name] = source.num_cut - cut_before
+        if source.num_tokens is not None and tokens_before is not None:
+            tokens[source.name] = source.num_tokens - tokens_before
     if failed is not None:
         raise failed
     weighted = [source.weight * each[source.name] for source in sources if source.ensemble is None]
@@ -173,4 +186,5 @@ def total_score(sources: Sequence[RewardSource], samples: Samples) -> Scores:
         weighted.append(ensemble.weight * each[ensemble.name])
     total = torch.stack(weighted).sum(0)  # [B]
     features = [source.features for source in sources if source.features is not None]
-    return Scores(total, each, dense, errors, cut, torch.cat(features, 1) if features else None)
+    parts = tuple(f"{source.name}_{part}" for source in sources for part in source.part_names)
+    return Scores(total, each, dense, errors, cut, parts, tokens, torch.cat(features, 1) if features else None)

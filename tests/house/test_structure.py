@@ -63,6 +63,7 @@ WITHOUT_TORCH = (
     "algorithms.names",
     "algorithms.rates",
     "seeding",
+    "rewards.chat_client",
     "rewards.concurrency",
     "rewards.http_client",
     "cli",
