@@ -16,7 +16,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 
 
 help:
 	@echo "make pipeline   run SFT, RM and PPO of $(CONFIG); CONFIG=configs/... for another folder"
-	@echo "make test       run the tests; make test-slow runs the slow ones; make lint checks style and types"
+	@echo "make test       run the tests; make test-slow runs the slow ones; make lint checks style, types, spelling and links"
 	@echo "make docs       build the site from docs/ in build/site"
 	@echo "make bench      measure speed against TRL, about 25 minutes; the report and all files go to $(BENCH) (BENCH=DIR)"
 	@echo "make release    build wheel and sdist in dist/, check them, and run the wheel in an environment of its own"
@@ -41,6 +41,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
+	$(BIN)/python -m pytest -q tests/docs/test_docs.py -k every_link
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/python docs/build_site.py build/site

@@ -351,7 +351,13 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("page", [*TEXTS, "CHANGELOG.md", "benchmarks/README.md", "data/support/README.md"])
+EVERY_PAGE = [
+    *ROOT.glob("*.md"),
+    *(page for room in ("benchmarks", "data", "docs") for page in (ROOT / room).rglob("*.md")),
+]
+
+
+@pytest.mark.parametrize("page", sorted(page.relative_to(ROOT).as_posix() for page in EVERY_PAGE))
 def test_every_link_leads_somewhere(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     for label, target in re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)", re.sub(r"(?<!\[)`[^`\n]*`(?!\])", "", text)):
