@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 FIRST, LINES, WIDTH = "SFT against PPO", 31, 100
-SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="The end of a run">
+SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="A run's end">
 <style>
 .{unique_id}-matrix {{ font: {char_height}px Menlo, Consolas, 'DejaVu Sans Mono', monospace; white-space: pre }}
 .{unique_id}-title {{ font: 18px Arial, sans-serif }}
