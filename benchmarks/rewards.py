@@ -60,6 +60,7 @@ RMS: dict[str, tuple[str, ...]] = {
     "rm-unflipped": ("data.train={task}/data/unflipped.jsonl",),
     "rm-smoothing": ("label_smoothing=0.25",),
     "rm-flip-rate": ("flip_rate=0.25",),
+    "rm-length": ("length_correction=true",),
 }
 """Reward models of one seed: name -> settings that differ from the task's rm.yaml. The members of `rm` beside the first
 have other heads and orders of the rows; its first is the reward model alone."""
@@ -84,6 +85,8 @@ def path(work: Path, seed: int, rm: str) -> str:
 
 def folder(work: Path, seed: int, method: str) -> Path:
     """The folder of a method's PPO run."""
+    if method in ROUNDS:
+        return work / f"seed{seed}" / "rounds" / "rounds" / str(ROUNDS[method])
     return work / f"seed{seed}" / re.sub(r"[^\w.]+", "-", method)
 
 
@@ -118,10 +121,13 @@ METHODS: dict[str, Method] = {
     "labels without flips": Method(one("rm-unflipped"), "rm-unflipped"),
     "label smoothing 0.25": Method(one("rm-smoothing"), "rm-smoothing"),
     "flip rate 0.25": Method(one("rm-flip-rate"), "rm-flip-rate"),
+    "length correction": Method(one("rm-length"), "rm-length"),
     "4 from other SFT seeds, worst": Method(ensemble(other_sft, beta=0)),
     "4 from one SFT model, worst": Method(ensemble(same_sft, beta=0)),
 }
 """In the order in which they are trained: all methods of a seed, then the next seed."""
+ROUNDS = {f"round {number}, labels by gold": number for number in (2, 3)}
+"""Rounds of `rlhf pipeline --rounds`, with 500 pairs each that gold labels. Round 1 is the first method."""
 
 
 # ------------------------------------------------------------------------------------------ training
@@ -191,15 +197,21 @@ def train(work: Path, names: Sequence[str], seeds: Sequence[int], workers: int) 
         link(out, sft=work / f"seed{seed}" / "sft", rm=work / f"seed{seed}" / method.rm / "rm")
         rewards = json.dumps(method.rewards(work, seed))
         stage(work, "ppo", out, seed, [f"rewards={rewards}", *method.settings])
-        if not (out / "diagnosis.json").is_file():
-            command = [sys.executable, "-m", "rlhf_cli", "diagnose", str(out), "--json", "--files-only"]
-            done = subprocess.run(command, capture_output=True, text=True)
-            (out / "diagnosis.json").write_text(done.stdout, encoding="utf-8")
 
-    rms = sorted({(s, "rm") for s in SEEDS} | {(s, METHODS[name].rm) for s in seeds for name in names})
+    def train_rounds(seed: int) -> None:
+        out, judge = work / f"seed{seed}" / "rounds", f"{work}/task/judge.py:score"
+        if not (out / "rounds" / str(max(ROUNDS.values())) / "ppo" / "manifest.json").is_file():
+            arguments = ["--rounds", str(max(ROUNDS.values())), "--labels", judge, "--threads", "1"]
+            arguments += ["--set", f"artifacts={out}", "--set", f"seed={seed}"]
+            rlhf(out.with_name("rounds.log"), "pipeline", str(work / "task"), *arguments)
+
+    alone = [name for name in names if name in METHODS]
+    rms = sorted({(s, "rm") for s in SEEDS} | {(s, METHODS[name].rm) for s in seeds for name in alone})
     in_parallel([lambda s=s, rm=rm: train_rm(s, rm) for s, rm in rms], workers)
     in_parallel([lambda s=s: merge(s) for s in seeds], workers)
-    in_parallel([lambda s=s, name=name: train_ppo(s, name) for s in seeds for name in names], workers)
+    in_parallel([lambda s=s, name=name: train_ppo(s, name) for s in seeds for name in alone], workers)
+    if len(alone) < len(names):
+        in_parallel([lambda s=s: train_rounds(s) for s in seeds], workers)
 
 
 def write_unflipped(data: Path) -> None:
@@ -262,6 +274,10 @@ def read_run(folder: Path) -> Run:
     for row in rows("health.jsonl"):
         for finding in row["findings"]:
             warnings.setdefault(finding["name"], row["step"])
+    if not (folder / "diagnosis.json").is_file():
+        command = [sys.executable, "-m", "rlhf_cli", "diagnose", str(folder), "--json", "--files-only"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        (folder / "diagnosis.json").write_text(done.stdout, encoding="utf-8")
     causes = json.loads((folder / "diagnosis.json").read_text(encoding="utf-8"))["causes"]
     diagnosed = any(cause["name"] == "policy_overoptimised" for cause in causes)
     return Run(rows("evaluations.jsonl"), warnings, rows("metrics.jsonl"), diagnosed)
@@ -365,7 +381,26 @@ def best_threshold(runs: Sequence[Run], detector: Detector) -> float:
 # ------------------------------------------------------------------------------------------ report
 
 
-def report(runs: dict[str, dict[int, Run]], command: str) -> str:
+def accuracies(work: Path) -> list[list[str]]:
+    """Held-out accuracy of the reward models, over the seeds that have them."""
+    found: dict[str, list[float]] = {}
+    for seed in SEEDS:
+        for rm in RMS:
+            manifest = Path(path(work, seed, rm)) / "manifest.json"
+            if manifest.is_file():
+                metrics = json.loads(manifest.read_text(encoding="utf-8"))["metrics"]
+                found.setdefault(rm, []).append(metrics["eval/accuracy"])
+                members = [value for key, value in metrics.items() if re.fullmatch(r"members/accuracy_\d+", key)]
+                if members:
+                    found.setdefault("a member of four from one SFT model", []).append(statistics.fmean(members))
+                    found.setdefault("the mean of their scores", []).append(metrics["members/accuracy_mean"])
+        log = work / f"seed{seed}" / f"{MERGED}.log"
+        if log.is_file() and (merged := re.search(r"held-out accuracy ([\d.]+)", log.read_text(encoding="utf-8"))):
+            found.setdefault("the mean of their weights", []).append(float(merged[1]))
+    return [[name, interval(values), str(len(values))] for name, values in found.items()]
+
+
+def report(runs: dict[str, dict[int, Run]], rms: list[list[str]], command: str) -> str:
     """The text of REWARDS.md."""
     base = runs[BASE]
     seeds = sorted(base)
@@ -393,6 +428,7 @@ def report(runs: dict[str, dict[int, Run]], command: str) -> str:
                 f"{sum(t is not None for t in turned)} of {len(of)}",
                 f"{statistics.median([t for t in turned if t is not None]):.0f}" if any(turned) else "-",
                 f"{named}",
+                f"{len(of)}",
             ]
         )
         cells = [name]
@@ -421,13 +457,16 @@ def report(runs: dict[str, dict[int, Run]], command: str) -> str:
     return "\n\n".join(
         [
             "# Over-optimisation and what helps",
-            f"Written by `{command}`. {len(every)} PPO runs of 80 iterations on {len(seeds)} seeds. Gold of the SFT "
-            f"model: {sft:.2f}. Intervals: 95 %, Student's, over seeds. Differences are paired by seed.",
+            f"Written by `{command}`. {len(every)} PPO runs of 80 iterations, on up to {len(seeds)} seeds; the same "
+            f"command trains what is missing of {len(SEEDS)}. Gold of the SFT model: {sft:.2f}. Intervals: 95 %, "
+            "Student's, over seeds. Differences are paired by seed.",
             f"## Outcome\n\nGold has turned when it is {LOST} below its best so far.",
-            table([*columns, "flattery", "turned", "at iteration", "diagnosed"], outcome),
+            table([*columns, "flattery", "turned", "at iteration", "diagnosed", "runs"], outcome),
             "## Gold at equal KL\n\nGold where a run first passes this KL, in parentheses the difference from the "
             "first row over the seeds where both do; then the number of seeds that reach it.",
             table(["method", *(f"{kl} nats" for kl in KLS)], equal),
+            "## Reward models\n\nHeld-out accuracy; 0.975 is possible.",
+            table(["reward model", "accuracy", "seeds"], rms),
             "## What health said\n\nOver all runs: the first line of each rule against the evaluation at which gold "
             "had turned. The lead is the median in iterations; evaluations are five iterations apart.",
             table(["rule", "in time", "lead", "false alarms"], said),
@@ -503,18 +542,25 @@ def draw(runs: dict[str, dict[int, Run]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Over-optimisation and what helps, on the hard shop-support task.")
     parser.add_argument("--work", type=Path, required=True, help="folder of the runs; given again, it is resumed")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
+    every = [*METHODS, *ROUNDS]
+    parser.add_argument("--methods", nargs="+", choices=every, default=every, metavar="NAME")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--workers", type=int, default=2, help="processes at the same time")
+    parser.add_argument("--finished", action="store_true", help="train nothing, and report what is finished")
     parser.add_argument(
         "--record", action="store_true", help="also write benchmarks/REWARDS.md and its picture in docs/"
     )
     arguments = parser.parse_args()
     work = arguments.work.resolve()
-    train(work, arguments.methods, arguments.seeds, arguments.workers)
-    names = list(dict.fromkeys([BASE, *arguments.methods]))
-    runs = {name: {seed: read_run(folder(work, seed, name)) for seed in arguments.seeds} for name in names}
-    (work / "REWARDS.md").write_text(report(runs, "python benchmarks/rewards.py --work DIR") + "\n", encoding="utf-8")
+    if not arguments.finished:
+        train(work, arguments.methods, arguments.seeds, arguments.workers)
+    runs: dict[str, dict[int, Run]] = {}
+    for name in dict.fromkeys([BASE, *arguments.methods]):
+        places = {seed: folder(work, seed, name) for seed in arguments.seeds}
+        found = {s: read_run(place) for s, place in places.items() if (place / "ppo" / "manifest.json").is_file()}
+        runs |= {name: found} if found else {}
+    text = report(runs, accuracies(work), "python benchmarks/rewards.py --work DIR")
+    (work / "REWARDS.md").write_text(text + "\n", encoding="utf-8")
     (work / "overoptimization.svg").write_text(draw(runs), encoding="utf-8")
     if arguments.record:
         shutil.copy(work / "REWARDS.md", HERE / "REWARDS.md")

@@ -3,9 +3,10 @@
     <artifacts>                     round 1: sft, rm and ppo
     <artifacts>/rounds/2            a link to sft, labels.jsonl, rm and ppo; and so on
 
-A pair is a reply of the policy of the round before and a reply of the model that PPO started from: it shows the reward
-model where PPO went. The reward model of a round learns from its own rows and the labels of all rounds so far, and the
-policy starts again from the SFT model, which arXiv 2505.18126 found the most robust start.
+A pair is two replies of the policy of the round before. (With a reply of the SFT model as the other one, the reward
+model learns what marks the policy's replies, and not what makes them good.) The reward model of a round learns from its
+own rows and the labels of all rounds so far, and the policy starts again from the SFT model, which arXiv 2505.18126
+found the most robust start.
 
 Without --labels the round writes samples.jsonl, and the pipeline ends until labels.jsonl is there: from `rlhf label`,
 `rlhf data score --compare` or anything else that writes preferences.
@@ -18,7 +19,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -37,6 +38,9 @@ from rlhf_cli.report.progress import Display
 from rlhf_cli.run.artifacts import read_manifest, stage_directory
 from rlhf_cli.run.identity import require_files
 from rlhf_cli.seeding import derived_seed
+
+if TYPE_CHECKING:
+    from rlhf_cli.trained.model import TrainedLanguageModel
 
 PAIRS = 500
 """Pairs that a round labels, if the prompts suffice."""
@@ -91,10 +95,10 @@ class Rounds:
         """
         from rlhf_cli.trained.model import find_model
 
-        policy, has_sft = find_model(before, "ppo"), read_manifest(stage_directory(before, "sft")) is not None
-        models = (policy, policy.compared("sft" if has_sft else "base"))
+        policy = find_model(before, "ppo")
         labels, samples = folder / "labels.jsonl", folder / "samples.jsonl"
-        self._write(samples if self.labels is None else labels, number, models, display, restart=restart)
+        self._write(samples if self.labels is None else labels, number, policy, display, restart=restart)
+        has_sft = read_manifest(stage_directory(before, "sft")) is not None
         if has_sft and not (folder / "sft").is_symlink():
             (folder / "sft").symlink_to(Path("../../sft"))
         if self.labels is not None or _are_complete(labels, samples):
@@ -113,36 +117,32 @@ class Rounds:
         sources += [{"path": f"{root}/rounds/{one}/labels.jsonl"} for one in range(2, number + 1)]
         return {"rm": [place, f"data.train={json.dumps(sources)}"], "ppo": [place]}
 
-    def _write(self, out: Path, number: int, models: Sequence[Any], display: Display, *, restart: bool) -> None:
-        """Sample a reply of each model to each prompt, and label the pairs if there is a source of labels."""
+    def _write(self, out: Path, number: int, policy: TrainedLanguageModel, display: Display, *, restart: bool) -> None:
+        """Sample two replies to each prompt, and label the pairs if there is a source of labels."""
         from rlhf_cli.commands.generate import Generator, ResponseOptions
         from rlhf_cli.data.views import prompt
         from rlhf_cli.processes import distributed
         from rlhf_cli.trained.model import RewardSet
 
-        config = models[0].config
+        config = policy.config
         assert isinstance(config, PPOConfig)
-        # Each model draws its own numbers: with the same ones, a policy near its start would give equal replies.
-        options = [
-            ResponseOptions(seed=derived_seed(config.seed, "round", number, k), device=config.device) for k in (0, 1)
-        ]
+        options = ResponseOptions(seed=derived_seed(config.seed, "round", number), device=config.device)
         judge = None if self.labels is None else RewardSet(named_rewards([self.labels], "", 0))
         records = _prompts(config, number, self.num_pairs)
 
-        def open_models() -> Callable[[Sequence[tuple[int, Record]]], list[Outcome]]:
-            device = distributed.start(config.device).device
-            generators = [Generator(model, own, judge, device) for model, own in zip(models, options, strict=True)]
+        def open_model() -> Callable[[Sequence[tuple[int, Record]]], list[Outcome]]:
+            generator = Generator(policy, options, judge, distributed.start(config.device).device)
 
             def pairs(numbered: Sequence[tuple[int, Record]]) -> list[Outcome]:
-                prompts = [(n, prompt(record)) for n, record in numbered]
-                replies = [generator.respond(prompts) for generator in generators]
+                # A reply is drawn from the number of its prompt, so the second one gets another number.
+                replies = [generator.respond([(2 * n + k, prompt(record)) for n, record in numbered]) for k in (0, 1)]
                 return [_pair(record, *both) for (_, record), *both in zip(numbered, *replies, strict=True)]
 
             return pairs
 
         settings = {
-            "models": [model.digest() for model in models],
-            "rollout": options[0].rollout(models[0]).model_dump(mode="json"),
+            "model": policy.digest(),
+            "rollout": options.rollout(policy).model_dump(mode="json"),
             "labels": None if judge is None else json.dumps(judge.settings()),
             "data": [data_digest(source) for source in config.data.train],
             "pairs": self.num_pairs,
@@ -150,7 +150,7 @@ class Rounds:
         }
         try:
             with Output(out, settings, restart=restart) as rows:
-                each_item(rows, lambda: iter(records), open_models, display, chunk=options[0].batch_size)
+                each_item(rows, lambda: iter(records), open_model, display, chunk=options.batch_size)
                 display.note(f"{out}: {rows.num_rows} pairs{rows.summary_of_dropped()}")
                 rows.require_rows()
         except ConfigError as error:
@@ -213,7 +213,7 @@ def _pair(record: Record, *replies: Outcome) -> Outcome:
         return Dropped("tie")
     best, worst = sorted(both, key=lambda reply: -reply["score"])
     row |= {"chosen": best["response"], "rejected": worst["response"]}
-    row |= {"chosen_score": best["score"], "rejected_score": worst["score"], "chosen_is_policy": best is both[0]}
+    row |= {"chosen_score": best["score"], "rejected_score": worst["score"]}
     return row if best["ended"] and worst["ended"] else {**row, "ended": [best["ended"], worst["ended"]]}
 
 

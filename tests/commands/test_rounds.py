@@ -77,7 +77,6 @@ def test_each_round_adds_its_labels_and_starts_from_the_sft_model(three: Path) -
             better, worse = (sum(map(ord, row[name])) % 1000 for name in ("chosen", "rejected"))
             assert (row["chosen_score"], row["rejected_score"]) == (better, worse)
             assert better > worse
-        assert {row["chosen_is_policy"] for row in rows} == {True, False}
         prompts.append({row["prompt"] for row in rows})
         trained = yaml.safe_load((run / "rm/config.yaml").read_text(encoding="utf-8"))["data"]["train"]
         pooled = [three / "run/rounds" / str(one) / "labels.jsonl" for one in range(2, number + 1)]
@@ -99,7 +98,7 @@ def test_a_second_call_does_nothing(three: Path) -> None:
 
 
 def test_an_interrupted_round_resumes(three: Path, project: Path) -> None:
-    # The labels of round 2 take two calls, one for each model; the second call of round 3 is interrupted.
+    # The labels of a round take two calls, one for each reply; the second call of round 3 is interrupted.
     shutil.rmtree(project / "run")
     shutil.copytree(three / "run", project / "run", symlinks=True, ignore=lambda _, names: {"rounds"} & set(names))
     output = rounds(project, *with_labels(project, stop=3), exit_code=130)
