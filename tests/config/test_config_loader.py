@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +15,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from rlhf_cli.config.loader import config_schema, load_config
 from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.errors import ConfigError
+
+NO_CHARACTER = (
+    "Python int too large to convert to C int" if sys.version_info < (3, 13) else "chr() arg not in range(0x110000)"
+)
+"""What Python says of chr(0xFFFFFFFF)."""
 
 
 class Base(BaseModel):
@@ -212,7 +218,8 @@ def test_files_that_cannot_be_read(tmp_path):
         ),
         ("a: *b", "1: column 4: not valid YAML, found undefined alias 'b'"),
         ("a: 1\n\n'\x01'", "3: not valid YAML, character U+0001 is not allowed"),
-        ('a: "\\UFFFFFFFF"', "1: not valid YAML, Python int too large to convert to C int"),
+        ('a: "\\U7FFFFFFF"', "1: not valid YAML, chr() arg not in range(0x110000)"),
+        ('a: "\\UFFFFFFFF"', f"1: not valid YAML, {NO_CHARACTER}"),
         ("[" * 5000, "1: column 41: not valid YAML, nested more than 40 deep"),
         ("\n".join(" " * n + "a:" for n in range(300)),
          "40: column 40: not valid YAML, nested more than 40 deep"),

@@ -407,7 +407,7 @@ def test_bad_rows_of_binary_tables(tmp_path: Path, kind: str) -> None:
         ("a.json", b'[{"a": 1},\n{"a": ', "row 2: the file ends inside it (Expecting value in line 2)"),
         ("a.json", b'[{"a": 1},\n{"a": "b', "row 2: the file ends inside it (Unterminated string starting in line 2)"),
         ("a.json", b'[{"a": 1},\n{"a" 2}]', "row 2: not JSON (Expecting ':' delimiter in line 2)"),
-        ("a.json", b'[{"a": 1},\n{"a": 1,}' + b" " * 99, "row 2: not JSON (Expecting property name enclosed in double"),
+        ("a.json", b'[{"a": 1},\n{"a": 1,b}' + b" " * 99, "row 2: not JSON (Expecting property name enclosed in"),
         ("a.json", b'[{"a": 1},\n]', "row 2: not JSON (Expecting value in line 2)"),
         ("a.json", b'[{"a": 1}\n{"a": 2}]', "row 1: '{' in line 2 follows, it must be a comma or the end of the list"),
         ("a.json", b'[{"a": 1}', "row 1: the end of the file follows, it must be a comma or"),

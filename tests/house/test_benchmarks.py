@@ -36,7 +36,9 @@ def load(monkeypatch):
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("name", ["speed_inputs", "speed_limits", "speed_report", "growth", "gpu_memory"])
+@pytest.mark.parametrize(
+    "name", ["speed_inputs", "speed_limits", "speed_report", "growth", "gpu_memory", "speedrun", "real_model"]
+)
 def test_the_docstring_examples_of_the_benchmarks_run(load, name):
     failures, tests = doctest.testmod(load(name))
     assert tests > 0
