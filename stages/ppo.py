@@ -11,7 +11,8 @@ Each iteration:
 
  1. rollout: sample responses to prompts. Ratio, KL and entropy use the distribution that was sampled from, with its
     temperature and filters
- 2. score: the weighted sum of the rewards, normalised, clipped, minus penalties (missing EOS, length)
+ 2. score: the weighted sum of the rewards (compared with ref_policy's replies by `shaping`), normalised, clipped, mixed
+    with the limits, minus penalties (missing EOS, length)
  3. token rewards: -kl_coef * (logprobs - ref_logprobs), plus the score at the last token (Ziegler et al. 2019, eq. 2)
  4. advantages by GAE (Schulman et al. 2016, eq. 16), returns = advantages + values; advantages are whitened over
     the whole rollout. Without a value model: reward to go, or a comparison of the responses to a prompt
@@ -81,7 +82,7 @@ from rlhf_cli.ppo.update import (
 )
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.rewards.base import Scores
-from rlhf_cli.rewards.score import ScoreScale, shaped_score
+from rlhf_cli.rewards.score import Limits, ScoreScale, shaped_score
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import RolloutBatch, collect
 from rlhf_cli.rollout.sampling import draw_uniforms
@@ -99,8 +100,10 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
         carried = Carried(setup)  # measures SFT on the held-out prompts
         if config.ppo.uses_reference_scores:
             measure_reference(setup, carried.scale)
+        carried.references.sample()
 
         first = stage.resume(carried.parts(), num_iterations)
+        carried.references.record(first)
         if first == 0:
             report_start(setup, carried.health)
         stage.display.begin(num_iterations, "iteration", first)
@@ -126,7 +129,8 @@ def _iterate(setup: Setup, carried: Carried, iteration: int) -> None:
     # 2. Score.
     with stage.speed.phase("reward"):
         texts, scores = scores_of_rollout(setup, rollout, iteration)
-        score, dense = _score(scores, rollout.responses, carried.scale, config, setup.world)  # [B], [B, R]
+        scores = carried.references.compared(scores, iteration)
+        score, dense = _score(scores, rollout.responses, carried.scale, carried.limits, config, setup.world)
 
     # 3. Token rewards.
     kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, estimator="k1")  # [B, R]
@@ -142,12 +146,13 @@ def _iterate(setup: Setup, carried: Carried, iteration: int) -> None:
         batch = batch_of_update(setup, carried.recent, newest, iteration)
         update = _update(setup, batch, iteration, carried.coefs)
 
-    # 6. Figures and health, then the coefficients that follow the KL.
+    # 6. Figures and health, then the coefficients that follow the KL or a limit.
     metrics = iteration_metrics(setup, rollout, texts, scores, kl, rewards, returns)
     metrics |= update | {"objective/kl_coef": carried.coefs.kl_coef} | stage.speed.row()
     if carried.held_out.home is not None:
         metrics |= carried.held_out.home.unfamiliarity(scores.features, setup.world)
-    metrics |= follow_kl(setup, carried.coefs, newest, metrics)
+    metrics |= follow_kl(setup, carried.coefs, newest, metrics) | carried.limits.figures()
+    carried.limits.follow(metrics)
     stage.log(iteration + 1, metrics, SHOWN)
     log_samples(setup, rollout, texts, scores, kl, iteration)
     report_iteration(setup, carried.health, newest, texts, metrics, iteration)
@@ -180,7 +185,12 @@ def _rollout(setup: Setup, iteration: int) -> RolloutBatch:
 
 
 def _score(
-    scores: Scores, responses: Sequence[Response], scale: ScoreScale, config: PPOConfig, world: World
+    scores: Scores,
+    responses: Sequence[Response],
+    scale: ScoreScale,
+    limits: Limits,
+    config: PPOConfig,
+    world: World,
 ) -> tuple[Tensor, Tensor | None]:
     """(score, dense): the shaped score of each response, [B], and the rewards of single tokens, [B, R] or None."""
     lengths, ended = [len(r.ids) for r in responses], [r.ended for r in responses]
@@ -188,8 +198,10 @@ def _score(
     if scale.kind in ("running", "running_std"):
         # One non-finite score would spoil the statistics for good. The steps that contain it are skipped anyway.
         scale.take(raw[raw.isfinite()], world)
-    score = shaped_score(raw, lengths, ended, scale, config.ppo, max_new_tokens=config.rollout.max_new_tokens)
-    return score.to(world.device), dense
+    limits.measure(scores.each, world)
+    longest = config.rollout.max_new_tokens
+    score = shaped_score(raw, scores.each, lengths, ended, scale, limits, config.ppo, max_new_tokens=longest)
+    return score.to(world.device), dense if dense is None else dense * limits.score_share
 
 
 def _token_rewards(

@@ -3,8 +3,13 @@
 Each penalty is 0 or more and is subtracted from the score.
 """
 
+from math import exp
+
 import torch
 from torch import Tensor
+
+LEAST_LAMBDA, MOST_LAMBDA = 1e-3, 1e3
+"""The range of a limit's multiplier. At its ends the score, or the limit, hardly counts."""
 
 
 def clip_score(score: Tensor, clip: float) -> Tensor:
@@ -53,6 +58,101 @@ def pessimistic_score(scores: Tensor, beta: float) -> Tensor:
     # From the lowest score, and with expm1 and log1p: exact for a small and for a large beta.
     above = (scores - lowest).double() / beta
     return lowest - beta * torch.log1p(torch.expm1(-above).mean(0)).to(scores.dtype)
+
+
+def log_sigmoid_score(score: Tensor, references: Tensor, *, quantile: float) -> Tensor:
+    """The log-probability that a response is good: better than most replies of the reference policy to its prompt.
+
+    ``log(sigmoid(score - r_ref))``, with ``r_ref`` the quantile of the references' scores
+
+    It saturates: a response far better than r_ref gains almost nothing by becoming better still, and one far below it
+    loses as much as its score. The sum over several scores is the log-probability that the response is good by all.
+
+    Args:
+        score: [B], the logit of a reward model learned from pairs; in other units, the sigmoid has another slope.
+        references: [B, M], the scores of M replies to the prompt of each response.
+        quantile: 0 to 1, between the lowest and the highest of them, linearly interpolated.
+
+    Returns:
+        [B], below 0.
+
+    Wang et al. 2024 (arXiv 2402.00742), equation 3.
+
+    >>> log_sigmoid_score(torch.tensor([1.0]), torch.tensor([[0.0, 1.0, 2.0]]), quantile=0.5)  # log(1 / 2)
+    tensor([-0.6931])
+    """
+    return torch.nn.functional.logsigmoid(score - references.quantile(quantile, dim=1))
+
+
+def preference_score(score: Tensor, references: Tensor) -> Tensor:
+    """The probability that a response is preferred to a reply of the reference policy: preference as reward (PAR).
+
+    ``mean_m sigmoid(score - references_m)``
+
+    Args:
+        score: [B], the logit of a reward model learned from pairs; in other units, the sigmoid has another slope.
+        references: [B, M], the scores of M replies to the prompt of each response.
+
+    Returns:
+        [B], 0 to 1.
+
+    Fu et al. 2025 (arXiv 2502.18770).
+
+    >>> preference_score(torch.tensor([1.0]), torch.tensor([[1.0, -100.0]]))
+    tensor([0.7500])
+    """
+    return torch.sigmoid(score.unsqueeze(1) - references).mean(1)
+
+
+def limited_score(score: Tensor, excess: Tensor, lambdas: Tensor) -> Tensor:
+    """The score of which limits on other scores have their part.
+
+    ``(score - sum_i lambdas_i * excess_i) / (1 + sum_i lambdas_i)``
+
+    Advantages are linear in the rewards and values: with a value model that predicts the return of this score,
+    ``A = (A_score - lambda * A_excess) / (1 + lambda)``, the advantage of Safe RLHF, without a second value model. The
+    KL is added later and keeps its weight, so for fixed lambdas the optimum is the reference times
+    ``exp(limited_score / kl_coef)``. No policy with its KL and its mean excess has a higher mean score.
+
+    Args:
+        score: [B].
+        excess: [N, B], by how much each response is beyond each limit; below 0 within it.
+        lambdas: [N], above 0.
+
+    Returns:
+        [B].
+
+    Dai et al. 2023 (arXiv 2310.12773), section 3.2.
+
+    >>> limited_score(torch.tensor([2.0]), torch.tensor([[-1.0], [0.5]]), torch.tensor([1.0, 2.0]))
+    tensor([0.5000])
+    """
+    return (score - lambdas @ excess) / (1 + lambdas.sum())
+
+
+def next_lambda(lam: float, excess: float, *, learning_rate: float) -> float:
+    """The next multiplier of a limit, by gradient ascent on its logarithm.
+
+    ``lam * exp(clip(learning_rate * lam * excess, -0.2, 0.2))``, between 0.001 and 1000
+
+    ``lam * excess`` is the gradient of ``lam * excess`` by ``log(lam)``. It grows with lam, so without the clip a limit
+    that cannot be met would let lam explode within a few steps.
+
+    Args:
+        lam: the current multiplier, above 0.
+        excess: the mean over responses of how much they are beyond the limit; below 0 within it.
+        learning_rate: above 0.
+
+    Returns:
+        The multiplier for the next rollout; NaN if excess is NaN.
+
+    Dai et al. 2023 (arXiv 2310.12773), the update of lambda, there without the clip.
+
+    >>> round(next_lambda(2.0, 0.5, learning_rate=0.1), 4), next_lambda(1000.0, 0.5, learning_rate=0.1)
+    (2.2103, 1000.0)
+    """
+    step = min(max(learning_rate * lam * excess, -0.2), 0.2)
+    return min(max(lam * exp(step), LEAST_LAMBDA), MOST_LAMBDA)
 
 
 def length_penalty(lengths: Tensor, *, per_token: float) -> Tensor:

@@ -21,7 +21,17 @@ from rlhf_cli.config.data import DataSource, PromptData, Sources, numbered
 from rlhf_cli.config.models import Lora, Model, Patterns, TrainedModel
 from rlhf_cli.config.ppo_update import PPO
 from rlhf_cli.config.require import FigureName, Requirement
-from rlhf_cli.config.rewards import FunctionReward, ModelReward, NamedReward, Reward, RubricReward, named_rewards
+from rlhf_cli.config.rewards import (
+    FunctionReward,
+    Limit,
+    ModelReward,
+    NamedReward,
+    Reward,
+    RubricReward,
+    Shaping,
+    named_rewards,
+    reward_names,
+)
 from rlhf_cli.config.stage import Distributed, Optimizer, Stage
 
 DecoderName = Literal["auto", "paged", "plain", "sharded"]
@@ -287,9 +297,17 @@ class PPOConfig(Stage):
         metrics += [name + what for name in {s.ensemble.name for s in sources if s.ensemble} for what in ("", "_std")]
         for name, reward in ((s.name, s.reward) for s in sources if isinstance(s.reward, RubricReward)):
             metrics += [f"{name}_tokens", *(f"{name}_{criterion.name}" for criterion in reward.criteria)]
+        metrics += [f"{name}_shaped" for name in self.shapings]
         twice = next((name for name in metrics if metrics.count(name) > 1), None)
         if twice is not None:
             yield f"rewards: {twice} would name two metrics. Give each source a different `name`"
+        if len(self.limits) == len(self.rewards):
+            yield "rewards: every source has a limit, so there is no score to raise. Add one without"
+        if self.shapings and self.ppo.uses_reference_scores:
+            yield (
+                f"ppo.score_normalization: {self.ppo.score_normalization} measures scores before their shaping. "
+                "Remove it, or the shaping"
+            )
         value = self.value_model
         if value.path is not None and value.init not in ("auto", "shared"):
             yield f"value_model.path gives the weights, so init: {value.init} does nothing. Remove one of them"
@@ -312,6 +330,18 @@ class PPOConfig(Stage):
     def named_rewards(self) -> list[NamedReward]:
         """All sources of rewards, members of ensembles too."""
         return named_rewards(self.rewards, self.artifacts, self.ppo.kl_coef)
+
+    @property
+    def limits(self) -> dict[str, Limit]:
+        """The limit of each source that has one, by the source's name."""
+        named = zip(reward_names(self.rewards), self.rewards, strict=True)
+        return {name: reward.limit for name, reward in named if reward.limit is not None}
+
+    @property
+    def shapings(self) -> dict[str, tuple[float, Shaping]]:
+        """The weight and the shaping of each source that is shaped, by the source's name."""
+        named = zip(reward_names(self.rewards), self.rewards, strict=True)
+        return {name: (reward.weight, reward.shaping) for name, reward in named if reward.shaping is not None}
 
     @property
     def reward_models(self) -> dict[str, ModelReward]:

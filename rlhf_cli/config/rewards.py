@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from rlhf_cli.config.base import (
     EXPANDED,
+    Fraction,
     LocalPath,
     NonNegativeFloat,
     NonNegativeInt,
@@ -22,6 +23,42 @@ from rlhf_cli.config.base import (
 )
 
 
+class Limit(Section):
+    """A number on one side of which the mean of a source's scores must stay."""
+
+    above: float | None = None
+    """The mean must be above this. Set this or `below`."""
+    below: float | None = None
+    """The mean must be below this."""
+    learning_rate: PositiveFloat = 0.1
+    """How fast the multiplier follows: its logarithm changes by learning_rate * multiplier * (how far the mean is
+    beyond the limit, in standard deviations of the source's first scores), at most by 0.2 per iteration."""
+
+    def rules(self) -> Iterator[str]:
+        if (self.above is None) == (self.below is None):
+            yield "set above or below, one of them"
+
+    def __str__(self) -> str:
+        return f"above {self.above:g}" if self.above is not None else f"below {self.below:g}"
+
+
+class Shaping(Section):
+    """A source's score, compared with the scores of replies of the reference policy to the same prompt."""
+
+    kind: Literal["log_sigmoid", "par"]
+    """`log_sigmoid`: log(sigmoid(score - r_ref)), with r_ref a quantile of the replies' scores; the sum of several such
+    sources is high only if all are. `par`: the mean over the replies of sigmoid(score - reply's score), between 0 and
+    1."""
+    num_references: PositiveInt = 4
+    """Replies of the reference policy to each prompt of the run. They are sampled and scored before training."""
+    quantile: Fraction = 0.85
+    """Which of the replies' scores is r_ref of `log_sigmoid`: 0 is the lowest, 0.5 the median, 1 the highest."""
+
+    def rules(self) -> Iterator[str]:
+        refuse_unread(self, self.kind == "log_sigmoid", f"kind: {self.kind}", "quantile")
+        yield from super().rules()
+
+
 class AnyReward(Section):
     """The keys of every source of rewards. docs/rewards.md has an example of each source."""
 
@@ -30,9 +67,31 @@ class AnyReward(Section):
     number if there are several sources."""
     weight: float = 1.0
     """The weight of this source in the score."""
+    limit: Limit | None = None
+    """The source is no term of the score, but a constraint: `{above: x}` or `{below: x}`, in units of its own score.
+    PPO then raises the score of the other sources as far as the limit allows."""
+    shaping: Shaping | None = None
+    """Give PPO this function of the score, bounded where replies are far better than those of the reference policy.
+    Null gives it the score itself."""
     on_error: Literal["stop", "zero"] = "stop"
     """What to do when a score cannot be computed (exception, time-out, NaN or infinite value): stop the run, or use
     0.0 and report how many."""
+
+    @model_validator(mode="after")
+    def _constrains(self) -> Self:
+        refuse_unread(self, self.limit is None, "limit", "weight", "shaping")
+        refuse_unread(self, not self.scores_tokens, "scores of single tokens", "limit", "shaping")
+        return self
+
+    @property
+    def scores_tokens(self) -> bool:
+        """Whether it scores single tokens or steps, not the response."""
+        return False
+
+    @property
+    def share(self) -> float:
+        """The weight in the score: 0 with a limit."""
+        return self.weight if self.limit is None else 0.0
 
 
 def _check_response_template(template: str) -> str:
@@ -80,6 +139,10 @@ class ModelReward(AnyReward):
     """The model is a token classifier (a process reward model) that scores each step of a response. A step's score
     rewards the token that ends the step."""
 
+    @property
+    def scores_tokens(self) -> bool:
+        return self.steps is not None
+
     def rules(self) -> Iterator[str]:
         if self.steps is None:
             return
@@ -120,6 +183,10 @@ class FunctionReward(AnyReward):
     """Maximum concurrent calls of an async function. Null uses 8."""
     timeout_s: PositiveFloat | None = None
     """Maximum seconds per call of an async function. Null waits without a limit. A plain function cannot be stopped."""
+
+    @property
+    def scores_tokens(self) -> bool:
+        return self.per_token
 
     @model_validator(mode="after")
     def _pieces(self) -> Self:
@@ -417,7 +484,7 @@ def named_rewards(rewards: Sequence[Reward], artifacts: str, kl_coef: float) -> 
         else:
             paths = list(reward.members)
         beta = math.inf if reward.beta == "mean" else kl_coef if reward.beta is None else reward.beta
-        ensemble = Ensemble(name, reward.weight, beta)
+        ensemble = Ensemble(name, reward.share, beta)
         for k, path in enumerate(paths):
             member = ModelReward(type="reward_model", path=path, normalize=reward.normalize, on_error=reward.on_error)
             found.append(NamedReward(f"{key}.members.{k}", f"{name}_{k}", member, ensemble))

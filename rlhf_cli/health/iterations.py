@@ -93,6 +93,8 @@ KL_NEGATIVE = -1.0
 KL_NEGATIVE_LONG = -0.05
 """Nats per response: the mean of KL_NEGATIVE_ITERATIONS that are all below 0. Chance is not negative for long."""
 KL_NEGATIVE_ITERATIONS = 5
+LAMBDA_FAR = 100.0
+"""The multiplier of a limit that still does not hold. It starts at 1 and takes 24 iterations or more to get there."""
 KL_FAR = 10.0
 """Nats per response in one iteration, if it is also above KL_FAR_PER_TOKEN: an answer of one token may cost several."""
 KL_FAR_PER_TOKEN = 1.0
@@ -204,6 +206,29 @@ def gradient_far(run: History) -> Signs:
         )
 
 
+@rule(
+    "Loosen this limit, or another one that contradicts it; lower ppo.kl_coef, which may keep the policy where the "
+    "limit does not hold; or raise ppo.num_iterations or optimizer.learning_rate if its mean still moves"
+)
+def limit_missed(run: History) -> Signs:
+    limits = [reward["limit"] for reward in run.config.get("rewards", ()) if reward.get("limit")]
+    names = [key.removeprefix("lambda/") for key in run.metrics if key.startswith("lambda/")]
+    seen, most = [], 0.0
+    for name, limit in zip(names, limits, strict=False):
+        side = "above" if limit["above"] is not None else "below"
+        mean, lam = run.metrics.get(f"reward/{name}", math.nan), run.metrics[f"lambda/{name}"]
+        misses = mean <= limit[side] if side == "above" else mean >= limit[side]
+        if misses and lam >= LAMBDA_FAR:
+            seen.append(f"reward/{name} is {mean:.3g}, must be {side} {limit[side]:g}, and lambda/{name} is {lam:.3g}")
+            most = max(most, lam)
+    if seen:
+        yield Sign(
+            most,
+            f"{'; '.join(seen)} (at most {LAMBDA_FAR:g}). The score hardly counts beside the limit any more, and it "
+            "still does not hold.",
+        )
+
+
 # --------------------------------------------------------------------------- warnings on a few iterations
 
 APPROX_KL, APPROX_KL_FAR = 0.1, 1.0
@@ -278,6 +303,6 @@ def value_blind(run: History) -> Signs:
 
 STOPS = (not_finite, ratio_not_one, kl_not_zero)
 WARNINGS = (
-    sampler_gap, skipped, kl_negative, kl_far, gradient_far,
+    sampler_gap, skipped, kl_negative, kl_far, gradient_far, limit_missed,
     approx_kl, clip_fraction, empty, value_blind,
 )  # fmt: skip

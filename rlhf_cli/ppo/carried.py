@@ -13,21 +13,25 @@ import torch
 from rlhf_cli.algorithms.moments import Moments
 from rlhf_cli.ppo.health import new_health
 from rlhf_cli.ppo.held_out import HeldOut
+from rlhf_cli.ppo.references import References
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.ppo.update import TENSORS, KLCoefs, Recent, UpdateBatch, from_all_processes, select
-from rlhf_cli.rewards.score import ScoreScale
+from rlhf_cli.rewards.score import Limits, ScoreScale
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.run.checkpoint import State, Stateful, Weights
 
 
 class Carried:
-    """The adaptive coefficients, the score statistics, health, held-out figures and recent rollouts."""
+    """The adaptive coefficients, the multipliers of limits, the score statistics, health, held-out figures and recent
+    rollouts."""
 
     def __init__(self, setup: Setup):
         self.setup = setup
         ppo = setup.config.ppo
         self.coefs = KLCoefs(ppo.kl_coef, ppo.policy_kl_coef)
         self.scale = ScoreScale(ppo)
+        self.limits = Limits(setup.config.limits)
+        self.references = References(setup)
         self.health = new_health(setup)
         self.held_out = HeldOut(setup, self.health)
         self.recent: Recent = deque(maxlen=ppo.num_rollouts_per_update)
@@ -45,6 +49,8 @@ class Carried:
             parts |= {"value_model": Weights(value), "value_optimizer": setup.value_stepper}
         if setup.average is not None:
             parts["ema"] = setup.average
+        if self.limits.limits:
+            parts["limits"] = self.limits
         return parts
 
     def state(self) -> State:

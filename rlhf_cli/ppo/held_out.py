@@ -177,7 +177,7 @@ def _own_replies(setup: Setup, prompts: Sequence[PromptRow]) -> list[HeldOutRepl
         return list(map(HeldOutReply, texts, scores.total.tolist(), kl, lengths, ended, features))
 
     models = setup.models_to_sample()
-    return sampled_and_scored(setup, models, prompts, uniforms, read, recompute=True, engine=setup.engine)
+    return sampled_and_scored(setup, models, prompts, uniforms, read, with_kl=True, engine=setup.engine)
 
 
 # ------------------------------------------------------------------------------- SFT against PPO

@@ -63,13 +63,14 @@ def sampled_and_scored(
     uniforms: Tensor,
     read: Callable[[RolloutBatch, list[str], Scores], list[T]],
     *,
-    recompute: bool,
+    with_kl: bool,
     engine: SyncedEngine | None = None,
 ) -> list[T]:
     """Sample a response to each prompt of this process's share, and score it, `rows_at_once` of them at a time.
 
-    `read` gets each rollout (without values), the responses as text and their scores; returns all that it returns. With
-    sharded models all processes pass over as many rollouts, and all raise RewardError if a reward fails on one.
+    `read` gets each rollout (without values, and with ref_policy's log-probabilities only if `with_kl`), the responses
+    as text and their scores; returns all that it returns. With sharded models all processes pass over as many rollouts,
+    and all raise RewardError if a reward fails on one.
     """
     config, world = setup.config, setup.world
     of_rewards = [source.model for source in setup.rewards if isinstance(source, RewardModel)]
@@ -85,7 +86,8 @@ def sampled_and_scored(
             tokenizer=setup.tokenizer,
             budget=setup.budget,
             precision=config.precision,
-            recompute=recompute,
+            recompute=with_kl,
+            with_ref_logprobs=with_kl,
             max_live_rows=config.rollout.max_live_rows,
             with_values=False,
             engine=engine,
@@ -125,10 +127,11 @@ def note_reward_errors(setup: Setup) -> None:
 
 def split_dense(scores: Scores, lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor | None]:
     """(score, dense): the part of the scores for the last token, [B], and the rewards of single tokens, [B, R]."""
+    total = scores.total if scores.optimised is None else scores.optimised
     if scores.dense is None:
-        return scores.total, None
+        return total, None
     dense = pad_rows(torch.tensor([x for row in scores.dense for x in row]), lengths)
-    return scores.total - torch.tensor([sum(row) for row in scores.dense]), dense.to(device)
+    return total - torch.tensor([sum(row) for row in scores.dense]), dense.to(device)
 
 
 def measure_reference(setup: Setup, scale: ScoreScale) -> None:
@@ -150,20 +153,24 @@ def _reference_scores(setup: Setup, total: int) -> list[float]:
     config = setup.config
     numbers = stream(len(setup.train), total, 0, config.seed, "ppo reference prompts")
     uniforms = draw_uniforms(config.seed, "ppo reference", 0, total, config.rollout.max_new_tokens)
-    models = setup.models_to_sample()
-    # Before training the policy is its own reference, unless the config names another.
-    models = replace(
-        models,
-        policy=models.ref_policy or models.policy,
-        sampler=models.sampler if config.ref_policy is None else None,
-    )
     prompts = [setup.train[number] for number in numbers]
 
     def read(rollout: RolloutBatch, _: list[str], scores: Scores) -> list[float]:
         score, _dense = split_dense(scores, [len(r.ids) for r in rollout.responses], setup.world.device)
         return score.tolist()
 
-    return sampled_and_scored(setup, models, prompts, uniforms, read, recompute=False)
+    return sampled_and_scored(setup, models_of_reference(setup), prompts, uniforms, read, with_kl=False)
+
+
+def models_of_reference(setup: Setup) -> Models:
+    """The models with ref_policy as the policy. To be called before training, when the policy is its own reference
+    unless the config names another."""
+    models = setup.models_to_sample()
+    return replace(
+        models,
+        policy=models.ref_policy or models.policy,
+        sampler=models.sampler if setup.config.ref_policy is None else None,
+    )
 
 
 # ------------------------------------------------------------------------------- between the processes

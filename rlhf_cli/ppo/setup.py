@@ -113,9 +113,12 @@ class Setup:
 
     def prompts_of(self, iteration: int) -> list[PromptRow]:
         """The prompt of each response of an iteration, over all processes; the responses to a prompt are adjacent."""
-        config = self.config
-        numbers = stream(len(self.train), config.num_prompts, iteration, config.seed, "ppo prompts")
-        return [prompt for i in numbers for prompt in [self.train[i]] * config.rollout.samples_per_prompt]
+        numbers = self.numbers_of(iteration)
+        return [prompt for i in numbers for prompt in [self.train[i]] * self.config.rollout.samples_per_prompt]
+
+    def numbers_of(self, iteration: int) -> list[int]:
+        """The numbers of an iteration's prompts among the training prompts."""
+        return stream(len(self.train), self.config.num_prompts, iteration, self.config.seed, "ppo prompts")
 
     @property
     def sampler_may_differ(self) -> bool:
@@ -546,6 +549,8 @@ def plan(setup: Setup) -> list[tuple[str, str]]:
             f"{ppo.total_steps:,} in total, the first {warmup} of them warm-up",
         ),
     ]
+    if config.limits:
+        lines.append(("limits", ", ".join(f"{name} {limit} on average" for name, limit in config.limits.items())))
     if config.value_model.warmup_iterations:
         lines.append(("value warm-up", f"{config.value_model.warmup_iterations} iterations before the policy trains"))
     if config.ptx is not None:

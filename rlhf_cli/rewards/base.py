@@ -73,6 +73,8 @@ class Scores:
     """For each judge on a server, the tokens that this batch cost."""
     features: torch.Tensor | None = None
     """[B, H] the `RewardSource.features` of all sources, side by side; None if no source has any."""
+    optimised: torch.Tensor | None = None
+    """[B] the total with the shaping of the sources (`shaping`), which PPO gets; None without shaping."""
 
 
 @dataclass(kw_only=True)

@@ -120,7 +120,7 @@ def load_endpoint(reward: HTTPReward, name: str, key: str) -> tuple[Endpoint, li
     Raises ConfigError when the environment does not hold its token.
     """
     token, notes = token_of(reward, key)
-    return Endpoint(name=name, weight=reward.weight, on_error=reward.on_error, config=reward, token=token), notes
+    return Endpoint(name=name, weight=reward.share, on_error=reward.on_error, config=reward, token=token), notes
 
 
 def token_of(reward: ServerReward, key: str) -> tuple[str | None, list[str]]:

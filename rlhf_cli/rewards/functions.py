@@ -212,7 +212,7 @@ def load_function_reward(reward: FunctionReward, name: str, key: str) -> PythonF
             )
     return PythonFunction(
         name=name,
-        weight=reward.weight,
+        weight=reward.share,
         on_error=reward.on_error,
         function=function,
         per_token=reward.per_token,

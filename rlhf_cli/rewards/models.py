@@ -228,7 +228,7 @@ def load_reward_source(
         make = partial(StepModel, steps=reward.steps, policy_tokenizer=policy_tokenizer)
     source = make(
         name=name,
-        weight=reward.weight,
+        weight=reward.share,
         on_error=reward.on_error,
         model=model,
         tokenizer=tokenizer,

@@ -215,6 +215,6 @@ def load_rubric(reward: RubricReward, name: str, key: str) -> tuple[Rubric, list
     token, notes = token_of(reward, key)
     names = tuple(criterion.name for criterion in reward.criteria)
     source = Rubric(
-        name=name, weight=reward.weight, on_error=reward.on_error, config=reward, token=token, part_names=names
+        name=name, weight=reward.share, on_error=reward.on_error, config=reward, token=token, part_names=names
     )
     return source, notes

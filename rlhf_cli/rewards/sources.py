@@ -80,7 +80,7 @@ def load_rewards(
 
                 source, lines = load_rubric(reward, name, key)
             case LengthReward() | RegexReward() | AnswerReward() | RepetitionReward() | JSONReward():
-                source = Rule(name=name, weight=reward.weight, on_error=reward.on_error, rule=reward)
+                source = Rule(name=name, weight=reward.share, on_error=reward.on_error, rule=reward)
             case _:
                 assert_never(reward)
         source.ensemble = ensemble

@@ -71,6 +71,7 @@ def collect(
     recompute: bool,
     max_live_rows: int | None = None,
     with_values: bool = True,
+    with_ref_logprobs: bool = True,
     with_full_kl: bool = False,
     engine: SyncedEngine | None = None,
 ) -> RolloutBatch:
@@ -82,7 +83,8 @@ def collect(
     With `recompute`, `logprobs` come from the forward pass that training uses. Before the first step the ratio is then
     1 and the KL to an equal ref_policy is 0; both are exact to the last bit if the microbatches are the same.
     Otherwise they are the sampler's, unless the policy's forward pass is needed anyway: for values from a head on its
-    hidden states, or for the full KL. Without a value model the values are 0.
+    hidden states, or for the full KL. Without a value model the values are 0. Without `with_ref_logprobs` those of
+    ref_policy are the sampler's.
     """
     device = device_of(models.policy)
     start = time.monotonic()
@@ -121,7 +123,7 @@ def collect(
         parts = over_pieces(cut, score, *models.with_weights, in_turn=in_turn)
         names = parts[0] if parts else ()
         padded = {name: padded_rows([part[name] for part in parts], cut, lengths) for name in names}  # [B, R] each
-        if not with_full_kl:
+        if with_ref_logprobs and not with_full_kl:
             with reference(models) as ref_policy:
                 ref_logprobs = over_pieces(cut, partial(score_under, ref_policy), ref_policy)
             if cut:
@@ -133,7 +135,7 @@ def collect(
         response_mask=length_mask(torch.tensor(lengths, device=device)),
         sampled_logprobs=sampled_logprobs,
         logprobs=padded.get("logprobs", sampled_logprobs),
-        ref_logprobs=padded.get("ref_logprobs", sampled_logprobs),  # equal without a response
+        ref_logprobs=padded.get("ref_logprobs", sampled_logprobs),  # without a response both are empty
         values=padded.get("values", torch.zeros_like(sampled_logprobs)),
         kl_full=padded.get("kl_full"),
         sample_s=sampled - start,

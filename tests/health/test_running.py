@@ -368,6 +368,7 @@ def test_without_a_value_model_its_metrics_are_ignored() -> None:
 
 def test_every_rule_has_a_run_here() -> None:
     tested = {name for name, _, _ in BAD + FAR} | {"not_finite", "ratio_not_one", "kl_not_zero", "same_word"}
+    tested |= {"limit_missed"}  # tests/rewards/test_limits.py
     assert {rule.name for rule in (*STOPS, *WARNINGS)} == tested
 
 

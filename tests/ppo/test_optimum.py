@@ -26,6 +26,8 @@ from rlhf_cli.algorithms.language_model import lm_loss
 from rlhf_cli.algorithms.policy import entropy_bonus, mixed_loss, penalty_loss, policy_loss
 from rlhf_cli.algorithms.reward_model import pairwise_loss
 from rlhf_cli.algorithms.value import value_loss
+from rlhf_cli.config.rewards import Limit
+from rlhf_cli.rewards.score import Limits
 from rlhf_cli.tensor_ops import token_entropy, token_logprobs
 from support.optimum_task import (
     EOS,
@@ -83,11 +85,12 @@ def train(
     learned_mask: Tensor = TASK.mask,
     ratio_to_ref: bool = False,
     num_updates: int = 160,
+    score_of: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Train on TASK with the steps of stages/ppo.py; return pi(y|x) [B] of the trained policy.
 
     The arguments after `options` plant bugs: a wrong task, a wrong position of the score, tokens without loss, and a
-    ratio to the reference policy.
+    ratio to the reference policy. `score_of` gives the score of an update, from pi(y|x); None: the task's.
     """
     mask = task.mask
     logits = TASK.ref_logits.clone().requires_grad_()
@@ -106,7 +109,8 @@ def train(
 
         # 2, 3. Score and token rewards.
         kl = kl_estimate(logprobs, ref_logprobs, estimator=options.kl_in_reward or "k1")
-        rewards = rewards_of(task.score, kl, mask, kl_coef=options.kl_coef if options.kl_in_reward else 0.0)
+        score = task.score if score_of is None else score_of(chance)
+        rewards = rewards_of(score, kl, mask, kl_coef=options.kl_coef if options.kl_in_reward else 0.0)
 
         # 4. Advantages.
         advantages, returns = advantages_and_returns(options, mask, rewards, old_values, chance)
@@ -287,6 +291,40 @@ def test_ptx_moves_the_policy_towards_its_text(mode, coef):
     policy = train(Algorithm("rloo", loss_aggregation="constant", ptx_coef=coef, ptx_mode=mode))
     assert distance(policy, optimum) < NEAR
     assert distance(policy, PI_STAR) > FAR
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize("side", ["above", "below"])
+def test_a_limit_ends_at_the_constrained_optimum(side: str, whiten: bool) -> None:
+    """Of the policies ref * exp((r - lambda * c) / (1 + lambda) / beta) it is the one whose mean c is the limit."""
+    cost = 0.5 * torch.randn(TASK.score.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    found = cost if side == "below" else -cost
+    limits = Limits({"c": Limit.model_validate({side: -0.3 if side == "below" else 0.3})})
+    limits.units = {"c": 1.0}
+    beyond = -0.3
+
+    def policy(lam: float) -> Tensor:
+        return kl_regularised(replace(TASK, score=(TASK.score - lam * cost) / (1 + lam)), BETA)
+
+    def mean_cost(chance: Tensor) -> float:
+        return ((chance * cost).sum() / TASK.num_prompts).item()
+
+    low, high = 1e-3, 1e3
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if mean_cost(policy(middle)) > beyond else (low, middle)
+    assert mean_cost(PI_STAR) > beyond + 0.3
+    assert 2 < high < 3
+
+    def score_of(chance: Tensor) -> Tensor:
+        score = limits.apply(TASK.score, {"c": found})
+        limits.follow({"reward/c": ((chance * found).sum() / TASK.num_prompts).item(), "policy/grad_norm": 1.0})
+        return score
+
+    learned = train(Algorithm(whiten_advantages=whiten), score_of=score_of)
+    assert limits.lambdas["c"] == pytest.approx(high, rel=0.05)
+    assert mean_cost(learned) == pytest.approx(beyond, abs=0.02)
+    assert distance(learned, policy(high)) < NEAR
 
 
 def test_preferences_lead_to_bradley_terry_strengths():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,7 +42,7 @@ from support.optimum_task import (
     token_k3_rule,
     total_variation,
 )
-from support.tiny import character_tokenizer
+from support.tiny import character_tokenizer, read_jsonl
 
 pytestmark = pytest.mark.slow
 BETA = 0.3
@@ -58,6 +59,10 @@ SCORES = json.loads((Path(__file__).parent / "scores.json").read_text())
 
 def score(prompts, responses, rows):
     return [SCORES[prompt][response] for prompt, response in zip(prompts, responses)]
+
+
+def cost(prompts, responses, rows):
+    return [-len(response) + 2.0 * ("a" in response) for response in responses]
 """
 
 
@@ -118,8 +123,10 @@ def write_task(folder: Path, seed: int) -> Task:
         return replace(task, ref_logits=logits_of(model, task).double())
 
 
-def run_stage(folder: Path, seed: int, choices: dict[str, Any], temperature: float) -> None:
-    """Run PPO with `choices` as changes to the `ppo` section of the config."""
+def run_stage(
+    folder: Path, seed: int, choices: dict[str, Any], temperature: float, limit: dict[str, float] | None = None
+) -> None:
+    """Run PPO with `choices` as changes to the `ppo` section of the config, and perhaps a limit on the cost."""
     groups = choices.get("advantage_estimator") in ("rloo", "grpo", "dr_grpo", "reinforce_pp_baseline")
     has_values = choices.get("advantage_estimator", "gae") in ("gae", "monte_carlo")
     config: dict[str, Any] = {
@@ -144,6 +151,8 @@ def run_stage(folder: Path, seed: int, choices: dict[str, Any], temperature: flo
         },
         "optimizer": {"learning_rate": 5e-3, "schedule": "linear"},
     }
+    if limit is not None:
+        config["rewards"].append({"type": "function", "function": f"{folder / 'reward.py'}:cost", "limit": limit})
     if has_values:
         config["value_model"] = {"learning_rate": 1e-2}
     path = folder / "ppo.yaml"
@@ -258,6 +267,27 @@ def test_the_stage_ends_at_its_optimum(tmp_path, name, seed):
         assert result.gap < case.max_gap
     if case.optimum is not pi_star:
         assert result.distance_to_pi_star > 0.13
+
+
+@pytest.mark.slow
+def test_a_limit_holds_and_the_policy_is_near_the_constrained_optimum(tmp_path):
+    """The limit is the mean cost of ref * exp((r - c) / 2 / beta): there lambda is 1, in units of the cost."""
+    task = write_task(tmp_path, seed=0)
+    cost = torch.tensor([2.0 * (1 in tokens) - sum(map(bool, tokens)) for tokens in task.responses]).double()
+    optimum = kl_regularised(replace(task, score=(task.score - cost) / 2), BETA)
+    ref = chances(task, task.ref_logits)
+    mean, mean_of_ref, free = ((p * cost).sum().item() / task.num_prompts for p in (optimum, ref, pi_star(task)))
+    unit = ((ref * (cost - mean_of_ref).square()).sum() / task.num_prompts).sqrt().item()
+    assert min(mean_of_ref, free) > mean + 0.3
+    run_stage(tmp_path, 0, {}, temperature=1.0, limit={"below": mean})
+    rows = read_jsonl(tmp_path / "ppo/metrics.jsonl")
+    assert statistics.fmean(row["reward/cost_1"] for row in rows[-50:]) == pytest.approx(mean, abs=0.02)
+    assert rows[-1]["lambda/cost_1"] == pytest.approx(unit, rel=0.3)  # here the mean cost hardly depends on lambda
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "ppo" / "model")
+    with torch.no_grad():
+        learned = chances(task, logits_of(policy, task).double())
+    assert total_variation(task, learned, optimum) < 0.1
+    assert ((learned * cost).sum() / task.num_prompts).item() == pytest.approx(mean, abs=0.02)
 
 
 def test_a_ratio_against_the_reference_stops_the_run(tmp_path, monkeypatch):

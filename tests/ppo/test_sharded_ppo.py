@@ -166,7 +166,7 @@ def test_processes_meet_after_each_scored_rollout_and_fail_together(monkeypatch,
         prompts: Any = range(9)
         uniforms = torch.zeros(9, 1)
         try:
-            return len(scores.sampled_and_scored(setup, models, prompts, uniforms, lambda *_: [1], recompute=False))
+            return len(scores.sampled_and_scored(setup, models, prompts, uniforms, lambda *_: [1], with_kl=False))
         except RewardError as error:
             return str(error)
 

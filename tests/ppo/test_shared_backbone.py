@@ -14,7 +14,8 @@ from rlhf_cli.models.shared import Backbone
 from rlhf_cli.plan.loaded import Loaded
 from rlhf_cli.plan.memory import Setting
 from rlhf_cli.plan.stages import models_of
-from support.tiny import random_ids
+from rlhf_cli.ppo import setup
+from support.tiny import random_ids, read_jsonl
 
 LORA = {"r": 2, "alpha": 4}
 SEQUENCES = random_ids(9, 4, 13)
@@ -134,6 +135,24 @@ def test_the_members_of_an_ensemble_share_the_backbone(start, make_model, adapte
         policy, members = loaded.models.policy, [source.model for source in loaded.rewards]
         assert len(members) == 2
         assert storages(policy, *members) < 1.5 * storages(policy)
+
+
+def test_references_and_limits_are_those_of_models_with_weights_of_their_own(watch, make_model, adapters, monkeypatch):
+    path = str(adapters("llama"))
+    keys = changes(make_model, path, lora=LORA)
+    source = keys["rewards"][0]
+    shaping = {"kind": "par", "num_references": 2}
+    keys["rewards"] = [{**source, "shaping": shaping}, {**source, "limit": {"below": -1.0}}]
+    runs = [watch("shared", **keys)]
+    monkeypatch.setattr(setup, "backbone_of", lambda *_: None)
+    runs.append(watch("apart", **keys))
+    held = [(run.setup.models.policy, run.setup.rewards[0].model) for run in runs]
+    assert [storages(*models) < 1.5 * storages(models[0]) for models in held] == [True, False]
+    shared, apart = (read_jsonl(run.stage_dir / "references.jsonl") for run in runs)
+    assert [row["replies"] for row in shared] == [row["replies"] for row in apart]
+    for one, two in zip(runs[0].metrics, runs[1].metrics, strict=True):
+        for name in ("objective/reward", "reward/reward_model_0_shaped", "lambda/reward_model_1"):
+            assert one[name] == pytest.approx(two[name], rel=1e-3)
 
 
 def test_other_adapters_get_weights_of_their_own(start, make_model, adapters):

@@ -36,7 +36,7 @@ from rlhf_cli.packing import pack
 from rlhf_cli.ppo.update import KLCoefs, UpdateBatch
 from rlhf_cli.rewards.base import RewardSource, Samples
 from rlhf_cli.rewards.models import score_sequences
-from rlhf_cli.rewards.score import ScoreScale
+from rlhf_cli.rewards.score import Limits, ScoreScale
 from rlhf_cli.rewards.sources import load_rewards, total_score
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import collect
@@ -493,7 +493,7 @@ def test_missing_eos_penalty_applies_only_to_cut_responses(write_config, tmp_pat
     )
     close(scores.total, raw)
     close(scores.each["fixed"], raw)
-    score, dense = ppo_stage._score(scores, responses, ScoreScale(config.ppo), config, ALONE)
+    score, dense = ppo_stage._score(scores, responses, ScoreScale(config.ppo), Limits({}), config, ALONE)
     close(score, torch.tensor([1.0, 2.0 - 0.7, -2.0]))
     assert dense is None
 

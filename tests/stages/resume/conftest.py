@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ def changes(pipeline) -> dict[str, dict[str, Any]]:
     root = pipeline("llama")
     often = {"checkpoints": {"every_steps": 2, "every_minutes": None}, "optimizer": OPTIMIZER}
     ppo = often | {"policy": {"path": str(root / "sft")}, "rewards": [{"type": "reward_model", "path": f"{root}/rm"}]}
+    shaped = {**ppo["rewards"][0], "shaping": {"kind": "par", "num_references": 2}}
     four = {"ppo": {"num_iterations": 4}}
     lora = {"lora": {"r": 2, "alpha": 4, "target_modules": ["q_proj", "up_proj"]}}
     cases = {
@@ -32,7 +34,7 @@ def changes(pipeline) -> dict[str, dict[str, Any]]:
         "rm": (often, TRAINING),
         "rm members": (often, TRAINING | {"members": 3}),
         "rm lora": (often, {"model": {"path": str(root / "sft/model"), "lora": {"r": 2}}, **TRAINING}),
-        "ppo": (ppo, PPO_CARRIES),
+        "ppo": (ppo, PPO_CARRIES, {"rewards": [shaped, {"type": "length", "max": 3, "limit": {"above": -1}}]}),
         "ppo 8bit": (ppo, four | {"optimizer": {"precision": "8bit"}}),
         "ppo lora penalty": (
             ppo,
@@ -71,7 +73,7 @@ def changes(pipeline) -> dict[str, dict[str, Any]]:
             },
         ),
     }
-    return {name: merged(*both) for name, both in cases.items()}
+    return {name: functools.reduce(merged, parts) for name, parts in cases.items()}
 
 
 @pytest.fixture(autouse=True)
