@@ -23,7 +23,7 @@ from rlhf_cli.models.heads import scalar_head, scalar_heads
 from rlhf_cli.packing import pack
 from rlhf_cli.processes.pass_loop import over_pieces
 from rlhf_cli.processes.sharding import device_of
-from rlhf_cli.rewards.base import Samples
+from rlhf_cli.rewards.base import RewardSource, Samples
 from rlhf_cli.rewards.models import RewardModel
 from rlhf_cli.rewards.texts import written
 
@@ -42,7 +42,9 @@ class StepModel(RewardModel):
 
     def report(self) -> str:
         """One line about cut texts and failed scores, or ""."""
-        return super().report().replace("cut the beginning", "did not score the last steps")
+        longest = longest_input(self.model, self.tokenizer)
+        cut = f"{self.name}: the last steps of {self.num_cut} texts have no score, beyond the model's {longest} tokens"
+        return "; ".join(line for line in (cut if self.num_cut else "", RewardSource.report(self)) if line)
 
     def score(self, samples: Samples) -> torch.Tensor:
         """The sum of the scores of each response's steps, [B]; NaN for a failed row."""

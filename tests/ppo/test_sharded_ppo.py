@@ -202,7 +202,12 @@ def test_processes_fail_together_if_the_first_of_two_sharded_reward_models_fails
 
     monkeypatch.setattr(sources, "is_sharded", lambda _: True)
     monkeypatch.setattr(models, "scores_and_features", passes)
-    settings: Any = {"tokenizer": None, "reads_policy_tokens": False, "reads_prompt": True, "template": "chat"}
+    settings: Any = {
+        "tokenizer": SimpleNamespace(eos_token=None),
+        "reads_policy_tokens": False,
+        "reads_prompt": True,
+        "template": "chat",
+    }
     settings |= {"label": 0, "as_probability": False, "mean": 0.0, "std": 1.0, "precision": "float32"}
     rewards = [Fails(name=name, model=torch.nn.Module(), **settings) for name in ("first", "second")]
 

@@ -333,7 +333,7 @@ def test_every_example_of_the_documentation_is_a_config():
     assert len(examples) > 16
     sections = {type(TypeAdapter(Reward).validate_python(item)) for item in examples}
     assert {e["type"] for e in examples} == {s.model_fields["type"].annotation.__args__[0] for s in sections}
-    assert len(sections) == 9
+    assert len(sections) == 10
     for section in sections:
         for key in section.model_fields:
             assert re.search(rf"`[^`\n]*\b{key}\b[^`\n]*`", DOCS), key

@@ -201,7 +201,7 @@ def test_a_long_text_loses_its_last_steps(chain, tmp_path):
     scores = total_score([source], samples_of(policy, ["a;b;c;d;", "a;b;"]))
     assert scores.dense[0] == pytest.approx([0, 1, 0, 1, 0, 0, 0, 0, 0], abs=0.05)
     assert scores.cut == {"reward_model": 1}
-    assert "did not score the last steps of 1 texts" in source.report()
+    assert source.report() == "reward_model: the last steps of 1 texts have no score, beyond the model's 6 tokens"
 
 
 def test_a_marker_in_a_response_is_text(tmp_path):
