@@ -224,6 +224,15 @@ def test_every_figure_is_computed_from_the_rows_of_its_own_stage(run: Path) -> N
         assert evidence.settings[f"{stage}.data.max_length"] == length
 
 
+def test_the_evidence_knows_a_reward_model_with_a_negative_weight(run: Path) -> None:
+    path = run / "ppo" / "config.yaml"
+    config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    config["rewards"][0]["weight"] = -1.5
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    settings = gather(run, files_only=True).settings
+    assert (settings["ppo.opposed"], settings["ppo.has_reward_model"]) == ([-1.5], True)
+
+
 def test_what_health_said_is_printed_even_if_no_cause_reads_it(run: Path) -> None:
     path = run / "sft" / "health.jsonl"
     finding = {"name": "high_loss", "severity": "warning", "message": "The loss is 9.", "advice": "Lower it"}
