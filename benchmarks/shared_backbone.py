@@ -19,11 +19,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_cli.config.models import Lora
-from rlhf_cli.models.adapter_files import BaseModel, save_adapter
+from rlhf_cli.models.adapter_files import save_adapter
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.frozen import hold_base
 from rlhf_cli.models.load import load_policy, load_reward_model, new_reward_model, new_value_model, prepare
-from rlhf_cli.models.shared import backbone_of
+from rlhf_cli.models.origin import BaseModel
+from rlhf_cli.models.shared import Backbone
 from rlhf_cli.tensor_ops import num_weights
 
 FORMS = ("own weights", "shared", "shared, nf4")
@@ -66,7 +67,7 @@ def load(root: Path, form: str) -> None:
         value, reward = new_value_model(base.path, None), load_reward_model(str(root / "rm"))
     else:
         hold_base(policy, lora, "lora", CPU, "auto")
-        backbone = backbone_of(policy, base, lora)
+        backbone = Backbone(policy, base, lora.quantize)
         assert backbone is not None
         path = root / ("adapter_nf4" if "nf4" in form else "adapter")
         shared_value, shared_reward = backbone.classifier(), backbone.reward_model(str(path))

@@ -265,5 +265,10 @@ def num_weights(weight: torch.Tensor) -> int:
     >>> num_weights(torch.zeros(2, 3))
     6
     """
+    return weight_shape(weight).numel()
+
+
+def weight_shape(weight: torch.Tensor) -> torch.Size:
+    """The shape [out, in] of a weight, also of a quantized one, which is stored as bytes."""
     state: Any = getattr(weight, "quant_state", None)
-    return weight.numel() if state is None else int(state.shape.numel())
+    return weight.shape if state is None else torch.Size(state.shape)

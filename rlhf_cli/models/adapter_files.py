@@ -13,8 +13,6 @@ adapters into the weights in memory.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -25,20 +23,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from rlhf_cli.config.models import Quantization
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.files import digest_once, read_text, stored_dtype
+from rlhf_cli.files import read_text
 from rlhf_cli.models.adapters import head_names, import_peft, inject, lora_of
 from rlhf_cli.models.deferred import place_of, take
+from rlhf_cli.models.origin import BaseModel
 from rlhf_cli.processes.sharding import is_first_process, is_sharded, plain_class, whole
-from rlhf_cli.run.artifacts import ADAPTER_CONFIG, is_adapter
+from rlhf_cli.run.artifacts import ADAPTER_CONFIG, MODEL_CONFIG, is_adapter
 
-WEIGHTS, MODEL_CONFIG, BASE_MODEL = "adapter_model.safetensors", "model_config.json", "base_model.json"
-"""Files of an adapter's directory, beside ADAPTER_CONFIG."""
-CACHED = "models--"
-"""How the name of a model's folder in the hub's cache begins."""
+WEIGHTS, BASE_MODEL = "adapter_model.safetensors", "base_model.json"
+"""Files of an adapter's directory, beside ADAPTER_CONFIG and MODEL_CONFIG."""
 PREFIX = "base_model.model."
 """What PEFT writes before the names of weights."""
 READ = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "use_dora", "rank_pattern"}
@@ -48,53 +44,6 @@ UNREAD = {"peft_type", "task_type", "base_model_name_or_path", "revision", "infe
 UNREAD |= {"peft_version", "init_lora_weights", "lora_dropout", "modules_to_save", "fan_in_fan_out", "loftq_config"}
 UNREAD |= {"qalora_group_size", "runtime_config", "megatron_core"}
 """Keys that do not matter once the adapters are trained. Any other key with a value is refused."""
-
-
-@dataclass(frozen=True)
-class BaseModel:
-    """The model under adapters."""
-
-    path: str
-    """A directory or a hub id."""
-    revision: str | None = None
-
-    def recorded(self) -> BaseModel:
-        """The base as adapters name it, so that they can be moved with it or published.
-
-        A folder of the hub's cache becomes the hub id and revision. A folder below the working directory is given
-        relative to that, as PEFT looks it up; it begins with `./`, or PEFT might take it for a hub id. A name in the
-        base's own config.json is not used: after more training it often names another model.
-        """
-        folder = Path(self.path)
-        if not folder.is_dir():
-            return self
-        *_, repository, snapshots, revision = ("", "", *folder.resolve().parts)
-        if snapshots == "snapshots" and repository.startswith(CACHED):
-            return BaseModel(repository.removeprefix(CACHED).replace("--", "/", 1), revision)
-        if folder.resolve().is_relative_to(Path.cwd()):
-            return BaseModel(f"./{folder.resolve().relative_to(Path.cwd())}", self.revision)
-        return BaseModel(str(folder.resolve()), self.revision)
-
-    def digest(self) -> str:
-        """A digest of the weights; of a hub model, its name and revision."""
-        folder = Path(self.path)
-        if not folder.is_dir():
-            return f"hub:{self.path}@{self.revision or 'main'}"
-        digest = hashlib.sha256()
-        for file in sorted(folder.glob("*.safetensors")):
-            digest.update(f"{file.name}\0{digest_once(file)}\n".encode())
-        return digest.hexdigest()
-
-    def dtype(self) -> str | None:
-        """The number format of the weights, such as `bfloat16`; of adapters, that of their base. None if unknown."""
-        if (adapter := read_adapter(self.path)) is not None:
-            return adapter.base.dtype()
-        if Path(self.path).is_dir():
-            return stored_dtype(self.path)
-        for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
-            with contextlib.suppress(OSError):
-                return stored_dtype(Path(str(cached_file(self.path, name, revision=self.revision))).parent)
-        return None
 
 
 # ------------------------------------------------------------------------------------------- writing

@@ -175,17 +175,6 @@ def _with_adapter(layer: Any, weight: torch.Tensor) -> torch.Tensor:
     return merged
 
 
-def has_adapters(model: PreTrainedModel) -> bool:
-    """Whether `add_lora` changed this model."""
-    return bool(_adapted(model))
-
-
-def adapted_parameters(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The weights with adapters that are in no linear layer, such as experts. A pass adds the adapters to a copy."""
-    modules: list[Any] = [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]
-    return [module.get_param() for module in modules]
-
-
 def adapted_layers(model: torch.nn.Module) -> set[str]:
     """The names of the layers with an adapter."""
     layers = {id(layer) for _, _, layer in _adapted(model)}

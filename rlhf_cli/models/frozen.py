@@ -12,13 +12,11 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.config.models import Lora, Quantization
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.adapter_files import attach, own_generation_config, read_adapter
 from rlhf_cli.models.check import try_out
 from rlhf_cli.models.deferred import is_deferred, place_of, read_deferred, take
 from rlhf_cli.models.forward import autocast, compute_dtype, held_precision
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import load_policy, stores_int8, take_facts
-from rlhf_cli.models.quantized import quantize, quantize_int8, quantized_layers, use_inference_kernel
 from rlhf_cli.processes.sharding import is_sharded
 
 
@@ -34,6 +32,9 @@ def frozen_policy(
     With a quantization, or if its files have integers, its linear layers are held in 4 or 8 bits. If so, or if the
     passes on `device` compute in 16 bits, the model is never in memory in float32.
     """
+    from rlhf_cli.models.adapter_files import attach, own_generation_config, read_adapter
+    from rlhf_cli.models.quantized import quantize, quantize_int8, use_inference_kernel
+
     if quantization is None and stores_int8(path, revision):
         quantization = "int8"
     adapter = read_adapter(path) if quantization is not None else None
@@ -74,8 +75,11 @@ def hold_base(model: PreTrainedModel, lora: Lora, key: str, device: torch.device
         device: where the passes will run.
     """
     model.requires_grad_(False)
-    if lora.quantize is not None and not quantized_layers(model):
-        quantize(model, lora.quantize, f"{key}.quantize")
+    if lora.quantize is not None:
+        from rlhf_cli.models.quantized import quantize, quantized_layers
+
+        if not quantized_layers(model):
+            quantize(model, lora.quantize, f"{key}.quantize")
     hold_frozen(model, device, precision, exact=True)
 
 

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
@@ -40,13 +40,6 @@ from rlhf_cli.errors import ArtifactError
 from rlhf_cli.kernels.linear import use_fast_linear
 from rlhf_cli.kernels.norm import use_fast_norm
 from rlhf_cli.kernels.rotation import use_fast_attention
-from rlhf_cli.models.adapter_files import (
-    AdapterDirectory,
-    attach,
-    own_generation_config,
-    read_adapter,
-)
-from rlhf_cli.models.adapters import merge_in_place, merge_when_read
 from rlhf_cli.models.check import (
     check_directory,
     check_weights,
@@ -59,10 +52,12 @@ from rlhf_cli.models.check import (
 from rlhf_cli.models.deferred import blocks, is_deferred, load_deferred, read_deferred
 from rlhf_cli.models.forward import choose_attention, vocabulary_rows
 from rlhf_cli.models.heads import offer_classifier, reads_last_token, require_scores_without_padding, scalar_heads
-from rlhf_cli.models.quantized import quantize, round_when_read
 from rlhf_cli.models.seq2seq import check_tokens, is_seq2seq_config, value_class
 from rlhf_cli.run.artifacts import is_adapter
 from rlhf_cli.seeding import seeded
+
+if TYPE_CHECKING:
+    from rlhf_cli.models.adapter_files import AdapterDirectory
 
 CLASSES: dict[Any, Any] = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -87,9 +82,8 @@ def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenize
     """The tokenizer of a model directory or hub id; that of the base for adapters without one, as PEFT writes them."""
     check_directory(path, revision, weights=False)
     if is_adapter(path) and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
-        adapter = read_adapter(path)
-        assert adapter is not None
-        return load_tokenizer(adapter.base.path, adapter.base.revision)
+        base = _adapter(path).base
+        return load_tokenizer(base.path, base.revision)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=False
@@ -115,7 +109,10 @@ def load_policy(path: str, revision: str | None = None, *, deferred: bool = Fals
     A classifier is refused: with tied embeddings its backbone would load as a language model that was never trained.
     """
     model, _ = _load(AutoModelForCausalLM, path, revision, deferred=deferred)
-    model.generation_config = own_generation_config(path) or model.generation_config
+    if is_adapter(path):
+        from rlhf_cli.models.adapter_files import own_generation_config
+
+        model.generation_config = own_generation_config(path) or model.generation_config
     generation = model.generation_config
     ends = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
     if not all(end is None or isinstance(end, int) for end in ends):
@@ -263,8 +260,8 @@ def _is_torchao(config: PreTrainedConfig) -> bool:
 
 def is_language_model(path: str, revision: str | None = None) -> bool:
     """Whether the model at `path` was saved as a language model."""
-    adapter = read_adapter(path)
-    if adapter is not None:
+    if is_adapter(path):
+        adapter = _adapter(path)
         return not adapter.is_classifier and is_language_model(adapter.base.path, adapter.base.revision)
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
@@ -363,9 +360,8 @@ def _load(
     deferred if that is possible.
     """
     check_directory(path, revision, weights=True)
-    adapter = read_adapter(path)
-    if adapter is not None:
-        return _load_adapted(auto, adapter, new_head=new_head, deferred=deferred, **settings)
+    if is_adapter(path):
+        return _load_adapted(auto, _adapter(path), new_head=new_head, deferred=deferred, **settings)
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False, **settings)
         # A config may name a kernel from the hub as its attention, which is code.
@@ -418,6 +414,15 @@ def _load(
     return model, new
 
 
+def _adapter(path: str) -> AdapterDirectory:
+    """What a directory of adapters says."""
+    from rlhf_cli.models.adapter_files import read_adapter
+
+    adapter = read_adapter(path)
+    assert adapter is not None
+    return adapter
+
+
 def _load_adapted(
     auto: Any, adapter: AdapterDirectory, *, new_head: bool, deferred: bool, **settings: Any
 ) -> tuple[PreTrainedModel, list[str]]:
@@ -426,6 +431,10 @@ def _load_adapted(
     With `deferred` a weight is merged when it is read, if the base can be deferred.
     A head in the adapters is kept if it has the number of labels that `settings` ask for.
     """
+    from rlhf_cli.models.adapter_files import attach
+    from rlhf_cli.models.adapters import merge_in_place, merge_when_read
+    from rlhf_cli.models.quantized import quantize, round_when_read
+
     if auto is AutoModelForCausalLM and adapter.is_classifier:
         raise ArtifactError(
             f"{adapter.path}: has the adapters of a classifier (reward or value model), not of a language model"

@@ -10,11 +10,9 @@ from transformers import AutoConfig, PreTrainedModel
 from rlhf_cli.config.models import Lora
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.adapter_files import BaseModel
-from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.deferred import read_deferred
 from rlhf_cli.models.frozen import hold_base, is_held
-from rlhf_cli.models.quantized import quantize, quantized_layers
+from rlhf_cli.models.origin import BaseModel
 from rlhf_cli.models.shard import shards
 from rlhf_cli.program import command
 from rlhf_cli.run.artifacts import is_adapter
@@ -39,6 +37,9 @@ def add_adapters(model: PreTrainedModel, lora: Lora | None, base: BaseModel, key
     """`add_lora`, or None without `lora`. Raises what `require_loadable` raises."""
     if lora is None:
         return None
+    from rlhf_cli.models.adapters import add_lora
+    from rlhf_cli.models.quantized import quantize, quantized_layers
+
     require_loadable(model, lora, base, key)
     if lora.quantize is not None and not quantized_layers(model):
         quantize(model, lora.quantize, f"{key}.quantize")

@@ -24,12 +24,9 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_cli.config.models import Quantization
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.kernels.linear import FastConv1D, FastLinear
-from rlhf_cli.models.deferred import change, read_deferred, take_integers
+from rlhf_cli.models.deferred import BLOCK, change, read_deferred, take_integers
 from rlhf_cli.program import import_extra
 
-BLOCK = 64
-"""Weights that share a scale. Layers whose rows are not a multiple of it stay as they are: for them bitsandbytes 0.50.2
-dequantizes on a CPU with the scales of other blocks."""
 WIDEST_ERROR = {"nf4": 0.16, "nf4_double": 0.3}
 """Largest error of a weight relative to its block's largest. Half of the widest gap between two of the 16 values is
 0.152; `nf4_double` also rounds the scales, by up to 0.04 of a scale beside one that is 30 times as large."""
@@ -156,12 +153,6 @@ def _weight_of(layer: Any) -> torch.Tensor:
 
     weight: torch.Tensor = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
     return weight
-
-
-def quantized_shape(weight: torch.Tensor) -> torch.Size:
-    """The shape [out, in] of a weight, also of a quantized one, which is stored as bytes."""
-    state: Any = getattr(weight, "quant_state", None)
-    return weight.shape if state is None else torch.Size(state.shape)
 
 
 @torch.no_grad()

@@ -23,15 +23,13 @@ from rlhf_cli.config.models import Lora
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.models.adapter_files import MODEL_CONFIG, BaseModel, save_adapter
-from rlhf_cli.models.adapters import has_adapters, merge_in_place
 from rlhf_cli.models.check import reason_of
 from rlhf_cli.models.forward import PRECISIONS
 from rlhf_cli.models.heads import scalar_heads, value_model_like
-from rlhf_cli.models.quantized import quantized_shape
+from rlhf_cli.models.origin import BaseModel, has_adapters
 from rlhf_cli.processes.sharding import is_first_process, is_sharded, plain_class, whole
-from rlhf_cli.run.artifacts import is_adapter, model_directory
-from rlhf_cli.tensor_ops import num_weights
+from rlhf_cli.run.artifacts import MODEL_CONFIG, is_adapter, model_directory
+from rlhf_cli.tensor_ops import num_weights, weight_shape
 
 LARGEST_FILE = 2_000_000_000
 """The most bytes in one file of a sharded model. The first process holds this much while it writes."""
@@ -105,7 +103,7 @@ def plain_weights(model: PreTrainedModel) -> PlainWeights:
         if not weight.is_floating_point() or (plain_name != name and weight.ndim > 1):  # a bias has no adapter
             layer = name.partition(".base_layer.")[0] if plain_name != name else name.removesuffix(".weight")
             read = partial(_merged, model.get_submodule(layer), plain_name.removeprefix(f"{layer}."))
-        found[plain_name] = quantized_shape(weight), read
+        found[plain_name] = weight_shape(weight), read
     kept = model.state_dict()
     for name, buffer in model.named_buffers():
         if name in kept:
@@ -137,6 +135,8 @@ def _with_value_head(
 @torch.no_grad()
 def _merged(layer: Any, name: str) -> Tensor:
     """The weight of a layer with this name, dequantized, and with its adapters added."""
+    from rlhf_cli.models.adapters import merge_in_place
+
     # The copy gets whole weights in the place of the sharded ones. They are cloned: `whole` returns an unsharded weight
     # itself, and merging writes into it.
     weights: dict[int, Any] = {}
@@ -241,10 +241,14 @@ def save_trained(
 
     Plain weights are written as `dtype`, and adapters as float32.
     """
-    if lora is None or lora.save == "merged":
+    if lora is None:
         save(model, tokenizer, directory, dtype)
-        if lora is not None:
-            save_adapter(model, directory / "adapter", base, lora.quantize)
+        return
+    from rlhf_cli.models.adapter_files import save_adapter
+
+    if lora.save == "merged":
+        save(model, tokenizer, directory, dtype)
+        save_adapter(model, directory / "adapter", base, lora.quantize)
         return
     save_adapter(model, directory, base, lora.quantize)
     if is_sharded(model) and not is_first_process():

@@ -15,15 +15,16 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.config.models import Lora, Quantization
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.models.adapter_files import BaseModel, attach, read_adapter
+from rlhf_cli.models.adapter_files import attach, read_adapter
 from rlhf_cli.models.adapters import adapted_layers, lora_of
 from rlhf_cli.models.heads import value_model_like
 from rlhf_cli.models.load import take_facts
+from rlhf_cli.models.origin import BaseModel
 
 
 @dataclass(frozen=True)
 class Backbone:
-    """A language model whose weights other models share. Its weights must stay frozen."""
+    """A language model, after `hold_base`, whose weights other models share. Its weights must stay frozen."""
 
     model: PreTrainedModel
     base: BaseModel
@@ -65,11 +66,6 @@ class Backbone:
         attach(model, adapter, with_head=True)
         take_facts(model, adapter)
         return model.requires_grad_(False)
-
-
-def backbone_of(model: PreTrainedModel, base: BaseModel, lora: Lora | None) -> Backbone | None:
-    """The policy as a backbone for others, after `hold_base`; None without `lora`, when its weights change."""
-    return Backbone(model, base, lora.quantize) if lora is not None else None
 
 
 def has_adapters_of(model: PreTrainedModel, lora: Lora) -> bool:

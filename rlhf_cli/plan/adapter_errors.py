@@ -15,14 +15,12 @@ from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.hub import is_local
-from rlhf_cli.models.adapter_files import BaseModel, read_adapter
-from rlhf_cli.models.adapters import import_peft, require_targets
 from rlhf_cli.models.load import ensure_pad_token, load_tokenizer
 from rlhf_cli.models.lora import refuse_adapter_as_base, require_loadable
-from rlhf_cli.models.quantized import require_quantizable
+from rlhf_cli.models.origin import BaseModel
 from rlhf_cli.plan.origins import ModelOrigin, ModelOrigins, from_path
 from rlhf_cli.plan.shapes import built
-from rlhf_cli.run.artifacts import model_directory
+from rlhf_cli.run.artifacts import is_adapter, model_directory
 
 
 def require_adapters(config: Stage, stages: Mapping[str, Stage] | None = None, *, here: bool = True) -> None:
@@ -50,8 +48,11 @@ def require_adapters(config: Stage, stages: Mapping[str, Stage] | None = None, *
             rewards = list(config.reward_models.values())
             starts += [partial(origins.reward_model, config, reward, "rewards") for reward in rewards[:1]]
         _require("value_model.lora", config.value_model.lora, base, starts, True, here=here)
-    for path, _ in config.inputs.values():
-        adapter = read_adapter(model_directory(path))
+    for directory in filter(is_adapter, (model_directory(path) for path, _ in config.inputs.values())):
+        from rlhf_cli.models.adapter_files import read_adapter
+        from rlhf_cli.models.adapters import import_peft
+
+        adapter = read_adapter(directory)
         if adapter is not None and here:
             import_peft(f"{adapter.path}:", ArtifactError)
 
@@ -72,6 +73,9 @@ def _error(
     key: str, lora: Lora, base: BaseModel, start: Callable[[], ModelOrigin], is_classifier: bool, *, here: bool
 ) -> ConfigError | None:
     """What is wrong with adapters on a model; None if nothing is, or if there is no such model."""
+    from rlhf_cli.models.adapters import require_targets
+    from rlhf_cli.models.quantized import require_quantizable
+
     try:
         origin = start()
         model = built(origin.config, is_classifier, key)

@@ -15,7 +15,6 @@ from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.hub import is_local
-from rlhf_cli.models.adapter_files import read_adapter
 from rlhf_cli.models.check import reason_of
 from rlhf_cli.plan.memory import Held, Kept, Setting
 from rlhf_cli.plan.shapes import Shape, shape_of
@@ -121,7 +120,11 @@ class ModelOrigins:
             is_same = (rm.model.path or own) == path and adapters is not None and adapters.quantize == lora.quantize
             return is_same and _are_alone(adapters)
         directory = model_directory(reward.path if reward.path is not None else f"{config.artifacts}/rm")
-        adapter = read_adapter(directory) if is_adapter(directory) else None
+        if not is_adapter(directory):
+            return False
+        from rlhf_cli.models.adapter_files import read_adapter
+
+        adapter = read_adapter(directory)
         return (
             adapter is not None
             and Path(adapter.base.path).resolve() == Path(path).resolve()
@@ -153,6 +156,8 @@ def from_path(path: str, revision: str | None, key: str) -> ModelOrigin:
     """The model of a directory, or of a hub id whose config.json is in the cache. No weights are read."""
     directory = model_directory(path)
     if is_adapter(directory):
+        from rlhf_cli.models.adapter_files import read_adapter
+
         adapter = read_adapter(directory)
         assert adapter is not None
         return replace(from_path(adapter.base.path, adapter.base.revision, key), has_adapters=True)

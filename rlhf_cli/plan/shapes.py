@@ -11,6 +11,7 @@ import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,14 +20,13 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.config.models import Lora
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.adapters import adapted_parameters, add_lora
 from rlhf_cli.models.check import reason_of
+from rlhf_cli.models.deferred import BLOCK
 from rlhf_cli.models.forward import positions, vocabulary_rows
 from rlhf_cli.models.freeze import freeze
 from rlhf_cli.models.heads import offer_classifier
-from rlhf_cli.models.quantized import BLOCK, quantized_shape
 from rlhf_cli.plan.activations import activation_bytes, fake_activation_bytes
-from rlhf_cli.tensor_ops import num_weights
+from rlhf_cli.tensor_ops import num_weights, weight_shape
 
 SIDE_BY_SIDE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Layers whose weights the paged decoder copies, to compute them as one product."""
@@ -174,6 +174,8 @@ def _shape(
         else:
             freeze(model, frozen, f"{key}.freeze")
         if lora is not None:
+            from rlhf_cli.models.adapters import add_lora
+
             add_lora(model, lora, f"{key}.lora", seed=0)
         return _counts(model, fake_activation_bytes(model, precision, key))
 
@@ -197,7 +199,7 @@ def _with_counts(model: PreTrainedModel, counts: Counts) -> Shape:
     head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // heads
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     sizes = [
-        quantized_shape(p)
+        weight_shape(p)
         for name, p in model.base_model.named_parameters()
         if id(p) not in tables and ".lora_" not in name
     ]
@@ -262,9 +264,15 @@ def _counts(model: PreTrainedModel, kept: float) -> Counts:
         linear=size(layers),
         joined=size([m for name, m in linear.values() if name.removesuffix(".base_layer").endswith(SIDE_BY_SIDE)]),
         experts=sum(map(num_weights, _experts(model))),
-        adapted_experts=sum(num_weights(weight) for weight in adapted_parameters(model) if weight.ndim == 3),
+        adapted_experts=sum(map(num_weights, _adapted_experts(model))),
         kept=kept,
     )
+
+
+def _adapted_experts(model: PreTrainedModel) -> list[torch.Tensor]:
+    """The weights of experts with adapters, which are in no linear layer. A pass adds the adapters to a copy."""
+    modules: list[Any] = [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]
+    return [weight for weight in (module.get_param() for module in modules) if weight.ndim == 3]
 
 
 def _experts(model: PreTrainedModel) -> list[nn.Parameter]:

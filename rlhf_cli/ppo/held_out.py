@@ -21,7 +21,6 @@ from rlhf_cli.ppo.scores import or_failure, sampled_and_scored
 from rlhf_cli.ppo.setup import Setup, save_policy
 from rlhf_cli.processes.distributed import World, gather_texts
 from rlhf_cli.rewards.base import Samples, Scores
-from rlhf_cli.rewards.functions import call, load_function, named_numbers
 from rlhf_cli.rollout.rollout import RolloutBatch
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.training.best import Best
@@ -91,6 +90,8 @@ def load_gold(setup: Setup) -> GoldJudge | None:
     name = setup.config.evaluation.gold
     if name is None:
         return None
+    from rlhf_cli.rewards.functions import call, load_function, named_numbers
+
     function = load_function(name)
 
     def judge(prompts: Sequence[PromptRow], replies: list[str], ended: list[bool]) -> list[dict[str, float]]:

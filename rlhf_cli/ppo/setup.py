@@ -22,17 +22,16 @@ from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import ppo_rows, ptx_rows
 from rlhf_cli.decoders.choose import decoder_notes
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.adapter_files import BaseModel
 from rlhf_cli.models.cost import Work, peak_flops, work_of
 from rlhf_cli.models.forward import autocast, check_positions, choose_attention, compute_dtype, is_packed, positions
 from rlhf_cli.models.freeze import freeze
 from rlhf_cli.models.frozen import hold_frozen, is_held
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
 from rlhf_cli.models.lora import add_adapters, defers_base, prepare_base
+from rlhf_cli.models.origin import BaseModel
 from rlhf_cli.models.passes import set_up_passes
 from rlhf_cli.models.save import round_weights, save, save_trained, saved_dtype
 from rlhf_cli.models.shard import shard_for, shards, to_shard
-from rlhf_cli.models.shared import Backbone, backbone_of, copy_adapters
 from rlhf_cli.models.vocabulary import require_same_tokens, require_template_tokens
 from rlhf_cli.plan.loaded import microbatch_tokens
 from rlhf_cli.plan.stages import name_of_reward
@@ -54,6 +53,7 @@ from rlhf_cli.training.ema import WeightAverage
 from rlhf_cli.training.optimizer import Stepper, build_stepper, float32_moments, warmup_warning
 
 if TYPE_CHECKING:
+    from rlhf_cli.models.shared import Backbone
     from rlhf_cli.rollout.engine import SyncedEngine
 
 
@@ -182,7 +182,11 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     require_eos(tokenizer, path)
     base = BaseModel(path, config.policy.revision)
     prepare_base(policy, config.policy.lora, "policy.lora", config, world.device)
-    backbone = backbone_of(policy, base, config.policy.lora)
+    backbone = None  # whose weights other models may share
+    if config.policy.lora is not None:
+        from rlhf_cli.models.shared import Backbone
+
+        backbone = Backbone(policy, base, config.policy.lora.quantize)
     rewards, reward_notes = _load_rewards(config, tokenizer, world.device, None if shards(config) else backbone)
     value = choose_value_model(config, base, rewards, policy, world.device, backbone)
     if (value_path := config.value_model.path) is not None:
@@ -321,6 +325,8 @@ def _prepare(
     if value.model is not None and value.base is not None:
         notes.append(add_adapters(value.model, lora, value.base, "value_model.lora", config))
         if value.adapters_of is not None:
+            from rlhf_cli.models.shared import copy_adapters
+
             copy_adapters(value.adapters_of, value.model)
     return notes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import torch
 from transformers import PreTrainedModel
@@ -12,18 +12,19 @@ from transformers import PreTrainedModel
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.adapter_files import BaseModel
-from rlhf_cli.models.adapters import has_adapters
 from rlhf_cli.models.deferred import read_deferred
 from rlhf_cli.models.forward import vocabulary_rows
 from rlhf_cli.models.heads import scalar_heads, scalar_weight, value_model_like
 from rlhf_cli.models.load import load_value_model, new_value_model
 from rlhf_cli.models.lora import defers_base
+from rlhf_cli.models.origin import BaseModel, has_adapters
 from rlhf_cli.models.shard import shards, to_shard
-from rlhf_cli.models.shared import Backbone, has_adapters_of
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.models import RewardModel
 from rlhf_cli.run.artifacts import model_directory
+
+if TYPE_CHECKING:
+    from rlhf_cli.models.shared import Backbone
 
 SHARES = "the value model shares the policy's frozen weights"
 OWN_WEIGHTS = (
@@ -110,6 +111,8 @@ def _from_reward_model(
         # Sharded models share no weights. Only the adapters of this one are read.
         adapted = backbone.reward_model(base.path) if shards(config) else reward_model
         if adapted is not None and has_adapters(adapted):
+            from rlhf_cli.models.shared import has_adapters_of
+
             if has_adapters_of(adapted, lora):
                 return _from_adapters(adapted, config, device, backbone)
             note = OWN_WEIGHTS

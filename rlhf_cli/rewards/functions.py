@@ -53,7 +53,6 @@ class PythonFunction(RewardSource):
         return torch.tensor([math.nan if value is None else value for value in self.values(samples, finite)])
 
     def score_per_token(self, samples: Samples) -> list[list[float] | None]:
-        """One number per token of each response; None for a row that failed."""
         rows: list[list[float] | None] = self.values(samples, finite_list)
         for number, (row, ids) in enumerate(zip(rows, samples.response_ids, strict=True)):
             if row is not None and len(row) != len(ids):

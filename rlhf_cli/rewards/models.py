@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,7 +32,6 @@ from rlhf_cli.models.load import (
 )
 from rlhf_cli.models.seq2seq import end_of_text
 from rlhf_cli.models.shard import prepare_for
-from rlhf_cli.models.shared import Backbone
 from rlhf_cli.packing import common_prefix, pack
 from rlhf_cli.plan.budget import CPU_TOKENS
 from rlhf_cli.plan.loaded import forward_tokens
@@ -41,6 +40,9 @@ from rlhf_cli.processes.sharding import device_of, gathered
 from rlhf_cli.rewards.base import RewardSource, Samples, shown
 from rlhf_cli.rewards.texts import closed, cut_all, encode_whole, length_limit, trained_limit, written
 from rlhf_cli.run.artifacts import model_directory
+
+if TYPE_CHECKING:
+    from rlhf_cli.models.shared import Backbone
 
 AT_A_TIME = Budget(CPU_TOKENS)
 

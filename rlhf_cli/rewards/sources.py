@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -24,12 +24,12 @@ from rlhf_cli.config.rewards import (
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.errors import DataError, RewardError
-from rlhf_cli.models.shared import Backbone
 from rlhf_cli.processes.sharding import is_sharded
 from rlhf_cli.rewards.base import NOTHING, RewardSource, Samples, Scores, Spoken
-from rlhf_cli.rewards.functions import PythonFunction, load_function_reward
 from rlhf_cli.rewards.models import RewardModel, load_reward_source
-from rlhf_cli.rewards.rules import Rule
+
+if TYPE_CHECKING:
+    from rlhf_cli.models.shared import Backbone
 
 
 def load_rewards(
@@ -70,6 +70,8 @@ def load_rewards(
                     sharded_by=sharded_by,
                 )
             case FunctionReward():
+                from rlhf_cli.rewards.functions import load_function_reward
+
                 source = load_function_reward(reward, name, key)
             case HTTPReward():
                 from rlhf_cli.rewards.endpoint import load_endpoint
@@ -80,6 +82,8 @@ def load_rewards(
 
                 source, lines = load_rubric(reward, name, key)
             case LengthReward() | RegexReward() | AnswerReward() | RepetitionReward() | JSONReward():
+                from rlhf_cli.rewards.rules import Rule
+
                 source = Rule(name=name, weight=reward.share, on_error=reward.on_error, rule=reward)
             case _:
                 assert_never(reward)
@@ -114,7 +118,7 @@ def samples_of(
     responses: Sequence[Spoken],
 ) -> Samples:
     """The responses as the sources read them. Their tokens have texts only if a source scores every token."""
-    dense = any(isinstance(source, PythonFunction) and source.per_token for source in sources)
+    dense = any(source.per_token for source in sources)
     return Samples(
         [p.text for p in prompts],
         texts,

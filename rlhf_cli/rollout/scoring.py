@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from rlhf_cli.algorithms.kl import kl_full
 from rlhf_cli.data.encoders import PromptRow
-from rlhf_cli.models.adapters import adapters_off
 from rlhf_cli.models.forward import autocast, hidden_at, logits_and_hidden_at, logits_at, logprobs_at, shares_prefixes
 from rlhf_cli.models.heads import scalar_head, scalar_scores
 from rlhf_cli.models.seq2seq import is_seq2seq, with_prompts
@@ -146,6 +145,8 @@ def reference(models: Models) -> Iterator[PreTrainedModel]:
     if models.ref_policy is not None:
         yield models.ref_policy
         return
+    from rlhf_cli.models.adapters import adapters_off
+
     with adapters_off(models.policy):
         yield models.policy
 

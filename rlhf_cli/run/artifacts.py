@@ -30,7 +30,8 @@ from rlhf_cli.files import digest_file, digest_once, read_text, stored_dtype
 
 CONTRACT_VERSION = 1
 MANIFEST = "manifest.json"
-ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "model_config.json"
+"""Files of a directory of adapters: PEFT's config, and the config of the whole model."""
 SLACK_S = 2.0
 """A file's time stamp may be this much later than the manifest's time, which has no fractions of a second."""
 AGAIN = "artifacts/again"

@@ -14,10 +14,11 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.decoders.choose import choose_decoder
 from rlhf_cli.errors import ConfigError, Interrupted
 from rlhf_cli.models import frozen, quantized
-from rlhf_cli.models.adapter_files import BaseModel, save_adapter
+from rlhf_cli.models.adapter_files import save_adapter
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.frozen import frozen_policy
 from rlhf_cli.models.load import load_policy, load_reward_model, prepare
+from rlhf_cli.models.origin import BaseModel
 from rlhf_cli.models.quantized import dequantize, quantize, quantized_layers
 from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model

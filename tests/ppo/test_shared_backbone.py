@@ -7,9 +7,10 @@ import torch
 
 from rlhf_cli.config.models import Lora
 from rlhf_cli.models import frozen
-from rlhf_cli.models.adapter_files import BaseModel, save_adapter
+from rlhf_cli.models.adapter_files import save_adapter
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.load import load_policy, load_reward_model, new_reward_model, new_value_model
+from rlhf_cli.models.origin import BaseModel
 from rlhf_cli.models.shared import Backbone
 from rlhf_cli.plan.loaded import Loaded
 from rlhf_cli.plan.memory import Setting
