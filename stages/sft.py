@@ -43,7 +43,7 @@ from rlhf_cli.data.splits import Drawn, held_out_rows
 from rlhf_cli.data.table import Table
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import demonstration, sft_rows
-from rlhf_cli.evaluation.language_model import scored_targets
+from rlhf_cli.evaluation.likelihood import scored_targets
 from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.recap import findings_of
 from rlhf_cli.models.cost import Work
@@ -61,7 +61,7 @@ from rlhf_cli.plan.loaded import microbatch_tokens
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.pass_loop import GradientSum
 from rlhf_cli.report.progress import Display
-from rlhf_cli.rollout.questions import answer, first_questions
+from rlhf_cli.rollout.questions import Questions
 from rlhf_cli.run.artifacts import model_directory
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.tensor_ops import totals
@@ -96,14 +96,10 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         train, held_out = data.train, held_out_rows(data, config.data, config.evaluation.max_rows, config.seed)
         require_one_answer(model, train, config.data.loss_on)
         shown = _demonstrations(config, "test") if held_out.test else None
-        questions = first_questions(shown, model, tokenizer, config, display) if shown is not None else []
+        questions = Questions(shown, model, tokenizer, config, stage)
 
         # 3. Training.
         passes = set_up_training(model, config, world.device, microbatch_tokens(config, {"model": model}, world))
-
-        def show_samples(step: int) -> None:
-            num_shown = len(questions) if step == loop.num_steps else 1
-            answer(questions, model, tokenizer, config, stage, step, num_shown=num_shown)
 
         best = Best("eval/loss" if config.evaluation.keep_best else None, lower=True)
         require_held_out(best, held_out.watched)
@@ -115,7 +111,7 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
             num_rows=len(train),
             held_out=held_out,
             evaluate=lambda rows: _evaluate(model, rows, passes.budget, config.precision, world),
-            after_evaluation=show_samples,
+            after_evaluation=lambda step: questions.answer(step, None if step == loop.num_steps else 1),
             save=lambda name: save_of_stage(model, tokenizer, stage.directory / name, config),
             best=best,
             shown=SHOWN,

@@ -1,4 +1,4 @@
-"""`rlhf compare`: see `rlhf_cli.evaluation.compare`."""
+"""`rlhf compare`: see `rlhf_cli.evaluation.between_runs`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def compare(
     directories: Annotated[list[Path], typer.Argument(metavar="DIR DIR...", help="Runs that `rlhf eval` measured.")],
 ) -> None:
     """Compare the PPO policies of several runs on the same prompts."""
-    from rlhf_cli.evaluation.compare import compare as show
+    from rlhf_cli.evaluation.between_runs import compare as show
 
     show(directories)

@@ -14,7 +14,7 @@ from rlhf_cli.data.encode import Example
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.evaluation import language_model
+from rlhf_cli.evaluation import likelihood
 from rlhf_cli.evaluation.benchmark import read_bench
 from rlhf_cli.evaluation.figures import Sentences, as_json, ratio_figure, show
 from rlhf_cli.evaluation.harness import Harness
@@ -107,18 +107,18 @@ def _sft(run: Run, harness: Harness, display: Display) -> dict[str, Any]:
     if not rows:
         display.warn("sft: no held-out rows, so no figures. Set data.test or data.test_fraction and train again")
         return {}
-    sums = language_model.row_sums(model, rows, run.budget(model, config.precision), config.precision)
+    sums = likelihood.row_sums(model, rows, run.budget(model, config.precision), config.precision)
     replies, form = _replies(run, model, tokenizer, rows)
-    figures = language_model.likelihood_figures(sums, seed=run.seed) | form | harness.figures(run.model_path("sft"))
+    figures = likelihood.likelihood_figures(sums, seed=run.seed) | form | harness.figures(run.model_path("sft"))
     columns = {"SFT": figures}
     report: dict[str, Any] = {"figures": as_json(figures)} | ({"replies": replies} if replies else {})
     if config.model.path is not None:
         base_path = model_directory(config.model.path)
         base, base_tokenizer = run.load(base_path, config.precision)
-        base_sums = language_model.row_sums(base, rows, run.budget(base, config.precision), config.precision)
-        before = language_model.likelihood_figures(base_sums, seed=run.seed)
+        base_sums = likelihood.row_sums(base, rows, run.budget(base, config.precision), config.precision)
+        before = likelihood.likelihood_figures(base_sums, seed=run.seed)
         before |= _replies(run, base, base_tokenizer, rows)[1] | harness.figures(base_path)
-        difference = {"loss": language_model.loss_difference(sums, base_sums, seed=run.seed)}
+        difference = {"loss": likelihood.loss_difference(sums, base_sums, seed=run.seed)}
         columns = {"before": before, **columns, "difference": difference}
         report |= {"before": as_json(before), "difference": as_json(difference)}
     show(display, f"SFT, {rows} held-out rows; replies to {len(replies):,} of them", columns)
@@ -129,7 +129,7 @@ def _sft(run: Run, harness: Harness, display: Display) -> dict[str, Any]:
     return report
 
 
-def _loss(sums: language_model.RowSums, rows: Sequence[int], *, seed: int) -> Figure:
+def _loss(sums: likelihood.RowSums, rows: Sequence[int], *, seed: int) -> Figure:
     """The loss per target token on the rows with these numbers."""
     return ratio_figure(sums.nll[list(rows)], sums.tokens[list(rows)], seed=seed)
 
@@ -140,11 +140,11 @@ def _replies(
     """A sampled reply to each of some prompts, and the figures of their form; both empty without prompts."""
     assert run.sft is not None
     drawn = Drawn(rows, REPLIES, run.seed)
-    (texts, lengths, ended), prompts = language_model.replies(model, tokenizer, drawn, run.sft)
+    (texts, lengths, ended), prompts = likelihood.replies(model, tokenizer, drawn, run.sft)
     if not texts:
         return [], {}
     found = [{"prompt": prompt, "reply": text} for prompt, text in zip(prompts, texts, strict=True)]
-    return found, language_model.reply_figures(texts, lengths, ended, seed=run.seed)
+    return found, likelihood.reply_figures(texts, lengths, ended, seed=run.seed)
 
 
 # ---------------------------------------------------------------------------------------------- PPO
@@ -203,9 +203,9 @@ def _alignment_tax(
         return None
     precision = run.sft.precision
     before, after = (
-        language_model.row_sums(model, rows, run.budget(model, precision), precision) for model in (reference, trained)
+        likelihood.row_sums(model, rows, run.budget(model, precision), precision) for model in (reference, trained)
     )
-    return language_model.loss_difference(after, before, seed=run.seed)
+    return likelihood.loss_difference(after, before, seed=run.seed)
 
 
 def _examples(arena: Arena, before: Replies, after: Replies) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from rlhf_cli.data.splits import Drawn
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import ppo_rows
 from rlhf_cli.evaluation.figures import difference_figure, mean_figure, ratio_figure, share_figure
-from rlhf_cli.evaluation.language_model import MAX_LOGITS, loss_difference, row_sums
+from rlhf_cli.evaluation.likelihood import MAX_LOGITS, loss_difference, row_sums
 from rlhf_cli.evaluation.reward_model import Scorer, rows_of_stage, scorer_of
 from rlhf_cli.models.forward import positions, target_logits, vocabulary_rows
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare

@@ -27,7 +27,7 @@ from rlhf_cli.evaluation.figures import (
     rate_figure,
     share_figure,
 )
-from rlhf_cli.evaluation.language_model import reply_figures
+from rlhf_cli.evaluation.likelihood import reply_figures
 from rlhf_cli.report.figure import Figures
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.functions import call, load_function, named_numbers

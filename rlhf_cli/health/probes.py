@@ -27,7 +27,7 @@ from rlhf_cli.data.splits import Drawn
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import ppo_rows, sft_rows
 from rlhf_cli.errors import RunError, UserError
-from rlhf_cli.evaluation.language_model import row_sums
+from rlhf_cli.evaluation.likelihood import row_sums
 from rlhf_cli.evaluation.reward_model import Scorer, scorer_of
 from rlhf_cli.health.evidence import common_end, common_start
 from rlhf_cli.health.history import paired

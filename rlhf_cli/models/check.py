@@ -15,7 +15,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file, find_adapte
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import largest_dimension
 from rlhf_cli.hub import is_local, require_hub_model
-from rlhf_cli.models.deferred import place_of
+from rlhf_cli.models.deferred import is_finite, not_finite, place_of
 from rlhf_cli.run.artifacts import is_adapter, require_intact
 
 MOST_LAYERS = 10_000
@@ -127,13 +127,9 @@ def check_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str, *,
             "directory whose weights and config.json were saved together"
         )
     for name, weight in model.named_parameters():
-        # A sum is fast, and finite only if all values are.
-        if name not in new and place_of(weight) is None and not weight.sum().isfinite() and not weight.isfinite().all():
+        if name not in new and place_of(weight) is None and not is_finite(weight):
             bad = weight.numel() - int(weight.isfinite().sum())
-            raise ArtifactError(
-                f"{path}: weight {name} contains NaN or inf ({bad:,} of {weight.numel():,} values), so no training "
-                "step can be computed from it. Give a model whose weights are finite"
-            )
+            raise not_finite(f"{path}: weight {name} contains NaN or inf ({bad:,} of {weight.numel():,} values)")
     return sorted(new)
 
 

@@ -94,13 +94,19 @@ def take(weight: Tensor) -> Tensor:
     """
     place: StoredWeight = _places.pop(weight)
     values = place.as_stored()
-    # A sum is fast, and finite only if all values are.
-    if not values.sum(dtype=torch.float32).isfinite() and not values.isfinite().all():
-        raise ArtifactError(
-            f"{place.file}: weight {place.name} contains NaN or inf, so no training step can be computed from it. Give "
-            "a model whose weights are finite"
-        )
+    if not is_finite(values):
+        raise not_finite(f"{place.file}: weight {place.name} contains NaN or inf")
     return values
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all values are finite. A sum is fast, and finite only if all values are."""
+    return bool(values.sum(dtype=torch.float32).isfinite()) or bool(values.isfinite().all())
+
+
+def not_finite(found: str) -> ArtifactError:
+    """The error for a weight that is not finite."""
+    return ArtifactError(f"{found}, so no training step can be computed from it. Give a model whose weights are finite")
 
 
 def take_integers(weight: Tensor) -> tuple[Tensor, Tensor] | None:

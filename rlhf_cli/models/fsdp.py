@@ -27,8 +27,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from transformers import PreTrainedModel
 
-from rlhf_cli.errors import ArtifactError, ConfigError
-from rlhf_cli.models.deferred import StoredWeight, blocks, is_deferred, place_of
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.models.deferred import StoredWeight, blocks, is_deferred, not_finite, place_of
 from rlhf_cli.models.forward import PRECISIONS, autocast, check_head, choose_attention, compute_dtype, is_packed
 from rlhf_cli.models.frozen import give_float32, trained_matrices
 from rlhf_cli.models.heads import reads_last_token
@@ -229,6 +229,4 @@ def _refuse(bad: list[str]) -> None:
     dist.all_gather_object(everywhere, bad[:1])
     first = next((line for lines in everywhere for line in lines), None)
     if first is not None:
-        raise ArtifactError(
-            f"{first}, so no training step can be computed from it. Give a model whose weights are finite"
-        )
+        raise not_finite(first)

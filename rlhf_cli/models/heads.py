@@ -17,7 +17,6 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.models.forward import vocabulary_rows
 from rlhf_cli.models.seq2seq import end_of_text
 
 PADDING_TOLERANCE = 1e-4
@@ -140,7 +139,8 @@ def require_scores_without_padding(model: PreTrainedModel) -> None:
     """
     was_training = model.training
     model.eval()
-    text = [(7 * i + 3) % vocabulary_rows(model) for i in range(5)]
+    embeddings: Any = model.get_input_embeddings()
+    text = [(7 * i + 3) % len(embeddings.weight) for i in range(5)]
     if model.config.is_encoder_decoder:
         text[-1] = end_of_text(model)  # where its score is read
     ids = torch.tensor([text + [model.config.pad_token_id or 0] * 4], device=model.device)  # [1, 9]

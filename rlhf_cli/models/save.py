@@ -27,12 +27,9 @@ from rlhf_cli.models.check import reason_of
 from rlhf_cli.models.forward import PRECISIONS
 from rlhf_cli.models.heads import scalar_heads, value_model_like
 from rlhf_cli.models.origin import BaseModel, has_adapters
-from rlhf_cli.processes.sharding import is_first_process, is_sharded, plain_class, whole
+from rlhf_cli.processes.sharding import LARGEST_FILE, is_first_process, is_sharded, plain_class, whole
 from rlhf_cli.run.artifacts import MODEL_CONFIG, is_adapter, model_directory
 from rlhf_cli.tensor_ops import num_weights, weight_shape
-
-LARGEST_FILE = 2_000_000_000
-"""The most bytes in one file of a sharded model. The first process holds this much while it writes."""
 
 PlainWeights = dict[str, tuple[torch.Size, Callable[[], Tensor]]]
 """The shape of each weight, and a function that gives it."""

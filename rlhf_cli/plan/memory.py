@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rlhf_cli.config.models import Lora, Quantization
 from rlhf_cli.kernels.head import CHUNK, MOST_LOGITS
-from rlhf_cli.models.save import LARGEST_FILE
-from rlhf_cli.plan.shapes import Shape
 from rlhf_cli.processes.pass_loop import BUCKET_BYTES
+from rlhf_cli.processes.sharding import LARGEST_FILE
+
+if TYPE_CHECKING:
+    from rlhf_cli.plan.shapes import Shape
 
 Kept = Literal["float32", "exact", "rounded"]
 """How frozen weights are held if the passes compute in bfloat16: in float32; in bfloat16 if their file has them so; in

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_update import PPO
@@ -13,9 +14,11 @@ from rlhf_cli.data.batches import PART_TOKENS
 from rlhf_cli.plan.activations import ROW
 from rlhf_cli.plan.budget import BY_TOKENS, auto_tokens
 from rlhf_cli.plan.memory import Batch, Held, Machine, Phase, Setting, fullest, join
-from rlhf_cli.plan.origins import ModelOrigins
 from rlhf_cli.processes.pass_loop import COPIES_BYTES
 from rlhf_cli.processes.threads import num_threads
+
+if TYPE_CHECKING:
+    from rlhf_cli.plan.origins import ModelOrigins
 
 PAIR = 1.5
 """Length of a preference pair in maximum lengths: both answers follow one prompt, which is computed once and is taken

@@ -173,8 +173,7 @@ def collective(what: str, work: Callable[[], T]) -> T:
 
 
 def failure_of(error: BaseException | None) -> Exception | None:
-    """What to raise instead of the error of an exchange of weights or gradients, which a pass of a sharded model makes
-    by itself; None for any other error."""
+    """The error to raise when a collective inside FSDP fails; None for any other error."""
     is_exchange = isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL"))
     if _pulse is None or not is_exchange or not isinstance(error, RuntimeError):
         return None

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 LOST = 87
 """The exit code of a process that ends because it lost the connection to another one."""
@@ -24,15 +25,18 @@ def note_wait(step: str, rank: int, what: str) -> bool:
 
     Returns False if something else started this process.
     """
-    if FAILURES not in os.environ:
-        return False
-    with Path(os.environ[FAILURES]).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, "rank": rank, "what": what}) + "\n")
-    return True
+    return _note({"step": step, "rank": rank, "what": what})
 
 
 def note_hanging(ranks: Sequence[int]) -> None:
     """Tell `--nproc`, if it started this process, which processes hang, so that it kills them at once."""
-    if FAILURES in os.environ and ranks:
+    if ranks:
+        _note({"hanging": list(ranks)})
+
+
+def _note(row: dict[str, Any]) -> bool:
+    """Write a row for `--nproc`; False if something else started this process."""
+    if FAILURES in os.environ:
         with Path(os.environ[FAILURES]).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"hanging": list(ranks)}) + "\n")
+            file.write(json.dumps(row) + "\n")
+    return FAILURES in os.environ

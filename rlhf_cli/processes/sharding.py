@@ -29,6 +29,8 @@ from rlhf_cli.processes.exchanges import exchange
 P = ParamSpec("P")
 R = TypeVar("R")
 M = TypeVar("M", bound=nn.Module)
+LARGEST_FILE = 2_000_000_000
+"""The most bytes in one file of a sharded model. The first process holds this much while it writes."""
 _open: set[int] = set()
 """The ids of the sharded models that a function under `gathered` now computes with."""
 

@@ -280,7 +280,7 @@ class Pulse(threading.Thread):
         return store
 
     def failure(self, what: str, error: RuntimeError, waited_s: float = 0.0) -> Exception:
-        """What to raise instead of the error of a collective operation over `what`."""
+        """The error to raise when a collective operation over `what` fails."""
         if waited_s < 0.9 * self.timeout_s and "timed out" not in str(error).lower():
             return self._lost(what)
         self.waits_for = what

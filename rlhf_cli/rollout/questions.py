@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -12,62 +11,44 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.encode import RowText
 from rlhf_cli.data.records import Demonstration
-from rlhf_cli.report.progress import Display
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.speaker import Speaker
 from rlhf_cli.run.stage_run import StageRun
 
 
-@dataclass(frozen=True)
-class HeldOutPrompt:
-    """A held-out prompt."""
+class Questions:
+    """The first held-out prompts that leave room for an answer in the model's positions; none without rows."""
 
-    text: str
-    ids: list[int]
-    target: str
-    """The answer of the row."""
+    def __init__(
+        self,
+        rows: Iterable[Demonstration] | None,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: SFTConfig,
+        stage: StageRun,
+    ):
+        self.stage, self.seed = stage, config.seed
+        self.speaker, most = Speaker.at_evaluation(config, model, tokenizer), config.evaluation.num_samples
+        self.rows = list(islice(self.speaker.fitting(rows or ()), most))
+        self.text = RowText(tokenizer, self.speaker.form.template)
+        if rows is not None and most and not self.rows:
+            room = f"no held-out prompt leaves room for {self.speaker.max_new_tokens} tokens, so no samples"
+            stage.display.note(room)
 
-
-def first_questions(
-    rows: Iterable[Demonstration],
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    config: SFTConfig,
-    display: Display,
-) -> list[HeldOutPrompt]:
-    """The first prompts that leave room for an answer in the model's positions."""
-    speaker, most = Speaker.at_evaluation(config, model, tokenizer), config.evaluation.num_samples
-    found = [
-        HeldOutPrompt(RowText(tokenizer, speaker.form.template).prompt(row), ids, row.response)
-        for row, ids in islice(speaker.fitting(rows), most)
-    ]
-    if most and not found:
-        display.note(f"no held-out prompt leaves room for {speaker.max_new_tokens} tokens, so no samples")
-    return found
-
-
-@torch.no_grad()
-def answer(
-    questions: list[HeldOutPrompt],
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    config: SFTConfig,
-    stage: StageRun,
-    step: int,
-    *,
-    num_shown: int,
-) -> None:
-    """Sample an answer to each question on the first process, for samples.jsonl; print the first `num_shown`."""
-    if not questions or not stage.world.takes_part(model):
-        return
-    speaker, was_training = Speaker.at_evaluation(config, model, tokenizer), model.training
-    model.eval()
-    uniforms = draw_uniforms(config.seed, "sft samples", step, len(questions), speaker.max_new_tokens)
-    responses = speaker.respond([question.ids for question in questions], uniforms)
-    model.train(was_training)
-    for number, (question, response) in enumerate(zip(questions, responses, strict=True)):
-        text = speaker.text(response)
-        row = {"step": step, "prompt": question.text, "response": text, "ended": response.ended}
-        stage.sample(row | {"target": question.target})
-        if number < num_shown:
-            stage.display.exchange(question.text, {f"step {step}": text, "target": question.target})
+    @torch.no_grad()
+    def answer(self, step: int, num_shown: int | None) -> None:
+        """Sample an answer to each on the first process, for samples.jsonl; print the first `num_shown`, or all."""
+        speaker, stage, model = self.speaker, self.stage, self.speaker.model
+        if not self.rows or not stage.world.takes_part(model):
+            return
+        was_training = model.training
+        model.eval()
+        uniforms = draw_uniforms(self.seed, "sft samples", step, len(self.rows), speaker.max_new_tokens)
+        responses = speaker.respond([ids for _, ids in self.rows], uniforms)
+        model.train(was_training)
+        for number, ((row, _), response) in enumerate(zip(self.rows, responses, strict=True)):
+            prompt, text = self.text.prompt(row), speaker.text(response)
+            sample = {"step": step, "prompt": prompt, "response": text, "ended": response.ended}
+            stage.sample(sample | {"target": row.response})
+            if num_shown is None or number < num_shown:
+                stage.display.exchange(prompt, {f"step {step}": text, "target": row.response})

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from rlhf_cli.algorithms.bootstrap import bootstrap_interval
 from rlhf_cli.algorithms.comparison import bradley_terry
 from rlhf_cli.cli import app
-from rlhf_cli.evaluation.compare import STRENGTH_RESAMPLES, Compared, difference, strength_figures, win_table
+from rlhf_cli.evaluation.between_runs import STRENGTH_RESAMPLES, Compared, difference, strength_figures, win_table
 from rlhf_cli.files import digest_file
 
 

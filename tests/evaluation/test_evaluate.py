@@ -22,7 +22,7 @@ from rlhf_cli.config.sft_rm import SFTModel
 from rlhf_cli.data.answers import RankedIds, ScoredIds
 from rlhf_cli.data.records import Ranking, Scored
 from rlhf_cli.data.splits import Drawn
-from rlhf_cli.evaluation import language_model
+from rlhf_cli.evaluation import likelihood
 from rlhf_cli.evaluation.agreement import score_figures
 from rlhf_cli.evaluation.figures import Sentences, correlation_figure, ratio_figure, show
 from rlhf_cli.evaluation.preferences import (
@@ -384,8 +384,8 @@ def test_a_figure_that_is_not_finite_is_left_out_of_json():
 
 
 def test_repetition_within_a_reply():
-    assert language_model.repetition(["a"] * 8) == 0.8
-    assert language_model.repetition(["a", "b"]) == 0.0
+    assert likelihood.repetition(["a"] * 8) == 0.8
+    assert likelihood.repetition(["a", "b"]) == 0.0
 
 
 def replies(score, gold=None, length=None):

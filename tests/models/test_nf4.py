@@ -13,7 +13,7 @@ from rlhf_cli.config.models import Lora, ScratchModel
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.decoders.choose import choose_decoder
 from rlhf_cli.errors import ConfigError, Interrupted
-from rlhf_cli.models import frozen, quantized
+from rlhf_cli.models import quantized
 from rlhf_cli.models.adapter_files import save_adapter
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.frozen import frozen_policy
@@ -251,7 +251,7 @@ def test_adapters_that_were_trained_on_rounded_weights_stay_beside_them(pair, ba
     trained, plain = pair()
     expected = logits(plain)
     save_adapter(trained, tmp_path / "adapter", BaseModel(str(base)), "nf4")
-    monkeypatch.setattr(frozen, "use_inference_kernel", lambda *_: None)
+    monkeypatch.setattr(quantized, "use_inference_kernel", lambda *_: None)
     model = frozen_policy(str(tmp_path / "adapter"), None, CPU, "float32", "nf4")
     with torch.no_grad():
         close(logits(model), expected)
