@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -18,28 +16,9 @@ from rlhf_cli.models.forward import compute_dtype
 from rlhf_cli.plan.budget import auto_tokens
 from rlhf_cli.plan.memory import Batch, Held, Machine, Phase, Setting
 from rlhf_cli.plan.origins import ModelOrigins
-from rlhf_cli.plan.shapes import Shape, shape_of_loaded
-from rlhf_cli.plan.stages import name_of_reward, planned_tokens
+from rlhf_cli.plan.shapes import shape_of_loaded
+from rlhf_cli.plan.stages import planned_tokens
 from rlhf_cli.processes.distributed import World
-
-
-@dataclass(frozen=True)
-class Loaded(ModelOrigins):
-    """The models of a run, by the names that its plan gives them."""
-
-    models: Mapping[str, PreTrainedModel] = field(default_factory=dict)
-    precision: str = "float32"
-    """Of the passes, as in the config."""
-
-    def shape(self, name: str, *_: Any) -> Shape:
-        """The shape of the model in memory."""
-        return shape_of_loaded(self.models[name], self.precision)
-
-    def shares_backbone(self, config: PPOConfig, reward: str) -> bool:
-        """Whether the reward model shares weights with the policy."""
-        weights = {id(weight) for weight in self.models["policy"].parameters()}
-        model = self.models[name_of_reward(config, reward)]
-        return any(id(weight) in weights for weight in model.parameters())
 
 
 def microbatch_tokens(config: Stage, models: Mapping[str, PreTrainedModel], world: World) -> int:
@@ -48,7 +27,8 @@ def microbatch_tokens(config: Stage, models: Mapping[str, PreTrainedModel], worl
     `models` are by their names in the plan, each on the device and as `shape_of_loaded` wants it.
     """
     assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
-    return planned_tokens(config, Loaded({}, models, config.precision), machine_of_run(world.device, world.size))
+    origins = ModelOrigins({}, models, config.precision)
+    return planned_tokens(config, origins, machine_of_run(world.device, world.size))
 
 
 def machine_of_run(device: torch.device, num_processes: int) -> Machine:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from rlhf_cli.config.models import Lora, Model, ScratchModel, TrainedModel
 from rlhf_cli.config.ppo import PPOConfig, ValueModel
@@ -17,7 +17,7 @@ from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.hub import is_local
 from rlhf_cli.models.check import reason_of
 from rlhf_cli.plan.memory import Held, Kept, Setting
-from rlhf_cli.plan.shapes import Shape, shape_of
+from rlhf_cli.plan.shapes import Shape, shape_of, shape_of_loaded
 from rlhf_cli.run.artifacts import is_adapter, model_directory
 
 
@@ -36,6 +36,10 @@ class ModelOrigins:
     """The configs of a run's stages. A stage that is not among them has finished, or is not needed."""
 
     configs: Mapping[str, Stage]
+    models: Mapping[str, PreTrainedModel] = field(default_factory=dict)
+    """The models of a run that are in memory, by the names that its plan gives them."""
+    precision: str = "float32"
+    """Of their passes, as in the config."""
 
     def held(
         self,
@@ -60,14 +64,16 @@ class ModelOrigins:
 
     def shape(
         self,
-        name: str,  # noqa: ARG002
+        name: str,
         config: PreTrainedConfig,
         is_classifier: bool,
         setting: Setting,
         trained: TrainedModel | ValueModel | None,
         key: str,
     ) -> Shape:
-        """The shape of the model that the run calls `name`, built from its config."""
+        """The shape of the model that the run calls `name`: of that in memory, or built from its config."""
+        if name in self.models:
+            return shape_of_loaded(self.models[name], self.precision)
         lora, frozen = (None, None) if trained is None else (trained.lora, trained.freeze)
         return shape_of(config, is_classifier, setting.precision, lora, frozen, key)
 
@@ -108,8 +114,11 @@ class ModelOrigins:
             f"nor a finished {directory}. Give the folder of all stages, or set {key}"
         )
 
-    def shares_backbone(self, config: PPOConfig, key: str) -> bool:
-        """Whether the reward model of this key is adapters on the policy's weights."""
+    def shares_backbone(self, config: PPOConfig, key: str, name: str) -> bool:
+        """Whether the reward model of this key, which the run calls `name`, is adapters on the policy's weights."""
+        if self.models:
+            weights = {id(weight) for weight in self.models["policy"].parameters()}
+            return any(id(weight) in weights for weight in self.models[name].parameters())
         reward = config.reward_models[key]
         own = "the sft stage of this run" if "sft" in self.configs else None
         lora, path, rm = config.policy.lora, config.policy.path or own, self.configs.get("rm")

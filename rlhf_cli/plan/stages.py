@@ -158,7 +158,9 @@ def _models_of_ppo(config: PPOConfig, origins: ModelOrigins, setting: Setting) -
 def _shares(config: PPOConfig, reward: str | None, origins: ModelOrigins, setting: Setting) -> bool:
     """Whether a reward model, given by its key, may share the policy's weights, or (None) what starts as the policy.
     Nothing shares in a sharded run."""
-    return setting.sharded == 1 and (reward is None or origins.shares_backbone(config, reward))
+    return setting.sharded == 1 and (
+        reward is None or origins.shares_backbone(config, reward, name_of_reward(config, reward))
+    )
 
 
 def name_of_reward(config: PPOConfig, key: str) -> str:

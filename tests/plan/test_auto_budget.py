@@ -19,8 +19,9 @@ from rlhf_cli.plan import loaded, memory
 from rlhf_cli.plan.activations import activation_bytes
 from rlhf_cli.plan.budget import CPU_TOKENS, FEWEST_TOKENS, GPU_TOKENS, SHARE_OF_CPU, SHARE_OF_GPU
 from rlhf_cli.plan.fit import plan_of
-from rlhf_cli.plan.loaded import Loaded, forward_tokens, microbatch_tokens
+from rlhf_cli.plan.loaded import forward_tokens, microbatch_tokens
 from rlhf_cli.plan.memory import Machine
+from rlhf_cli.plan.origins import ModelOrigins
 from rlhf_cli.plan.stages import planned_tokens
 from rlhf_cli.processes.distributed import World
 from stages import ppo, rm, sft
@@ -119,7 +120,7 @@ def test_a_gpu_has_a_limit_and_a_share_of_its_own(write_config, tmp_path):
     model = llama()
     model.config.save_pretrained(tmp_path)
     path = write_config("sft", tmp_path, model={"path": str(tmp_path)}, precision="float32")
-    config, sources = load_stage_config("sft", path), Loaded({}, {"model": model})
+    config, sources = load_stage_config("sft", path), ModelOrigins({}, {"model": model})
     weights = sum(p.numel() for p in model.parameters())
     a_token = activation_bytes(model, "float32") + 2 * 4 * 500
     assert planned_tokens(config, sources, Machine("cuda", 80e9)) == GPU_TOKENS

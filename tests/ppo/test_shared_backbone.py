@@ -12,8 +12,8 @@ from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.load import load_policy, load_reward_model, new_reward_model, new_value_model
 from rlhf_cli.models.origin import BaseModel
 from rlhf_cli.models.shared import Backbone
-from rlhf_cli.plan.loaded import Loaded
 from rlhf_cli.plan.memory import Setting
+from rlhf_cli.plan.origins import ModelOrigins
 from rlhf_cli.plan.stages import models_of
 from rlhf_cli.ppo import setup
 from support.tiny import random_ids, read_jsonl
@@ -88,7 +88,7 @@ def test_all_models_share_one_backbone(start, make_model, adapters, init):
         assert storages(policy, value, reward) == storages(alone) + small
         moments = sum(12 * p.numel() for m in (policy, value) for p in m.parameters() if p.requires_grad)
         named = {"policy": policy, "value model": value, "reward model": reward}
-        models = models_of(loaded.config, Loaded({}, named), Setting("cpu"))
+        models = models_of(loaded.config, ModelOrigins({}, named), Setting("cpu"))
         # The plan leaves out the adapters of the reward model: it does not know their size.
         left_out = sum(p.nbytes for n, p in reward.named_parameters() if ".lora_" in n or "score" in n)
         assert sum(m.weight_bytes for m in models) == storages(alone) + small - left_out
