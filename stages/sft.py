@@ -43,7 +43,6 @@ from rlhf_cli.data.splits import Drawn, held_out_rows
 from rlhf_cli.data.table import Table
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import demonstration, sft_rows
-from rlhf_cli.evaluation.likelihood import scored_targets
 from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.recap import findings_of
 from rlhf_cli.models.cost import Work
@@ -62,6 +61,7 @@ from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.pass_loop import GradientSum
 from rlhf_cli.report.progress import Display
 from rlhf_cli.rollout.questions import Questions
+from rlhf_cli.rollout.scoring import scored_targets
 from rlhf_cli.run.artifacts import model_directory
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.tensor_ops import totals

@@ -26,7 +26,7 @@ from rlhf_cli.data.splits import Drawn
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import ppo_rows
 from rlhf_cli.evaluation.figures import difference_figure, mean_figure, ratio_figure, share_figure
-from rlhf_cli.evaluation.likelihood import MAX_LOGITS, loss_difference, row_sums
+from rlhf_cli.evaluation.likelihood import loss_difference, row_sums
 from rlhf_cli.evaluation.reward_model import Scorer, rows_of_stage, scorer_of
 from rlhf_cli.models.forward import positions, target_logits, vocabulary_rows
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
@@ -34,6 +34,7 @@ from rlhf_cli.report.figure import Figure, Figures
 from rlhf_cli.rewards.sources import load_rewards, samples_of, total_score
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.sampling import draw_uniforms
+from rlhf_cli.rollout.scoring import MAX_LOGITS
 from rlhf_cli.rollout.speaker import Speaker
 from rlhf_cli.trained.locate import StageModel
 from rlhf_cli.trained.run import Run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,16 +17,11 @@ from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Example
 from rlhf_cli.evaluation.figures import mean_figure, rate_figure, ratio_figure, share_figure
-from rlhf_cli.models.forward import autocast, target_logits, vocabulary_rows
-from rlhf_cli.processes.pass_loop import over_pieces
-from rlhf_cli.processes.sharding import device_of
 from rlhf_cli.report.figure import Figure, Figures
 from rlhf_cli.rollout.sampling import draw_uniforms
+from rlhf_cli.rollout.scoring import scored_targets
 from rlhf_cli.rollout.speaker import Speaker
-from rlhf_cli.tensor_ops import token_logprobs
 
-MAX_LOGITS = 1 << 28
-"""Logits that are held at the same time: 1 GB in float32."""
 NGRAM = 4
 """Words of the n-grams whose repetition within a reply is counted."""
 
@@ -41,23 +36,6 @@ class RowSums:
     """Number of targets that are the likeliest token."""
     tokens: Tensor
     """Number of targets."""
-
-
-def scored_targets(
-    model: PreTrainedModel, rows: Sequence[Example], budget: Budget, precision: str
-) -> list[tuple[Sequence[int], Tensor, Tensor]]:
-    """The targets of the rows, chunk by chunk: the row numbers of a chunk, and for each of its N targets, row by row,
-    the log-probability and whether the target is the likeliest token, [N] float64 each."""
-    # This needs all logits of a token, which training never holds (kernels/head.py).
-    budget = replace(budget, tokens=max(1, min(budget.tokens, MAX_LOGITS // vocabulary_rows(model))))
-    device = device_of(model)
-
-    def score(part: Sequence[int]) -> tuple[Sequence[int], Tensor, Tensor]:
-        with autocast(device, precision):  # [N, V] and [N]
-            logits, targets = target_logits(model, [rows[i].ids for i in part], [rows[i].loss_mask for i in part])
-        return part, token_logprobs(logits, targets).cpu().double(), (logits.argmax(-1) == targets).cpu().double()
-
-    return over_pieces(budget.cut([len(row.ids) for row in rows]), score, model)
 
 
 @torch.no_grad()

@@ -1,10 +1,10 @@
-"""Forward passes over prompts with their responses: log-probabilities, values, entropy and exact KL per token."""
+"""Forward passes over responses and demonstrations: log-probabilities, values, entropy and exact KL per token."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,16 +12,30 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rlhf_cli.algorithms.kl import kl_full
+from rlhf_cli.data.batches import Budget
+from rlhf_cli.data.encode import Example
 from rlhf_cli.data.encoders import PromptRow
-from rlhf_cli.models.forward import autocast, hidden_at, logits_and_hidden_at, logits_at, logprobs_at, shares_prefixes
+from rlhf_cli.models.forward import (
+    autocast,
+    hidden_at,
+    logits_and_hidden_at,
+    logits_at,
+    logprobs_at,
+    shares_prefixes,
+    target_logits,
+    vocabulary_rows,
+)
 from rlhf_cli.models.heads import scalar_head, scalar_scores
 from rlhf_cli.models.seq2seq import is_seq2seq, with_prompts
 from rlhf_cli.packing import PackedBatch, end_to_end, pack, response_positions
+from rlhf_cli.processes.pass_loop import over_pieces
 from rlhf_cli.processes.sharding import device_of, gathered
 from rlhf_cli.rollout.distribution import Response, Sampling, allowed_logits
 from rlhf_cli.rollout.offload import Offload
 from rlhf_cli.tensor_ops import token_entropy, token_logprobs
 
+MAX_LOGITS = 1 << 28
+"""Logits that are held at the same time: 1 GB in float32."""
 FULL_KL_CHUNK = 512
 """Tokens whose full distributions are compared per chunk. Only one chunk's [512, V] is held twice."""
 
@@ -200,3 +214,23 @@ def _full_kl(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
     if logits.requires_grad:
         return torch.cat([checkpoint(chunk_kl, a, b, use_reentrant=False) for a, b in chunks])
     return torch.cat([chunk_kl(a, b) for a, b in chunks])
+
+
+# ------------------------------------------------------------------------------------------- demonstrations
+
+
+def scored_targets(
+    model: PreTrainedModel, rows: Sequence[Example], budget: Budget, precision: str
+) -> list[tuple[Sequence[int], Tensor, Tensor]]:
+    """The targets of the rows, chunk by chunk: the row numbers of a chunk, and for each of its N targets, row by row,
+    the log-probability and whether the target is the likeliest token, [N] float64 each."""
+    # This needs all logits of a token, which training never holds (kernels/head.py).
+    budget = replace(budget, tokens=max(1, min(budget.tokens, MAX_LOGITS // vocabulary_rows(model))))
+    device = device_of(model)
+
+    def score(part: Sequence[int]) -> tuple[Sequence[int], Tensor, Tensor]:
+        with autocast(device, precision):  # [N, V] and [N]
+            logits, targets = target_logits(model, [rows[i].ids for i in part], [rows[i].loss_mask for i in part])
+        return part, token_logprobs(logits, targets).cpu().double(), (logits.argmax(-1) == targets).cpu().double()
+
+    return over_pieces(budget.cut([len(row.ids) for row in rows]), score, model)
