@@ -42,8 +42,8 @@ class Segment(NamedTuple):
     """Tokens of the shared prefix; 0 if the sequence is complete in the row."""
 
 
-class Run(NamedTuple):
-    """Neighbours in the row that are complete and of equal length, or a single sequence."""
+class Neighbours(NamedTuple):
+    """Sequences beside each other in the row that are complete and of equal length, or a single one."""
 
     num_sequences: int
     length: int
@@ -90,9 +90,9 @@ class PackedBatch:
         return send(torch.tensor(last, dtype=torch.int64), self.ids.device)
 
     @functools.cached_property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[Neighbours]:
         """The row in pieces of one attention call each."""
-        runs: list[Run] = []
+        runs: list[Neighbours] = []
         starts: list[tuple[int, int]] = []  # For each sequence its run, and its first token in that run.
         equal = groupby(self.segments, key=lambda segment: (segment.length, segment.prefix_length == 0))
         for (length, is_complete), neighbours in equal:
@@ -104,7 +104,7 @@ class PackedBatch:
                     run, begin = starts[segment.prefix_of]
                     prefix = (run, begin, begin + segment.prefix_length)
                 starts += [(len(runs), i * length) for i in range(count)]
-                runs.append(Run(count, length, prefix))
+                runs.append(Neighbours(count, length, prefix))
         return runs
 
     @functools.cached_property
