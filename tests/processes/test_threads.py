@@ -235,8 +235,12 @@ def test_responses_have_the_bytes_of_one_thread(architecture, live, make_model, 
 def test_rows_are_decoded_in_threads_only_if_their_bytes_are_the_same(make_model, monkeypatch, small_parts):  # noqa: ARG001
     model = load_policy(str(make_model("llama")))
     prepare(model, CPU)
+    decoder = PagedDecoder(model, 40)
+    use_threads(1)
+    assert [one.cache.fewest_rows for one in decoder.apart(48)] == [paged.FEWEST_ROWS], "steps as wide as of 3 threads"
+    assert decoder.apart(2 * paged.FEWEST_ROWS - 1) == [decoder]
     use_threads(3)
-    assert len(PagedDecoder(model, 40).apart(48)) == 3
+    assert len(decoder.apart(48)) == 3
     forward = PagedDecoder.step
 
     def depends_on_the_rows_beside(self, ids):
