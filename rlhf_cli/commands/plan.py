@@ -19,8 +19,8 @@ from rlhf_cli.report.progress import epochs
 
 if TYPE_CHECKING:
     from rlhf_cli.plan.fit import PlannedStage
-    from rlhf_cli.plan.length import Length
     from rlhf_cli.plan.memory import Machine, Phase
+    from rlhf_cli.plan.run_length import Length
 
 UNITS = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}
 WIDTH = 51

@@ -174,14 +174,8 @@ def _ppo(run: Run, settings: Settings, harness: Harness, display: Display) -> di
         by_source[name] = {side.lower(): as_json(figures) for side, figures in sides.items()}
     rates = win_rates(before, after)
     show(display, "PPO against SFT: how often PPO's reply is better", {"win rate": rates})
-    report: dict[str, Any] = {name: as_json(figures) for name, figures in columns.items()}
-    report = {
-        "sft": report["SFT"],
-        "ppo": report["PPO"],
-        "difference": report["difference"],
-        "win_rate": as_json(rates),
-        **({"by_source": by_source} if by_source else {}),
-    }
+    report: dict[str, Any] = {name.lower(): as_json(figures) for name, figures in columns.items()}
+    report |= {"win_rate": as_json(rates), **({"by_source": by_source} if by_source else {})}
     if (tax := _alignment_tax(run, reference, trained, tokenizer)) is not None:
         report["alignment_tax"] = tax.as_json()
         sentences.say(f"alignment tax: PPO changed the loss on SFT's held-out rows by {tax} nats per token")

@@ -15,9 +15,9 @@ from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.errors import ConfigError, UserError
 from rlhf_cli.models.cost import total_memory
 from rlhf_cli.plan.adapter_errors import require_adapters
-from rlhf_cli.plan.length import Length, length_of
 from rlhf_cli.plan.memory import Machine
 from rlhf_cli.plan.origins import ModelOrigins
+from rlhf_cli.plan.run_length import Length, length_of
 from rlhf_cli.plan.stages import StagePlan, plan_stage
 
 
