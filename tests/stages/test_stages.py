@@ -30,6 +30,7 @@ from rlhf_cli.data.views import demonstration, prompt
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.models.load import load_reward_model, load_tokenizer
 from rlhf_cli.models.scratch import new_model
+from rlhf_cli.report.progress import Display
 from rlhf_cli.rewards.functions import load_function
 from rlhf_cli.rewards.models import score_sequences
 from rlhf_cli.rewards.texts import encode_texts
@@ -499,6 +500,19 @@ def test_ppo_and_sft_samples_use_the_prompt_ids_of_sft_training(tokenizer):
         for example, start in zip(examples, starts, strict=True):
             last = len(example.loss_mask) - example.loss_mask[::-1].index(False)
             assert start == example.ids[:last]
+
+
+def test_sft_shows_one_answer_on_its_way_and_all_at_the_end(tmp_path, make_model, run_stage, monkeypatch):
+    """Each with its prompt as the model reads it."""
+    shown: list[tuple[str, str]] = []
+    monkeypatch.setattr(Display, "exchange", lambda _, prompt, answers: shown.append((next(iter(answers)), prompt)))
+    changes = {"data": {"prompt_template": "Ask: {prompt} Say:"}, "training": {"num_steps": 2}}
+    evaluation = {"num_samples": 2, "every_steps": 1}
+    run_stage("sft", tmp_path, model={"path": str(make_model("llama"))}, evaluation=evaluation, **changes)
+    samples = read_jsonl(tmp_path / "sft/samples.jsonl")
+    assert [row["step"] for row in samples] == [1, 1, 2, 2]
+    assert shown == [(f"step {samples[i]['step']}", samples[i]["prompt"]) for i in (0, 2, 3)]
+    assert all(row["prompt"].startswith("Ask: ") and row["prompt"].endswith(" Say:") for row in samples)
 
 
 def test_prompts_without_room_for_a_response_are_skipped(tmp_path, make_model, run_stage):
