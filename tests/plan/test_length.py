@@ -17,7 +17,7 @@ from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import rm_rows, sft_rows
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.plan import length as plan_length
+from rlhf_cli.plan import run_length as plan_length
 from rlhf_cli.plan.run_length import length_of, training_rows
 from rlhf_cli.seeding import generator
 from support.paths import ROOT
