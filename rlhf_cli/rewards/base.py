@@ -92,8 +92,6 @@ class RewardSource:
     """It rewards single tokens: `score_per_token` instead of `score`."""
     ensemble: Ensemble | None = None
     """The ensemble that it is a member of; its own `weight` then does not count."""
-    per_token: bool = False
-    """Whether it scores every token (`score_per_token`), and not the response as a whole."""
     on_error: Literal["stop", "zero"] = "stop"
     num_errors: int = 0
     """Failed scores so far."""
