@@ -273,6 +273,18 @@ def test_each_recipe_fits_the_machine_that_it_is_for(shapes, recipe):
             assert (stage["phases"][0]["name"] == "normalisation") == (recipe != "hh-70b")
 
 
+@pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-360m", "qwen3-0.6b", "pythia-160m"])
+def test_each_small_recipe_fits_a_laptop_of_16_gb_and_8_cores(name, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    small_models = importlib.import_module("small_models")
+    small_models.config_of(name).save_pretrained(tmp_path)
+    stages = plan(f"configs/{name}", "--set", f"sft:model.path={tmp_path}", "--set", "threads=8")
+    policy = next(model for model in stages[2]["models"] if model["name"] == "policy")
+    assert policy["parameters"] - policy["trained"] in (0, small_models.SHAPES[name][1])  # LoRA adds to them.
+    for stage in stages:
+        assert 5e9 < stage["peak_bytes"] <= 0.9 * 16e9, stage["stage"]
+
+
 def test_a_shipped_run_fits_this_machine_and_shows_its_length():
     text = run("configs/support").stdout
     assert text.count("fits in") == 3
