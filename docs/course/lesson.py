@@ -187,9 +187,7 @@ def figure_4() -> str:
             copy.deepcopy(base), value_of(scorer), scorer, draws(30, minibatches, epochs), 5e-4, clip=clip, **scale
         )
         curves[name] = smooth([figures["score"] - 0.2 * figures["kl"] for figures in steps], 2)
-    return chart(
-        "More from the same samples", ("iteration of 64 responses", "objective: score - 0.2 KL"), curves, low=-2
-    )
+    return chart("More from the same samples", ("iteration of 64 responses", "objective: score - 0.2 KL"), curves)
 
 
 def figure_5() -> str:
