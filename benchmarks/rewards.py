@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -326,6 +327,7 @@ DETECTORS = {
     "distinct pairs of words, share of the start": Detector("response/distinct_2", -1, True),
     "length, ratio to the start": Detector("response/length", 1, True),
     "KL, nats": Detector("objective/kl", 1, False),
+    "unfamiliarity": Detector("response/unfamiliarity", 1, False),
     "standard deviation of the score, share of the start": Detector("objective/score_std", -1, True),
 }
 
@@ -372,10 +374,10 @@ def judge_alarm(runs: Sequence[Run], fires: Callable[[Run], int | None]) -> Warn
 
 
 def best_threshold(runs: Sequence[Run], detector: Detector) -> float:
-    """The threshold with the highest merit on these runs, between two values that occur."""
+    """The threshold with the highest merit on these runs, of values that occur; infinity if none beats silence."""
     values = sorted({value for run in runs for value in detector.series(run)[5:]})
     tried = values[:: max(1, len(values) // 200)]
-    return max(tried, key=lambda t: judge_alarm(runs, lambda run: detector.fires(run, t)).merit)
+    return max([math.inf, *tried], key=lambda t: judge_alarm(runs, lambda run: detector.fires(run, t)).merit)
 
 
 # ------------------------------------------------------------------------------------------ report
@@ -451,7 +453,7 @@ def report(runs: dict[str, dict[int, Run]], rms: list[list[str]], command: str) 
         threshold = best_threshold(first, detector)
         fires = partial(detector.fires, threshold=threshold)
         alarms = [judge_alarm(half, fires).cells for half in (first, second)]
-        found.append([name, f"{abs(threshold):.2f}", *alarms[0], *alarms[1]])
+        found.append([name, "none" if math.isinf(threshold) else f"{abs(threshold):.2f}", *alarms[0], *alarms[1]])
     sft = statistics.fmean(run.points[0]["gold"] for run in base.values())
     columns = ["method", "best gold", "gold at the end", "minus the first row", "lost since the best", "score", "KL"]
     return "\n\n".join(
@@ -478,7 +480,7 @@ def report(runs: dict[str, dict[int, Run]], rms: list[list[str]], command: str) 
 
 
 WIDTH, COLUMNS, PANEL, GAP = 1000, 3, 190, 66
-MAX_KL, MAX_GOLD = 12.0, 4.0
+MAX_KL, MAX_GOLD = 20.0, 4.0
 
 
 def draw(runs: dict[str, dict[int, Run]]) -> str:
@@ -516,7 +518,7 @@ def draw(runs: dict[str, dict[int, Run]]) -> str:
             y = place(0, value)[1]
             parts.append(f'<path class="grid-line" d="M{left:g} {y:g}H{place(MAX_KL, value)[0]:g}"/>')
             parts.append(label(left - 14, y + 4, value))
-        parts += [label(place(kl, 0)[0] - 4, top + PANEL + 16, kl) for kl in (0, 4, 8, 12)]
+        parts += [label(place(kl, 0)[0] - 4, top + PANEL + 16, kl) for kl in (0, 5, 10, 15, 20)]
         for figure, colour in (("score_mean", "score"), ("gold", "gold")):
             curves = [[(point["kl"], point[figure]) for point in run.points] for run in of.values()]
             average = [tuple(map(statistics.fmean, zip(*at, strict=True))) for at in zip(*curves, strict=True)]

@@ -226,7 +226,7 @@ BAD: list[tuple[str, dict[str, Any], int]] = [
     ("never_ends", {"response/eos_fraction": 0.04}, 3),
     ("value_blind", {"value/explained_variance": -0.01}, 15),
     ("value_blind", {"value/explained_variance": [0.1] * 20 + [-3.0]}, 30),
-    ("score_saturated", {"objective/score_std": [1.0, 1.0, 1.0, 0.21], "objective/score": [0.0] * 3 + [2.0]}, 6),
+    ("score_saturated", {"objective/score_std": [1.0, 1.0, 1.0, 0.14], "objective/score": [0.0] * 3 + [2.0]}, 6),
     ("score_saturated", {"objective/score_std": 0.0}, 3),
     ("length_explains_score", LONGER, 10),
     # The KL costs 0.2 and the score stays.
@@ -304,7 +304,7 @@ NEARLY_BAD: list[tuple[str, dict[str, Any]]] = [
     ("never_ends", {"response/eos_fraction": 0.06}),
     ("value_blind", {"value/explained_variance": [-1.0] * 14 + [0.0]}),
     ("value_blind", {"value/explained_variance": lambda i: 0.001 if i % 10 == 0 else -1.0}),
-    ("score_saturated", {"objective/score_std": [1.0, 1.0, 1.0, 0.23], "objective/score": [0.0] * 3 + [2.0]}),
+    ("score_saturated", {"objective/score_std": [1.0, 1.0, 1.0, 0.16], "objective/score": [0.0] * 3 + [2.0]}),
     # Its spread is gone, and so is its height: broken rather than saturated.
     ("score_saturated", {"objective/score_std": [1.0] * 9 + [0.1], "objective/score": [0.0] * 3 + [2.0] * 6 + [1.79]}),
     ("length_explains_score", LONGER | {"response/score_length_correlation": 0.49}),
