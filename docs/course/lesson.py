@@ -13,7 +13,6 @@ import copy
 import json
 import math
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -181,7 +180,7 @@ def figure_4() -> str:
     for name, minibatches, epochs, clip in (
         ("policy gradient: 1 step", 1, 1, 0.2),
         ("PPO: 16 steps", 4, 4, 0.2),
-        ("16 steps, no clip: to -11", 4, 4, 1e9),
+        ("16 steps, no clip", 4, 4, 1e9),
     ):
         steps = micro.ppo(
             copy.deepcopy(base), value_of(scorer), scorer, draws(30, minibatches, epochs), 5e-4, clip=clip, **scale
@@ -242,7 +241,8 @@ def counts_kind_words(row: str) -> float:
 
 
 def kind_words_in_a_sentence(row: str) -> float:
-    return counts_kind_words(row) if re.fullmatch(r"the \w{3} is \w{4}, \w{4} and \w{4}\.", row) else 0.0
+    reply = row[7:]  # behind "the cat"
+    return counts_kind_words(row) if reply.endswith(".") and reply.startswith(" is ") and len(reply) == 24 else 0.0
 
 
 def figure_7() -> str:
@@ -252,7 +252,7 @@ def figure_7() -> str:
         ("the same, only for whole sentences", kind_words_in_a_sentence),
     ):
         policy, points = copy.deepcopy(base), [(0.0, kindness(base))]
-        steps = micro.ppo(policy, value_of(scorer_of(base, 1)), Rule(score), draws(60), 5e-4, kl_coef=0.05)
+        steps = micro.ppo(policy, value_of(scorer_of(base, 1)), Rule(score), draws(60), 1e-3, kl_coef=0.02)
         for i, _ in enumerate(steps, 1):
             if i % 6 == 0:
                 points.append((float(i), kindness(policy)))
@@ -265,7 +265,7 @@ def figure_8() -> str:
     held_out = [[*micro.encode(p + r), micro.EOS] for p, r in micro.demonstrations(rng, 256)]
     ids = micro.padded(held_out)
     mask = micro.response_mask([micro.encode("the cat")] * 256, [row[7:] for row in held_out], ids.shape[1])
-    for steps in (25, 50, 100):
+    for steps in (50, 100, 200):
         points = []
         for width in (8, 16, 32, 64):
             policy = sft_model(steps, width=width)
