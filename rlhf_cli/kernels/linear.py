@@ -65,10 +65,18 @@ def fixed_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor
     """`linear` as a function of x, for a weight that is used many times without being trained. No gradients.
 
     oneDNN reorders a weight in each call, which is a third of the time if there are few rows. Here a copy is reordered
-    once, so later changes of the weight have no effect.
+    once, so later changes of the weight have no effect. Under autocast the copy is in its number format, in which the
+    product is rounded; the result is float32.
     """
     weight = weight.detach()
     bias = None if bias is None else bias.detach()
+    if weight.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        low, low_bias = weight.to(dtype).contiguous(), None if bias is None else bias.to(dtype)
+        if dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            ordered_low = torch.ops.mkldnn._reorder_linear_weight(low, ROWS)
+            return lambda x: _product(x.to(dtype), ordered_low, low_bias).float()
+        return lambda x: F.linear(x, low, low_bias).float()
     if weight.dtype == torch.float32 and weight.device.type == "cpu" and prefers_onednn():
         ordered = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
         return lambda x: _product(x, ordered, bias)
@@ -98,7 +106,7 @@ def prefers_onednn() -> bool:
     """
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or _maker() in ("GenuineIntel", ""):
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or maker() in ("GenuineIntel", ""):
         return False
     with unset_fake_temporarily(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
         x, weight = (torch.arange(n, dtype=torch.float32).sin().view(-1, 7) for n in (35, 21))
@@ -112,7 +120,7 @@ def prefers_onednn() -> bool:
         )
 
 
-def _maker() -> str:
+def maker() -> str:
     """`GenuineIntel`, `AuthenticAMD`, ...; empty if the system does not say."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -19,6 +19,7 @@ from rlhf_cli.config.stage import Stage
 from rlhf_cli.data.batches import Budget, part_tokens
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.kernels import attention
+from rlhf_cli.kernels.linear import maker
 from rlhf_cli.models.cost import Work, peak_flops, work_of
 from rlhf_cli.models.deferred import blocks
 from rlhf_cli.models.forward import autocast, computes_in_bfloat16, hidden_at, is_packed
@@ -69,7 +70,7 @@ def set_up_passes(models: Sequence[PreTrainedModel], config: Stage, device: torc
             hold_trained(model)
     if computes_in_bfloat16(device, config.precision) and not has_bfloat16(device):
         lines.append(
-            f"precision: bfloat16 is slower than float32 on this {device.type}, which has no bfloat16 instructions"
+            f"precision: bfloat16 is slower than float32 on this {device.type}, which has no fast bfloat16 instructions"
         )
     for model in models:
         if config.gradient_checkpointing:
@@ -82,10 +83,13 @@ def set_up_passes(models: Sequence[PreTrainedModel], config: Stage, device: torc
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether this processor or GPU has instructions for bfloat16 products. Otherwise each goes through float32."""
+    """Whether this processor or GPU has instructions for bfloat16 products that are faster than float32's.
+
+    Intel's avx512_bf16 has half the rate of its float32 products (benchmarks/COSTS.md); only AMX is faster.
+    """
     if device.type == "cpu":
         has = torch.cpu.get_capabilities()
-        return bool(has.get("avx512_bf16") or has.get("amx_bf16") or has.get("bf16"))
+        return bool(has.get("amx_bf16") or has.get("bf16") or (has.get("avx512_bf16") and maker() != "GenuineIntel"))
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return True

@@ -89,7 +89,7 @@ def test_a_model_changes_by_rounding_only(kind: str):
     ("maker", "capability"), [("GenuineIntel", "AVX512"), ("", "AVX512"), ("AuthenticAMD", "AVX2")]
 )
 def test_other_processors_use_torch(maker: str, capability: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_maker", lambda: maker)
+    monkeypatch.setattr(module, "maker", lambda: maker)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert not prefers_onednn.__wrapped__()
 
@@ -105,7 +105,7 @@ def test_other_processors_use_torch(maker: str, capability: str, monkeypatch: py
 )
 def test_the_choice_does_not_depend_on_who_asks_first(context: Any, monkeypatch: pytest.MonkeyPatch):
     """`rlhf plan` asks among fake tensors, a head under autocast."""
-    monkeypatch.setattr(module, "_maker", lambda: "AuthenticAMD")
+    monkeypatch.setattr(module, "maker", lambda: "AuthenticAMD")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     expected = prefers_onednn.__wrapped__()
     with context():

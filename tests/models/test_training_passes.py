@@ -16,6 +16,7 @@ from rlhf_cli.algorithms.language_model import lm_loss
 from rlhf_cli.config.models import Lora
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.models import passes
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.forward import target_logprobs
 from rlhf_cli.models.load import load_policy, new_value_model, prepare
@@ -194,8 +195,14 @@ def test_bfloat16_without_instructions_for_it_is_reported(monkeypatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False, "amx_bf16": False})
     assert not has_bfloat16(CPU)
     lines, _ = set_up_passes([], config(precision="bfloat16"), CPU)
-    assert lines == ["precision: bfloat16 is slower than float32 on this cpu, which has no bfloat16 instructions"]
+    assert lines == ["precision: bfloat16 is slower than float32 on this cpu, which has no fast bfloat16 instructions"]
     for precision in ("auto", "float32"):
         assert set_up_passes([], config(precision=precision), CPU) == ([], 0.0)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    monkeypatch.setattr(passes, "maker", lambda: "GenuineIntel")
+    assert set_up_passes([], config(precision="bfloat16"), CPU) == (lines, 0.0)
+    monkeypatch.setattr(passes, "maker", lambda: "AuthenticAMD")
+    assert set_up_passes([], config(precision="bfloat16"), CPU) == ([], 0.0)
+    monkeypatch.setattr(passes, "maker", lambda: "GenuineIntel")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True, "amx_bf16": True})
     assert set_up_passes([], config(precision="bfloat16"), CPU) == ([], 0.0)
