@@ -74,9 +74,19 @@ def one(rm: str) -> Callable[[Path, int], list[dict[str, Any]]]:
     return lambda work, seed: [model(path(work, seed, rm))]
 
 
-def model(path: str) -> dict[str, Any]:
+def model(path: str, **keys: Any) -> dict[str, Any]:
     """A reward model as a source of rewards."""
-    return {"type": "reward_model", "path": path}
+    return {"type": "reward_model", "path": path, **keys}
+
+
+def shaped(kind: str) -> Callable[[Path, int], list[dict[str, Any]]]:
+    """PPO is rewarded by how the reward model's score compares with those of the SFT model's replies."""
+    return lambda work, seed: [model(path(work, seed, "rm"), shaping={"kind": kind})]
+
+
+def limited(work: Path, seed: int) -> list[dict[str, Any]]:
+    """PPO is rewarded by a reward model, with replies of at most 20 words on average; the raters like long ones."""
+    return [model(path(work, seed, "rm")), {"type": "length", "unit": "words", "max": 0, "limit": {"above": -20}}]
 
 
 def path(work: Path, seed: int, rm: str) -> str:
@@ -122,6 +132,9 @@ METHODS: dict[str, Method] = {
     "labels without flips": Method(one("rm-unflipped"), "rm-unflipped"),
     "label smoothing 0.25": Method(one("rm-smoothing"), "rm-smoothing"),
     "flip rate 0.25": Method(one("rm-flip-rate"), "rm-flip-rate"),
+    "shaping, par": Method(shaped("par")),
+    "shaping, log sigmoid": Method(shaped("log_sigmoid")),
+    "limit, 20 words": Method(limited),
     "length correction": Method(one("rm-length"), "rm-length"),
     "4 from other SFT seeds, worst": Method(ensemble(other_sft, beta=0)),
     "4 from one SFT model, worst": Method(ensemble(same_sft, beta=0)),
