@@ -269,6 +269,10 @@ def num_weights(weight: torch.Tensor) -> int:
 
 
 def weight_shape(weight: torch.Tensor) -> torch.Size:
-    """The shape [out, in] of a weight, also of a quantized one, which is stored as bytes."""
+    """The shape [out, in] of a weight, also of a quantized one, which is stored as bytes.
+
+    >>> weight_shape(torch.zeros(2, 3))
+    torch.Size([2, 3])
+    """
     state: Any = getattr(weight, "quant_state", None)
     return weight.shape if state is None else torch.Size(state.shape)

@@ -30,7 +30,7 @@ def reply_length(text: str, eos: str | None = None) -> int:
 
     Characters are the same for every tokenizer.
 
-    >>> reply_length(" Hello!\n"), reply_length("Hi</s>", "</s>")
+    >>> reply_length(" Hello! "), reply_length("Hi</s>", "</s>")
     (6, 2)
     """
     return len(text.strip().removesuffix(eos or "").rstrip())

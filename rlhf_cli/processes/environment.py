@@ -8,7 +8,6 @@ set keeps your value.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import math
 import os
@@ -35,13 +34,6 @@ torch's threads wait for each other thousands of times a second, and by default 
 milliseconds. Another process that needs the core has to wait, and so do the threads that wait for that process. With
 this value a training step beside a second run on two cores is 22 times as fast, and a step alone is 3 % faster
 (benchmarks/threads.py)."""
-MALLOC = {"M_MMAP_THRESHOLD": (-3, 32 * 2**20), "M_TRIM_THRESHOLD": (-1, 512 * 2**20)}
-"""Parameters of glibc's `mallopt`, from malloc.h: their numbers, and bytes.
-
-A pass frees its activations and the next one asks for as much. glibc returns freed memory at the end of its heap to the
-system from 64 MB on, and each page that comes back costs 1.3 microseconds, because the system fills it with zeros. So
-up to 512 MB stay in the process. 32 MB is the threshold that glibc itself arrives at; a parameter that is set keeps it
-from moving either of them."""
 CGROUP = Path("/sys/fs/cgroup/cpu.max")
 """The limit of a container: microseconds of processor time, or `max`, in each period of microseconds."""
 
@@ -53,11 +45,6 @@ def set_up_process() -> None:
     # OMP_WAIT_POLICY is the other way to choose how threads wait; a spin count would override it.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-    # A C library without mallopt has its own way. Variables such as MALLOC_TRIM_THRESHOLD_ set the same parameters.
-    if not any(name.startswith("MALLOC_") for name in os.environ):
-        with contextlib.suppress(AttributeError, OSError, TypeError):
-            for number, size in MALLOC.values():
-                ctypes.CDLL(None).mallopt(number, size)
     # transformers imports torchao wherever it finds it, and then both log that kernels of other GPUs do not load.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)

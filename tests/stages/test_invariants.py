@@ -498,6 +498,12 @@ def test_missing_eos_penalty_applies_only_to_cut_responses(write_config, tmp_pat
     assert dense is None
 
 
+def held_out_figures(model, test, budget, config):
+    """The figures of the RM stage for some held-out rows."""
+    scores = rm_stage._scores(model.eval(), test, budget, config, ALONE)
+    return rm_stage._figures(test, scores, rm_stage.TargetScale(0.0, 1.0), config)
+
+
 def test_rm_accuracy_is_an_exact_count(make_model, write_config, tmp_path):
     """[31] Seven pairs in batches of 3, with a tie, and again with both answers swapped."""
     model, _ = new_reward_model(str(make_model("llama")), None, seed=0, head_std=1.0)
@@ -513,9 +519,8 @@ def test_rm_accuracy_is_an_exact_count(make_model, write_config, tmp_path):
     assert 0 < sum(wins[:6]) < 6
     for size in (3, 1, 7):
         config = config_of(write_config, "rm", RMConfig, tmp_path, training={"minibatch_size": size})
-        scale = rm_stage.TargetScale(0.0, 1.0)
-        metrics = rm_stage._evaluate(model, Drawn(pairs, len(pairs), 0), scale, BUDGETS[-1], config, ALONE)
-        other = rm_stage._evaluate(model, Drawn(swapped, len(swapped), 0), scale, BUDGETS[0], config, ALONE)
+        metrics = held_out_figures(model, Drawn(pairs, len(pairs), 0), BUDGETS[-1], config)
+        other = held_out_figures(model, Drawn(swapped, len(swapped), 0), BUDGETS[0], config)
         assert metrics["eval/accuracy"] == pytest.approx(sum(wins) / 7, abs=1e-12)
         assert other["eval/accuracy"] == pytest.approx(1 - sum(wins) / 7, abs=1e-12)
         assert other["eval/margin"] == pytest.approx(-metrics["eval/margin"], abs=1e-6)
@@ -538,9 +543,7 @@ def test_a_ranking_counts_once_in_the_accuracy_interval(make_model, write_config
         longer.append(sum(len(item.answers[i]) > len(item.answers[j]) for i, j in pairs) / len(pairs))
     assert 0 < sum(accuracy) < 4
     config = config_of(write_config, "rm", RMConfig, tmp_path)
-    metrics = rm_stage._evaluate(
-        model, Drawn(items, len(items), 0), rm_stage.TargetScale(0.0, 1.0), BUDGETS[-1], config, ALONE
-    )
+    metrics = held_out_figures(model, Drawn(items, len(items), 0), BUDGETS[-1], config)
     assert metrics["eval/accuracy"] == pytest.approx(sum(accuracy) / 4, abs=1e-6)
     assert metrics["eval/margin"] == pytest.approx(sum(margin) / 4, abs=1e-5)
     assert metrics["eval/length_baseline"] == sum(longer) / 4 == 0.25
