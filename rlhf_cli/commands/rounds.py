@@ -3,10 +3,10 @@
     <artifacts>                     round 1: sft, rm and ppo
     <artifacts>/rounds/2            a link to sft, labels.jsonl, rm and ppo; and so on
 
-A pair is two replies of the policy of the round before. (With a reply of the SFT model as the other one, the reward
-model learns what marks the policy's replies, and not what makes them good.) The reward model of a round learns from its
-own rows and the labels of all rounds so far, and the policy starts again from the SFT model, which arXiv 2505.18126
-found the most robust start.
+A pair is two replies of the policy of the round before. (With a reply of the SFT model as the other one, gold ended
+lower on the one seed that was tried, docs/overoptimization.md.) The reward model of a round learns from its own rows
+and the labels of all rounds so far, and the policy starts again from the SFT model, which arXiv 2505.18126 found the
+most robust start.
 
 Without --labels the round writes samples.jsonl, and the pipeline ends until labels.jsonl is there: from `rlhf label`,
 `rlhf data score --compare` or anything else that writes preferences.
