@@ -103,7 +103,7 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
         carried.references.sample()
 
         first = stage.resume(carried.parts(), num_iterations)
-        carried.references.record(first)
+        carried.references.write(first)
         if first == 0:
             report_start(setup, carried.health)
         stage.display.begin(num_iterations, "iteration", first)

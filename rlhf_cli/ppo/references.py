@@ -21,13 +21,11 @@ from rlhf_cli.rewards.base import Scores
 from rlhf_cli.rollout.rollout import RolloutBatch
 from rlhf_cli.rollout.sampling import draw_uniforms
 
-FILE = "references"
-"""references.jsonl has a row for each prompt: its number and text, the replies, and their scores by each source."""
-
 
 class References:
     """The rows of references.jsonl, by the number of the prompt. Without `shaping` it does nothing.
 
+    A row has the prompt's number and text, the replies, and their scores by each source that has a `shaping`.
     The replies to a prompt depend on the seed and the prompt alone. A resumed run reads them from the file.
     """
 
@@ -57,10 +55,10 @@ class References:
         for part in chunks(self.sampled, config.ppo.rollout_batch_size):
             self._sample(part)
 
-    def record(self, first: int) -> None:
+    def write(self, first: int) -> None:
         """Write the new rows, once it is known at which iteration the run starts: at 0 without any file."""
         for number in sorted(self.rows) if first == 0 else self.sampled:
-            self.setup.stage.record(FILE, self.rows[number])
+            self.setup.stage.record("references", self.rows[number])
 
     def compared(self, scores: Scores, iteration: int) -> Scores:
         """The scores of this process's responses of an iteration, with the shaped ones."""
@@ -109,7 +107,7 @@ class References:
 
     def _read(self) -> list[dict[str, Any]]:
         """The complete rows of the file of an interrupted run; [] without one."""
-        path = self.setup.stage.directory / f"{FILE}.jsonl"
+        path = self.setup.stage.directory / "references.jsonl"
         lines = read_text(path).split("\n")[:-1] if path.exists() else []
         return [json.loads(line) for line in lines]
 

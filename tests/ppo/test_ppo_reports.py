@@ -20,6 +20,7 @@ from rlhf_cli.ppo.metrics import log_samples
 from rlhf_cli.ppo.scores import measure_reference
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.report.progress import Display
+from rlhf_cli.rewards.base import Scores
 from rlhf_cli.rewards.score import ScoreScale
 from stages import ppo as ppo_stage
 from support.setup import config_of, reward_calls
@@ -104,7 +105,7 @@ def samples_of(num_processes, adjacent, *, console=None, **settings):
         world = SimpleNamespace(shard=world.shard, gather=gather)
         setup = SimpleNamespace(config=config, world=world, adjacent=adjacent, stage=stage)
         rollout = SimpleNamespace(prompts=[SimpleNamespace(text=f"prompt {i}") for i in numbers])
-        scores = SimpleNamespace(total=torch.tensor([float(i) for i in numbers]))
+        scores = Scores(torch.tensor([float(i) for i in numbers]), {}, None)
         kl = torch.tensor([[0.5 * i, 0.5 * i] for i in numbers])
         log_samples(setup, rollout, [f"response {i}" for i in numbers], scores, kl, 3)
     return rows

@@ -15,7 +15,6 @@ from rlhf_cli.models.shared import Backbone
 from rlhf_cli.plan.memory import Setting
 from rlhf_cli.plan.origins import ModelOrigins
 from rlhf_cli.plan.stages import models_of
-from rlhf_cli.ppo import setup
 from support.tiny import random_ids, read_jsonl
 
 LORA = {"r": 2, "alpha": 4}
@@ -145,7 +144,7 @@ def test_references_and_limits_are_those_of_models_with_weights_of_their_own(wat
     shaping = {"kind": "par", "num_references": 2}
     keys["rewards"] = [{**source, "shaping": shaping}, {**source, "limit": {"below": -1.0}}]
     runs = [watch("shared", **keys)]
-    monkeypatch.setattr(setup, "backbone_of", lambda *_: None)
+    monkeypatch.setattr("rlhf_cli.models.shared.Backbone", lambda *_: None)
     runs.append(watch("apart", **keys))
     held = [(run.setup.models.policy, run.setup.rewards[0].model) for run in runs]
     assert [storages(*models) < 1.5 * storages(models[0]) for models in held] == [True, False]

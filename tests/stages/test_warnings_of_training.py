@@ -93,9 +93,9 @@ def test_a_loss_of_0_needs_no_gradient(run_stage, make_model, tmp_path, monkeypa
 @pytest.mark.parametrize("stage", ["sft", "rm"])
 def test_a_stage_that_memorises_its_rows_says_so_once(stage, run_stage, make_model, tmp_path, monkeypatch):
     losses = iter([1.0, 1.2, 1.3, 1.4])
-    module = sft_stage if stage == "sft" else rm_stage
-    real = module._evaluate
-    monkeypatch.setattr(module, "_evaluate", lambda *args: real(*args) | {"eval/loss": next(losses)})
+    module, name = (sft_stage, "_evaluate") if stage == "sft" else (rm_stage, "_figures")
+    real = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args: real(*args) | {"eval/loss": next(losses)})
     changes = {"training": {"num_steps": 12, "minibatch_size": 2}, "evaluation": {"every_steps": 3}}
     run_stage(stage, tmp_path, model={"path": str(make_model("llama"))}, optimizer={"learning_rate": 1e-2}, **changes)
     found = [f for row in read_jsonl(tmp_path / f"{stage}/health.jsonl") for f in row["findings"]]
