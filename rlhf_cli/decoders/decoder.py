@@ -50,16 +50,12 @@ class Decoder(Protocol):
 
 
 def once_per_model(check: Callable[[PreTrainedModel], T]) -> Callable[[PreTrainedModel], T]:
-    """Keep the result of a check for each model, with and without autocast.
-
-    It runs again once modules have been replaced, as by adapters.
-    """
-    results: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[object, ...], T]] = weakref.WeakKeyDictionary()
+    """Keep the result of a check for each model. It runs again once modules have been replaced, as by adapters."""
+    results: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[type, ...], T]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(check)
     def kept(model: PreTrainedModel) -> T:
-        of_model = results.setdefault(model, {})
-        key = (torch.is_autocast_enabled("cpu"), *(type(module) for module in model.modules()))
+        of_model, key = results.setdefault(model, {}), tuple(type(module) for module in model.modules())
         if key not in of_model:
             of_model[key] = check(model)
         return of_model[key]

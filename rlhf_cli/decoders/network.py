@@ -197,7 +197,7 @@ def _linear(*modules: Any) -> Map:
     An adapter around a linear layer is of another class.
     """
     if not all(type(module) in (nn.Linear, FastLinear, Conv1D, FastConv1D) for module in modules):
-        return lambda x: torch.cat([module(x).float() for module in modules], dim=-1)
+        return modules[0] if len(modules) == 1 else lambda x: torch.cat([module(x) for module in modules], dim=-1)
     weights = [m.weight.t() if isinstance(m, Conv1D) else m.weight for m in modules]
     bias = None
     if any(module.bias is not None for module in modules):

@@ -1,4 +1,4 @@
-"""The paged decoder: fast sampling from Llama-like models and GPT-2 with float32 weights on a CPU.
+"""The paged decoder: fast sampling from Llama-like models and GPT-2 in float32 on a CPU.
 
 transformers' forward of one token per row spends most of its time between operations. It uses a padded cache, and an
 attention that is designed for many queries. Here a layer is about fifteen operations. Prompts are read without padding,
@@ -7,7 +7,7 @@ each different prompt once. Attention reads only the tokens that exist (paged_ca
 The weights are read again for every rollout, so the sampled policy is the trained one. Linear layers are copied once
 per rollout: those with the same input lie side by side, in the order that oneDNN reads. The copy takes as long as one
 or two steps, and makes each step of a model with hidden size 512 a quarter shorter. A layer of another class, such as
-an adapter, is called as it is. Under autocast the copies are in 16 bits, and all but these products is float32.
+an adapter, is called as it is.
 
 The decoder is compared with the model's own forward at its first use (`paged_decoder`). If they differ, and for any
 other family, sampling uses the model's own forward (plain.py).
@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from rlhf_cli.decoders.decoder import UnsupportedError, gap_to_forward, once_per_model
 from rlhf_cli.decoders.network import read_network
 from rlhf_cli.decoders.paged_cache import PAGE, PagedCache
-from rlhf_cli.models.forward import TOLERANCE, held_precision, positions, vocabulary_rows
+from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, held_precision, positions, vocabulary_rows
 from rlhf_cli.packing import pack
 from rlhf_cli.processes.threads import num_threads
 
@@ -59,14 +59,11 @@ def paged_decoder(model: PreTrainedModel, longest: int) -> PagedDecoder:
 
 @once_per_model
 def _why_not(model: PreTrainedModel) -> str:
-    """Why the decoder cannot be used, "" if it can. One of the texts crosses the end of a page.
-
-    It is compared in float32: whether it computes the same function does not depend on the precision.
-    """
-    with torch.autocast("cpu", enabled=False):
-        gap = gap_to_forward(model, lambda longest: PagedDecoder(model, longest), lengths=(PAGE - 1, 5, 5))
+    """Why the decoder cannot be used, "" if it can. One of the texts crosses the end of a page."""
+    gap = gap_to_forward(model, lambda longest: PagedDecoder(model, longest), lengths=(PAGE - 1, 5, 5))
     # "not <=" is also true of a NaN gap.
-    return f"the paged decoder differs from a plain forward by {gap:.1e}" if not gap <= TOLERANCE else ""
+    tolerance = TOLERANCE if held_precision(model) is None else BFLOAT16_TOLERANCE
+    return f"the paged decoder differs from a plain forward by {gap:.1e}" if not gap <= tolerance else ""
 
 
 @once_per_model
@@ -104,8 +101,9 @@ class PagedDecoder:
 
     def __init__(self, model: PreTrainedModel, longest: int):
         """`longest` is the maximum length of a row in tokens. Raises UnsupportedError."""
-        if next(model.parameters()).device.type != "cpu" or held_precision(model) is not None:
-            raise UnsupportedError("the paged decoder needs float32 weights on a CPU")
+        weight = next(model.parameters())
+        if weight.device.type != "cpu" or weight.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+            raise UnsupportedError("the paged decoder needs float32 on a CPU")
         self._model = model
         self.network = read_network(model, longest)
         self.cache = self._new_cache()
@@ -181,18 +179,17 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[in
     N may be larger than the sum of the lengths; the result for the surplus rows is 0.
     """
     count = sum(lengths)
-    with torch.autocast("cpu", enabled=False):
-        outputs = [
-            F.scaled_dot_product_attention(
-                q.transpose(0, 1)[None],
-                k.transpose(0, 1)[None],
-                v.transpose(0, 1)[None],
-                is_causal=True,
-                scale=scaling,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )[0].transpose(0, 1)  # [length, heads, D]
-            for q, k, v in zip(*(x[:count].split(lengths) for x in (query, key, value)), strict=True)
-        ]
+    outputs = [
+        F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            k.transpose(0, 1)[None],
+            v.transpose(0, 1)[None],
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )[0].transpose(0, 1)  # [length, heads, D]
+        for q, k, v in zip(*(x[:count].split(lengths) for x in (query, key, value)), strict=True)
+    ]
     return torch.cat([*outputs, query.new_zeros(len(query) - count, *query.shape[1:])]).flatten(1)
 
 

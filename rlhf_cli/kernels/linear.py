@@ -65,18 +65,10 @@ def fixed_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor
     """`linear` as a function of x, for a weight that is used many times without being trained. No gradients.
 
     oneDNN reorders a weight in each call, which is a third of the time if there are few rows. Here a copy is reordered
-    once, so later changes of the weight have no effect. Under autocast the copy is in its number format, in which the
-    product is rounded; the result is float32.
+    once, so later changes of the weight have no effect.
     """
     weight = weight.detach()
     bias = None if bias is None else bias.detach()
-    if weight.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        low, low_bias = weight.to(dtype).contiguous(), None if bias is None else bias.to(dtype)
-        if dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            ordered_low = torch.ops.mkldnn._reorder_linear_weight(low, ROWS)
-            return lambda x: _product(x.to(dtype), ordered_low, low_bias).float()
-        return lambda x: F.linear(x, low, low_bias).float()
     if weight.dtype == torch.float32 and weight.device.type == "cpu" and prefers_onednn():
         ordered = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
         return lambda x: _product(x, ordered, bias)

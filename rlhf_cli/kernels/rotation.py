@@ -109,7 +109,7 @@ class FastAttention(nn.Module):
         x, (cos, sin) = hidden_states, position_embeddings
         attend = AttentionInterface().get(self.config._attn_implementation)
         is_plain = x.dtype == cos.dtype == torch.float32 and x.device.type == "cpu"
-        if not is_plain or attend is None or torch.compiler.is_compiling():
+        if not is_plain or attend is None or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
             plain: tuple[Tensor, Tensor | None] = super().forward(
                 hidden_states,
                 position_embeddings=position_embeddings,
@@ -124,8 +124,7 @@ class FastAttention(nn.Module):
         )
         if self.family in WITH_HEAD_NORMS:
             query, key = self.q_norm(query), self.k_norm(key)
-        # [B, H, N, D]; under autocast only the products of linear layers are in 16 bits.
-        query, key, value = (heads.transpose(1, 2).float() for heads in (query, key, value))
+        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # [B, H, N, D]
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)

@@ -321,24 +321,19 @@ class Held:
 
     def in_sampling(self, rows: int, length: int) -> dict[str, float]:
         """What sampling `rows` responses at the same time adds: keys and values, logits, and the decoder's weights."""
-        of_decoder = self.of_decoder
-        number = 4 if "rollout copy" in of_decoder else self.setting.number
         parts = {
-            "keys and values": rows * length * self.shape.cache * float(number),
+            "keys and values": rows * length * self.shape.cache * float(self.setting.number),
             "logits": 3.0 * rows * self.shape.vocabulary * 4,
         }
-        return parts | of_decoder
+        return parts | self.of_decoder
 
     @property
     def of_decoder(self) -> dict[str, float]:
         """The weights that a decoder holds beside it: what it gathers of a sharded one, or its copy of some."""
         if self.among > 1:
             return self.copied_weights
-        if self.setting.device == "cpu" and self.lora is None:
-            if not self.setting.half:
-                return {"rollout copy": self.shape.counts.joined * 4}
-            if self.setting.states != "bfloat16" and self.kept == "float32":
-                return {"rollout copy": self.shape.counts.linear * 2}
+        if self.setting.device == "cpu" and not self.setting.half and self.lora is None:
+            return {"rollout copy": self.shape.counts.joined * 4}
         return {}
 
     def logits(self, batch: Batch) -> float:

@@ -81,7 +81,7 @@ def test_the_config_names_the_decoder_of_a_run(
     [
         ("static", [], "`static` does not exist any more. Set it to plain, or use rollout.engine: vllm on a GPU"),
         ("paged", ["device=cuda"], "paged needs a CPU, and device is cuda"),
-        ("paged", ["optimizer.precision=bfloat16", "precision=bfloat16"], "paged needs float32 weights"),
+        ("paged", ["precision=bfloat16"], "paged needs float32, and precision is bfloat16"),
         ("sharded", [], "sharded samples from a sharded policy, and this one is whole"),
         ("sharded", ["distributed.shard=true", "distributed.keep_whole=[policy]"], "this one is whole. Set it to auto"),
     ],
