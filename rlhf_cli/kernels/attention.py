@@ -91,13 +91,6 @@ def packed_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
-        # A short sequence takes torch seven times as long in 16 bits, which it converts in each block.
-        with torch.autocast("cpu", enabled=False):
-            query, key, value = query.float(), key.float(), value.float()
-            return packed_attention(
-                module, query, key, value, attention_mask, dropout, scaling, sliding_window, packed, **kwargs
-            )
     if _watching:
         _check_window(attention_mask, sliding_window)
     assert kwargs.get("softcap") is None, "SDPA has no softcap; choose_attention excludes such models"

@@ -29,7 +29,7 @@ STATES: dict[str, tuple[float, float, float]] = {
     "bfloat16": (2, 2, 4),
 }
 """Bytes of a trained number by `optimizer.precision`: the weight, its gradient, its two moments."""
-LIBRARIES = {"float32": 45_000_000, "bfloat16": 55_000_000}
+LIBRARIES = {"float32": 45_000_000, "bfloat16": 75_000_000}
 """Bytes of a CPU process that belong to no tensor, by the precision of its passes: code that is read at its first use,
 rows of data, and what oneDNN generates and keeps for each shape of a product (benchmarks/plan_memory.py)."""
 SHARDING = 20_000_000

@@ -143,22 +143,6 @@ def test_a_cache_changes_by_rounding_only(family: str):
     assert torch.allclose(torch.cat([first.logits, rest], 1), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_attention_over_packed_rows_is_float32_under_autocast(monkeypatch: pytest.MonkeyPatch):
-    _, fast = two("LlamaAttention")
-    seen: list[torch.dtype] = []
-    attention = torch.nn.functional.scaled_dot_product_attention
-
-    def watched(query: torch.Tensor, *given: object, **named: object) -> torch.Tensor:
-        assert not torch.is_autocast_enabled("cpu")
-        seen.append(query.dtype)
-        return attention(query, *given, **named)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    with torch.autocast("cpu", torch.bfloat16):
-        packed(fast)
-    assert set(seen) == {torch.float32}
-
-
 def test_autocast_eager_attention_and_float64_use_transformers_forward(monkeypatch: pytest.MonkeyPatch):
     def never(*_args: object) -> None:
         raise AssertionError("rotated here")
