@@ -40,6 +40,7 @@ SETTINGS: dict[str, Any] = {
     "html_title": "rlhf",
     "html_static_path": [str(DOCS / "site.css")],
     "html_css_files": ["site.css"],
+    "html_search_scorer": str(DOCS / "search.js"),
     "html_copy_source": False,
     "html_show_sourcelink": False,
     "html_math_renderer": "mathml",
@@ -60,6 +61,7 @@ SETTINGS: dict[str, Any] = {
         "pygments_dark_style": "a11y-high-contrast-dark",
     },
 }
+THIN = '<mspace width="0.1667em"/>'
 
 
 def setup(app: Sphinx) -> None:
@@ -69,7 +71,9 @@ def setup(app: Sphinx) -> None:
 
 def mathml(block: bool) -> Callable[[Any, Element], None]:
     def visit(translator: Any, node: Element) -> None:
-        formula = tex2mathml(node.astext().strip(), as_block=block)
+        formula = tex2mathml(node.astext().strip(), as_block=block).replace("<mo>‖</mo>", '<mo stretchy="false">‖</mo>')
+        formula = re.sub(r"(?<=</mi>|msub>)(\s*<mi>log</mi>)", rf"{THIN}\1", formula)
+        formula = re.sub(r"(<mo>&ApplyFunction;</mo>)(?!\s*<mrow>)", rf"\1{THIN}", formula)
         translator.body.append(f'<div class="math">{formula}</div>' if block else formula)
         raise SkipNode
 
