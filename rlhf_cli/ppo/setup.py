@@ -48,6 +48,7 @@ from rlhf_cli.rollout.offload import Offload
 from rlhf_cli.rollout.sampling import generation_settings, sampling_of
 from rlhf_cli.rollout.scoring import Models
 from rlhf_cli.run.artifacts import model_directory
+from rlhf_cli.run.checkpoint_files import GRADES
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.training.ema import WeightAverage
 from rlhf_cli.training.optimizer import Stepper, build_stepper, float32_moments, warmup_warning
@@ -188,6 +189,8 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
 
         backbone = Backbone(policy, base, config.policy.lora.quantize)
     rewards, reward_notes = _load_rewards(config, tokenizer, world.device, None if shards(config) else backbone)
+    for source in rewards:
+        source.keep_in(stage.checkpoints_directory / GRADES, world.rank)
     value = choose_value_model(config, base, rewards, policy, world.device, backbone)
     if (value_path := config.value_model.path) is not None:
         require_same_tokens(tokenizer, load_tokenizer(value_path), value_path, "value_model.path")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -121,6 +122,9 @@ class RewardSource:
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row of the data without the column."""
+
+    def keep_in(self, folder: Path, process: int) -> None:
+        """Keep in a folder of the run what must not be asked for again when it is resumed."""
 
     def fail(self, samples: Samples, rows: Sequence[int], problem: str, cause: BaseException | None = None) -> None:
         """Report that these rows have no score: raise RewardError or, with on_error "zero", count them."""

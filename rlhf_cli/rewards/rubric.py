@@ -15,11 +15,13 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from rlhf_cli.config.rewards import RubricReward
+from rlhf_cli.files import rows_of
 from rlhf_cli.processes.signals import stop_requested
 from rlhf_cli.rewards.base import RewardSource, Samples, failure
 from rlhf_cli.rewards.chat_client import completion_in, completions_url, usage_in
@@ -52,8 +54,10 @@ class Rubric(RewardSource):
     advice: str = "Check the judge, or count such scores as 0.0 with on_error: zero"
     config: RubricReward
     token: str | None = field(default=None, repr=False)
-    grades: dict[bytes, list[float]] = field(default_factory=dict, repr=False)
+    grades: dict[str, list[float]] = field(default_factory=dict, repr=False)
     """The grades of every text that was judged so far, by `_digest`."""
+    kept: Path | None = None
+    """The file with a line for each of them, for a resumed run."""
     num_tokens: int | None = 0
     num_requests: int = 0
     num_kept: int = 0
@@ -67,11 +71,19 @@ class Rubric(RewardSource):
         text = f"{self.name}: {self.num_requests:,} requests, {cost}; {self.num_kept:,} scores were known already"
         return "; ".join(line for line in (text if self.num_requests else "", super().report()) if line)
 
+    def keep_in(self, folder: Path, process: int) -> None:
+        """Read the grades that an interrupted run got, on any process, and add new ones to this process's file."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            for row in rows_of(path):
+                self.grades |= row
+        self.kept = folder / f"{process}.jsonl"
+
     def score(self, samples: Samples) -> torch.Tensor:
         """The weighted mean of the grades, [B] float32; equal texts are judged once in a run."""
         each = [_conversation(samples, i) for i in range(len(samples.responses))]
-        digests = [_digest(json.dumps(one)) for one in each]
-        rows: dict[bytes, list[int]] = {}
+        digests = [_digest(self.config, one) for one in each]
+        rows: dict[str, list[int]] = {}
         for i, digest in enumerate(digests):
             if digest not in self.grades:
                 rows.setdefault(digest, []).append(i)
@@ -83,7 +95,7 @@ class Rubric(RewardSource):
         self.parts = dict(zip(self.part_names, grades.unbind(1), strict=True))
         return grades @ weights / weights.sum()
 
-    async def _judge_all(self, samples: Samples, each: Sequence[Any], rows: dict[bytes, list[int]]) -> None:
+    async def _judge_all(self, samples: Samples, each: Sequence[Any], rows: dict[str, list[int]]) -> None:
         """Fill `grades` for the texts of `rows`, one request for each."""
         config = self.config
         client = JSONClient(
@@ -96,10 +108,11 @@ class Rubric(RewardSource):
             stop_requested=stop_requested,
         )
 
-        async def judge(item: tuple[bytes, list[int]]) -> None:
+        async def judge(item: tuple[str, list[int]]) -> None:
             digest, own = item
             try:
                 self.grades[digest] = await self._judge(client, each[own[0]], digest)
+                self._keep(digest)
             except StopRequestedError as error:
                 raise failure(f"{self.kind} {self.name}", samples, own, str(error)) from None
             except NoAnswer as error:
@@ -108,9 +121,15 @@ class Rubric(RewardSource):
         async with client:
             await for_each(list(rows.items()), judge, config.concurrency)
 
-    async def _judge(self, client: JSONClient, text: Any, digest: bytes) -> list[float]:
+    def _keep(self, digest: str) -> None:
+        if self.kept is not None:
+            with self.kept.open("a", encoding="utf-8") as file:
+                # A line break first: a killed run may have left half a line.
+                file.write("\n" + json.dumps({digest: self.grades[digest]}))
+
+    async def _judge(self, client: JSONClient, text: Any, digest: str) -> list[float]:
         """The grades of one text; raises NoAnswer if no attempt gave valid ones."""
-        config, check, problem = self.config, digest.hex()[:8], ""
+        config, check, problem = self.config, digest[:8], ""
         names = [criterion.name for criterion in config.criteria]
         example = json.dumps({"check": check, "grades": dict.fromkeys(names, config.scale)})
         criteria = "\n".join(f"- {one.name}: {one.question}" for one in config.criteria)
@@ -128,7 +147,7 @@ class Rubric(RewardSource):
         for attempt in range(config.attempts):
             # Another attempt must not get the same answer: it names the problem, in our words alone.
             again = [{"role": "user", "content": AGAIN.format(problem=problem)}] if problem else []
-            seed = int.from_bytes(digest[:4]) + attempt
+            seed = int(check, 16) + attempt
             request = body | {"messages": messages + again, "seed": seed}
             usage, written = await client.ask(request, lambda answer: (usage_in(answer), completion_in(answer)))
             self.num_requests += 1
@@ -195,8 +214,10 @@ def _conversation(samples: Samples, row: int) -> dict[str, Any]:
     return {"conversation": turns, "reply": samples.responses[row]}
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+def _digest(config: RubricReward, conversation: Any) -> str:
+    """sha256, in hex, of the judge, its criteria and a text: equal ones have equal grades."""
+    criteria = [(criterion.name, criterion.question) for criterion in config.criteria]
+    return hashlib.sha256(json.dumps([config.model, config.scale, criteria, conversation]).encode()).hexdigest()
 
 
 def _response_format(names: Sequence[str], scale: float) -> dict[str, Any]:

@@ -3,6 +3,7 @@
     artifacts/<run>/.<stage>.checkpoints/run.json          identity of the unfinished run
                                         /total.json        {"total": its number of steps}
                                         /normalization_samples.json   rm: samples of the SFT model
+                                        /grades/0.jsonl    ppo: what judges answered process 0
                                         /members/1/    rm: the same of a member (rlhf rm --members)
                                         /step-00000300/    state.safetensors, numbers.json, manifest.json
                                                            (sharded: state-00001-of-00004.safetensors, ...)
@@ -33,6 +34,7 @@ MANIFEST = "manifest.json"
 RUN = "run.json"
 TOTAL = "total.json"
 END = "end.json"
+GRADES = "grades"
 MEMBERS = "members"
 """The folder of the members of a reward model, in the stage's directory and in that of its checkpoints."""
 LONGEST_LINE = 2000

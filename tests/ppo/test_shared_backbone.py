@@ -128,30 +128,25 @@ def test_training_with_a_shared_backbone(watch, make_model, adapters, architectu
     assert (scores(saved) - scores(value)).abs().max() <= 1e-5 * scores(value).abs().max().clamp_min(1.0)
 
 
-def test_the_members_of_an_ensemble_share_the_backbone(start, make_model, adapters):
-    path = str(adapters("llama"))
-    settings = changes(make_model, path) | {"rewards": [{"type": "ensemble", "members": [path, path]}]}
-    with start(**settings) as loaded:
-        policy, members = loaded.models.policy, [source.model for source in loaded.rewards]
-        assert len(members) == 2
-        assert storages(policy, *members) < 1.5 * storages(policy)
-
-
-def test_references_and_limits_are_those_of_models_with_weights_of_their_own(watch, make_model, adapters, monkeypatch):
+def test_references_limits_and_ensembles_are_those_of_models_with_weights_of_their_own(
+    watch, make_model, adapters, monkeypatch
+):
     path = str(adapters("llama"))
     keys = changes(make_model, path, lora=LORA)
     source = keys["rewards"][0]
     shaping = {"kind": "par", "num_references": 2}
-    keys["rewards"] = [{**source, "shaping": shaping}, {**source, "limit": {"below": -1.0}}]
+    ensemble = {"type": "ensemble", "members": [path, path], "beta": 0.1}
+    keys["rewards"] = [{**source, "shaping": shaping}, {**source, "limit": {"below": -1.0}}, ensemble]
     runs = [watch("shared", **keys)]
     monkeypatch.setattr("rlhf_cli.models.shared.Backbone", lambda *_: None)
     runs.append(watch("apart", **keys))
-    held = [(run.setup.models.policy, run.setup.rewards[0].model) for run in runs]
+    held = [(run.setup.models.policy, *(source.model for source in run.setup.rewards)) for run in runs]
     assert [storages(*models) < 1.5 * storages(models[0]) for models in held] == [True, False]
     shared, apart = (read_jsonl(run.stage_dir / "references.jsonl") for run in runs)
     assert [row["replies"] for row in shared] == [row["replies"] for row in apart]
     for one, two in zip(runs[0].metrics, runs[1].metrics, strict=True):
-        for name in ("objective/reward", "reward/reward_model_0_shaped", "lambda/reward_model_1"):
+        of_sources = ("reward/reward_model_0_shaped", "lambda/reward_model_1", "reward/ensemble_2")
+        for name in ("objective/reward", *of_sources):
             assert one[name] == pytest.approx(two[name], rel=1e-3)
 
 

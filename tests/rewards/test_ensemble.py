@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -53,10 +55,15 @@ def test_ppo_is_rewarded_by_the_members_of_its_run(pipeline, run_stage, write_co
 
     config = load_config(write_config("ppo", tmp_path, policy=sft, rewards=[ensemble], ppo=short), PPOConfig)
     sources, _ = load_rewards(config.named_rewards, config.artifacts, None, CPU, "float32")
-    found = total_score(sources, batch(["a reply", "another", "a third one"]))
+    samples = batch(["a reply", "another", "a third one"])
+    found = total_score(sources, samples)
     each = torch.stack([found.each[f"ensemble_{k}"] for k in range(3)])
     torch.testing.assert_close(found.total, 2 * pessimistic_score(each, 0.3))
     torch.testing.assert_close(found.each["ensemble_std"], each.std(0))
+    for beta, whole in (("mean", each.mean(0)), (1e12, each.mean(0)), (0, each.min(0).values)):
+        ends = load_config(write_config("ppo", tmp_path, rewards=[ensemble | {"beta": beta}]), PPOConfig).named_rewards
+        own = [replace(source, ensemble=named.ensemble) for source, named in zip(sources, ends, strict=True)]
+        torch.testing.assert_close(total_score(own, samples).total, 2 * whole, atol=0, rtol=0 if beta != 1e12 else 1e-6)
     assert [str(path) for path, _ in list(config.inputs.values())[-3:]] == [
         str(rm),
         str(rm / "members/1"),

@@ -10,10 +10,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlhf_cli.config.rewards import Reward
 from rlhf_cli.data.records import Message
-from rlhf_cli.errors import ConfigError, RewardError
+from rlhf_cli.errors import ConfigError, Interrupted, RewardError
 from rlhf_cli.rewards.rubric import grades_in, quoted
 from rlhf_cli.rewards.sources import total_score
 from support.compare import same_runs
+from support.crash import outcome
+from support.resume import same, stopping_after
 from support.rewards import batch, source_of
 from support.runs import run_forked
 from support.servers import ChatServer
@@ -280,3 +282,52 @@ def test_ppo_on_one_and_two_processes(judge, make_model, write_config, tmp_path)
     for row in read_jsonl(tmp_path / "two/ppo/samples.jsonl"):
         assert row["criteria"].keys() == {"rubric_polite", "rubric_brief"}
         assert row["criteria"]["rubric_brief"] == float(len(row["response"].split()) <= 3)
+
+
+def test_a_resumed_run_asks_nothing_twice_and_gives_the_same_bytes(judge, make_model, run_stage, tmp_path, monkeypatch):
+    """Stopped after iteration 1, then ended by an error in iteration 2. A second answer would be another one."""
+    texts = []
+
+    def moody(call):
+        texts.append(call.body["messages"][1]["content"])
+        return answered(grades(call, len(texts[-1]) % 7 / 7, texts.count(texts[-1]) / 9))
+
+    server = judge(moody)
+    changes = {
+        "policy": {"path": str(make_model("llama"))},
+        "rewards": [{"type": "rubric", "url": server.url, "model": "judge", "criteria": CRITERIA}],
+        "ppo": {"num_iterations": 2, "rollout_batch_size": 6, "minibatch_size": 3},
+        "checkpoints": {"every_steps": 1},
+    }
+    whole = outcome(run_stage("ppo", tmp_path / "whole", **changes))
+    once = sorted(texts)
+    texts.clear()
+    for name, value, error in (
+        ("rlhf_cli.run.stage_run.StageRun.finish_step", stopping_after(1), Interrupted),
+        ("stages.ppo._advantages", lambda *_: 1 / 0, ZeroDivisionError),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, value)
+            with pytest.raises(error):
+                run_stage("ppo", tmp_path / "resumed", **changes)
+    resumed = outcome(run_stage("ppo", tmp_path / "resumed", **changes))
+    assert sorted(texts) == once == sorted({*once})
+    paid = [[row.pop("reward/rubric_tokens") for row in run["metrics.jsonl"]] for run in (whole, resumed)]
+    assert paid[1] == [paid[0][0], 0], "iteration 2 was paid for by the run that failed"
+    assert paid[0][1] > 0
+    same(resumed, whole)
+
+
+def test_half_a_line_of_a_killed_run_costs_one_answer(judge, tmp_path):
+    server, kept = judge(), tmp_path / "0.jsonl"
+
+    def asked(*texts):
+        source, before = asks(server), len(server.requests)
+        source.keep_in(tmp_path, 0)
+        total_score([source], batch(texts, prompts=["hi"] * len(texts)))
+        return len(server.requests) - before
+
+    assert asked("thank you", "no") == 2
+    kept.write_bytes(kept.read_bytes()[:-9])
+    assert asked("thank you", "no", "yes") == 2
+    assert asked("thank you", "no", "yes") == 0

@@ -266,7 +266,7 @@ def pipeline(tmp_path_factory, make_model, run_stage) -> Callable[[str], Path]:
     return run_all
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def word_piece(tmp_path_factory):
     folder = tmp_path_factory.mktemp("word_piece")
     letters = [chr(c) for c in range(33, 127)]
