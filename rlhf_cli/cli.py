@@ -262,9 +262,19 @@ def one_line() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
+INSTEAD = {
+    "serve --engine": "For vLLM: rlhf export DIR --out OUT, then vllm serve OUT",
+    "serve --dry-run": "For vLLM: rlhf export DIR --out OUT, then vllm serve OUT",
+}
+"""Options that only earlier versions had, by command, and what to use instead."""
+
+
 def sentence(error: Any) -> str:
     """What is wrong, without the period at the end: `--port: 99999, must be less than or equal to 65535`."""
     if not isinstance(error, typer.BadParameter):
+        option = f"{error.ctx.info_name} {getattr(error, 'option_name', '')}" if error.ctx is not None else ""
+        if option in INSTEAD:
+            return f"{error.option_name}: does not exist any more. {INSTEAD[option]}"
         return str(error.format_message()).removesuffix(".")
     name = error.param_hint or (name_of(error.param) if error.param is not None else None)
     text = error.message.removesuffix(".").removeprefix("Value error, ")

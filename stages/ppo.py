@@ -178,7 +178,6 @@ def _rollout(setup: Setup, iteration: int) -> RolloutBatch:
         recompute=setup.recomputes_logprobs,
         max_live_rows=config.rollout.max_live_rows,
         with_full_kl=config.ppo.kl_in == "reward" and config.ppo.kl_estimator_used == "full",
-        engine=setup.engine,
     )
     count_rollout(setup, rollout)
     return rollout

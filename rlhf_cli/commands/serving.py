@@ -11,7 +11,6 @@ import concurrent.futures
 import contextlib
 import hmac
 import json
-import os
 import queue
 import signal
 import socket
@@ -48,8 +47,6 @@ LAST_REQUESTS_S = 10.0
 """Seconds that running requests may take to finish when the server stops."""
 BACKLOG = 128
 """Connections that the system keeps until they are accepted."""
-TOKEN_VARIABLE = "RLHF_SERVE_TOKEN"
-"""The environment variable that vLLM's processes read the token from."""
 
 T = TypeVar("T")
 Put = Callable[[Any], None]
@@ -74,22 +71,16 @@ class JSONLine(Response):
 
 
 class RequireToken:
-    """Middleware that answers 401 to requests without `Authorization: Bearer TOKEN`, except to /health.
+    """Middleware that answers 401 to requests without `Authorization: Bearer TOKEN`, except to /health."""
 
-    vLLM takes it with `--middleware`: its own `--api-key` protects only some of its paths (vLLM's page "Security").
-    Without an argument it takes the token from the environment, and a missing one is an error.
-    """
-
-    def __init__(self, app: ASGIApp, token: str | None = None):
-        self.app, self.expected = app, f"Bearer {token or os.environ[TOKEN_VARIABLE]}".encode()
+    def __init__(self, app: ASGIApp, token: str):
+        self.app, self.expected = app, f"Bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["type"] == "lifespan" or scope["path"] == "/health"
         given = b"" if is_open else dict(scope["headers"]).get(b"authorization", b"")
         if is_open or hmac.compare_digest(given, self.expected):
             await self.app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
         else:
             message = "the token is missing or wrong. Send it as Authorization: Bearer TOKEN"
             error = {"message": message, "type": "invalid_request_error", "code": "invalid_api_key"}

@@ -46,10 +46,15 @@ NO_DROPOUT = (
     "dropout is not offered: two passes of the same weights would differ, so the ratio would not be 1 before PPO's "
     "first step, and runs would not repeat. Remove it"
 )
+NO_ENGINE = (
+    "there are no other engines any more, rollout.decoder samples. Remove the key. For vLLM, `rlhf export` writes the "
+    "trained model"
+)
 NOT_OFFERED = {
     **dict.fromkeys(("dropout", "lora_dropout", "actor_dropout", "critic_dropout", "disable_dropout"), NO_DROPOUT),
     "add_tokens": "add_tokens belongs to the SFT stage, which learns the tokens. RM and PPO read the tokenizer of that "
     "stage, and a reward model with another tokenizer reads text",
+    **dict.fromkeys(("engine", "engine_memory", "max_staleness"), NO_ENGINE),
 }
 """Keys that a section does not have on purpose, and why."""
 

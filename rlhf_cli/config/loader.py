@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rlhf_cli.config.base import FILLED, UnreadError
+from rlhf_cli.config.base import FILLED, REMOVED, UnreadError
 from rlhf_cli.config.explain import explain, fields_of
 from rlhf_cli.config.quoting import did_you_mean
 from rlhf_cli.config.yaml_tree import Tree
@@ -65,6 +65,11 @@ def _validated(tree: Tree, schema: type[M]) -> M:
     """Apply the overrides of ``tree``, check its values, and fill keys in braces; raises ConfigError."""
     for number, override in enumerate(tree.overrides):
         tree.override(number, override)
+    for name, value in REMOVED.items():
+        section, key = name.split(".")
+        values = tree.value.get(section)
+        if isinstance(values, dict) and values.get(key) == value:
+            tree.remove((section, key))
     config = None
     while config is None:
         try:

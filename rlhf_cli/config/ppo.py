@@ -35,13 +35,12 @@ from rlhf_cli.config.rewards import (
 from rlhf_cli.config.stage import Distributed, Optimizer, Stage
 
 DecoderName = Literal["auto", "paged", "plain", "sharded"]
-EngineName = Literal["own", "vllm"]
 
 
 def _decoder_that_exists(name: Any) -> Any:
     """Configs of older versions may name a decoder for GPUs that is gone."""
     if name == "static":
-        raise ValueError("`static` does not exist any more. Set it to plain, or use rollout.engine: vllm on a GPU")
+        raise ValueError("`static` does not exist any more. Set it to plain")
     return name
 
 
@@ -127,27 +126,7 @@ class Rollout(Section):
     that is sharded and fits no process whole: all processes sample from the sharded policy in
     step, each its own responses. The others sample from a whole copy of such a policy."""
 
-    engine: EngineName = "own"
-    """What samples the responses. `own` is the decoder of this program, on the very weights that are trained. `vllm`
-    samples from a copy of them on the same GPU (extra `vllm`), one process only, and has not been run on a GPU yet.
-    After each transfer of the weights the engine is probed, and the run stops if it does not hold them. Old
-    log-probabilities are recomputed, and `ppo.importance_ratio_cap` applies. Filters and stop strings need `own`."""
-    engine_memory: Annotated[float, Field(gt=0, lt=1)] = 0.4
-    """Share of the GPU's memory that another engine uses while it samples. During the update it sleeps."""
-    max_staleness: NonNegativeInt = 0
-    """Updates of the policy that the weights of another engine may lack. 0 sends them before every rollout. 1 does so
-    before every second one: fewer transfers, and responses of a policy that is one update old."""
-
     def rules(self) -> Iterator[str]:
-        chosen = f"engine: {self.engine}"
-        refuse_unread(self, self.engine != "own", chosen, "engine_memory", "max_staleness")
-        refuse_unread(self, self.engine == "own", chosen, "decoder", "max_live_rows")
-        for name in ("top_k", "top_p", "min_p", "no_repeat_ngram_size", "stop_strings"):
-            if self.engine != "own" and getattr(self, name) not in (None, []):
-                yield (
-                    f"{name} needs engine: own; another engine does not say which tokens each token was drawn from, or "
-                    "ends responses by its own text. Remove it, or set engine: own"
-                )
         if self.min_new_tokens > self.max_new_tokens:
             yield f"min_new_tokens {self.min_new_tokens} is above max_new_tokens {self.max_new_tokens}"
 
@@ -276,16 +255,8 @@ class PPOConfig(Stage):
         if self.offload and self.distributed.offload:
             yield "offload does nothing with distributed.offload, which moves all of it. Remove one of them"
         yield from self.rules_of(self.optimizer, "policy.lora" if self.policy.lora is not None else None)
-        engine = self.rollout.engine
-        if engine != "own" and self.device not in ("auto", "cuda"):
-            yield f"rollout.engine: {engine} needs a GPU, and device is {self.device}. Set it to own"
-        if engine != "own" and self.ppo.old_logprobs == "sampled":
-            yield (
-                "ppo.old_logprobs: sampled would start the ratio from the log-probabilities of rollout.engine: "
-                f"{engine}, which differ from training's. Remove it"
-            )
         is_float32 = self.precision == "float32" or (self.precision == "auto" and self.device == "cpu")
-        is_read = self.ppo.num_rollouts_per_update > 1 or not is_float32 or self.rollout.engine != "own"
+        is_read = self.ppo.num_rollouts_per_update > 1 or not is_float32
         if not is_read and self.ppo.importance_ratio_cap != PPO.model_fields["importance_ratio_cap"].default:
             yield (
                 "ppo.importance_ratio_cap does nothing with num_rollouts_per_update: 1 in float32. Remove it, or "

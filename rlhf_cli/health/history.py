@@ -32,7 +32,7 @@ differently for batches of another shape. A temperature that is 1 % off gives 0.
 to 1/16, and the largest of many thousand tokens is far out in the tail."""
 GAP_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
 """Nats: the mean |difference| of a token's log-probability between sampling and training. Good in bfloat16: 0.010 to
-0.018, also with another engine. An engine with an older head: 0.2 to 2."""
+0.018. Weights with an older head: 0.2 to 2."""
 LARGEST = 1e75
 """Stands for infinity, which JSON does not have. Larger than any float32, and its square can still be summed."""
 

@@ -111,8 +111,6 @@ norm at the start. Good: up to 4."""
 def sampler_gap(run: History) -> Signs:
     largest, limit = run.metrics.get("policy/sampler_gap", 0.0), SAMPLER_FACTOR * run.ratio_tolerance
     mean = run.metrics.get("policy/sampler_gap_mean", 0.0)
-    if run.config.get("rollout.max_staleness"):
-        return  # The responses are of an older policy on purpose.
     if mean > run.gap_tolerance:
         seen = (
             f"policy/sampler_gap_mean: on average the log-probability of a token differs by {mean:.3g} nats between "

@@ -103,7 +103,7 @@ def recompute_layers(model: PreTrainedModel) -> None:
     """
     try:
         # The lengths of the packed row are arguments of the layer, so the recomputation has them too.
-        # transformers renamed the function in 5.23, and vLLM needs an earlier one.
+        # transformers renamed the function in 5.23.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     except ValueError:

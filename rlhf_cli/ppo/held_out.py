@@ -168,8 +168,6 @@ def _own_replies(setup: Setup, prompts: Sequence[PromptRow]) -> list[HeldOutRepl
     """This process's replies, with their figures."""
     config = setup.config
     uniforms = draw_uniforms(config.seed, "ppo evaluation", 0, len(prompts), config.rollout.max_new_tokens)
-    if setup.engine is not None:
-        setup.engine.require_current()
 
     def read(rollout: RolloutBatch, texts: list[str], scores: Scores) -> list[HeldOutReply]:
         kl = (rollout.logprobs - rollout.ref_logprobs).sum(1).tolist()
@@ -178,7 +176,7 @@ def _own_replies(setup: Setup, prompts: Sequence[PromptRow]) -> list[HeldOutRepl
         return list(map(HeldOutReply, texts, scores.total.tolist(), kl, lengths, ended, features))
 
     models = setup.models_to_sample()
-    return sampled_and_scored(setup, models, prompts, uniforms, read, with_kl=True, engine=setup.engine)
+    return sampled_and_scored(setup, models, prompts, uniforms, read, with_kl=True)
 
 
 # ------------------------------------------------------------------------------- SFT against PPO

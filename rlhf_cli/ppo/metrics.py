@@ -92,8 +92,6 @@ def _sampler_figures(setup: Setup, logprobs: Tensor, sampled: Tensor) -> dict[st
     if setup.sampler_may_differ:
         is_capped = logprobs - sampled > math.log(setup.config.ppo.importance_ratio_cap)
         figures["policy/importance_capped"] = is_capped.double().mean().item()
-    if setup.engine is not None:
-        figures["policy/probe_gap"] = setup.engine.gap
     return figures
 
 

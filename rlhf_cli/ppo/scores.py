@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -29,9 +29,6 @@ from rlhf_cli.rollout.rollout import RolloutBatch, collect
 from rlhf_cli.rollout.sampling import draw_uniforms, response_text
 from rlhf_cli.rollout.scoring import Models
 from rlhf_cli.tensor_ops import pad_rows
-
-if TYPE_CHECKING:
-    from rlhf_cli.rollout.engine import SyncedEngine
 
 T = TypeVar("T")
 
@@ -64,7 +61,6 @@ def sampled_and_scored(
     read: Callable[[RolloutBatch, list[str], Scores], list[T]],
     *,
     with_kl: bool,
-    engine: SyncedEngine | None = None,
 ) -> list[T]:
     """Sample a response to each prompt of this process's share, and score it, `rows_at_once` of them at a time.
 
@@ -90,7 +86,6 @@ def sampled_and_scored(
             with_ref_logprobs=with_kl,
             max_live_rows=config.rollout.max_live_rows,
             with_values=False,
-            engine=engine,
         )
         texts = texts_of(setup, rollout.responses)
 

@@ -55,7 +55,6 @@ from rlhf_cli.training.optimizer import Stepper, build_stepper, float32_moments,
 
 if TYPE_CHECKING:
     from rlhf_cli.models.shared import Backbone
-    from rlhf_cli.rollout.engine import SyncedEngine
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,6 @@ class Setup:
     """Mean tokens of a training prompt."""
     compile_s: float
     """Seconds that `compile` took."""
-    engine: SyncedEngine | None = None
-    """Samples the responses; None if the policy samples itself."""
 
     @property
     def world(self) -> World:
@@ -127,7 +124,7 @@ class Setup:
 
         If so, training recomputes them, and `corrected` weights the advantages.
         """
-        return self.engine is not None or compute_dtype(self.world.device, self.config.precision) != torch.float32
+        return compute_dtype(self.world.device, self.config.precision) != torch.float32
 
     @property
     def recomputes_logprobs(self) -> bool:
@@ -170,10 +167,6 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     """Load everything, and raise before training if anything cannot work."""
     world, ppo = stage.world, config.ppo
     require_rows_for_all(world, ppo.minibatch_size, "ppo.minibatch_size")
-    if config.rollout.engine != "own":
-        from rlhf_cli.rollout.engine import load_engine, require_engine
-
-        require_engine(config, world)
     path = model_directory(config.stage_model(config.policy.path, "sft"))
     tokenizer = load_tokenizer(path, config.policy.revision)
     require_shardable(config)
@@ -204,7 +197,7 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     sides: tuple[Sequence[PromptRow], ...] = (train, held_out.validation, held_out.test)
     check_rows(rewards, ((p.row.where, p.row.columns) for side in sides for p in side))
     lengths = [int(train.lengths("ids").max()), *(len(p.ids) for side in sides[1:] for p in side)]
-    longest = _check_lengths(models, rewards, max(lengths), config, stage)
+    _check_lengths(models, rewards, max(lengths), config, stage)
     budget = _budget(config, stage, models, rewards)
     stage.speed.peak_flops = peak_flops(world.device, config.precision)
     trained = [model for model in (policy, value.model) if model is not None]  # after the budget of plain passes
@@ -234,7 +227,6 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
         value_work=work_of(value.model) if value.model is not None else None,
         mean_prompt_length=float(train.lengths("ids").mean()),
         compile_s=compile_s,
-        engine=load_engine(config, world, policy, train, longest) if config.rollout.engine != "own" else None,
     )
 
 
@@ -347,8 +339,8 @@ def _check_lengths(
     longest_prompt: int,
     config: PPOConfig,
     stage: StageRun,
-) -> int:
-    """Check that the longest sequence fits every model, and note if sampling will be slow; returns its length."""
+) -> None:
+    """Check that the longest sequence fits every model, and note if sampling will be slow."""
     longest = longest_prompt + config.rollout.max_new_tokens
     readers = [source.model for source in rewards if isinstance(source, RewardModel) and source.reads_policy_tokens]
     for model in (models.policy, models.ref_policy, models.value_model, *readers):
@@ -357,7 +349,6 @@ def _check_lengths(
     with autocast(stage.world.device, config.precision):
         for line in decoder_notes(models.sampler or models.policy, longest, config.rollout.decoder):
             stage.display.note(line)
-    return longest
 
 
 def _budget(config: PPOConfig, stage: StageRun, models: Models, rewards: Sequence[RewardSource]) -> Budget:

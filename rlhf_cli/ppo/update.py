@@ -135,7 +135,7 @@ def corrected(batch: UpdateBatch, *, cap: float) -> UpdateBatch:
     """The batch with ``advantages * min(exp(logprobs - sampled_logprobs), cap)`` (`truncated_importance`).
 
     `logprobs` are those at the start of the update; `sampled_logprobs` those of the sampler, whether it is an older
-    policy, another engine or the same weights in bfloat16.
+    policy or the same weights in bfloat16.
     """
     importance = truncated_importance(batch.logprobs, batch.sampled_logprobs, batch.response_mask, cap=cap)
     return replace(batch, advantages=batch.advantages * importance)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,9 +28,6 @@ from rlhf_cli.rollout.scoring import (
     score_tokens,
 )
 from rlhf_cli.tensor_ops import length_mask, pad_rows
-
-if TYPE_CHECKING:
-    from rlhf_cli.rollout.engine import SyncedEngine
 
 
 @dataclass(frozen=True)
@@ -73,12 +69,10 @@ def collect(
     with_values: bool = True,
     with_ref_logprobs: bool = True,
     with_full_kl: bool = False,
-    engine: SyncedEngine | None = None,
 ) -> RolloutBatch:
     """Sample a response to each prompt, then compute log-probabilities and values.
 
-    The policy samples itself, or an `engine` that follows its weights. With sharded models all processes must call
-    this, also one that has no prompt.
+    With sharded models all processes must call this, also one that has no prompt.
 
     With `recompute`, `logprobs` come from the forward pass that training uses. Before the first step the ratio is then
     1 and the KL to an equal ref_policy is 0; both are exact to the last bit if the microbatches are the same.
@@ -91,11 +85,8 @@ def collect(
     models.offload.sampling(models.policy)
     with torch.no_grad(), autocast(device, precision):
         ids = [p.ids for p in prompts]
-        if engine is not None:
-            responses = engine.sample(models.policy, ids, uniforms, sampling)
-        else:
-            policy = models.sampler or models.policy
-            responses = sample(policy, ids, uniforms, sampling, tokenizer, max_live_rows=max_live_rows)
+        policy = models.sampler or models.policy
+        responses = sample(policy, ids, uniforms, sampling, tokenizer, max_live_rows=max_live_rows)
     sampled = time.monotonic()
     models.offload.scoring()
     recompute = recompute or with_full_kl or (with_values and models.value_head is not None)

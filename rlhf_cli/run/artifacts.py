@@ -25,6 +25,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
+from rlhf_cli.config.base import REMOVED
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import digest_file, digest_once, read_text, stored_dtype
 
@@ -162,12 +163,17 @@ def fingerprint(path: str | None, revision: str | None = None) -> str:
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
     """Dotted keys whose values differ between two nested mappings. Items of a list of mappings are numbered from 0.
 
+    A key that only earlier versions had counts with the value that every run has now (`REMOVED`).
+
     >>> differences({"a": [{"b": 1}, {"b": 2}]}, {"a": [{"b": 1}, {"b": 3}]})
     ['a.1.b']
+    >>> differences({"rollout": {"engine": "own", "max_staleness": 1}}, {"rollout": {}})
+    ['rollout.max_staleness']
     """
     keys = []
     for key in sorted(old.keys() | new.keys(), key=str):
-        a, b = _numbered(old.get(key)), _numbered(new.get(key))
+        always = REMOVED.get(f"{prefix}{key}".removeprefix("config."))
+        a, b = _numbered(old.get(key)), _numbered(new.get(key, always))
         if isinstance(a, dict) and isinstance(b, dict):
             keys += differences(a, b, f"{prefix}{key}.")
         elif a != b:

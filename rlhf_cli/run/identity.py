@@ -40,7 +40,6 @@ NOT_IN_IDENTITY: dict[str, Any] = {
     "track_model": True,
     "offload": True,
     "optimizer": {"max_bad_steps"},
-    "rollout": {"engine_memory"},
 }
 """Keys that do not affect the result of a run that finishes: where it runs, when it stops, what it prints."""
 MAY_CHANGE = (

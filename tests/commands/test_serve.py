@@ -1,13 +1,11 @@
-"""`rlhf serve`: a model of ours by OpenAI's client; vLLM's command line as text."""
+"""`rlhf serve`: a model of ours by OpenAI's client."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import os
 import re
-import shlex
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -19,20 +17,15 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-import torch
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
-from rlhf_cli.commands import serve
 from rlhf_cli.commands.chat_api import ChatAPI, _TextAsk, parse
-from rlhf_cli.commands.serve import name_of, vllm_command
-from rlhf_cli.commands.serving import TOKEN_VARIABLE, RequireToken, bind
+from rlhf_cli.commands.serve import name_of
+from rlhf_cli.commands.serving import bind
 from rlhf_cli.data.records import Message
-from rlhf_cli.errors import ArtifactError
 from rlhf_cli.rollout.prompt_form import PromptForm
 from rlhf_cli.rollout.speaker import Speaker
-from rlhf_cli.trained.model import find_model
 from support import crash
 from support.speaking import reply as chat_reply
 from support.speaking import speaker_at
@@ -259,95 +252,26 @@ def test_every_route_but_health_needs_the_token_and_loads_no_other_model(model: 
     requests(model, ask, token="y")
 
 
-def test_vllm_gets_the_same_guard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM makes the middleware without arguments, and has websockets."""
-    monkeypatch.setenv(TOKEN_VARIABLE, "x")
-    seen: list[Any] = []
-
-    async def inner(scope: Any, _receive: Any, _send: Any) -> None:
-        seen.append(scope["path"])
-
-    async def send(event: Any) -> None:
-        seen.append((event["type"], event.get("status")))
-
-    guard = RequireToken(inner)
-    for kind, given in (("websocket", b"Bearer y"), ("websocket", b"Bearer x"), ("http", b"x"), ("http", b"Bearer x")):
-        scope = {"type": kind, "path": "/invocations", "headers": [(b"authorization", given)]}
-        asyncio.run(guard(scope, None, send))  # type: ignore[arg-type]
-    assert seen == [
-        ("websocket.close", None),
-        "/invocations",
-        ("http.response.start", 401),
-        ("http.response.body", None),
-        "/invocations",
-    ]
-
-
-# ------------------------------------------------------------------------------------- refusals, vLLM
+# ------------------------------------------------------------------------------------- refusals
 
 
 def test_what_cannot_be_served_is_one_line(finished: Path, chat_model: Path, tmp_path: Path) -> None:
     run = finished / "run"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        message = one_error(run, "--engine", "transformers", "--port", port)
+        message = one_error(run, "--port", port)
         assert message == f"--host 127.0.0.1 --port {port}: cannot be bound (Address already in use). Choose another"
         assert "Address already in use" in one_error(run, "--stage", "rm", "--port", port)
     for host in ("0.0.0.0", "::", "example.org"):
         assert "other machines could use this model without a token" in one_error(run, "--host", host)
         assert "without a token" in one_error(run, "--host", host, "--stage", "rm")
     assert "NOPE is not set or is empty. Set it to the token" in one_error(run, "--token-env", "NOPE")
-    assert "vLLM chooses its device" in one_error(run, "--dry-run", "--device", "cpu")
-    assert "without --engine" in one_error(run, "--stage", "rm", "--engine", "vllm")
-    assert "--dry-run. Remove the option" in one_error(run, "--stage", "rm", "--quantize", "int8")
-    assert "--quantize: vLLM reads" in one_error(run, "--dry-run", "--quantize", "int8")
-    error = one_error(run, "--engine", "transformers", "--quantize", "nf4", "--port", "0")
+    assert "--name and --quantize. Remove the option" in one_error(run, "--stage", "rm", "--quantize", "int8")
+    error = one_error(run, "--quantize", "nf4", "--port", "0")
     assert "--quantize nf4: no layer of this LlamaForCausalLM can be quantized" in error
     assert "no stage is finished" in one_error(tmp_path)
     assert "is a model and not a run" in one_error(chat_model, "--stage", "sft", "--port", 0)
-    assert "prints the command line of vLLM" in one_error(run, "--engine", "transformers", "--dry-run")
-    assert "--engine vllm: needs vllm. Run: " in one_error(run, "--engine", "vllm")
-
-
-def test_vllm_is_started_with_the_name_the_dtype_and_the_sampling_of_the_run(
-    finished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, started = finished / "run", list[Any]()
-    arguments = ["serve", str(run), "--host", "0.0.0.0", "--port", "8124", "--token-env", "MINE"]
-    monkeypatch.setenv("MINE", "s3cret")
-    printed = CliRunner().invoke(app, [*arguments, "--dry-run"])
-    assert printed.exit_code == 0, printed.output
-    words = ["vllm", "serve", str(run / "ppo" / "model"), "--host", "0.0.0.0", "--port", "8124"]
-    words += ["--served-model-name", "run-ppo", "--dtype", "bfloat16"]
-    words += ["--override-generation-config", '{"temperature": 1.0}']
-    words += ["--middleware", "rlhf_cli.commands.serving.RequireToken"]
-    assert shlex.split(printed.stdout) == [f"{TOKEN_VARIABLE}=$MINE", *words]
-    monkeypatch.setattr(serve, "choose_engine", lambda *_, **__: "vllm")
-    monkeypatch.setattr(serve, "vllm_program", lambda: "/bin/vllm")
-    monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
-    CliRunner().invoke(app, arguments)
-    ((program, started_words, environment),) = started
-    assert (Path(program).name, started_words, environment[TOKEN_VARIABLE]) == ("vllm", words, "s3cret")
-
-
-def test_vllm_applies_adapters_to_their_base(chat_model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "adapters"
-    folder.mkdir()
-    save_file({"a": torch.zeros(1)}, folder / "adapter_model.safetensors")
-
-    def words(**changes: Any) -> list[str]:
-        values = {"peft_type": "LORA", "base_model_name_or_path": str(chat_model), "r": 12, **changes}
-        (folder / "adapter_config.json").write_text(json.dumps(values), encoding="utf-8")
-        return vllm_command(find_model(str(folder)), "mine", "127.0.0.1", 8000, with_token=False)
-
-    found = words()
-    assert found[2] == str(chat_model)
-    after = found[found.index("--served-model-name") :]
-    lora = ["--enable-lora", "--lora-modules", f"mine={folder}", "--max-lora-rank", "16", "--tokenizer", str(folder)]
-    assert after[: 2 + len(lora)] == ["--served-model-name", "mine-base", *lora]
-    for changes, reason in (({"use_dora": True}, "are DoRA"), ({"r": 999}, "have rank 999")):
-        with pytest.raises(ArtifactError, match=f"{reason}, which vLLM does not serve. Run: .* merge .* merged"):
-            words(**changes)
+    assert "--engine: does not exist any more. For vLLM: rlhf export DIR" in one_error(run, "--engine", "vllm")
 
 
 def test_names_are_those_of_run_and_stage(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,7 +308,7 @@ def test_the_real_server_answers_100_requests_at_the_same_time_and_survives_kill
     arguments = ["generate", str(run), "--prompts", str(prompts), "--out", str(out), "--temperature", "0"]
     assert CliRunner().invoke(app, arguments).exit_code == 0
     wanted = [row["response"] for row in read_jsonl(out)]
-    with served(run, "--engine", "transformers", "--token-env", "TOKEN", log=tmp_path / "log", TOKEN="s3cret") as url:
+    with served(run, "--token-env", "TOKEN", log=tmp_path / "log", TOKEN="s3cret") as url:
         client = openai.OpenAI(base_url=url, api_key="s3cret", max_retries=0)
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=url, api_key="wrong", max_retries=0).models.list()

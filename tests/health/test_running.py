@@ -489,12 +489,6 @@ def test_a_checkpoint_from_before_sizes_were_kept_repeats_no_warning() -> None:
     assert health.line([], {}) == "sampler_gap (since iteration 1)"
 
 
-def test_an_older_policy_may_sample_if_the_config_says_so() -> None:
-    rows = sequence(2, {"policy/sampler_gap": 3.0, "policy/sampler_gap_mean": 1.0})
-    assert names_of(rows, new_health(config={"rollout.max_staleness": 1})) == []
-    assert names_of(rows, new_health(config={"rollout.max_staleness": 0})) == [(1, "sampler_gap")]
-
-
 def test_a_stop_is_given_each_time() -> None:
     rows = sequence(3, {"policy/first_ratio_error": 1.0})
     assert names_of(rows) == [(1, "ratio_not_one"), (2, "ratio_not_one"), (3, "ratio_not_one")]

@@ -230,7 +230,7 @@ def cold_commands(folder: Path) -> list[list[str]]:
         ["merge", f"{run}/rm", str(folder / "merged")],
         ["export", run, "--out", str(folder / "exported")],
         ["push", run, "me/model"],
-        ["serve", run, "--engine", "transformers", "--port", "0"],
+        ["serve", run, "--port", "0"],
         ["rm", "serve", run, "--port", "0"],
         ["rm", "score", run, rows],
         ["data", "check", rows, "--for", "sft"],

@@ -1,4 +1,4 @@
-"""Rollouts of a sampler whose log-probabilities differ from those of training: bfloat16, or another engine."""
+"""Rollouts of a sampler whose log-probabilities differ from those of training, as in bfloat16."""
 
 from __future__ import annotations
 
