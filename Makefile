@@ -95,10 +95,9 @@ $(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@ $(VENV)/.installed
 
-# Only the slow tests use these: lm-evaluation-harness and what it needs (0.35 GB), torchao, what llama.cpp's converter
-# imports, and TRL, whose DPO trains from our SFT model.
+# Only the slow tests use these: torchao, what llama.cpp's converter imports, and TRL, whose DPO trains from our SFT model.
 $(VENV)/.installed-slow: $(VENV)/.installed-dev $(LLAMA_CPP)/convert_hf_to_gguf.py
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,lm-eval,torchao,gguf]' trl
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,torchao,gguf]' trl
 	touch $@
 
 # llama.cpp's converter. Of the package indexes only the source package of llama-cpp-python (77 MB) has it.

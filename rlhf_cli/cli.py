@@ -263,6 +263,7 @@ def one_line() -> Iterator[None]:
 
 
 INSTEAD = {
+    "eval --tasks": "Run lm-evaluation-harness itself: lm_eval --model hf --model_args pretrained=DIR/ppo/model",
     "serve --engine": "For vLLM: rlhf export DIR --out OUT, then vllm serve OUT",
     "serve --dry-run": "For vLLM: rlhf export DIR --out OUT, then vllm serve OUT",
 }

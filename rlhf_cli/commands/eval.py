@@ -50,10 +50,6 @@ def evaluate(
         int, typer.Option("--samples", min=0, help="Samples per prompt for best-of-n; 0 skips it.")
     ] = 64,
     sampled_prompts: Annotated[int, typer.Option("--sampled-prompts", min=1, help="Prompts that get them.")] = 128,
-    tasks: Annotated[
-        str | None,
-        typer.Option("--tasks", help="Also tasks of lm-evaluation-harness: names or YAML files, with commas."),
-    ] = None,
     rm_bench: Annotated[
         Path | None, typer.Option("--rm-bench", help="Rows of RewardBench 2 for the reward model.")
     ] = None,
@@ -65,8 +61,7 @@ def evaluate(
     from rlhf_cli.evaluation.evaluate import Settings
     from rlhf_cli.evaluation.evaluate import evaluate as measure
 
-    chosen = [name.strip() for name in (tasks or "").split(",") if name.strip()]
-    settings = Settings(stage, samples, sampled_prompts, seed, device, chosen, rm_bench, judge_of(judge))
+    settings = Settings(stage, samples, sampled_prompts, seed, device, rm_bench, judge_of(judge))
     measure(directory, settings, quiet=quiet)
 
 

@@ -17,7 +17,6 @@ from rlhf_cli.errors import ConfigError
 from rlhf_cli.evaluation import likelihood
 from rlhf_cli.evaluation.benchmark import read_bench
 from rlhf_cli.evaluation.figures import Sentences, as_json, ratio_figure, show
-from rlhf_cli.evaluation.harness import Harness
 from rlhf_cli.evaluation.judging import Judge, judge_replies
 from rlhf_cli.evaluation.replies import Arena, Replies, differences, side_figures, win_rates
 from rlhf_cli.evaluation.reward_model import measure_reward_model
@@ -48,8 +47,6 @@ class Settings:
     """Held-out prompts that get that many samples."""
     seed: int
     device: str
-    tasks: Sequence[str] = ()
-    """Tasks of lm-evaluation-harness for the language models."""
     bench: Path | None = None
     """Rows in the format of RewardBench 2 for the reward model."""
     judge: Judge | None = None
@@ -64,7 +61,7 @@ def evaluate(root: Path, settings: Settings, *, quiet: bool = False) -> None:
     """
     world = start(settings.device)
     run = open_run(root, stage=settings.stage, device=world.device, seed=settings.seed)
-    display, harness = Display("eval", quiet=quiet), Harness(settings.tasks, str(world.device))
+    display = Display("eval", quiet=quiet)
     for option, value, needed in (("--rm-bench", settings.bench, "rm"), ("--judge", settings.judge, "ppo")):
         if value is not None and needed not in run.stages:
             raise ConfigError(f"{option}: needs the stage {needed}, which is not evaluated here. Remove the option")
@@ -72,11 +69,11 @@ def evaluate(root: Path, settings: Settings, *, quiet: bool = False) -> None:
     for stage in run.stages:
         match stage:
             case "sft":
-                report = _sft(run, harness, display)
+                report = _sft(run, display)
             case "rm":
                 report = measure_reward_model(run, bench, display)
             case _:
-                report = _ppo(run, settings, harness, display)
+                report = _ppo(run, settings, display)
         path = _write(run, stage, report)
         if stage == "ppo" and settings.judge is not None:  # After everything else is written: a server can fail.
             judge_replies(report, settings.judge, Sentences(display))
@@ -98,7 +95,7 @@ def _write(run: Run, stage: str, report: dict[str, Any]) -> Path:
 # ---------------------------------------------------------------------------------------------- SFT
 
 
-def _sft(run: Run, harness: Harness, display: Display) -> dict[str, Any]:
+def _sft(run: Run, display: Display) -> dict[str, Any]:
     """Held-out likelihood of the SFT model, beside the model that it started from."""
     config = run.sft
     assert config is not None
@@ -109,7 +106,7 @@ def _sft(run: Run, harness: Harness, display: Display) -> dict[str, Any]:
         return {}
     sums = likelihood.row_sums(model, rows, run.budget(model, config.precision), config.precision)
     replies, form = _replies(run, model, tokenizer, rows)
-    figures = likelihood.likelihood_figures(sums, seed=run.seed) | form | harness.figures(run.model_path("sft"))
+    figures = likelihood.likelihood_figures(sums, seed=run.seed) | form
     columns = {"SFT": figures}
     report: dict[str, Any] = {"figures": as_json(figures)} | ({"replies": replies} if replies else {})
     if config.model.path is not None:
@@ -117,7 +114,7 @@ def _sft(run: Run, harness: Harness, display: Display) -> dict[str, Any]:
         base, base_tokenizer = run.load(base_path, config.precision)
         base_sums = likelihood.row_sums(base, rows, run.budget(base, config.precision), config.precision)
         before = likelihood.likelihood_figures(base_sums, seed=run.seed)
-        before |= _replies(run, base, base_tokenizer, rows)[1] | harness.figures(base_path)
+        before |= _replies(run, base, base_tokenizer, rows)[1]
         difference = {"loss": likelihood.loss_difference(sums, base_sums, seed=run.seed)}
         columns = {"before": before, **columns, "difference": difference}
         report |= {"before": as_json(before), "difference": as_json(difference)}
@@ -150,7 +147,7 @@ def _replies(
 # ---------------------------------------------------------------------------------------------- PPO
 
 
-def _ppo(run: Run, settings: Settings, harness: Harness, display: Display) -> dict[str, Any]:
+def _ppo(run: Run, settings: Settings, display: Display) -> dict[str, Any]:
     """PPO beside SFT on the held-out prompts, and beside best-of-n of the SFT model."""
     config = run.ppo
     assert config is not None
@@ -161,8 +158,8 @@ def _ppo(run: Run, settings: Settings, harness: Harness, display: Display) -> di
     before, after = arena.replies(reference, 1), arena.replies(trained, 1)
     seed, sentences = run.seed, Sentences(display)
     columns = {
-        "SFT": side_figures(before, seed=seed) | harness.figures(reference_path),
-        "PPO": side_figures(after, seed=seed) | harness.figures(run.model_path("ppo")),
+        "SFT": side_figures(before, seed=seed),
+        "PPO": side_figures(after, seed=seed),
         "difference": differences(before, after, seed=seed),
     }
     show(display, f"SFT and PPO, {arena.prompts} held-out prompts, one reply each", columns)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -30,8 +29,7 @@ HEAVY = (
     "pyarrow.dataset",
     "peft",
     "sklearn",
-    # `make test-slow` installs lm-eval and with it scipy, which transformers imports wherever it finds it.
-    *(() if importlib.util.find_spec("lm_eval") else ("scipy",)),
+    "scipy",
     "transformers.trainer_utils",
 )
 
