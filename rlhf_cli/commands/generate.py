@@ -7,7 +7,6 @@ before it is needed.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -81,47 +80,23 @@ class ResponseOptions:
         str | None,
         typer.Option("--reward-model", metavar="DIR", help="Score with this model, not with the run's rewards."),
     ] = None
-    beams: Annotated[int, typer.Option("--beams", min=1, help="Beam search with this many beams.")] = 1
-    penalty_alpha: Annotated[
-        float | None,
-        typer.Option("--penalty-alpha", min=0, max=1, help="Contrastive search among --top-k tokens (4)."),
-    ] = None
     seed: Seed = 0
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Responses per batch.")] = 64
     device: Device = "auto"
     quantization: Quantized = None
 
-    @property
-    def search(self) -> str | None:
-        """The option that finds a response by a search; None if responses are sampled."""
-        return "--beams" if self.beams > 1 else "--penalty-alpha" if self.penalty_alpha is not None else None
-
-    @property
-    def num_candidates(self) -> int:
-        """Tokens among which contrastive search chooses."""
-        return self.top_k or 4
-
     def check(self) -> None:
         """Raise ConfigError for options that exclude each other."""
         if self.best_of > 1 and self.temperature == 0:
             raise ConfigError("--best-of: all samples are equal at --temperature 0. Remove one of them")
-        given = {"--best-of": self.best_of > 1, "--temperature": self.temperature is not None}
-        given |= {"--top-k": self.top_k is not None, "--top-p": self.top_p is not None}
-        if self.beams > 1 and self.penalty_alpha is not None:
-            raise ConfigError("--penalty-alpha: does nothing with --beams. Remove one of them")
-        for option, is_given in given.items():
-            if self.search is not None and is_given and (self.search, option) != ("--penalty-alpha", "--top-k"):
-                raise ConfigError(
-                    f"{option}: does nothing with {self.search}, which draws no samples. Remove one of them"
-                )
-            if self.temperature == 0 and is_given and option in ("--top-k", "--top-p"):
+        for option, value in {"--top-k": self.top_k, "--top-p": self.top_p}.items():
+            if self.temperature == 0 and value is not None:
                 raise ConfigError(f"{option}: does nothing at --temperature 0. Remove one of them")
 
     def rollout(self, model: TrainedLanguageModel) -> Rollout:
         """The model's own rollout with the options that were given."""
         own = model.rollout()
-        top_k = self.top_k if self.penalty_alpha is None else None
-        given = {"temperature": self.temperature or None, "top_k": top_k, "top_p": self.top_p}
+        given = {"temperature": self.temperature or None, "top_k": self.top_k, "top_p": self.top_p}
         given["max_new_tokens"] = self.max_new_tokens
         changes = {key: value for key, value in given.items() if value is not None}
         shortest = min(own.min_new_tokens, self.max_new_tokens or own.min_new_tokens)
@@ -152,8 +127,7 @@ class Generator:
     Response k to the prompt with number n is drawn from the uniforms of (seed, n, k), so it does not depend on the
     other prompts, except for rounding.
 
-    Raises ArtifactError for a directory without a language model, ConfigError for rewards that do not fit it, and for
-    contrastive search with a model whose cache is a state.
+    Raises ArtifactError for a directory without a language model, and ConfigError for rewards that do not fit it.
     """
 
     def __init__(
@@ -162,8 +136,6 @@ class Generator:
         self.options, self.takes_what_fits = options, options.takes_what_fits(source)
         speaker = source.speaker(device, options.quantization, options.rollout(source))
         self.speaker = speaker.at(0) if options.temperature == 0 else speaker
-        if options.penalty_alpha is not None and speaker.model._is_stateful:
-            raise ConfigError(f"--penalty-alpha: a {type(speaker.model).__name__} has no keys and values. Use --beams")
         self.rewards: list[RewardSource] = []
         if rewards is not None:
             self.rewards, _ = rewards.load(speaker.tokenizer, device, source.precision)
@@ -195,19 +167,10 @@ class Generator:
     def _responses(self, rows: Sequence[PromptRow], counters: Sequence[tuple[int, int]]) -> list[Response]:
         import torch
 
-        from rlhf_cli.rollout.search import search
         from rlhf_cli.seeding import generator
 
         options, speaker, longest = self.options, self.speaker, self.speaker.max_new_tokens
         limits = [min(longest, speaker.room(row.ids)) for row in rows]
-        if options.search is not None:
-            how = functools.partial(
-                search,
-                num_beams=options.beams,
-                penalty_alpha=options.penalty_alpha,
-                num_candidates=options.num_candidates,
-            )
-            return [how(speaker, row.ids, limit) for row, limit in zip(rows, limits, strict=True)]
         draws = [torch.rand(longest, generator=generator(options.seed, "generate", *c)) for c in counters]
         return speaker.respond(
             [row.ids for row in rows],
@@ -333,8 +296,6 @@ def _settings(
         **({"quantize": options.quantization} if options.quantization is not None else {}),
         "greedy": options.temperature == 0,
         "best_of": options.best_of,
-        "beams": options.beams,
-        "contrastive": [options.penalty_alpha, options.num_candidates],
         "seed": options.seed,
         "judges": rewards.settings() if rewards is not None else None,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -144,7 +143,7 @@ class Speaker:
         on_tokens: Callable[[Tensor], None] | None = None,
     ) -> list[Response]:
         """A response to each prompt, drawn in the model's precision. The arguments are those of `sample`."""
-        with self.autocast():
+        with autocast(device_of(self.model), self.precision):
             return sample(
                 self.model,
                 prompts,
@@ -155,10 +154,6 @@ class Speaker:
                 max_live_rows=max_live_rows,
                 on_tokens=on_tokens,
             )
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """A context in which the model's passes compute in its precision."""
-        return autocast(device_of(self.model), self.precision)
 
     def text(self, response: Response) -> str:
         """The response as users and reward models read it."""
