@@ -19,6 +19,7 @@ FLOORS = {
     "rlhf_cli.templates": 0,
     "rlhf_cli.tensor_ops": 0,
     "rlhf_cli.algorithms.names": 0,
+    "rlhf_cli.config.base": 0,
     "rlhf_cli.seeding": 1,
     "rlhf_cli.packing": 1,
     "rlhf_cli.processes": 1,
