@@ -1,6 +1,6 @@
-"""Answer `rlhf label` through a pipe in place of a person: the gold judge of data/support decides.
+"""Answer what `rlhf label` asks, in place of a person: the gold judge of data/support decides.
 
-    python docs/gold_labeller.py FILE [--error SHARE] [options of rlhf label]
+    python docs/gold_labeller.py FILE --out LABELS [--num N] [--error SHARE]
 
 With --error, this share of the answers is a random key, as a tired person would give them.
 """
@@ -8,38 +8,40 @@ With --error, this share of the answers is a random key, as a tired person would
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import subprocess
 import sys
 from pathlib import Path
+
+from rlhf_cli.commands.labelling import Labelling, Shown, pairs_of
+from rlhf_cli.commands.output import Output
+from rlhf_cli.config.data import DataSource
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "data" / "support"))
 from gold import judge_one  # type: ignore[import-not-found]
 
 
-def key(pair: dict, error: float, rng: random.Random) -> str:
-    """The key for a line that `rlhf label` printed."""
+def key(pair: Shown, error: float, rng: random.Random) -> str:
+    """The key for a pair."""
     if rng.random() < error:
         return rng.choice("12t")
-    first, second = (judge_one(pair["prompt"], reply)["gold"] for reply in pair["replies"])
+    first, second = (judge_one(pair.prompt, reply)["gold"] for reply in pair.replies)
     return "t" if first == second else "1" if first > second else "2"
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("file")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--num", type=int)
     parser.add_argument("--error", type=float, default=0.0)
-    options, rest = parser.parse_known_args()
-    command = [sys.executable, "-m", "rlhf_cli", "label", *rest]
-    rng = random.Random(0)
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        for line in process.stdout:
-            process.stdin.write(key(json.loads(line), options.error, rng))
-            process.stdin.flush()
-    return process.returncode
+    options, rng = parser.parse_args(), random.Random(0)
+    pairs, _ = pairs_of(DataSource(path=options.file), "error")
+    with Output(options.out, {}) as output:
+        labelling = Labelling(pairs, output, 0, None, options.num)
+        while (pair := labelling.current) is not None:
+            labelling.take(key(pair, options.error, rng))
+        print(*labelling.summary(), sep="\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

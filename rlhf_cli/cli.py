@@ -266,6 +266,7 @@ INSTEAD = {
     "eval --tasks": "Run lm-evaluation-harness itself: lm_eval --model hf --model_args pretrained=DIR/ppo/model",
     "generate --beams": "Give its options to `generate` of transformers, which reads the folder of the model",
     "generate --penalty-alpha": "Give its options to `generate` of transformers, which reads the folder of the model",
+    "label --page": "The page is the only way to answer. Remove the option",
     "serve --engine": "For vLLM: rlhf export DIR --out OUT, then vllm serve OUT",
     "serve --dry-run": "For vLLM: rlhf export DIR --out OUT, then vllm serve OUT",
 }

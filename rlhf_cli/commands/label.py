@@ -1,4 +1,4 @@
-"""`rlhf label`: a person says which of two replies is better, in the terminal, through a pipe, or on a local page."""
+"""`rlhf label`: a person says on a local page which of two replies is better."""
 
 from __future__ import annotations
 
@@ -34,10 +34,7 @@ def label(
     labeller: Annotated[
         str | None, typer.Option("--labeller", metavar="NAME", help="Who answers; each one has a file.")
     ] = None,
-    page: Annotated[bool, typer.Option("--page", help="Ask on a local page, not in the terminal.")] = False,
-    port: Annotated[
-        int | None, typer.Option("--port", min=0, max=65535, help="Port of the page; a free one by default.")
-    ] = None,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the page; 0 chooses a free one.")] = 0,
     agreement: Annotated[
         Path | None, typer.Option("--agreement", metavar="OTHER", help="Compare the answers in FILE with these.")
     ] = None,
@@ -46,10 +43,8 @@ def label(
     restart: RestartOut = False,
 ) -> None:
     """Say which of two replies is better, with one key; writes preference rows for `rlhf rm`."""
-    if port is not None and not page:
-        raise ConfigError("--port: does nothing without --page")
     if agreement is not None:
-        given = {"--out": out, "--labeller": labeller, "--page": page, "--num": num, "--restart": restart}
+        given = {"--out": out, "--labeller": labeller, "--port": port, "--num": num, "--restart": restart}
         for option, value in given.items():
             if value:
                 raise ConfigError(f"{option}: does nothing with --agreement, which only reads. Remove it")
@@ -65,16 +60,10 @@ def label(
         raise DataError(f"{source.path}: no pair to label")
     settings = {"data": data_digest(source), "seed": seed, "labeller": labeller}
     with Output(out, settings, restart=restart) as output:
+        from rlhf_cli.commands.label_page import serve
+
         labelling = Labelling(pairs, output, seed, labeller, num)
-        wrong: str | None = None
-        if page:
-            from rlhf_cli.commands.label_page import serve
-
-            serve(labelling, port or 0)
-        else:
-            from rlhf_cli.commands.label_terminal import ask
-
-            wrong = ask(labelling)
+        serve(labelling, port)
         for line in labelling.summary():
             say(f"label: {line}", error=True)
         if labelling.done < labelling.total:
@@ -82,8 +71,6 @@ def label(
         elif output.num_rows:
             train = command("rm", "YOUR_rm.yaml", "--set", f"data.train={out}")
             say(f"label: to train a reward model on them: {train}", error=True)
-        if wrong is not None:
-            raise DataError(wrong)
 
 
 def default_out(source: DataSource, labeller: str | None) -> Path:

@@ -1,4 +1,4 @@
-"""`rlhf label --page`: the labeller answers on a page of this machine.
+"""The page of `rlhf label`, on this machine.
 
     GET  /TOKEN/         the page, one HTML file
     GET  /TOKEN/state    the current pair

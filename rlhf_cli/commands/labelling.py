@@ -1,4 +1,4 @@
-"""What `rlhf label` asks and writes, however it is shown: pairs of replies, and answers that are preference rows.
+"""What `rlhf label` asks and writes: pairs of replies, and answers that are preference rows.
 
     pairs_of(source)     the pairs of replies in a file of any format
     Labelling            their order, the current pair, and the answers in the files of --out
@@ -29,7 +29,8 @@ COMPARED = ("sft", "base")
 TIE, SKIPPED = "tie", "skipped"
 """Reasons in the file of dropped items."""
 REASONS = {"t": TIE, "s": SKIPPED}
-KEYS = {"1": "first is better", "2": "second is better", "t": "tie", "s": "skip", "b": "back", "q": "quit"}
+KEYS = ("1", "2", "t", "s", "b", "q")
+"""First is better, second is better, tie, skip, back, quit."""
 
 
 # ------------------------------------------------------------------------------------------- pairs

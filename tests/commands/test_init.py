@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
 import shlex
 from collections import Counter
@@ -17,9 +16,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rlhf_cli.cli import app
+from rlhf_cli.commands import label_page
 from rlhf_cli.commands.init import Template
-from rlhf_cli.commands.label import label as ask_for_labels
-from rlhf_cli.commands.options import SourceOptions
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.config.yaml_text import dump_config
@@ -210,7 +208,7 @@ def test_the_bilingual_rows_are_in_both_languages_and_survive_the_tokenizer(ran:
 
 
 def test_the_bilingual_prompts_are_answered_and_labelled_as_the_template_says(
-    ran: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ran: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the two commands in the comments of sft.yaml."""
     comments = (ran / "with space/sft.yaml").read_text(encoding="utf-8").replace("\\\n# ", "")
@@ -222,17 +220,11 @@ def test_the_bilingual_prompts_are_answered_and_labelled_as_the_template_says(
     prompts = [row["prompt"] for row in read_jsonl(ran / "with space/data/prompts.jsonl")]
     assert [row["prompt"] for row in map(json.loads, text.splitlines())] == prompts
     assert "天空是什么颜色？" in text
-    reading, writing = os.pipe()
-    os.write(writing, b"1" * 6 + b"q")
-    os.close(writing)
-    with os.fdopen(reading) as stdin, monkeypatch.context() as patch:
-        patch.chdir(ran)
-        patch.setattr("sys.stdin", stdin)
-        name, path = shlex.split(label)
-        assert name == "label"
-        capsys.readouterr()
-        ask_for_labels(path, SourceOptions())
-    pairs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    monkeypatch.setattr(label_page, "serve", lambda labelling, _port: [labelling.take("1") for _ in range(6)])
+    monkeypatch.chdir(ran)
+    labelled = CliRunner().invoke(app, shlex.split(label))
+    assert labelled.exit_code == 0, labelled.output
     labels = (ran / "with space/samples.labels.jsonl").read_text(encoding="utf-8")
-    assert [row["prompt"] for row in map(json.loads, labels.splitlines())] == [pair["prompt"] for pair in pairs[:6]]
+    assert len(labels.splitlines()) == 6
+    assert {row["prompt"] for row in map(json.loads, labels.splitlines())} <= {*prompts}
     assert re.search("[一-鿿]", labels)

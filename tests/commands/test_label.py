@@ -8,32 +8,27 @@ import io
 import itertools
 import json
 import os
-import pty
-import signal
 import subprocess
 import sys
-import termios
 import threading
-import time
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
+from rlhf_cli.commands import label_page
 from rlhf_cli.commands.label import label, labels_in, show_agreement
 from rlhf_cli.commands.label_page import Page
-from rlhf_cli.commands.label_terminal import Screen
 from rlhf_cli.commands.labelling import Labelling, pairs_of
 from rlhf_cli.commands.options import SourceOptions
 from rlhf_cli.commands.output import Output, items
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.views import ranking
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
-from rlhf_cli.report.progress import Console
 from support.paths import ROOT
 from support.tiny import read_jsonl, write_jsonl
 from support.writers import contents, failing_after
@@ -53,18 +48,23 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
-    """Label with keys from a pipe; returns the pairs that were shown."""
+def ask(monkeypatch: pytest.MonkeyPatch) -> Ask:
+    """Label with these keys; returns the pairs that were shown."""
 
-    def run(keys: str, path: Path, out: Path | None = None, end: str = "q", **options: Any) -> list[dict[str, Any]]:
-        capsys.readouterr()
-        reading, writing = os.pipe()
-        os.write(writing, f"{keys}{end}".encode())
-        os.close(writing)
-        with os.fdopen(reading) as stdin, monkeypatch.context() as patch:
-            patch.setattr("sys.stdin", stdin)
-            label(str(path), SourceOptions(), out, **options)
-        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    def run(keys: str, path: Path, out: Path | None = None, **options: Any) -> list[dict[str, Any]]:
+        shown: list[dict[str, Any]] = []
+
+        def answer(labelling: Labelling, _port: int) -> None:
+            for key in [*"".join(keys.split()), "q"]:
+                if labelling.current is not None:
+                    shown.append(asdict(labelling.current))
+                if key == "q":
+                    return
+                labelling.take(key)
+
+        monkeypatch.setattr(label_page, "serve", answer)
+        label(str(path), SourceOptions(), out, **options)
+        return shown
 
     return run
 
@@ -296,33 +296,21 @@ def ask_and_read_stderr(ask: Ask, *arguments: Any, **options: Any) -> str:
     return errors.getvalue()
 
 
-def test_a_program_answers_through_a_pipe(tmp_path: Path) -> None:
-    """docs/gold_labeller.py: a process that waits for each pair before it sends a key."""
+def test_a_program_answers_in_place_of_a_person(tmp_path: Path) -> None:
+    """docs/gold_labeller.py."""
     rows = read_jsonl(ROOT / "data/support/pref_test.jsonl")[:6]
     replies = [{"prompt": row["prompt"], "responses": [row["rejected"], row["chosen"]]} for row in rows]
-    pairs = write_jsonl(tmp_path / "pairs.jsonl", replies)
-    command = [sys.executable, str(ROOT / "docs/gold_labeller.py"), str(pairs)]
+    pairs, out = write_jsonl(tmp_path / "pairs.jsonl", replies), tmp_path / "labels.jsonl"
+    command = [sys.executable, str(ROOT / "docs/gold_labeller.py"), str(pairs), "--out", str(out)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )
     assert done.returncode == 0, done.stderr
-    assert "6 of 6 pairs" in done.stderr
+    assert "6 of 6 pairs" in done.stdout
     gold = {row["prompt"]: row["chosen" if row["gold_chosen"] > row["gold_rejected"] else "rejected"] for row in rows}
-    labelled = {row["prompt"]: row["chosen"] for row in read_jsonl(tmp_path / "pairs.labels.jsonl")}
+    labelled = {row["prompt"]: row["chosen"] for row in read_jsonl(out)}
     assert len(labelled) > 3
     assert labelled.items() <= gold.items()
-
-
-def test_keys_that_fail_and_an_early_end_of_a_pipe_are_errors_and_keep_the_answers(
-    source: Path, ask: Ask, tmp_path: Path
-) -> None:
-    out = tmp_path / "out.jsonl"
-    with pytest.raises(DataError, match=r"^1 key of the input failed, as printed above$"):
-        ask("1x", source, out)
-    with pytest.raises(DataError, match=r"^the input ended before the pairs did$"):
-        ask("2", source, out, end="")
-    assert len(read_jsonl(out)) == 2
-    ask("s" * (NUM - 2), source, out, end="")
 
 
 def test_the_file_of_a_labeller_is_beside_the_rows(source: Path, ask: Ask, tmp_path: Path) -> None:
@@ -335,66 +323,6 @@ def test_the_file_of_a_labeller_is_beside_the_rows(source: Path, ask: Ask, tmp_p
         ask("1", tmp_path)
     with pytest.raises(ConfigError, match="--labeller: 'a/b' cannot be part of a file name"):
         ask("1", source, labeller="a/b")
-
-
-# ------------------------------------------------------------------------------------------- a terminal
-
-
-@pytest.mark.parametrize("end", ["q", "SIGTERM"])
-def test_a_terminal_sends_single_keys_and_is_restored(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
-    terminal, program = pty.openpty()
-    before = termios.tcgetattr(program)
-    out, ended = tmp_path / "out.jsonl", threading.Event()
-
-    def echo() -> bool:
-        return bool(termios.tcgetattr(program)[3] & termios.ECHO)
-
-    def type_keys() -> None:
-        while echo():
-            time.sleep(0.01)
-        os.write(terminal, b"11")  # quickly: only the first key is for the first pair
-        while not ended.wait(0.2):
-            if end == "q":
-                os.write(terminal, b"q")
-            elif out.exists() and out.read_text().count("\n"):
-                os.kill(os.getpid(), signal.SIGTERM)
-                return
-
-    typist = threading.Thread(target=type_keys, daemon=True)
-    with os.fdopen(program, closefd=False) as stdin, monkeypatch.context() as patch:
-        patch.setattr("sys.stdin", stdin)
-        typist.start()
-        with pytest.raises(SystemExit, match="143") if end == "SIGTERM" else contextlib.nullcontext():
-            label(str(source), SourceOptions(), out)
-    ended.set()
-    typist.join()
-    assert [row["side"] for row in read_jsonl(out)] == [1]
-    assert termios.tcgetattr(program) == before
-    for descriptor in (terminal, program):
-        os.close(descriptor)
-
-
-@pytest.mark.parametrize("columns", [60, 130])
-def test_wide_characters_take_two_columns_each(columns: int, tmp_path: Path) -> None:
-    """In both layouts every line of a panel ends at the last column, and no character is lost."""
-    wide = frozenset("WF")
-    rows = read_jsonl(ROOT / "rlhf_cli/templates/bilingual/preferences.jsonl")
-    rows = [{key: text * 30 if key != "prompt" else text for key, text in row.items()} for row in rows]
-    pairs, _ = pairs_of(DataSource(path=str(write_jsonl(tmp_path / "rows.jsonl", rows))), "error")
-    screen, text = Screen(), io.StringIO()
-    screen.console = Console(file=text, width=columns)
-    with Output(tmp_path / "out.jsonl", {}) as output:
-        labelling = Labelling(pairs, output, 0, None)
-        while (shown := labelling.current) is not None:
-            screen.show(labelling, shown)
-            labelling.take("1")
-    panels = [line for line in text.getvalue().splitlines() if line[:1] in ("╭", "│", "╰")]
-    assert {sum(1 + (unicodedata.east_asian_width(c) in wide) for c in line) for line in panels} == {columns}
-    expected = Counter("".join("".join(row.values()) for row in rows))
-    found = Counter(text.getvalue())
-    assert {c: found[c] for c in expected if ord(c) > 255} == {c: n for c, n in expected.items() if ord(c) > 255}
 
 
 # ------------------------------------------------------------------------------------------- two labellers

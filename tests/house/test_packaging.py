@@ -111,7 +111,6 @@ def test_the_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> 
         # What has been trained is used: each command's files and optional parts are there.
         ("Hello\n", ["chat", run], ""),
         ("", [*generate, "--compare", "sft", "--out", "pairs.jsonl"], "pairs.jsonl"),
-        ("1", ["label", "pairs.jsonl", "--num", "1"], "pairs.labels.jsonl"),
         ("", ["eval", run], ""),
         ("", ["report", run], f"{run}/report.html"),
         ("", ["export", run, "--no-check", "--out", "exported"], "exported/model.safetensors"),

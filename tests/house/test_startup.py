@@ -189,7 +189,7 @@ for command in commands:
         sys.stdin = open(0, closefd=False)
         for number in (1, 2):
             os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        if "serve" in command:
+        if "serve" in command or "label" in command:
             threading.Thread(target=stop_the_server, daemon=True).start()
         sys.argv, code = ["rlhf", *command], 1
         try:
