@@ -57,6 +57,11 @@ NOT_OFFERED = {
     **dict.fromkeys(("engine", "engine_memory", "max_staleness"), NO_ENGINE),
 }
 """Keys that a section does not have on purpose, and why."""
+GONE = {
+    "static": "; this decoder does not exist any more, say plain",
+    **dict.fromkeys(("mlflow", "trackio"), "; this tracker does not exist any more, metrics.jsonl has every row"),
+}
+"""Values that only earlier versions had, and what to use instead."""
 
 
 def explain(schema: type[BaseModel], value: Any, errors: Iterable[Any]) -> Iterator[tuple[Keys, str]]:
@@ -159,7 +164,7 @@ _RULES = {
 def _hint(error: Any, rule: str, value: Any, options: list[Any]) -> str:
     """What to do about a value of the wrong type, where that is clear."""
     if error["type"] == "literal_error":
-        return did_you_mean(value, options)
+        return GONE.get(str(value)) or did_you_mean(value, options)
     if rule == "a whole number" and isinstance(value, float) and value.is_integer():
         return f"; write {int(value)}"
     if rule == "text" and isinstance(value, bool | int | float):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from rlhf_cli.algorithms.names import PtxMode, estimator_traits
 from rlhf_cli.config.base import (
@@ -35,14 +35,6 @@ from rlhf_cli.config.rewards import (
 from rlhf_cli.config.stage import Distributed, Optimizer, Stage
 
 DecoderName = Literal["auto", "paged", "plain", "sharded"]
-
-
-def _decoder_that_exists(name: Any) -> Any:
-    """Configs of older versions may name a decoder for GPUs that is gone."""
-    if name == "static":
-        raise ValueError("`static` does not exist any more. Set it to plain")
-    return name
-
 
 PPOModelName = Literal["policy", "ref_policy", "value_model", "rewards"]
 
@@ -119,7 +111,7 @@ class Rollout(Section):
     """Maximum number of responses that a process samples at a time; a finished one makes room for the next prompt.
     Limits the memory of the keys and values and does not change any response. Null samples all at the same time,
     which is fastest."""
-    decoder: Annotated[DecoderName, BeforeValidator(_decoder_that_exists)] = "auto"
+    decoder: DecoderName = "auto"
     """What computes the logits while sampling. `paged` is fast for Llama-like models and GPT-2 in float32 on a CPU.
     `plain` runs the model's own forward, for any model. `auto` takes `paged` where it can and `plain` elsewhere.
     A decoder that differs from the model's own forward is refused before the first rollout. `sharded` is for a policy

@@ -1,4 +1,4 @@
-"""Sends a stage's rows to TensorBoard, Weights & Biases, MLflow or trackio (the config key `trackers`).
+"""Sends a stage's rows to TensorBoard or Weights & Biases (the config key `trackers`).
 
 Each service imports its package when it is created. Where it writes, and under which project, is set by its own
 environment variables (docs/training.md).
@@ -12,7 +12,6 @@ that it repeats.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import queue
 import textwrap
@@ -30,13 +29,13 @@ from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.files import read_object, rows_of
 from rlhf_cli.program import install_extra
 from rlhf_cli.report.progress import Display
-from rlhf_cli.run.artifacts import flat, partial_directory
+from rlhf_cli.run.artifacts import partial_directory
 from rlhf_cli.run.checkpoint_files import checkpoints_directory
 
 FILES = ("metrics", "evaluations", "samples", "health")
 """The files of rows that are sent. The rows of one step in the files of a resumed run are sent in this order."""
 SECONDS_TO_OPEN = 120.0
-"""How long the end of a stage waits for its trackers to open: a package is imported, a database is created."""
+"""How long the end of a stage waits for its trackers to open: a package is imported, a server answers."""
 SECONDS_TO_CLOSE = 15.0
 """How long it then waits for the last rows to arrive. Both are for all trackers together."""
 SECONDS_TO_UPLOAD = 3600.0
@@ -141,8 +140,6 @@ class _Follower(threading.Thread):
         saved = read_object(self._state)  # the id of an unfinished run, and the number of rows sent, by file
         service = TRACKERS[self.tracker](self.tracked_run, saved.get("id"))
         self._sent |= saved.get("rows", {})
-        if service.num_rows is not None:
-            self._sent["metrics"] = service.num_rows
         self.num_arrived = sum(self._sent.values())
         self._save(service)
         self.is_open.set()
@@ -155,7 +152,7 @@ class _Follower(threading.Thread):
             is_last = None in rows
             self._send(service, [row for row in rows if row is not None and row[1] > self._sent[row[0]]])
         sends_model = self.tracked_run.config["track_model"] and self._status == "finished"
-        if sends_model and isinstance(service, WandB | MLflow):
+        if sends_model and isinstance(service, WandB):
             service.model(partial_directory(self.tracked_run.artifacts, self.tracked_run.stage) / "model")
         service.close(self._status)
 
@@ -197,13 +194,9 @@ def _numbers(file: str, row: dict[str, Any]) -> dict[str, float]:
     return {f"{group}{name}": float(value) for name, value in row.items() if isinstance(value, int | float)}
 
 
-# ------------------------------------------------------------------------------------------- the four services
+# ------------------------------------------------------------------------------------------- the two services
 
 PROJECT = "rlhf"
-EVERY_ROW = "time/elapsed_s"
-"""A metric that every row of metrics.jsonl has."""
-MOST_PARAMS, MOST_METRICS, LONGEST_PARAM, LONGEST_TAG = 100, 1000, 500, 5000
-"""Limits of MLflow: per call, and characters."""
 
 
 @dataclass(frozen=True)
@@ -230,8 +223,6 @@ class Tracker(Protocol):
     """What finds this run again after an interruption."""
     url: str
     """Where to look at it, as shown to the user."""
-    num_rows: int | None
-    """The rows of metrics.jsonl that arrived before an interruption; None if the tracker cannot tell."""
 
     def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         """Send rows of (step, numbers by name); the steps never decrease."""
@@ -248,8 +239,6 @@ class Tracker(Protocol):
 
 class TensorBoard:
     """Event files in `<artifacts>/tensorboard/<stage>`. Findings are texts named `health/...`."""
-
-    num_rows: int | None = None
 
     def __init__(self, run: TrackedRun, id: str | None):
         from torch.utils.tensorboard import SummaryWriter
@@ -285,8 +274,6 @@ class TensorBoard:
 
 class WandB:
     """A run of Weights & Biases, online or with WANDB_MODE=offline. Findings are its alerts."""
-
-    num_rows: int | None = None
 
     def __init__(self, run: TrackedRun, id: str | None):
         import wandb
@@ -337,101 +324,9 @@ class WandB:
         self._run.finish(exit_code=0 if status == "finished" else 1)
 
 
-class MLflow:
-    """A run of MLflow at MLFLOW_TRACKING_URI. Findings are tags named `health.<finding>`."""
-
-    num_rows: int | None = None
-
-    def __init__(self, run: TrackedRun, id: str | None):
-        # Else its migrations and its bars are printed over the progress.
-        for name in ("alembic", "mlflow.store.db.utils"):
-            logging.getLogger(name).setLevel(logging.WARNING)
-        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-        import mlflow
-
-        self._client = mlflow.MlflowClient()
-        if id is not None:
-            self._client.update_run(id, status="RUNNING")
-            self.id, self.num_rows = id, len(self._client.get_metric_history(id, EVERY_ROW))
-        else:
-            self.id = self._new_run(run)
-        self.url = f"run {self.id} at {mlflow.get_tracking_uri()}"
-
-    def _new_run(self, run: TrackedRun) -> str:
-        from mlflow.entities import Param
-
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        experiment = self._client.get_experiment_by_name(name)
-        number = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
-        new: str = self._client.create_run(number, run_name=run.title).info.run_id
-        params = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in flat(run.config).items()]
-        for start in range(0, len(params), MOST_PARAMS):
-            self._client.log_batch(new, params=params[start : start + MOST_PARAMS])
-        self._client.log_text(new, run.config_text, "config.yaml")
-        return new
-
-    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        from mlflow.entities import Metric
-
-        now = int(1000 * time.time())
-        points = [Metric(name, value, now, step) for step, values in rows for name, value in values.items()]
-        for start in range(0, len(points), MOST_METRICS):
-            self._client.log_batch(self.id, metrics=points[start : start + MOST_METRICS])
-
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        columns, cells = _table([{"step": step, **row} for row in rows])
-        table = {name: [row[i] for row in cells] for i, name in enumerate(columns)}
-        self._client.log_table(self.id, table, "samples.json")
-
-    def alert(self, step: int, finding: Mapping[str, str]) -> None:
-        self._client.set_tag(self.id, f"health.{finding['name']}", f"step {step}: {_text(finding)}"[:LONGEST_TAG])
-
-    def model(self, directory: Path) -> None:
-        """Send a model directory as an artifact of the run."""
-        self._client.log_artifacts(self.id, str(directory), "model")
-
-    def close(self, status: str) -> None:
-        self._client.set_terminated(self.id, {"finished": "FINISHED", "stopped": "KILLED"}.get(status, "FAILED"))
-
-
-class Trackio:
-    """A run of trackio in its local database, or in the Space of TRACKIO_SPACE_ID. Findings are its alerts."""
-
-    num_rows: int | None = None
-
-    def __init__(self, run: TrackedRun, id: str | None):
-        import trackio
-        import trackio.run
-
-        for module in (trackio, trackio.run, trackio.utils):
-            module.print = lambda *_, **__: None  # Its messages would be printed over the progress.
-        project = os.environ.get("TRACKIO_PROJECT", PROJECT)
-        self.id = id or f"{run.name}-{run.stage}-{uuid.uuid4().hex[:6]}"
-        resume = "never" if id is None else "allow"
-        self._run = trackio.init(project, name=self.id, group=run.name, config=run.config, resume=resume, embed=False)
-        self._trackio, self.url = trackio, f"trackio show --project {project}"
-
-    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        for step, values in rows:
-            self._run.log(dict(values), step=step)
-
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        columns, cells = _table([{"step": step, **row} for row in rows])
-        self._run.log({"samples": self._trackio.Table(columns=columns, data=cells)}, step=step)
-
-    def alert(self, step: int, finding: Mapping[str, str]) -> None:
-        level = self._trackio.AlertLevel.ERROR if finding["severity"] == "stop" else self._trackio.AlertLevel.WARN
-        self._run.alert(finding["name"], _text(finding), level, step)
-
-    def close(self, status: str) -> None:  # noqa: ARG002
-        self._run.finish()
-
-
 TRACKERS: dict[str, Callable[[TrackedRun, str | None], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WandB,
-    "mlflow": MLflow,
-    "trackio": Trackio,
 }
 
 

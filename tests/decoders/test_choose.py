@@ -79,7 +79,7 @@ def test_the_config_names_the_decoder_of_a_run(
 @pytest.mark.parametrize(
     ("decoder", "settings", "message"),
     [
-        ("static", [], "`static` does not exist any more. Set it to plain"),
+        ("static", [], "must be one of auto, paged, plain, sharded; this decoder does not exist any more, say plain"),
         ("paged", ["device=cuda"], "paged needs a CPU, and device is cuda"),
         ("paged", ["precision=bfloat16"], "paged needs float32, and precision is bfloat16"),
         ("sharded", [], "sharded samples from a sharded policy, and this one is whole"),

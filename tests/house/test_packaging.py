@@ -124,9 +124,9 @@ def test_the_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> 
         assert (away / written).exists(), command
 
 
-NAME_OF = {"vl_convert": "vl-convert-python", "yaml": "pyyaml", "mlflow": "mlflow-skinny"}
-USED_BY_OTHERS = {"tensorboard", "sqlalchemy", "alembic", "gguf", "sentencepiece"}
-"""Packages that torch.utils.tensorboard, MLflow's database and llama.cpp's converter import."""
+NAME_OF = {"vl_convert": "vl-convert-python", "yaml": "pyyaml"}
+USED_BY_OTHERS = {"tensorboard", "gguf", "sentencepiece"}
+"""Packages that torch.utils.tensorboard and llama.cpp's converter import."""
 COME_ALONG = {"pyarrow": "datasets", "pydantic_core": "pydantic"}
 """Packages that need no own entry: a listed dependency always requires them."""
 
