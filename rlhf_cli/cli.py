@@ -263,6 +263,7 @@ def one_line() -> Iterator[None]:
 
 
 INSTEAD = {
+    "chat --compare": "`rlhf generate DIR --prompts FILE --compare sft` and the page of `rlhf report` show both",
     "eval --tasks": "Run lm-evaluation-harness itself: lm_eval --model hf --model_args pretrained=DIR/ppo/model",
     "generate --beams": "Give its options to `generate` of transformers, which reads the folder of the model",
     "generate --penalty-alpha": "Give its options to `generate` of transformers, which reads the folder of the model",

@@ -127,8 +127,8 @@ class TrainedLanguageModel:
         return None
 
     def compared(self, name: str) -> TrainedLanguageModel:
-        """The `sft` or `ppo` stage of the same run, or `base`, the model that the run started from. The base model
-        gets the prompts of this one.
+        """The `sft` stage of the same run, or `base`, the model that the run started from. The base model gets the
+        prompts of this one.
 
         Raises ConfigError for a model outside of any run and for a base of random weights, ArtifactError for a stage
         that is not finished.

@@ -1,4 +1,4 @@
-"""`rlhf chat`: how models are prompted, streaming, the commands of a conversation, two stages side by side."""
+"""`rlhf chat`: how models are prompted, streaming, the commands of a conversation."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import errno
 import itertools
 import json
 import os
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from jinja2 import TemplateError
-from transformers import AutoModelForSequenceClassification
 from typer.testing import CliRunner, Result
 
 from rlhf_cli.cli import app
@@ -185,7 +182,7 @@ def test_a_seed_repeats_the_conversation_and_0_is_greedy(finished: Path) -> None
 def test_ctrl_c_keeps_what_was_written(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     talk = session(speaker_at(chat_model), interactive=True, max_new_tokens=30)
     assert talk.take("the tent")
-    before = list(talk.histories[0])
+    before = list(talk.history)
     seen: list[str] = []
     grow = Words.grow
 
@@ -197,7 +194,7 @@ def test_ctrl_c_keeps_what_was_written(chat_model: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Words, "grow", interrupted)
     assert talk.take("the lamp")
-    assert talk.histories[0] == [*before, Message("user", "the lamp"), Message("assistant", seen[-1])]
+    assert talk.history == [*before, Message("user", "the lamp"), Message("assistant", seen[-1])]
     assert seen[-1]
 
 
@@ -268,7 +265,7 @@ def test_a_full_disk_leaves_no_half_file_and_the_conversation(
         assert not talk.take(f"/save {tmp_path / 'talk.jsonl'}")
     assert "No space left on device" in capsys.readouterr().err
     assert talk.take(f"/save {tmp_path / 'talk.jsonl'}")
-    assert len(talk.histories[0]) == 2
+    assert len(talk.history) == 2
 
 
 def test_a_saved_conversation_is_data(chat_model: Path, tmp_path: Path) -> None:
@@ -293,13 +290,11 @@ def test_what_is_not_there_gets_one_line(finished: Path, chat_model: Path, tmp_p
     run = tmp_path / "run"
     assert chat(run, lines="").stderr.startswith("sft: ")
     assert "stage ppo is not finished" in one_error(chat(run, "--stage", "ppo", lines="hi\n"))
-    assert "stage ppo is not finished" in one_error(chat(run, "--compare", lines="hi\n"))
     assert "no stage is finished" in one_error(chat(tmp_path, lines="hi\n"))
     for of_rm in ((finished / "run" / "rm",), (finished / "run", "--stage", "rm")):
         assert "stage rm is a reward model" in one_error(chat(*of_rm, lines="hi\n"))
     assert "is a model and not a run" in one_error(chat(chat_model, "--stage", "sft", lines="hi\n"))
-    assert "is a model and not a run" in one_error(chat(chat_model, "--compare", lines="hi\n"))
-    assert "both stages" in one_error(chat(run, "--compare", "--stage", "sft", lines="hi\n"))
+    assert "--compare: does not exist any more" in one_error(chat(run, "--compare", lines="hi\n"))
     assert "no such directory" in one_error(chat(tmp_path / "none", lines="hi\n"))
 
 
@@ -328,41 +323,6 @@ def test_a_model_outside_of_a_run_draws_as_its_generation_config_says(chat_model
     assert (rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p) == (0.5, 7, None, 0.1)
     opened = speaker_at(Path(model))
     assert (opened.sampling.temperature, opened.sampling.top_k, opened.sampling.min_p) == (0.5, 7, 0.1)
-
-
-# ------------------------------------------------------------------------------------------ two stages
-
-
-def test_two_stages_answer_side_by_side_with_scores(finished: Path) -> None:
-    result = chat(finished / "run", "--compare", lines="the tent is\n")
-    assert result.exit_code == 0, result.output
-    assert all(len(line) <= 80 for line in result.stdout.splitlines())
-    printed = [float(score) for score in re.findall(r"reward_model ([+-]\d+\.\d\d)", result.stdout)]
-
-    models = [speaker_at(finished / "run", stage) for stage in ("sft", "ppo")]
-    reward_model = AutoModelForSequenceClassification.from_pretrained(finished / "run" / "rm" / "model").eval()
-    facts = reward_model.config
-    expected = []
-    for model in models:
-        found = reply(model, [Message("user", "the tent is")])
-        ids = model.tokenizer("the tent is")["input_ids"] + found.response.ids
-        logit = reward_model(input_ids=torch.tensor([ids])).logits.item()
-        expected.append((logit - facts.score_mean) / facts.score_std)
-    assert printed == pytest.approx(expected, abs=0.006)
-
-
-def test_a_reward_without_a_score_is_named_and_the_replies_stay(finished: Path, tmp_path: Path) -> None:
-    shutil.copytree(finished / "run", tmp_path / "run")
-    config = tmp_path / "run" / "ppo" / "config.yaml"
-    rules = "rewards:\n- type: answer_match\n  column: solution\n- type: length\n  target: 3\n"
-    text = re.sub(r"^rewards:\n(?:[- ].*\n)+", rules, config.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    config.write_text(text, encoding="utf-8")
-    result = chat(tmp_path / "run", "--compare", lines="the tent is\n/history\n")
-    assert result.exit_code == 0, result.output
-    assert "no score: " in result.stderr
-    assert "solution" in result.stderr
-    assert len(re.findall(r"length_1 [+-]", result.stdout)) == 2
-    assert result.stdout.count("assistant: ") == 2
 
 
 def test_a_quantized_model_answers_with_its_rounded_weights(chat_model: Path) -> None:

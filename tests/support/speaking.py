@@ -18,11 +18,11 @@ def speaker_at(directory: Path, stage: str | None = None, quantization: Quantize
 
 
 def session(speaker: Speaker, *, interactive: bool = False, **settings: Any) -> Session:
-    return Session([speaker], None, ChatSettings(**settings), interactive=interactive)
+    return Session(speaker, ChatSettings(**settings), interactive=interactive)
 
 
 def reply(
     speaker: Speaker, messages: Sequence[Message], on_text: Callable[[str], object] = len, **settings: Any
 ) -> Reply:
     """The first reply of a conversation."""
-    return session(speaker, **settings).reply(speaker, messages, on_text)  # type: ignore[arg-type]
+    return session(speaker, **settings).reply(messages, on_text)  # type: ignore[arg-type]
