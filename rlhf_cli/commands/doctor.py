@@ -6,36 +6,30 @@ Nothing is modified. Each line is printed as soon as it is known, and torch is i
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
-import math
 import os
 import platform
 import shutil
 import textwrap
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 from rich.text import Text
 
 from rlhf_cli.commands.status import runs_in
 from rlhf_cli.config.by_stage import load_stage_config
-from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.stage import STAGES, Stage
+from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
-from rlhf_cli.files import digest_file, stored_tensors
+from rlhf_cli.files import digest_file
 from rlhf_cli.printing import printable, size
 from rlhf_cli.processes.environment import num_cores
-from rlhf_cli.program import install_extra
 from rlhf_cli.report.progress import Console
 from rlhf_cli.run.artifacts import (
     MANIFEST,
     Manifest,
-    model_directory,
     partial_directory,
     read_manifest,
     set_aside_directory,
@@ -44,9 +38,6 @@ from rlhf_cli.run.artifacts import (
 from rlhf_cli.run.checkpoint_files import checkpoints_directory, damage_of, list_checkpoints
 from rlhf_cli.run.lock import lock_path, owner_of
 from rlhf_cli.run.stale import what_changed
-
-if TYPE_CHECKING:
-    import torch
 
 NAMES_SHOWN = 5
 ARTIFACTS = "the `artifacts` directory of your configs"
@@ -135,25 +126,19 @@ def versions() -> Iterator[Result]:
 
 
 def packages(requirements: Sequence[str]) -> Iterator[Result]:
-    """Compare installed versions with the required ones. Packages of the extra `lora` are optional."""
+    """Compare installed versions with the required ones, without those of extras."""
     from packaging.requirements import Requirement
 
     others = []
     for requirement in map(Requirement, requirements):
-        needed, with_lora = (
-            requirement.marker is None or requirement.marker.evaluate({"extra": extra}) for extra in ("", "lora")
-        )
-        if not needed and not with_lora:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         name, specifier = requirement.name, requirement.specifier
         advice = f"{specifier} is required. Run: pip install '{name}{specifier}'"
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            if needed:
-                yield problem(name, f"not installed, {advice}")
-            else:
-                others.append(f"{name} not installed (for LoRA: {install_extra('lora', name)})")
+            yield problem(name, f"not installed, {advice}")
             continue
         if not specifier.contains(version, prereleases=True):
             yield problem(name, f"{version} is installed, {advice}")
@@ -166,140 +151,22 @@ def packages(requirements: Sequence[str]) -> Iterator[Result]:
 
 
 def machine() -> Iterator[Result]:
-    """Device, threads, speed of bfloat16, and whether training steps are reproducible."""
+    """Whether torch can be imported, and the processor and GPUs that it finds."""
     try:
         import torch
-
-        from rlhf_cli.models.forward import computes_in_bfloat16
     except Exception as error:
         # A broken installation fails in many ways: a missing package, a missing library, a missing symbol.
         reason = str(error).strip().splitlines() or [type(error).__name__]
         yield problem("torch", f"cannot be imported ({reason[0][:300]}). Install it again")
         return
-    cores = num_cores()
-    yield ok("device", f"cpu: {_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {cores} cores")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    yield ok("device", f"cpu: {_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {num_cores()} cores")
     for number in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(number)
         major, minor = torch.cuda.get_device_capability(number)
         memory = f"{size(free)} of {size(total)} free, compute capability {major}.{minor}"
         yield ok("device", f"cuda:{number}: {torch.cuda.get_device_name(number)}, {memory}")
-    if device.type == "cpu" and Path("/proc/driver/nvidia/version").exists():
+    if not torch.cuda.is_available() and Path("/proc/driver/nvidia/version").exists():
         yield warning("device", f"an NVIDIA driver is loaded, but torch {torch.__version__} finds no GPU")
-    yield threads(torch.get_num_threads(), cores, os.getloadavg()[0])
-    yield arithmetic(device, computes_in_bfloat16(device, "auto"))
-    yield from training(device)
-
-
-def threads(num_threads: int, cores: int, load: float) -> Result:
-    """Compare torch's threads with the cores and the load average of the last minute.
-
-    Threads that share a core wait for each other at the end of every operation. A training step of a small model was
-    measured to take several times as long on a busy CPU.
-    """
-    text = f"torch uses {num_threads} on {cores} cores, the load average is {load:.1f}"
-    if num_threads > cores:
-        return warning("threads", f"{text}: more threads than cores. Set OMP_NUM_THREADS={cores}")
-    if num_threads > 1 and load > cores / 2:
-        return warning(
-            "threads",
-            f"{text}: on a busy CPU the threads wait for each other, and a step can take several times as long. "
-            "Set OMP_NUM_THREADS=1 (the result of a stage is the same)",
-        )
-    return ok("threads", text)
-
-
-def arithmetic(device: torch.device, auto_is_bfloat16: bool) -> Result:
-    """The speed of bfloat16 against float32 in a square matmul, and the choice of `precision: auto`."""
-    import torch
-
-    width = 512 if device.type == "cpu" else 4096
-    auto = "bfloat16" if auto_is_bfloat16 else "float32"
-    try:
-        float32, bfloat16 = (_matmul_seconds(device, width, dtype) for dtype in (torch.float32, torch.bfloat16))
-    except RuntimeError as error:
-        return warning(
-            "arithmetic", f"bfloat16 does not work ({str(error).splitlines()[0][:200]}); precision: auto uses {auto}"
-        )
-    ratio, where = float32 / bfloat16, " on one core" if device.type == "cpu" else ""
-    text = (
-        f"a {width} x {width} matmul{where} takes {1e3 * float32:.3g} ms in float32 and {1e3 * bfloat16:.3g} ms in "
-        f"bfloat16, which is {ratio:.2g} times as fast; precision: auto uses {auto}"
-    )
-    # Not 1.0: small disturbances by other processes must not cause a warning.
-    if auto_is_bfloat16 and ratio < 0.9:
-        return warning("arithmetic", f"{text}. Try precision: float32")
-    return ok("arithmetic", text)
-
-
-def _matmul_seconds(device: torch.device, width: int, dtype: torch.dtype) -> float:
-    """The best time on one thread. On a CPU it is CPU time: the time of other processes on the core does not count."""
-    import torch
-    from torch.utils.benchmark import Timer, timer
-
-    a = torch.ones(width, width, dtype=dtype, device=device)
-    clock = time.thread_time if device.type == "cpu" else timer  # the latter waits for the GPU
-    return min(Timer("a @ a", globals={"a": a}, timer=clock).blocked_autorange(min_run_time=0.2).times)
-
-
-def training(device: torch.device, seeds: Sequence[int] = (0, 0)) -> Iterator[Result]:
-    """Check that training steps are reproducible bit for bit, and that packed rows equal separate forward passes."""
-    digests, notes = zip(*(_trained(device, seed) for seed in seeds), strict=True)
-    text = f"the same training steps of a tiny Llama on {device} give"
-    if len(set(digests)) == 1:
-        yield ok("determinism", f"{text} identical weights")
-    else:
-        wrong = "runs are not reproducible, and a resumed run differs from an uninterrupted one"
-        yield problem("determinism", f"{text} different weights each time: {wrong}")
-    same = "packed rows give the same result as one forward pass per sequence (a tiny Llama)"
-    yield ok("attention", same) if notes[0] is None else warning("attention", notes[0])
-
-
-def _trained(device: torch.device, seed: int) -> tuple[str, str | None]:
-    """(sha256 of a tiny Llama's weights after three training steps, what is wrong with packed rows or None).
-
-    The steps use the SFT stage's forward pass, loss, optimizer and precision.
-    """
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from rlhf_cli.algorithms.language_model import lm_loss
-    from rlhf_cli.config.stage import Optimizer
-    from rlhf_cli.models.forward import autocast, choose_attention, target_logits
-    from rlhf_cli.processes.distributed import World
-    from rlhf_cli.seeding import generator, seeded
-    from rlhf_cli.tensor_ops import token_logprobs
-    from rlhf_cli.training.optimizer import build_stepper
-
-    config = LlamaConfig(
-        vocab_size=500,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-    )
-    with seeded(seed, "doctor"):
-        model = LlamaForCausalLM(config)
-    # transformers overrides `to` with a signature that type checkers reject.
-    torch.nn.Module.to(model, device)
-    note = choose_attention(model)
-    stepper = build_stepper(model, Optimizer(learning_rate=1e-3, schedule="constant"), 3)
-    draw = generator(seed, "doctor rows")
-    for _ in range(3):
-        rows = [torch.randint(config.vocab_size, (20 + 7 * i,), generator=draw).tolist() for i in range(8)]
-        target_mask = [[False] + [True] * (len(row) - 1) for row in rows]
-        with autocast(device, "auto"):
-            logits, targets = target_logits(model, rows, target_mask)
-        loss, _ = lm_loss(token_logprobs(logits, targets), num_tokens=sum(map(sum, target_mask)))
-        loss.backward()
-        stepper.clip(World(0, 1, device))
-        stepper.advance()
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().cpu().numpy().tobytes())
-    return digest.hexdigest(), note
 
 
 def _cpu_name() -> str:
@@ -310,82 +177,18 @@ def _cpu_name() -> str:
     return platform.machine()
 
 
-NOT_SAFETENSORS = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npz", ".h5", ".msgpack", ".gguf"}
-MODELS = ("model", "value_model", "ema_model", "best_model")
-
-# ------------------------------------------------------------------------------------------ disk space
-
-
 def disk(directory: Path | None) -> Result:
-    """Compare the free space with what running a stage of `directory` again writes before it is published.
-
-    That is ``models * (1 + 3 * (checkpoints.keep + 1))``: the saved models, and for each checkpoint (one more is being
-    written) the weights and AdamW's two moments, all in float32. Adapters need less.
-    """
+    """The free space, and whether stages can be run in the directory."""
     location = directory if directory is not None else Path.cwd()
-    free = shutil.disk_usage(location).free
-    text = f"{size(free)} free at {location}"
-    if directory is not None and not os.access(directory, os.W_OK):
+    text = f"{size(shutil.disk_usage(location).free)} free at {location}"
+    if not os.access(location, os.W_OK):
         return warning("disk", f"{text}, which is not writable: you can inspect it, but not run a stage")
-    needs = {}
-    for stage, built in _stage_directories(directory).items():
-        config = _config_of(stage, built)
-        models = sum(weight_bytes(built / name) for name in MODELS) or (_expected_bytes(config) if config else 0)
-        if models:
-            checkpoints = (config.checkpoints.keep if config is not None else 2) + 1
-            needs[stage] = (models * (1 + 3 * checkpoints), f"{size(models)} x (1 + 3 x {checkpoints})")
-    if not needs:
-        return ok("disk", text)
-    most = max(need for need, _ in needs.values())
-    sums = ", ".join(f"{stage} {formula} = {size(need)}" for stage, (need, formula) in needs.items())
-    text += (
-        f"; running a stage again needs up to {size(most)} (its models, and for each checkpoint three times their "
-        f"size: the weights and the two moments of AdamW). {sums}"
-    )
-    if free < most:
-        return problem("disk", f"{text}. Free disk space, or lower checkpoints.keep")
     return ok("disk", text)
-
-
-def _stage_directories(directory: Path | None) -> dict[str, Path]:
-    """Each stage and its directory, finished or being built."""
-    if directory is None:
-        return {}
-    if (directory / MANIFEST).exists():
-        return {directory.resolve().name: directory}
-    directories: dict[str, Path] = {}
-    for stage in STAGES:
-        for built in (stage_directory(directory, stage), partial_directory(directory, stage)):
-            if built.is_dir():
-                directories.setdefault(stage, built)
-    return directories
-
-
-def _config_of(stage: str, built: Path) -> Stage | None:
-    """The config in a stage's directory; None if this version cannot read it."""
-    if stage not in STAGES or not (built / "config.yaml").is_file():
-        return None
-    try:
-        return load_stage_config(stage, built / "config.yaml")
-    except ConfigError:
-        return None
-
-
-def _expected_bytes(config: Stage) -> int:
-    """The bytes that an unfinished stage will save, from the models it starts from if they are local."""
-    of_policy = [role for role in ("model", "policy") if role in config.inputs]
-    policy = sum(weight_bytes(Path(model_directory(config.inputs[role][0]))) for role in of_policy)
-    with_value_model = isinstance(config, PPOConfig) and config.ppo.has_value_model
-    return 2 * policy if with_value_model else policy
-
-
-def weight_bytes(directory: Path) -> int:
-    """Bytes of a model directory's weights in float32; 0 without any."""
-    return 4 * sum(math.prod(shape) for _, shape in stored_tensors(directory))
 
 
 # ---------------------------------------------------------------------------------------------- stages
 
+NOT_SAFETENSORS = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npz", ".h5", ".msgpack", ".gguf"}
 OUTSIDE = "its manifest names files outside the directory, which were not read"
 LINKS = "files were replaced by links, which were not followed"
 MISSING, CHANGED = "missing", "modified after they were written"
@@ -449,8 +252,10 @@ def files(directory: Path, digests: Mapping[str, str], stage: str) -> Iterator[R
 
 def inputs(directory: Path, manifest: Manifest) -> Result:
     """Check whether the data and inputs of a stage are unchanged."""
-    stage, config = manifest.stage, _config_of(manifest.stage, directory)
-    if config is None:
+    stage = manifest.stage
+    try:
+        config = load_stage_config(stage, directory / "config.yaml")
+    except ConfigError:
         why = "this version of rlhf cannot read its config.yaml, so it is unknown whether it is stale"
         return warning(stage, why)
     try:

@@ -10,21 +10,17 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands import doctor as module
 from rlhf_cli.commands.doctor import Result
-from rlhf_cli.printing import size
-from rlhf_cli.program import install_extra
 from rlhf_cli.report.progress import Console
 from rlhf_cli.run.artifacts import digest_file, partial_directory, read_manifest
 from rlhf_cli.run.checkpoint_files import checkpoints_directory, new_checkpoint
@@ -71,8 +67,7 @@ def test_a_good_run_has_no_problem_and_is_not_touched(project: Path) -> None:
     code, lines, stderr = examined(run)
     assert (code, stderr) == (0, "")
     assert {line.split()[0] for line in lines} <= {"ok", "warning"}
-    for what in ("python", "torch", "transformers", "packages", "device", "threads", "arithmetic", "determinism",
-                 "attention", "disk"):  # fmt: skip
+    for what in ("python", "torch", "transformers", "packages", "device", "disk"):
         assert any(line.split()[1] == what for line in lines), what
     for name in ("sft", "rm", "ppo"):
         about = [line for line in lines if line.split()[1] == name]
@@ -153,7 +148,6 @@ def test_a_wrong_or_missing_package_is_a_problem_with_the_command_that_fixes_it(
             "transformers>=1",
             "rich<1",
             "no-such-package-as-this>=1.5",
-            "missing-but-optional>=1; extra == 'lora'",
             "for-tests-only>=1; extra == 'dev'",
             "typer>=0.1",
             "for-old-pythons; python_version < '3'",
@@ -164,107 +158,7 @@ def test_a_wrong_or_missing_package_is_a_problem_with_the_command_that_fixes_it(
     assert [lines[name].word for name in ("torch", "rich", "no-such-package-as-this")] == ["problem"] * 3
     assert lines["torch"].text == f"{torch.__version__} is installed, >=999 is required. Run: pip install 'torch>=999'"
     assert "pip install 'no-such-package-as-this>=1.5'" in lines["no-such-package-as-this"].text
-    assert lines["packages"].text.startswith(
-        f"missing-but-optional not installed (for LoRA: {install_extra('lora', 'missing-but-optional')}), typer "
-    )
-
-
-@pytest.mark.parametrize(
-    ("num_threads", "cores", "load", "word"),
-    [(1, 2, 9.0, "ok"), (2, 2, 0.3, "ok"), (2, 2, 1.1, "warning"), (8, 16, 7.0, "ok"), (16, 2, 0.0, "warning")],
-)
-def test_threads_on_a_busy_cpu(num_threads: int, cores: int, load: float, word: str) -> None:
-    line = module.threads(num_threads, cores, load)
-    assert line.word == word
-    if word == "warning":
-        assert f"OMP_NUM_THREADS={2 if num_threads > cores else 1}" in line.text
-
-
-def test_arithmetic_names_the_choice_of_auto() -> None:
-    text = module.arithmetic(CPU, False).text
-    milliseconds = [float(part.split()[-1]) for part in text.split(" ms in ")[:2]]
-    ratio = float(text.split("which is ")[1].split()[0])
-    assert ratio == pytest.approx(milliseconds[0] / milliseconds[1], rel=0.06)
-    assert text.endswith("precision: auto uses float32")
-
-
-def test_arithmetic_on_a_busy_machine() -> None:
-    """Three more processes than cores: their time is not counted."""
-
-    def ratio() -> float:
-        return float(module.arithmetic(CPU, False).text.split("which is ")[1].split()[0])
-
-    threads, calm = torch.get_num_threads(), ratio()
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range((os.cpu_count() or 1) + 3)]
-    try:
-        time.sleep(0.5)
-        busy = ratio()
-    finally:
-        for process in others:
-            process.kill()
-            process.wait()
-    assert calm / 2 < busy < calm * 2
-    assert torch.get_num_threads() == threads
-
-
-def test_training_steps_are_reproducible_and_other_seeds_differ() -> None:
-    assert words(module.training(CPU)) == ["ok", "ok"]
-    assert words(module.training(CPU, seeds=(0, 1))) == ["problem", "ok"]
-
-
-# ------------------------------------------------------------------------------------------------ disk
-
-
-def test_disk_shows_the_calculation(project: Path) -> None:
-    """sft: one model; ppo: policy and value model. 2 checkpoints are kept, and one more is being written."""
-    run = project / "run"
-    line = module.disk(run)
-    assert line.word == "ok"
-    most = 0
-    for stage, names in {"sft": ["model"], "rm": ["model"], "ppo": ["model", "value_model"]}.items():
-        tensors = [load_file(run / stage / name / "model.safetensors") for name in names]
-        saved = 4 * sum(tensor.numel() for model in tensors for tensor in model.values())
-        checkpoint = 3 * saved
-        need = saved + 3 * checkpoint
-        most = max(most, need)
-        assert f"{stage} {size(saved)} x (1 + 3 x 3) = {size(need)}" in line.text
-    assert f"running a stage again needs up to {size(most)} (its models, " in line.text
-    config = run / "sft" / "config.yaml"
-    config.write_text(config.read_text().replace("keep: 2", "keep: 5"))
-    assert "x (1 + 3 x 6)" in module.disk(run).text
-
-
-def test_the_space_for_a_stage_that_has_not_run_follows_from_its_inputs(project: Path) -> None:
-    run = project / "run"
-    before = module.disk(run).text
-    models = {name: run / "ppo" / name / "model.safetensors" for name in ("model", "value_model")}
-    policy = 4 * sum(t.numel() for t in load_file(models["model"]).values())
-    (run / "ppo").rename(run / ".ppo.partial")
-    for path in models.values():
-        (run / ".ppo.partial" / path.relative_to(run / "ppo")).unlink()
-    after = module.disk(run).text
-    assert "ppo" in before
-    assert f"ppo {size(2 * policy)} x (1 + 3 x 3)" in after
-
-
-def test_a_disk_that_is_too_small_is_a_problem(project: Path) -> None:
-    weights = project / "run" / "sft" / "model" / "model.safetensors"
-    header = json.dumps({"w": {"dtype": "F32", "shape": [10**9, 10**6], "data_offsets": [0, 0]}}).encode()
-    weights.write_bytes(len(header).to_bytes(8, "little") + header)
-    line = module.disk(project / "run")
-    assert line.word == "problem"
-    assert "Free disk space" in line.text
-
-
-def test_weight_bytes(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(3, 5), "b": torch.zeros((), dtype=torch.float32)}, tmp_path / "1.safetensors")
-    assert module.weight_bytes(tmp_path) == 4 * 16
-    save_file({"c": torch.zeros(7, dtype=torch.bfloat16)}, tmp_path / "2.safetensors", metadata={"format": "pt"})
-    assert module.weight_bytes(tmp_path) == 4 * (16 + 7)
-    for number, text in enumerate([b"", b"\1", b"\xff" * 9, b"\2" + bytes(7) + b"[]", b"\1" + bytes(7) + b"3"]):
-        (tmp_path / f"broken{number}.safetensors").write_bytes(text)
-    assert module.weight_bytes(tmp_path) == 4 * (16 + 7)
-    assert module.weight_bytes(tmp_path / "nowhere") == 0
+    assert lines["packages"].text.startswith("typer ")
 
 
 # ------------------------------------------------------------------------------------ finished stages
