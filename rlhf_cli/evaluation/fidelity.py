@@ -18,7 +18,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.algorithms.kl import kl_full
 from rlhf_cli.config.ppo import Rollout
-from rlhf_cli.config.rewards import OWN_REWARD_MODEL, ModelReward
 from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.encoders import PromptEncoder, PromptRow
 from rlhf_cli.data.records import Prompt
@@ -31,7 +30,6 @@ from rlhf_cli.evaluation.reward_model import Scorer, rows_of_stage, scorer_of
 from rlhf_cli.models.forward import positions, target_logits, vocabulary_rows
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
 from rlhf_cli.report.figure import Figure, Figures
-from rlhf_cli.rewards.sources import load_rewards, samples_of, total_score
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.scoring import MAX_LOGITS
@@ -85,7 +83,7 @@ def _small(figure: Figure) -> str:
 
 
 class PolicyCheck:
-    """Loss on SFT's held-out rows; exact KL and reward on responses to held-out prompts."""
+    """Loss on SFT's held-out rows, and exact KL on the original's responses to held-out prompts."""
 
     def __init__(self, run: Run, path: str):
         self.run = run
@@ -93,16 +91,12 @@ class PolicyCheck:
         self.rows = run.demonstrations(self.model, self.tokenizer)
         rollout, self.prompts = _prompts(run, self.model, self.tokenizer, self.rows)
         self.speaker = Speaker.of(rollout, self.model, self.tokenizer, PRECISION)
-        rewards = [r for r in run.ppo.named_rewards if isinstance(r.reward, ModelReward)] if run.ppo else []
-        if not rewards and run.rm is not None:
-            rewards = [OWN_REWARD_MODEL]
-        self.rewards = load_rewards(rewards, str(run.root), self.tokenizer, run.device, PRECISION)[0]
         rows = [f"{self.rows} held-out rows"] if self.rows else []
         prompts = [f"responses to {len(self.prompts):,} held-out prompts"] if self.prompts else []
         self.about = ", ".join(rows + prompts)
 
     def compare(self, exported: PreTrainedModel) -> Comparison:
-        """Loss, KL and reward."""
+        """Loss and KL."""
         prepare(exported, self.run.device)
         found, seed = Comparison(), self.run.seed
         if self.rows:
@@ -113,26 +107,17 @@ class PolicyCheck:
             losses = [ratio_figure(sums.nll, sums.tokens, seed=seed) for sums in (before, after)]
             found.add("loss", losses, loss_difference(after, before, seed=seed))
         if self.prompts:
-            responses = self._respond(self.model)
-            found.difference |= self._distance(exported, responses)
-            if self.rewards:
-                scores = [self._score(one) for one in (responses, self._respond(exported))]
-                means = [mean_figure(score, seed=seed) for score in scores]
-                found.add("score", means, mean_figure(scores[1] - scores[0], seed=seed))
+            found.difference |= self._distance(exported)
         return found
 
-    def _respond(self, model: PreTrainedModel) -> list[Response]:
-        """A response of a model to each prompt. Both models use the same uniforms."""
+    def respond(self) -> list[Response]:
+        """The original's response to each prompt."""
         uniforms = draw_uniforms(self.run.seed, "export", 0, len(self.prompts), self.speaker.max_new_tokens)
-        return replace(self.speaker, model=model).respond([prompt.ids for prompt in self.prompts], uniforms)
+        return self.speaker.respond([prompt.ids for prompt in self.prompts], uniforms)
 
-    def _score(self, responses: Sequence[Response]) -> Tensor:
-        texts = list(map(self.speaker.text, responses))
-        samples = samples_of(self.rewards, self.tokenizer, self.prompts, texts, responses)
-        return total_score(self.rewards, samples).total.double()
-
-    def _distance(self, exported: PreTrainedModel, responses: Sequence[Response]) -> Figures:
+    def _distance(self, exported: PreTrainedModel) -> Figures:
         """How far the next token's distribution is from the original's, at each token of the original's responses."""
+        responses = self.respond()
         ids = [prompt.ids + response.ids for prompt, response in zip(self.prompts, responses, strict=True)]
         masks = [[i >= len(prompt.ids) for i in range(len(row))] for prompt, row in zip(self.prompts, ids, strict=True)]
         kl, other = token_distances(self.model, exported, ids, masks, self.run)
@@ -214,7 +199,7 @@ class RewardModelCheck:
         return scorer_of(self.run, self.config, model, self.tokenizer)
 
     def compare(self, exported: PreTrainedModel) -> Comparison:
-        """Accuracy and margin of pairs, or the squared error of scored answers; how far the scores moved."""
+        """The accuracy on pairs, and how far the scores moved."""
         found, seed = Comparison(), self.run.seed
         pairs = [row for row in self.rows if isinstance(row, RankedIds)]
         before, after = (
@@ -225,20 +210,7 @@ class RewardModelCheck:
             right = [wins(score[0::2], score[1::2]) for score in (before, after)]
             accuracies = [share_figure(one) for one in right]
             found.add("accuracy", accuracies, difference_figure(right[1], right[0], seed=seed))
-            margins = [score[0::2] - score[1::2] for score in (before, after)]
-            means = [mean_figure(one, seed=seed) for one in margins]
-            found.add("margin", means, mean_figure(margins[1] - margins[0], seed=seed))
-            found.difference["other_preference"] = share_figure((margins[0].sign() != margins[1].sign()).double())
-        else:
-            settings = self.model.config
-            std, mean = (float(getattr(settings, key, x)) for key, x in (("target_std", 1.0), ("target_mean", 0.0)))
-            target = torch.tensor([row.score for row in self.rows], dtype=torch.float64)
-            stated = [score * std + mean for score in (before, after)]
-            if self.config.loss == "bce":
-                stated = [score.sigmoid() for score in stated]
-            errors = [(score - target).square() for score in stated]
-            means = [mean_figure(one, seed=seed) for one in errors]
-            found.add("squared_error", means, mean_figure(errors[1] - errors[0], seed=seed))
+            found.difference["other_preference"] = share_figure((right[0] != right[1]).double())
         scale = float(getattr(self.model.config, "score_std", None) or 1.0)
         moved = (after - before).abs() / scale
         found.difference["change_of_a_score"] = mean_figure(moved, seed=seed)

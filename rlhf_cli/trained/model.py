@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from rlhf_cli.config.ppo import PPOConfig, Rollout
 from rlhf_cli.config.rewards import OWN_REWARD_MODEL, ModelReward, NamedReward
@@ -75,21 +75,6 @@ class TrainedLanguageModel:
         """What the forward passes compute in."""
         return self.config.precision if self.config is not None else "auto"
 
-    def load(
-        self, device: torch.device, quantization: Quantize | None = None
-    ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """The model on the device, with merged adapters and held for its passes or quantized, and its tokenizer.
-
-        Raises ConfigError for a model that cannot be quantized here, ArtifactError for a directory without a language
-        model and for a tokenizer of another model or without EOS.
-        """
-        tokenizer = load_tokenizer(self.path, self.revision)
-        require_eos(tokenizer, self.path)
-        model = frozen_policy(self.path, self.revision, device, self.precision, quantization)
-        check_vocabulary(model, tokenizer, self.path)
-        prepare(model, device)
-        return model, tokenizer
-
     def form(self, tokenizer: PreTrainedTokenizerBase) -> PromptForm:
         """The form of the model's prompts, as its stage wrote them."""
         logged = logged_prompts(self.stage_directory) if self.stage_directory is not None else []
@@ -98,11 +83,17 @@ class TrainedLanguageModel:
     def speaker(
         self, device: torch.device, quantization: Quantize | None = None, rollout: Rollout | None = None
     ) -> Speaker:
-        """The loaded model, prompted as in its run, which draws as `rollout` says, or else as in its run.
+        """The model on the device, prompted as in its run, which draws as `rollout` says, or else as in its run.
 
-        Raises the errors of `load`.
+        It has merged adapters, and is held for its passes or quantized. Raises ConfigError for a model that cannot be
+        quantized here, ArtifactError for a directory without a language model and for a tokenizer of another model or
+        without EOS.
         """
-        model, tokenizer = self.load(device, quantization)
+        tokenizer = load_tokenizer(self.path, self.revision)
+        require_eos(tokenizer, self.path)
+        model = frozen_policy(self.path, self.revision, device, self.precision, quantization)
+        check_vocabulary(model, tokenizer, self.path)
+        prepare(model, device)
         form = self.form(tokenizer)
         return Speaker.of(rollout or self.rollout(), model, tokenizer, self.precision, form, self.name)
 

@@ -62,7 +62,7 @@ def test_an_export_in_int8_is_read_without_torchao(make_model: Any, tmp_path: Pa
     loaded = load_policy(str(integers))
     assert all(torch.equal(weight, loaded.get_parameter(name)) for name, weight in expected.named_parameters())
     assert not hasattr(loaded.config, "quantization_config")
-    held, _ = TrainedLanguageModel("mine", str(integers)).load(CPU)
+    held = TrainedLanguageModel("mine", str(integers)).speaker(CPU).model
     layers = {name: layer for name, layer in held.named_modules() if isinstance(layer, Int8Linear)}
     assert len(layers) == 2 * 7
     for name, layer in layers.items():
