@@ -155,7 +155,6 @@ PPO: dict[str, Any] = {
         ("ppo", ["ppo.importance_ratio_cap=5", "precision=float32"], "does nothing with num_rollouts_per_update: 1"),
         ("ppo", ["rollout.max_staleness=1"], "no other engines any more"),
         ("ppo", ["rollout.engine=vllm", "rollout.max_staleness=0"], "no other engines any more"),
-        ("ppo", ["rollout.engine=vllm", "ppo.old_logprobs=sampled"], "would start the ratio from"),
         ("ppo", ["ppo.num_reference_samples=5"], "does nothing with score_normalization: none"),
         ("ppo", ["ppo.overlong_buffer=4"], "only together. Set both"),
         ("ppo", ["ppo.overlong_buffer=100", "ppo.overlong_penalty=1"], "above rollout.max_new_tokens"),
