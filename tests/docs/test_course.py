@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shutil
 import subprocess
@@ -68,3 +70,11 @@ def test_the_test_of_the_solution_sees_the_change(number: int, tmp_path: Path) -
         )
         assert done.returncode == expected, done.stdout[-2000:]
         (tmp_path / file).write_text((tmp_path / file).read_text("utf-8").replace(f"{old}\n", f"{new}\n"), "utf-8")
+
+
+def test_the_example_of_the_kl_article_prints_what_the_page_says() -> None:
+    page = (ROOT / "docs" / "kl.md").read_text(encoding="utf-8")
+    code, stated = re.search(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL).groups()  # type: ignore[union-attr]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code, "kl.md", "exec"), {})
+    assert printed.getvalue() == stated
