@@ -30,7 +30,7 @@ class Limit(Section):
     """The mean must be above this. Set this or `below`."""
     below: float | None = None
     """The mean must be below this."""
-    learning_rate: PositiveFloat = 0.1
+    learning_rate: PositiveFloat = 0.3
     """How fast the multiplier follows: its logarithm changes by learning_rate * multiplier * (how far the mean is
     beyond the limit, in standard deviations of the source's first scores), at most by 0.2 per iteration."""
 
