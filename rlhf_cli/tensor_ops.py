@@ -241,24 +241,6 @@ def pad_rows(flat: Tensor, lengths: Sequence[int] | Tensor, *, value: float = 0.
     return padded
 
 
-def flatten_rows(padded: Tensor, mask: Tensor) -> Tensor:
-    """Convert a padded batch to packed rows: the real tokens, row after row.
-
-    ``flatten_rows(pad_rows(flat, lengths), length_mask(lengths)) == flat``
-
-    Args:
-        padded: [B, R, ...]; padding may hold anything.
-        mask: [B, R] bool, True on real tokens.
-
-    Returns:
-        [N, ...], N = mask.sum(); gradients pass through to padded and are 0 under padding.
-
-    >>> flatten_rows(torch.tensor([[1, 2], [3, 0]]), torch.tensor([[True, True], [True, False]]))
-    tensor([1, 2, 3])
-    """
-    return padded[mask]
-
-
 def num_weights(weight: torch.Tensor) -> int:
     """The numbers in a weight. A quantized one holds two in a byte, so its own shape does not tell.
 

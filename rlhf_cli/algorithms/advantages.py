@@ -64,8 +64,8 @@ def gae(
     ``returns[t] = advantages[t] + values[t]``, with value_lambda in place of gae_lambda if given
 
     t + 1 is the next *real* token: tokens in a hole of the mask are skipped. The value after the last token is 0,
-    because the response has ended. A response that was cut at the length limit is treated the same: its score is all
-    it gets, and no value stands for the text that might have followed.
+    because the response has ended. A response that was cut at the length limit counts as ended too: nothing is
+    bootstrapped from the value of its last state.
 
     Args:
         rewards: [B, R], as from ``token_rewards``; padding may hold anything.

@@ -11,7 +11,7 @@ from typing import Literal, assert_never
 AdvantageEstimator = Literal[
     "gae", "monte_carlo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo", "dr_grpo"
 ]
-"""`ppo.advantage_estimator`: what the policy's loss weighs each token by."""
+"""`ppo.advantage_estimator`: how the advantages, which weight each token in the policy's loss, are estimated."""
 
 GroupBaseline = Literal["rloo", "grpo", "dr_grpo"]
 """How `group_advantages` compares the responses to one prompt."""

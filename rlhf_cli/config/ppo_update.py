@@ -90,7 +90,7 @@ class PPO(Section):
     kl_target: PositiveFloat | None = None
     """Target KL in nats per response. Required with `kl_controller: adaptive`, and only there."""
     kl_horizon: PositiveInt = 10_000
-    """The number of responses in which kl_coef can change by about a fifth."""
+    """After this many responses kl_coef has changed by at most a fifth."""
 
     # ---- advantages
     advantage_estimator: AdvantageEstimator = "gae"

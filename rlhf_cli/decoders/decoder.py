@@ -42,7 +42,7 @@ class Decoder(Protocol):
     def apart(self, rows: int) -> Sequence[Decoder]:
         """Decoders with the same weights, of which each decodes some of `rows` rows in a thread of its own.
 
-        One, if the rows together are decoded as fast, or would have other last digits.
+        Only one if a split would not be faster, or would change the last digits.
         """
 
 

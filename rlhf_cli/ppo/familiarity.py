@@ -1,4 +1,4 @@
-"""How far PPO's replies are from the SFT model's, as the reward models see them: by the hidden states they score."""
+"""The Mahalanobis distance of PPO's replies from the SFT model's, in the reward models' last hidden states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf_cli.algorithms.mahalanobis import Gaussian, shrunk_gaussian, squared_s
 from rlhf_cli.processes.distributed import World
 
 NEAREST = 0.05
-"""Share of the SFT model's single replies that are nearer to their centre than the unit of the figure."""
+"""The unit of the figure is this quantile of the distances of single SFT replies from their mean."""
 LEAST = 20
 """With fewer replies of the SFT model there is no figure."""
 
@@ -21,9 +21,9 @@ class Home:
     """Where the replies of the policy before PPO are, among the features of the reward models."""
 
     gaussian: Gaussian
-    """Of every other reply."""
+    """Fitted to every other reply."""
     unit: float
-    """The distance from its mean that all but the NEAREST of the remaining replies exceed."""
+    """The NEAREST quantile of the other replies' distances from its mean."""
 
     def unfamiliarity(self, features: Tensor | None, world: World) -> dict[str, float]:
         """The distance of the centre of all processes' replies [own B, H] from home, in units; {} of fewer than two."""

@@ -1,4 +1,4 @@
-"""The loop over passes: several at the same time in threads, equally many in every process, their gradients summed.
+"""Run the passes of all microbatches, several at the same time, and sum their gradients over threads and processes.
 
 A CPU computes several pieces at the same time, each in a thread of its own (threads.py). Results and gradients are
 taken in the order of the pieces. So every number is the same whatever the number of threads.

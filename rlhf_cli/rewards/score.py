@@ -58,7 +58,7 @@ class ScoreScale:
 class Limits:
     """The multiplier lambda of each limit (`rewards: - {limit: ...}`), by the name of its source.
 
-    How far a score is beyond its limit counts in units: the standard deviation of the source's scores in the first
+    The excess of a score over its limit is measured in standard deviations of the source's scores in the first
     iteration. So the same learning rate fits a probability and a number of words.
     """
 

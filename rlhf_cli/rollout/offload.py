@@ -55,7 +55,7 @@ class Offload:
 
     def sampling(self, policy: PreTrainedModel) -> None:
         """Before `policy` is sampled from: nothing else is needed on the device."""
-        self._park_optimizers()
+        self._move_optimizers(CPU)
         if any(policy is model for model in self.frozen):
             self.scoring()
         else:
@@ -75,9 +75,9 @@ class Offload:
             self.scoring()
         else:
             self._park_frozen()
-        self._fetch_optimizers()
+        self._move_optimizers(self.device)
         yield
-        self._park_optimizers()
+        self._move_optimizers(CPU)
 
     def _park_frozen(self) -> None:
         if not self._frozen_are_away:
@@ -86,12 +86,6 @@ class Offload:
                     self._on_cpu[number] = _copied(weight.data, CPU)
                 weight.data = self._on_cpu[number]
             self._frozen_are_away = True
-
-    def _park_optimizers(self) -> None:
-        self._move_optimizers(CPU)
-
-    def _fetch_optimizers(self) -> None:
-        self._move_optimizers(self.device)
 
     def _move_optimizers(self, device: torch.device) -> None:
         """Move every state tensor that has as many numbers as its weight; others are small or counts."""

@@ -58,7 +58,7 @@ class Models:
 
     @property
     def with_weights(self) -> tuple[PreTrainedModel | None, ...]:
-        """The models that compute in a pass."""
+        """Policy, ref_policy and value model; None where there is none."""
         return self.policy, self.ref_policy, self.value_model
 
     @property

@@ -31,7 +31,6 @@ from rlhf_cli.algorithms.statistics import (
 )
 from rlhf_cli.algorithms.value import explained_variance, value_loss
 from rlhf_cli.tensor_ops import (
-    flatten_rows,
     length_mask,
     masked_mean,
     masked_sum,
@@ -209,7 +208,7 @@ def test_logprobs_are_computed_in_float32_at_least(dtype):
 
 @pytest.mark.parametrize("lengths", [[2, 3, 1], [3], [0, 2, 0], [1, 1], []])
 @pytest.mark.parametrize("extra", [(), (4,)])
-def test_pad_rows_and_flatten_rows_are_inverse(lengths, extra):
+def test_pad_rows_puts_each_row_at_its_place(lengths, extra):
     flat = draw(sum(lengths), *extra, seed=3)
     padded = pad_rows(flat, lengths, value=-9.0)
     assert padded.shape == (len(lengths), max(lengths, default=0), *extra)
@@ -218,16 +217,16 @@ def test_pad_rows_and_flatten_rows_are_inverse(lengths, extra):
         expected = next(rows) if t < lengths[b] else torch.full(extra, -9.0, dtype=torch.float64)
         assert torch.equal(padded[b, t], expected)
     mask = length_mask(lengths)
-    assert torch.equal(flatten_rows(padded, mask), flat)
+    assert torch.equal(padded[mask], flat)
     assert torch.equal(pad_rows(flat, torch.tensor(lengths)), padded.where(padded != -9.0, 0))
 
 
-def test_gradients_pass_through_padding_and_flattening():
+def test_gradients_pass_through_padding():
     lengths, weights = [2, 1], torch.tensor([[1.0, 2.0], [3.0, math.nan]], dtype=torch.float64)
     mask = length_mask(lengths)
 
     def there_and_back(flat):
-        return flatten_rows(pad_rows(flat, lengths) * weights, mask).square().sum()
+        return (pad_rows(flat, lengths) * weights)[mask].square().sum()
 
     assert gradient_of(there_and_back, torch.ones(3, dtype=torch.float64)).tolist() == [2.0, 8.0, 18.0]
     ids = pad_rows(torch.tensor([5, 6, 7]), lengths, value=1)
