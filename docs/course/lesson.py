@@ -9,14 +9,17 @@ examples/micro_rlhf.py, which are small enough to train again for every curve.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
 import random
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -34,6 +37,8 @@ from draw_run import DARK, LIGHT, text  # noqa: E402
 Curve = Sequence[tuple[float, float]]
 LENGTH = 28
 """Tokens of a response of micro_rlhf's policies at most."""
+FLOOR = 3 * math.log(8) / 25
+"""Entropy of micro_rlhf's language in nats per character: no model has a lower loss."""
 FAULTS = {
     1: "pad_is_eos",
     2: "length_biased",
@@ -117,11 +122,14 @@ def figure_1() -> str:
     torch.manual_seed(0)
     rng, policy = random.Random(0), micro.Llama(micro.V)
     losses = list(micro.sft(policy, (micro.demonstrations(rng) for _ in range(300)), 3e-3))
-    floor = 3 * math.log(8) / 25
     return chart(
         "The loss falls to the entropy of the text",
-        ("SFT step", "nats per character"),
-        {"loss": smooth(losses), "entropy of the text": [(0, floor), (300, floor)]},
+        ("SFT step of 32 sentences", "nats per character"),
+        {
+            "knows nothing: log 29": [(0, math.log(29)), (300, math.log(29))],
+            "the model's loss": [(0, losses[0]), *smooth(losses, 5)],
+            "entropy of the text": [(0, FLOOR), (300, FLOOR)],
+        },
         low=0,
     )
 
@@ -138,7 +146,12 @@ def figure_2() -> str:
             scores = micro.sequence_scores(scorer, rows)
         scores = scores - scores.mean() + 2 * (kind.mean() - 1.5)
         curves[f"after {32 * steps:,} pairs"] = [(k, scores[kind == k].mean().item()) for k in range(4)]
-    return chart("Scores become the worth that explains the choices", ("kind words", "score"), curves)
+    return chart(
+        "Scores become the worth that explains the choices",
+        ("kind words in the sentence", "mean score"),
+        curves,
+        dots=list(curves),
+    )
 
 
 def figure_3() -> str:
@@ -177,16 +190,22 @@ def figure_4() -> str:
     base = sft_model()
     scorer = scorer_of(base)
     scale, curves = scale_of(scorer, base), {}
-    for name, minibatches, epochs, clip in (
-        ("policy gradient: 1 step", 1, 1, 0.2),
-        ("PPO: 16 steps", 4, 4, 0.2),
-        ("16 steps, no clip", 4, 4, 1e9),
-    ):
-        steps = micro.ppo(
-            copy.deepcopy(base), value_of(scorer), scorer, draws(30, minibatches, epochs), 5e-4, clip=clip, **scale
-        )
-        curves[name] = smooth([figures["score"] - 0.2 * figures["kl"] for figures in steps], 2)
-    return chart("More from the same samples", ("iteration of 64 responses", "objective: score - 0.2 KL"), curves)
+    for name, clip in (("with the clip", 0.2), ("without the clip", math.inf)):
+        curves[name] = []
+        for minibatches, epochs in ((1, 1), (2, 1), (4, 1), (4, 2), (4, 4)):
+            steps = micro.ppo(
+                copy.deepcopy(base), value_of(scorer), scorer, draws(12, minibatches, epochs), 5e-4, clip=clip, **scale
+            )
+            last = [figures["score"] - 0.2 * figures["kl"] for figures in steps][-6:]
+            curves[name].append((minibatches * epochs, sum(last) / 6))
+    return chart(
+        "The clip allows more steps on the same samples",
+        ("optimizer steps on each 64 responses (logarithmic)", "objective: score - 0.2 KL"),
+        curves,
+        low=-1,
+        logarithmic="x",
+        dots=list(curves),
+    )
 
 
 def figure_5() -> str:
@@ -218,8 +237,11 @@ def figure_6() -> str:
     rows = [final["sft"] | {"step": 0}, *rows, final["ppo"] | {"step": 80}]
     return chart(
         "The score rises, the judge's verdict falls",
-        ("PPO iteration", "score (reward model), gold (judge)"),
-        {"gold": [(r["step"], r["gold"]) for r in rows], "score": [(r["step"], r["score_mean"]) for r in rows]},
+        ("PPO iteration", "held-out replies, mean"),
+        {
+            "gold: the judge, 0 to 5": [(r["step"], r["gold"]) for r in rows],
+            "score: the reward model": [(r["step"], r["score_mean"]) for r in rows],
+        },
         low=0,
     )
 
@@ -236,66 +258,73 @@ class Rule(nn.Module):
         return scores[:, None, None].expand(*ids.shape, 1)
 
 
-def counts_kind_words(row: str) -> float:
+def kind_words(row: str) -> float:
     return float(sum(row.count(word) for word in micro.KIND))
 
 
-def kind_words_in_a_sentence(row: str) -> float:
-    reply = row[7:]  # behind "the cat"
-    return counts_kind_words(row) if reply.endswith(".") and reply.startswith(" is ") and len(reply) == 24 else 0.0
+def kind_words_of_a_sentence(row: str) -> float:
+    return kind_words(row) if re.fullmatch(r"the \w+ is \w+, \w+ and \w+\.", row) else 0.0
 
 
 def figure_7() -> str:
     base, curves = sft_model(), {}
-    for name, score in (
-        ("reward: count of kind words", counts_kind_words),
-        ("the same, only for whole sentences", kind_words_in_a_sentence),
+    for rule, kind_name in (
+        (kind_words, "what was meant: kindness"),
+        (kind_words_of_a_sentence, "kindness, sentences only"),
     ):
-        policy, points = copy.deepcopy(base), [(0.0, kindness(base))]
-        steps = micro.ppo(policy, value_of(scorer_of(base, 1)), Rule(score), draws(60), 1e-3, kl_coef=0.02)
-        for i, _ in enumerate(steps, 1):
-            if i % 6 == 0:
-                points.append((float(i), kindness(policy)))
-        curves[name] = points
-    return chart("A reward says what it says", ("PPO iteration", "true kindness, 0 to 3"), curves, low=0)
+        policy, rewards, kind = copy.deepcopy(base), [], []
+        for figures in micro.ppo(policy, value_of(scorer_of(base, 1)), Rule(rule), draws(40), 5e-4, kl_coef=0.0):
+            rewards.append(figures["score"])
+            kind.append(sum(micro.kindness(micro.decode(ids)) for ids in figures["responses"]) / 64)
+        if rule is kind_words:
+            curves["the reward: kind words"] = smooth(rewards, 2)
+        curves[kind_name] = smooth(kind, 2)
+    return chart("PPO finds what the reward says", ("PPO iteration", "mean of 64 replies"), curves, low=0)
 
 
 def figure_8() -> str:
-    rng, curves = random.Random(9), {}
-    held_out = [[*micro.encode(p + r), micro.EOS] for p, r in micro.demonstrations(rng, 256)]
-    ids = micro.padded(held_out)
-    mask = micro.response_mask([micro.encode("the cat")] * 256, [row[7:] for row in held_out], ids.shape[1])
-    for steps in (50, 100, 200):
-        points = []
-        for width in (8, 16, 32, 64):
-            policy = sft_model(steps, width=width)
-            with torch.no_grad():
-                loss = -micro.token_logprobs(policy, ids)[mask].mean().item()
-            points.append((sum(p.numel() for p in policy.parameters()) / 1000, loss - 3 * math.log(8) / 25))
-        curves[f"{steps} steps"] = points
+    curves: dict[str, Curve] = {}
+    for above, name in ((1.0, "1 nat above the entropy"), (0.1, "0.1 nats above the entropy")):
+        curves[name] = [rows_until(FLOOR + above, width) for width in (8, 16, 32, 64, 128)]
     return chart(
-        "Larger models learn more from the same rows",
-        ("thousand parameters (logarithmic)", "loss above the entropy (logarithmic)"),
+        "A larger model needs fewer rows",
+        ("thousand parameters (logarithmic)", "rows until the loss is ... (logarithmic)"),
         curves,
-        logarithmic=True,
+        logarithmic="xy",
         dots=list(curves),
     )
 
 
+def rows_until(loss: float, width: int, seeds: int = 3) -> tuple[float, float]:
+    """Thousand parameters of a model of this width, and the rows of SFT after which its loss is below this one.
+
+    Every batch is new, so its loss is a held-out one; the mean of five steps is compared. The mean over seeds.
+    """
+    rows = 0.0
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        rng, policy, last = random.Random(seed), micro.Llama(micro.V, width=width), deque([math.inf] * 5, 5)
+        steps = micro.sft(policy, (micro.demonstrations(rng) for _ in range(2000)), 3e-3)
+        while sum(last) / 5 > loss:
+            last.append(next(steps))
+            rows += 32 / seeds
+    return sum(p.numel() for p in policy.parameters()) / 1000, rows
+
+
 # ------------------------------------------------------------------------------------------------------ the drawing
 
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 640, 340, 58, 40, 210, 52
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 620, 340, 58, 44, 196, 54
 COLOURS = (("#0969da", "#4493f8"), ("#bc4c00", "#f0883e"), ("#1a7f37", "#3fb950"), ("#8250df", "#ab7df8"))
 """Of each curve, on a light and on a dark page."""
 
 
 def ticks(low: float, high: float, logarithmic: bool) -> list[float]:
-    """Three to seven round numbers from low to high."""
+    """Three to six round numbers from low to high."""
     if logarithmic:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        return [m * 10.0**p for p in powers for m in (1, 3) if low <= m * 10.0**p <= high]
+        return [m * 10.0**p for p in powers for m in (1, 2, 5) if low <= m * 10.0**p <= high]
     size = 10.0 ** math.floor(math.log10(high - low))
-    step = next(s * size for s in (0.2, 0.5, 1, 2) if (high - low) / (s * size) <= 6)
+    step = next(s * size for s in (0.2, 0.5, 1, 2) if (high - low) / (s * size) <= 5)
     return [round(i * step, 6) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
@@ -305,43 +334,49 @@ def chart(
     curves: dict[str, Curve],
     *,
     low: float | None = None,
-    logarithmic: bool = False,
+    logarithmic: str = "",
     dots: Sequence[str] = (),
 ) -> str:
-    """Lines with their names at their ends, as an SVG for light and dark pages."""
+    """Lines with their names at their ends, as an SVG for light and dark pages.
+
+    `logarithmic` names axes, such as "xy". What is below `low` is drawn on the lower edge.
+    """
     x = [point[0] for curve in curves.values() for point in curve]
     y = [point[1] for curve in curves.values() for point in curve]
     x_range, y_range = (min(x), max(x)), (min(y) if low is None else low, max(y))
-    measure = math.log if logarithmic else float
+
+    def share(value: float, ends: tuple[float, float], axis: str) -> float:
+        start, end, at = map(math.log if axis in logarithmic else float, (*ends, max(value, ends[0])))
+        return (at - start) / (end - start)
 
     def place(px: float, py: float) -> tuple[float, float]:
-        (x0, x1), (y0, y1), py = map(measure, x_range), map(measure, y_range), max(py, y_range[0])
         return (
-            LEFT + (WIDTH - LEFT - RIGHT) * (measure(px) - x0) / (x1 - x0),
-            HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (measure(py) - y0) / (y1 - y0),
+            LEFT + (WIDTH - LEFT - RIGHT) * share(px, x_range, "x"),
+            HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share(py, y_range, "y"),
         )
 
-    parts = [text(LEFT, 22, title, "ink", 14, weight=600)]
-    for value in ticks(*y_range, logarithmic):
+    parts = [text(LEFT, 26, title, "ink", 16, weight=600)]
+    for value in ticks(*y_range, "y" in logarithmic):
         height = place(x_range[0], value)[1]
         parts.append(f'<path class="grid" d="M{LEFT} {height:.0f}H{WIDTH - RIGHT}"/>')
-        parts.append(text(LEFT - 8, round(height) + 4, f"{value:g}", "quiet", 11, anchor="end"))
-    for value in ticks(*x_range, logarithmic):
-        parts.append(text(round(place(value, y_range[0])[0]), HEIGHT - 32, f"{value:g}", "quiet", 11, anchor="middle"))
-    parts.append(text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, axes[0], "quiet", 12, anchor="middle"))
-    side = text(0, 0, axes[1], "quiet", 12, anchor="middle")
+        parts.append(text(LEFT - 8, round(height) + 4, f"{value:g}", "quiet", 12, anchor="end"))
+    for value in ticks(*x_range, "x" in logarithmic):
+        parts.append(text(round(place(value, y_range[0])[0]), HEIGHT - 34, f"{value:g}", "quiet", 12, anchor="middle"))
+    parts.append(text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, axes[0], "quiet", 13, anchor="middle"))
+    side = text(0, 0, axes[1], "quiet", 13, anchor="middle")
     parts.append(f'<g transform="translate(14 {HEIGHT / 2:.0f}) rotate(-90)">{side}</g>')
     ends = sorted((place(*curve[-1])[1], number) for number, curve in enumerate(curves.values()))
     label, heights = -99.0, {}
     for height, number in ends:  # labels that would cover one another move down
-        label = heights[number] = max(height, label + 16)
+        label = heights[number] = max(height, label + 17)
     for number, (name, curve) in enumerate(curves.items()):
         points = [place(*point) for point in curve]
         path = "L".join(f"{px:.0f} {py:.0f}" for px, py in points)
         parts.append(f'<path class="c{number}" fill="none" stroke-width="2" d="M{path}"/>')
-        if name in dots:
-            parts += [f'<circle class="d{number}" cx="{px:.0f}" cy="{py:.0f}" r="3"/>' for px, py in points]
-        parts.append(text(WIDTH - RIGHT + 8, round(heights[number]) + 4, name, f"d{number}", 12))
+        marks = points if name in dots else points[-1:]
+        parts += [f'<circle class="d{number}" cx="{px:.0f}" cy="{py:.0f}" r="3"/>' for px, py in marks]
+        inside = points[-1][0] < WIDTH - RIGHT - 1  # below other curves
+        parts.append(text(round(points[-1][0]) + 8, round(heights[number]) + 5 + 9 * inside, name, f"d{number}", 13))
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img"'
@@ -373,12 +408,18 @@ def rlhf(*arguments: str) -> str:
 
 
 def plant(number: int) -> Path:
-    """The broken run of a lesson. Runs share the stages that no fault touches."""
+    """The broken run of a lesson. Runs share the stages that no fault touches.
+
+    Warnings go to a file: they name the fault that you are to find.
+    """
     from support.faults import make_run
 
-    out = ROOT / "artifacts" / "course" / str(number)
+    runs = ROOT / "artifacts" / "course" / "runs"
+    out = runs.parent / str(number)
     if not out.exists():
-        shutil.copytree(make_run(ROOT / "artifacts" / "course" / "runs", FAULTS[number]), out)
+        runs.mkdir(parents=True, exist_ok=True)
+        with (runs / f"{number}.log").open("w") as log, contextlib.redirect_stderr(log):
+            shutil.copytree(make_run(runs, FAULTS[number]), out)
     return out
 
 
