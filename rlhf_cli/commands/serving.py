@@ -26,7 +26,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.printing import say
@@ -70,23 +70,6 @@ class JSONLine(Response):
         super().__init__(json.dumps(value).encode() + b"\n", status, headers)
 
 
-class RequireToken:
-    """Middleware that answers 401 to requests without `Authorization: Bearer TOKEN`, except to /health."""
-
-    def __init__(self, app: ASGIApp, token: str):
-        self.app, self.expected = app, f"Bearer {token}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] == "lifespan" or scope["path"] == "/health"
-        given = b"" if is_open else dict(scope["headers"]).get(b"authorization", b"")
-        if is_open or hmac.compare_digest(given, self.expected):
-            await self.app(scope, receive, send)
-        else:
-            message = "the token is missing or wrong. Send it as Authorization: Bearer TOKEN"
-            error = {"message": message, "type": "invalid_request_error", "code": "invalid_api_key"}
-            await JSONLine({"error": error}, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
-
-
 class Server:
     """The routes of one server with its limits. `run` serves until `stop`, and can run in any thread.
 
@@ -106,7 +89,7 @@ class Server:
         """error: the JSON that tells a client what is wrong. max_waiting: the requests that may wait for the model."""
         self.listener, self.port = listener, listener.getsockname()[1]
         self.model = ModelThread(max_waiting)
-        self._error, self._own_hosts_only = error, token is None
+        self._error, self._expected = error, None if token is None else f"Bearer {token}".encode()
         self._bodies: dict[asyncio.Timeout, int] = {}  # in the order of their beginning -> the declared length
         self._routes = Starlette(
             routes=[Route("/health", _health), *routes],
@@ -114,8 +97,6 @@ class Server:
             | {Exception: self._failed},
             lifespan=self._lifespan,
         )
-        if token is not None:
-            self._routes.add_middleware(RequireToken, token=token)
         config = uvicorn.Config(
             self.app,
             interface="asgi3",
@@ -165,14 +146,22 @@ class Server:
             async with asyncio.timeout(SEND_S):
                 await send(message)
 
-        if scope["type"] == "http" and self._own_hosts_only:
-            headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-            origin = headers.get(b"origin")
-            if not _is_here(f"//{headers.get(b'host', '')}") or (origin is not None and not _is_here(origin)):
-                problem = "the Host or the Origin header names another machine. Start the server with --token-env"
-                await JSONLine(self._error(problem), 403)(scope, receive, send_in_time)
-                return
-        await self._routes(scope, receive, send_in_time)
+        refusal = self._refusal(scope["path"], dict(scope["headers"])) if scope["type"] == "http" else None
+        await (refusal or self._routes)(scope, receive, send_in_time)
+
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Response | None:
+        """What a request gets that has not the token or, without one, comes from elsewhere. /health needs no token."""
+        if self._expected is None:
+            host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
+            if _is_here(f"//{host}") and (b"origin" not in headers or _is_here(origin)):
+                return None
+            problem = "the Host or the Origin header names another machine. Start the server with --token-env"
+            return JSONLine(self._error(problem), 403)
+        if path == "/health" or hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
+            return None
+        message = "the token is missing or wrong. Send it as Authorization: Bearer TOKEN"
+        error = {"message": message, "type": "invalid_request_error", "code": "invalid_api_key"}
+        return JSONLine({"error": error}, 401, {"WWW-Authenticate": "Bearer"})
 
     async def read(self, request: Request, most: int) -> bytes:
         """The body of a request, of at most this many bytes. Raises Refused."""
