@@ -45,8 +45,6 @@ METRICS = {
     "ppo/kl": ("kl", "KL to the initial policy, nats per reply"),
 }
 """Final metric -> (its type in the card, its name)."""
-BEFORE_AND_AFTER = "## Before and after"
-"""Heading of the table that `rlhf eval` replaces by one with intervals."""
 WORDS = {"score_mean": "score", "score_median": "score_p50", "eos_fraction": "eos_rate"}
 """Names of the stage's own evaluation, and what `rlhf eval` calls the same figures."""
 
@@ -190,7 +188,7 @@ def _before_and_after(metrics: Mapping[str, float]) -> str:
     rows = [
         f"| {WORDS.get(name, name)} | {metrics[f'sft/{name}']:.4g} | {metrics[f'ppo/{name}']:.4g} |" for name in names
     ]
-    return "\n".join([BEFORE_AND_AFTER, "", "| | SFT | PPO |", "|---|---|---|", *rows]) if rows else ""
+    return "\n".join(["## Before and after", "", "| | SFT | PPO |", "|---|---|---|", *rows]) if rows else ""
 
 
 # ---------------------------------------------------------------------------- the base model of a run, and its licence
