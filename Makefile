@@ -31,7 +31,7 @@ test: $(VENV)/.installed-dev
 
 # In the order of the folders: by number of tests, the longest file, which has one test, would start last.
 test-slow: $(VENV)/.installed-slow
-	$(PYTEST) -m slow --no-loadscope-reorder
+	$(PYTEST) -m slow --no-loadscope-reorder $$(grep -rl mark.slow --include='test_*.py' tests | sort)
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/speed.py --work $(BENCH) $(BENCH_OPTIONS)

@@ -65,10 +65,10 @@ def diffs() -> list[str]:
     return re.findall(r"^```diff\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
 
 
-def mypy(folder: Path, cache: Path) -> list[str]:
+def mypy(folder: Path) -> list[str]:
     """The errors that mypy reports."""
     command = [sys.executable, "-m", "mypy", "--no-error-summary", "--hide-error-context", "--follow-imports=skip"]
-    options = ["--ignore-missing-imports", "--check-untyped-defs", "--no-namespace-packages", f"--cache-dir={cache}"]
+    options = ["--ignore-missing-imports", "--check-untyped-defs", "--no-namespace-packages", "--cache-dir=/dev/null"]
     result = subprocess.run([*command, *options, *CHECKED, *FURTHER], cwd=folder, capture_output=True, text=True)
     assert result.returncode in (0, 1), result.stdout + result.stderr
     return [line for line in result.stdout.splitlines() if ": error:" in line]
@@ -105,36 +105,23 @@ EXAMPLES = {
 }
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("mypy")
-
-
-def test_the_page_has_two_diffs():
-    assert len(diffs()) == 2
+def test_the_two_diffs_of_the_page_apply_and_type_check(tmp_path):
+    estimator, kl = diffs()
+    folder = copy_of_code(tmp_path)
+    for diff in (estimator, kl):
+        apply(diff, folder)
+    assert mypy(folder) == []
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_each_example_applies_and_type_checks_and_runs(example, tmp_path, cache):
+def test_each_example_runs_and_raises_where_only_its_name_was_added(example, tmp_path):
     number, code, expected = EXAMPLES[example]
-    diff = diffs()[number]
-    folder = copy_of_code(tmp_path)
-    code = code.format(folder=str(folder))
-
-    # With only the change of names.py, mypy reports every other file of the diff, and the code raises.
-    apply(diff, folder, only="names.py")
-    changed = set(re.findall(r"^\+\+\+ b/(\S+)", diff, flags=re.M)) - {"rlhf_cli/algorithms/names.py"}
-    assert {error.split(":")[0] for error in mypy(folder, cache)} == changed
-    exit_code, output = run(folder, code)
-    assert exit_code != 0
-    assert "Expected code to be unreachable" in output
-
-    shutil.rmtree(folder / "rlhf_cli")
-    shutil.rmtree(folder / "stages")
-    apply(diff, copy_of_code(folder))
-    assert mypy(folder, cache) == []
-    exit_code, output = run(folder, code)
-    assert (exit_code, output.strip()) == (0, expected)
+    for only, ending in (("names.py", "Expected code to be unreachable"), ("", expected)):
+        folder = copy_of_code(tmp_path / f"copy {only}")
+        apply(diffs()[number], folder, only)
+        exit_code, output = run(folder, code.format(folder=str(folder)))
+        assert (exit_code == 0) == (not only), output
+        assert ending in output.strip().splitlines()[-1]
 
 
 def test_a_name_that_is_added_alone_fails_type_checking(tmp_path):
@@ -147,6 +134,6 @@ def test_a_name_that_is_added_alone_fails_type_checking(tmp_path):
         "RewardModelLoss is PairwiseLoss, plackett_luce and PointwiseLoss, and the RM stage dispatches over it"
     )
     path.write_text(re.sub(r"^(\w+) = Literal\[", r'\1 = Literal["new \1", ', text, flags=re.M), encoding="utf-8")
-    errors = mypy(folder, tmp_path / "cache")
+    errors = mypy(folder)
     for name, files in NEW_NAMES.items():
         assert files <= {line.split(":")[0] for line in errors if f"'new {name}'" in line}, name

@@ -224,8 +224,6 @@ def test_a_bad_request_gets_an_error_and_the_server_continues(small, name):
 
 BYTES = {
     "no HTTP": (b"hello\r\n\r\n", 400),
-    "another protocol": (b"POST / HTTP/7.0\r\nHost: 127.0.0.1\r\n\r\n", 411),
-    "a long line": (b"GET /" + b"a" * 1_000_000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400),
     "many headers": (b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n" + b"a: b\r\n" * 200_000 + b"\r\n", 400),
     "PUT": (b"PUT / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n", 405),
     "no length": (b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 411),
@@ -590,15 +588,14 @@ def process(model, *arguments, **environment):
             crash.end_all()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_stops_the_server_with_exit_code_0(reward_model, number):
+def test_a_signal_stops_the_server_with_exit_code_0(reward_model):
     wanted, config = plain_scores(reward_model / "model", TEXTS[:2], [True, True])
     with process(reward_model, "--port", "0", "--token-env", "TOKEN", TOKEN="s3cret") as at:
         headers = {"Authorization": "Bearer s3cret"}
         assert ask(at.port, {"query": TEXTS[:2]})[0] == 401
         answer = ask(at.port, {"query": TEXTS[:2]}, headers=headers)[1]["rewards"]
         assert answer == pytest.approx([(w - config.score_mean) / config.score_std for w in wanted], abs=1e-4)
-        at.process.send(number)
+        at.process.send(signal.SIGTERM)
         code, output = at.process.wait(GUARD_S), at.process.output
     assert code == 0
     assert "\nstopped\n" in output

@@ -346,10 +346,10 @@ def separately(*arguments: str, **variables: str) -> subprocess.CompletedProcess
     )
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, 250), pytest.param(250, 750, marks=pytest.mark.slow)])
-def test_mutated_configs_are_usable_or_refused(first: int, count: int) -> None:
+def test_mutated_configs_are_usable_or_refused() -> None:
     """The files and inputs of a valid one exist, or a UserError names the missing ones."""
-    process = separately(__file__, str(first), str(count))
+    count = 250
+    process = separately(__file__, "0", str(count))
     assert process.returncode == 0, process.stderr[-3000:]
     found = json.loads(process.stdout)
     assert found["problems"] == {}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from support.forked import Forked
 from support.paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -34,6 +35,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
     """A link may lead elsewhere; scripts, styles, fonts, pictures and requests may not."""
     host = r"(?:https?:)?//[^\"')]*"
@@ -48,17 +50,20 @@ def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
     assert loads == set()
 
 
+@pytest.mark.slow
 def test_formulas_become_mathml(site: Path) -> None:
     text = (site / "kl.html").read_text(encoding="utf-8")
     assert "<math" in text
     assert not re.search(r"\$[^$<]*\\", text)
 
 
+@pytest.mark.slow
 def test_every_key_and_command_is_in_the_reference(site: Path) -> None:
     assert 'id="rollout-max-new-tokens"' in (site / "reference" / "ppo.html").read_text(encoding="utf-8")
     assert "rlhf rm score [OPTIONS]" in (site / "reference" / "commands.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_link_to_a_line_leads_to_that_line(site: Path) -> None:
     pages = [path for path in site.rglob("*.html") if path.is_relative_to(site / "course")]
     links = {(page, *link) for page in pages for link in re.findall(r'href="([^"]*)#L-(\d+)"', page.read_text("utf-8"))}
@@ -79,10 +84,9 @@ for cell in cells:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lesson", LESSONS)
-def test_a_lesson_runs_as_a_notebook_and_prints_what_its_page_says(lesson: str, site: Path) -> None:
-    command = [sys.executable, "-c", RUN, str(site / "course" / f"{lesson}.ipynb")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_a_lesson_runs_as_a_notebook_and_prints_what_its_page_says(lesson: str, site: Path, tmp_path: Path) -> None:
+    code, output = Forked(RUN, str(site / "course" / f"{lesson}.ipynb"), folder=ROOT, log=tmp_path / "log").wait()
+    assert code == 0, output
     page = (DOCS / "course" / f"{lesson}.md").read_text(encoding="utf-8")
     stated = re.findall(r"^```python\n.*?^```\n(?:\n```text\n(.*?)^```\n)?", page, flags=re.MULTILINE | re.DOTALL)
-    assert [json.loads(line) for line in done.stdout.splitlines()] == stated
+    assert [json.loads(line) for line in output.splitlines()] == stated

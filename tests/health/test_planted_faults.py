@@ -146,7 +146,8 @@ def test_few_faulty_runs_all_are_named_rightly_of_all_most_and_good_ones_not_at_
 ) -> None:
     monkeypatch.chdir(ROOT)
     folder = tmp_path_factory.mktemp("faults")
-    first = {name: (named(gather(make_run(folder, name), device="cpu")) or [None])[0] for name in OF_THE_TEST}
+    runs = {name: make_run(folder, name, last=last) for name, last in OF_THE_TEST.items()}
+    first = {name: (named(gather(run, device="cpu")) or [None])[0] for name, run in runs.items()}
     wrong = wrongly_named(first)
     assert not [one for one in wrong if one.startswith(tuple(GOOD))], wrong
     assert len(wrong) <= (len(MISSED) + 2 if EVERYTHING else 0), wrong

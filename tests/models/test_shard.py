@@ -25,6 +25,8 @@ HALF_TOLERANCE = 0.05
 EIGHT_BIT_TOLERANCE = 1e-3
 """A moment may be rounded to the next of 256 numbers."""
 FEW = ("llama tied", "gpt2 reward lora")
+AMONG_FOUR = ("llama tied", "mixtral", "llama 8bit", "llama hybrid", "llama nf4", "reward bfloat16 adamw")
+OTHERS = tuple(name for name in CASES if name not in FEW + AMONG_FOUR)
 
 
 def run(program, count, folder, *arguments):
@@ -37,11 +39,15 @@ def run(program, count, folder, *arguments):
 
 @pytest.mark.parametrize(
     ("count", "cases"),
-    [(2, FEW), pytest.param(4, [*CASES], marks=pytest.mark.slow, id="4, all")],
+    [
+        pytest.param(2, FEW, id="2, few"),
+        pytest.param(2, OTHERS, marks=pytest.mark.slow, id="2, others"),
+        pytest.param(4, AMONG_FOUR, marks=pytest.mark.slow, id="4"),
+    ],
 )
 def test_sharded_models_train_as_whole_ones(count, cases, tmp_path):
-    """Six steps with unequal rows; in one of them only the first process has any. With their rows in the memory of the
-    CPU they train to the same bits."""
+    """Three steps with unequal rows; in one of them only the first process has any. With their rows in the memory of
+    the CPU they train to the same bits."""
     make_models(tmp_path, *cases)
     (tmp_path / "cases.json").write_text(json.dumps(list(cases)), encoding="utf-8")
     gaps = run("compare", count, tmp_path)
@@ -107,9 +113,9 @@ def run_anew(program, count, folder, *arguments):
 
 
 SLOW = [
-    *[("llama tied", *counts) for counts in ((2, 2), (2, 4), (4, 2), (1, 2))],
+    *[("llama tied", *counts) for counts in ((2, 4), (1, 2))],
     *[("llama hybrid", *counts) for counts in ((4, 2), (2, 4))],
-    ("llama nf4_double", 2, 4),
+    ("llama nf4_double", 2, 2),
     *[("llama bfloat16 adamw", *counts) for counts in ((2, 1), (1, 2))],
     *[("llama 8bit", *counts) for counts in ((2, 1), (1, 4))],
     ("qwen2 8bit tied", 1, 2),
@@ -177,7 +183,8 @@ def test_the_bytes_that_a_process_sends_are_those_of_the_page_about_scale(count,
 @pytest.mark.slow
 def test_a_sharded_model_is_compiled_block_by_block(tmp_path):
     make_models(tmp_path, "llama")
-    assert run("compiled", 2, tmp_path) < TOLERANCE
+    """One process, which exchanges with itself alone: each more would compile the blocks again."""
+    assert run("compiled", 1, tmp_path) < TOLERANCE
 
 
 @pytest.mark.slow

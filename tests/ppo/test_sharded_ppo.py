@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -32,8 +33,22 @@ LEARNS = {
 ONE_ITERATION = {"ppo": {"num_iterations": 1, "rollout_batch_size": 6, "minibatch_size": 6}}
 
 
+@pytest.fixture(scope="module")
+def whole(run_stage, tmp_path_factory):
+    """A function: config changes -> the PPO run of one process, made once."""
+    runs: dict[str, Any] = {}
+
+    def run(changes):
+        key = json.dumps(changes, sort_keys=True)
+        if key not in runs:
+            runs[key] = run_stage("ppo", tmp_path_factory.mktemp("one"), **changes)
+        return runs[key]
+
+    return run
+
+
 @pytest.fixture
-def compare(pipeline, write_config, run_stage, tmp_path):
+def compare(pipeline, write_config, whole, tmp_path):
     """A function: run PPO whole on one process, and sharded on `count`; compare everything that they write."""
 
     def run(changes, count=2, sharded=None, per_node=None):
@@ -46,12 +61,11 @@ def compare(pipeline, write_config, run_stage, tmp_path):
             },
             changes,
         )
-        run_stage("ppo", tmp_path / "one", **changes)
-        config = write_config("ppo", tmp_path / "two", **merged(changes, sharded or SHARDED))
+        one = whole(changes)
+        config = write_config("ppo", tmp_path, **merged(changes, sharded or SHARDED))
         run_forked(count, "ppo", config, per_node)
-        one, two = tmp_path / "one/ppo", tmp_path / "two/ppo"
-        same_runs(one, two)
-        return one, two
+        same_runs(one, tmp_path / "ppo")
+        return one
 
     return run
 
@@ -60,7 +74,7 @@ def test_sharded_ppo_is_the_ppo_of_one_process(compare):
     """Policy, reference, value model and reward model are sharded; scores are normalised by 17 samples in two chunks
     on one process and one on the other. Both know how unfamiliar the replies are."""
     scores = {"score_normalization": "reference", "num_reference_samples": 17, "ema_decay": 0.9}
-    one, _ = compare({"ppo": scores, "data": {"test": {"limit": 24}}, "evaluation": {"num_prompts": 24}})
+    one = compare({"ppo": scores, "data": {"test": {"limit": 24}}, "evaluation": {"num_prompts": 24}})
     assert all("response/unfamiliarity" in row for row in read_jsonl(one / "metrics.jsonl"))
 
 
@@ -84,7 +98,6 @@ CASES = {
     ),
     "some whole": ({}, {"distributed": {"shard": True, "keep_whole": ["policy", "rewards"]}}),
     "sampled from the shards": ({"rollout": {"max_live_rows": 2}, "evaluation": {"num_prompts": 1}}, FROM_SHARDS),
-    "sampled from the shards, lora": ({"policy": {"lora": {"r": 4}}, "value_model": {"lora": {"r": 4}}}, FROM_SHARDS),
     "sampled from rows on the CPU": ({}, merged(OFFLOADED, FROM_SHARDS)),
     "policy alone": ({}, {"distributed": {"shard": True, "keep_whole": ["ref_policy", "value_model", "rewards"]}}),
 }

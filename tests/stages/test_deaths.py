@@ -30,7 +30,6 @@ launch.main("{stage}", {stage}.run)
 """
 FATES = {
     "killed": "os.kill(os.getpid(), signal.SIGKILL)",
-    "hangs": "os.kill(os.getpid(), signal.SIGSTOP)",
     "memory": "torch.empty(10**15)",
 }
 INTACT = r"The run ends\. The checkpoint of step [12] is intact\."
@@ -46,11 +45,9 @@ LINES = {
 @pytest.mark.parametrize(
     ("fate", "stage", "work", "rank"),
     [
-        ("killed", "rm", "_accumulate", 1),
         ("memory", "rm", "_accumulate", 1),
         # The first process holds the store by which all know of each other.
         ("killed", "ppo", "collect", 0),
-        ("hangs", "ppo", "collect", 0),
         # The others wait without a connection to it: it gives no sign of life, killed or not.
         ("killed", "ppo", "scores_of_rollout", 1),
     ],

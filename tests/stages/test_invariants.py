@@ -15,21 +15,16 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 
 from rlhf_cli.algorithms.advantages import gae, token_rewards
 from rlhf_cli.algorithms.statistics import wilson_interval
-from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import OWN_REWARD_MODEL
 from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.config.stage import Optimizer
-from rlhf_cli.data.answers import RankedIds, ScoredIds, ScoreEncoder
+from rlhf_cli.data.answers import RankedIds, ScoredIds
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import RowText
 from rlhf_cli.data.encoders import PromptRow
-from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking, Scored
-from rlhf_cli.data.rows import Row
 from rlhf_cli.data.splits import Drawn
-from rlhf_cli.data.tokens import tokenise
-from rlhf_cli.data.views import rm_rows, scored
 from rlhf_cli.models.forward import logits_at
 from rlhf_cli.models.load import load_policy, load_tokenizer, new_reward_model, new_value_model, prepare
 from rlhf_cli.packing import pack
@@ -551,28 +546,6 @@ def test_a_ranking_counts_once_in_the_accuracy_interval(make_model, write_config
     assert metrics["eval/num_rows"] == 4
     low, high = wilson_interval(sum(accuracy), 4)
     assert (metrics["eval/accuracy_low95"], metrics["eval/accuracy_high95"]) == pytest.approx((low, high), abs=1e-6)
-
-
-def test_a_score_of_zero_is_not_a_missing_score(make_model, write_config, tmp_path):
-    """[39]"""
-    rows = [
-        Row({"prompt": "p", "response": f" r{i}", "score": s}, f"f:{i}") for i, s in enumerate([0.0, 0, "0", -2, 2.0])
-    ]
-    source = DataSource(path="f")
-    format_ = recognise(rows[0], source, "rm scores")
-    read = [one for row in rows for one in scored(read_record(row, format_, source))]
-    assert [row.score for row in read] == [0.0, 0.0, 0.0, -2.0, 2.0]
-    texts = [Row({"text": "a text", "label": label}, "f:1") for label in (0, 1)]
-    format_ = recognise(texts[0], source, "rm scores")
-    assert [one.score for row in texts for one in scored(read_record(row, format_, source))] == [0.0, 1.0]
-    path = write_jsonl(tmp_path / "rows.jsonl", [row.values for row in rows])
-    config = config_of(
-        write_config, "rm", RMConfig, tmp_path, loss="mse", data={"train": str(path), "test": None, "test_fraction": 0}
-    )
-    encoder = ScoreEncoder(load_tokenizer(str(make_model("llama"))), rm_rows(config), reads_last_token=True)
-    scores = tokenise(encoder).train.numbers("score").tolist()
-    scale = rm_stage.TargetScale(0.5, 2.0)
-    assert [scale.target(score) for score in scores] == [-0.25, -0.25, -0.25, -1.25, 0.75]
 
 
 def test_one_scored_row_of_zero_reaches_the_loss(run_stage, make_model, tmp_path):

@@ -36,8 +36,8 @@ from rlhf_cli.rewards.models import score_sequences
 from rlhf_cli.rewards.texts import encode_texts
 from rlhf_cli.run.artifacts import digest_file, read_manifest
 from stages import sft as sft_stage
-from support.compare import same_runs, weights_of
-from support.runs import digests, run_forked
+from support.compare import weights_of
+from support.runs import digests
 from support.tiny import ARCHITECTURES, BAD, GOOD, WORDS, encoder, read_jsonl, training_examples, write_jsonl
 
 STAGES = ("sft", "rm", "ppo")
@@ -351,28 +351,6 @@ def test_one_normalization_sample_gives_no_nan(pipeline, run_stage, tmp_path):
         evaluation={"num_normalization_samples": 1},
     )
     assert math.isfinite(json.loads((tmp_path / "rm/model/config.json").read_text())["score_std"])
-
-
-# --------------------------------------------------------------------------------------- several processes
-
-
-def test_two_processes_give_the_weights_of_one(pipeline, write_config, run_stage, tmp_path):
-    """On minibatches of two rows, of which a process may have none. Weights and figures agree to 1e-5.
-
-    Adam's first steps have the size of the learning rate, whatever the gradient's size. A larger eps makes a
-    difference in the gradient visible and hides rounding.
-    """
-    root = pipeline("llama")
-    changes = {
-        "policy": {"path": str(root / "sft")},
-        "rewards": [{"type": "reward_model", "path": str(root / "rm")}],
-        "ppo": {"minibatch_size": 2, "ppo_epochs": 2},
-        "optimizer": {"eps": 1e-3},
-    }
-    run_stage("ppo", tmp_path / "one", **changes)
-    run_forked(2, "ppo", write_config("ppo", tmp_path / "two", **changes))
-    assert read_manifest(tmp_path / "two/ppo").num_processes == 2
-    same_runs(tmp_path / "one/ppo", tmp_path / "two/ppo")
 
 
 # ------------------------------------------------------------------------------------- interruptions
