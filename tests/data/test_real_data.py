@@ -19,6 +19,7 @@ import pytest
 
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
+from support.forked import Forked
 from support.paths import ROOT
 
 CONFIG_FILES = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -36,17 +37,12 @@ def needs(path: Path) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not path.exists(), reason=f"{path} does not exist; set RLHF_REAL_DATA to the data folder")
 
 
-def rlhf(*arguments: str) -> str:
-    """Run the command line from the root of the repository and return its output."""
-    process = subprocess.run(
-        [sys.executable, "-m", "rlhf_cli", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    return process.stdout + process.stderr
+def rlhf(folder: Path, *arguments: str) -> str:
+    """Run the command line from the root of the repository, with its output in `folder`; return the output."""
+    code = "from rlhf_cli.cli import main\nmain()"
+    exit_code, output = Forked(code, *arguments, folder=ROOT, log=folder / "log", environment={"COLUMNS": "120"}).wait()
+    assert exit_code == 0, output
+    return output
 
 
 def settings(*pairs: str) -> list[str]:
@@ -130,7 +126,7 @@ def test_sentiment_by_pairs(tmp_path: Path) -> None:
         "rm:evaluation.num_normalization_samples=8",
         *SHORT_PPO,
     )
-    printed = rlhf("pipeline", "configs/sentiment", *data)
+    printed = rlhf(tmp_path, "pipeline", "configs/sentiment", *data)
     assert "rows of labelled" in printed
     rm = manifest(root, "rm")["metrics"]
     assert 0.0 <= rm["eval/accuracy_low95"] <= rm["eval/accuracy"] <= rm["eval/accuracy_high95"] <= 1.0
@@ -150,7 +146,7 @@ def test_sentiment_by_pairs(tmp_path: Path) -> None:
         *SHORT_TRAINING,
         "evaluation.num_normalization_samples=8",
     )
-    rlhf("rm", "--config", "configs/sentiment/rm_scores.yaml", *more)
+    rlhf(tmp_path, "rm", "--config", "configs/sentiment/rm_scores.yaml", *more)
     scores = manifest(second, "rm")["metrics"]
     assert scores["eval/target_variance"] == pytest.approx(0.25, abs=0.01), "labels 0 and 1, half of each"
     assert -1.0 <= scores["eval/pearson"] <= 1.0
@@ -164,6 +160,7 @@ def test_hh_transcripts_as_published(tmp_path: Path) -> None:
         first = json.loads(next(iter(file)))
     assert set(first) == {"chosen", "rejected"}
     printed = rlhf(
+        tmp_path,
         "pipeline",
         "configs/hh",
         *settings(
@@ -202,6 +199,7 @@ def test_stories_from_a_pretrained_model(tmp_path: Path) -> None:
     root = tmp_path / "run"
     pairs = [pair.removeprefix("ppo:") for pair in SHORT_PPO]
     rlhf(
+        tmp_path,
         "pipeline",
         "configs/stories",
         *settings(f"artifacts={root}", f"policy.path={BABYLLAMA}", *pairs, "rollout.max_new_tokens=60"),
