@@ -407,7 +407,7 @@ FAULTS: dict[str, Fault] = {
 }
 
 EVERYTHING = os.environ.get("RLHF_ALL_SEEDS") == "1"
-FEW = {"good": "ppo", "answers_shuffled": "sft", "labels_swapped": "rm", "reward_constant": "ppo"}
+FEW = {"good": "ppo", "answers_shuffled": "sft", "labels_swapped": "ppo", "reward_constant": "ppo"}
 OF_THE_TEST = dict.fromkeys(FAULTS, "ppo") if EVERYTHING else FEW
 """The runs of the slow test and the last stage of each: with RLHF_ALL_SEEDS=1 all of them, else a good run and a fault
 of each stage."""
