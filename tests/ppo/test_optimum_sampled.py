@@ -280,7 +280,7 @@ def test_a_limit_holds_and_the_policy_is_near_the_constrained_optimum(tmp_path):
     mean, mean_of_ref, free = ((p * cost).sum().item() / task.num_prompts for p in (optimum, ref, pi_star(task)))
     unit = ((ref * (cost - mean_of_ref).square()).sum() / task.num_prompts).sqrt().item()
     assert min(mean_of_ref, free) > mean + 0.3
-    run_stage(tmp_path, 0, {}, temperature=1.0, limit={"below": mean})
+    run_stage(tmp_path, 0, {}, temperature=1.0, limit={"below": mean, "learning_rate": 0.1})
     rows = read_jsonl(tmp_path / "ppo/metrics.jsonl")
     assert statistics.fmean(row["reward/cost_1"] for row in rows[-50:]) == pytest.approx(mean, abs=0.02)
     assert rows[-1]["lambda/cost_1"] == pytest.approx(unit, rel=0.3)  # here the mean cost hardly depends on lambda
