@@ -136,8 +136,6 @@ METHODS: dict[str, Method] = {
     "shaping, log sigmoid": Method(shaped("log_sigmoid")),
     "limit, 20 words": Method(limited),
     "length correction": Method(one("rm-length"), "rm-length"),
-    "4 from other SFT seeds, worst": Method(ensemble(other_sft, beta=0)),
-    "4 from one SFT model, worst": Method(ensemble(same_sft, beta=0)),
 }
 """In the order in which they are trained: all methods of a seed, then the next seed."""
 ROUNDS = {f"round {number}, labels by gold": number for number in (2, 3)}
@@ -351,8 +349,10 @@ class Warned:
 
     in_time: list[float]
     """Lead time in iterations of each alarm that came before gold had turned."""
+    late: int
+    """Runs whose gold had turned when the alarm came."""
     missed: int
-    """Runs whose gold turned without an alarm, or before it."""
+    """Runs whose gold turned without an alarm."""
     false: int
     """Runs whose gold did not turn, with an alarm."""
     quiet: int
@@ -361,29 +361,39 @@ class Warned:
     @property
     def merit(self) -> float:
         """The share that was warned in time minus the share of false alarms (Youden's index)."""
-        turned, held = len(self.in_time) + self.missed, self.false + self.quiet
-        return len(self.in_time) / max(turned, 1) - self.false / max(held, 1)
+        return len(self.in_time) / max(self.turned, 1) - self.false / max(self.held, 1)
+
+    @property
+    def turned(self) -> int:
+        """Runs whose gold turned."""
+        return len(self.in_time) + self.late + self.missed
+
+    @property
+    def held(self) -> int:
+        """Runs whose gold did not turn."""
+        return self.false + self.quiet
 
     @property
     def cells(self) -> list[str]:
-        """For a table: warned in time, median lead, false alarms."""
-        turned, held = len(self.in_time) + self.missed, self.false + self.quiet
+        """For a table: warned in time, median lead, warned late, false alarms."""
         lead = f"{statistics.median(self.in_time):.0f}" if self.in_time else "-"
-        return [f"{len(self.in_time)} of {turned}", lead, f"{self.false} of {held}"]
+        return [f"{len(self.in_time)} of {self.turned}", lead, f"{self.late}", f"{self.false} of {self.held}"]
 
 
 def judge_alarm(runs: Sequence[Run], fires: Callable[[Run], int | None]) -> Warned:
     """Compare when an alarm fired with when gold turned."""
-    in_time, missed, false, quiet = [], 0, 0, 0
+    in_time, late, missed, false, quiet = [], 0, 0, 0, 0
     for run in runs:
         fired = fires(run)
         if run.turned is None:
             false, quiet = false + (fired is not None), quiet + (fired is None)
-        elif fired is not None and fired < run.turned:
+        elif fired is None:
+            missed += 1
+        elif fired < run.turned:
             in_time.append(run.turned - fired)
         else:
-            missed += 1
-    return Warned(in_time, missed, false, quiet)
+            late += 1
+    return Warned(in_time, late, missed, false, quiet)
 
 
 def best_threshold(runs: Sequence[Run], detector: Detector) -> float:
@@ -468,6 +478,7 @@ def report(runs: dict[str, dict[int, Run]], rms: list[list[str]], command: str) 
         alarms = [judge_alarm(half, fires).cells for half in (first, second)]
         found.append([name, "none" if math.isinf(threshold) else f"{abs(threshold):.2f}", *alarms[0], *alarms[1]])
     sft = statistics.fmean(run.points[0]["gold"] for run in base.values())
+    alarm = ["in time", "lead", "late", "false"]
     columns = ["method", "best gold", "gold at the end", "minus the first row", "lost since the best", "score", "KL"]
     return "\n\n".join(
         [
@@ -484,10 +495,10 @@ def report(runs: dict[str, dict[int, Run]], rms: list[list[str]], command: str) 
             table(["reward model", "accuracy", "seeds"], rms),
             "## What health said\n\nOver all runs: the first line of each rule against the evaluation at which gold "
             "had turned. The lead is the median in iterations; evaluations are five iterations apart.",
-            table(["rule", "in time", "lead", "false alarms"], said),
+            table(["rule", "in time", "lead", "late", "false alarms"], said),
             f"## Thresholds\n\nChosen on seeds {', '.join(map(str, seeds[: len(seeds) // 2]))} for the largest share "
             "warned in time minus the share of false alarms, then applied to the other seeds.",
-            table(["metric", "threshold", "in time", "lead", "false", "others: in time", "lead", "false"], found),
+            table(["metric", "threshold", *alarm, *(f"others: {name}" for name in alarm)], found),
         ]
     )
 

@@ -55,11 +55,18 @@ class ScoreScale:
                 assert_never(self.kind)
 
 
+WITHIN = 0.1
+"""The first multiplier of a limit that already holds."""
+
+
 class Limits:
     """The multiplier lambda of each limit (`rewards: - {limit: ...}`), by the name of its source.
 
     The excess of a score over its limit is measured in standard deviations of the source's scores in the first
     iteration. So the same learning rate fits a probability and a number of words.
+
+    A multiplier starts at 1, or at WITHIN if the first scores hold the limit: otherwise it would reward what is further
+    within the limit before anything has gone beyond it.
     """
 
     def __init__(self, limits: Mapping[str, Limit]):
@@ -68,9 +75,11 @@ class Limits:
         self.units: dict[str, float] = {}
 
     def measure(self, each: Mapping[str, torch.Tensor], world: World) -> None:
-        """Take the units from the scores [B] of each source on all processes, if there are none yet."""
+        """Take units and first multipliers from the scores [B] of each source on all processes, if there are none yet."""
         if not self.units:
-            self.units = {name: _moments(each[name], world).std or 1.0 for name in self.limits}
+            first = {name: _moments(each[name], world) for name in self.limits}
+            self.units = {name: moments.std or 1.0 for name, moments in first.items()}
+            self.lambdas = {name: WITHIN if self._excess(name, first[name].mean) < 0 else 1.0 for name in first}
 
     def apply(self, score: torch.Tensor, each: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """`limited_score` [B], from the score [B] and the scores [B] of each source."""

@@ -62,6 +62,14 @@ def test_the_multiplier_stays_within_its_range() -> None:
     assert limits.lambdas == before
 
 
+def test_a_limit_that_holds_at_the_start_hardly_counts() -> None:
+    limits = Limits({"held": Limit(above=0.5), "missed": Limit(below=0.5)})
+    limits.measure({"held": torch.tensor([0.0, 2.0]), "missed": torch.tensor([0.0, 2.0])}, ALONE)
+    assert limits.lambdas == {"held": 0.1, "missed": 1.0}
+    limits.measure({"held": torch.tensor([-9.0]), "missed": torch.tensor([-9.0])}, ALONE)
+    assert limits.lambdas == {"held": 0.1, "missed": 1.0}
+
+
 def test_both_sides_and_the_dense_share() -> None:
     limits = Limits({"a": Limit(above=1.0), "b": Limit(below=1.0)})
     limits.lambdas, limits.units = {"a": 2.0, "b": 1.0}, {"a": 0.5, "b": 4.0}
