@@ -75,7 +75,7 @@ class Limits:
         self.units: dict[str, float] = {}
 
     def measure(self, each: Mapping[str, torch.Tensor], world: World) -> None:
-        """Take units and first multipliers from the scores [B] of each source on all processes, if there are none yet."""
+        """Take units and first multipliers from the first scores [B] of each source on all processes."""
         if not self.units:
             first = {name: _moments(each[name], world) for name in self.limits}
             self.units = {name: moments.std or 1.0 for name, moments in first.items()}
