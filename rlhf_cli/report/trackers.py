@@ -18,9 +18,9 @@ import textwrap
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,8 +40,6 @@ SECONDS_TO_CLOSE = 15.0
 """How long it then waits for the last rows to arrive. Both are for all trackers together."""
 SECONDS_TO_UPLOAD = 3600.0
 """How long it waits instead if the model is sent too (`track_model`)."""
-MOST_ROWS = 100
-"""Rows of metrics in one call. These may be lost if the process is killed during the call."""
 LONGEST_REASON = 1000
 
 Row = tuple[str, int, int, dict[str, Any]]
@@ -157,35 +155,26 @@ class _Follower(threading.Thread):
         service.close(self._status)
 
     def _send(self, service: Tracker, rows: Sequence[Row]) -> None:
-        for kind, group in _groups(rows):
-            self._sent |= {file: number for file, number, *_ in group}
+        for (file, step), group in groupby(rows, key=lambda row: (row[0], row[2])):
+            some = list(group)
+            parts = [values for *_, values in some]
+            self._sent[file] = some[-1][1]
             # Before they are sent: after a kill, a missing point is better than one that is drawn twice.
             self._save(service)
-            if kind == "samples":
-                service.samples(group[0][2], [values for *_, values in group])
-            elif kind == "health":
-                for step, finding in ((step, f) for *_, step, values in group for f in values["findings"]):
+            if file == "samples":
+                service.samples(step, parts)
+            elif file == "health":
+                for finding in (finding for values in parts for finding in values["findings"]):
                     service.alert(step, finding)
             else:
-                service.metrics([(step, _numbers(file, values)) for file, _, step, values in group])
-            self.num_arrived += len(group)
+                for values in parts:
+                    service.metrics(step, _numbers(file, values))
+            self.num_arrived += len(parts)
 
     def _save(self, service: Tracker) -> None:
         temporary = self._state.with_name(f".{self._state.name}.writing")
         temporary.write_text(json.dumps({"id": service.id, "rows": self._sent}), encoding="utf-8")
         temporary.replace(self._state)
-
-
-def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Rows that go out in one call: rows of metrics that follow each other, or the samples of one step."""
-
-    def call(row: Row) -> tuple[str, int]:
-        name, _, step, _ = row
-        return (name, step) if name == "samples" else ("metrics" if name == "evaluations" else name, 0)
-
-    for (name, _), group in groupby(rows, key=call):
-        while part := list(islice(group, MOST_ROWS)):
-            yield name, part
 
 
 def _numbers(file: str, row: dict[str, Any]) -> dict[str, float]:
@@ -224,8 +213,8 @@ class Tracker(Protocol):
     url: str
     """Where to look at it, as shown to the user."""
 
-    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Send rows of (step, numbers by name); the steps never decrease."""
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Send numbers by name; the steps never decrease."""
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send the samples of a step as a table."""
@@ -252,10 +241,9 @@ class TensorBoard:
         if id is None:
             self._writer.add_text("config", "    " + run.config_text.replace("\n", "\n    "), 0)
 
-    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        for step, values in rows:
-            for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -299,9 +287,8 @@ class WandB:
         )
         self.id, self.url = self._run.id, self._run.url or str(Path(self._run.dir).parent)
 
-    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        for step, values in rows:
-            self._run.log(dict(values), step=step)
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         columns, cells = _table([{"step": step, **row} for row in rows])

@@ -36,8 +36,8 @@ class Recorder:
         self.calls.append(("open", run.title, id))
         self.id, self.url = "run-1", "here"
 
-    def metrics(self, rows):
-        self.calls += [("metrics", step, dict(values)) for step, values in rows]
+    def metrics(self, step, values):
+        self.calls.append(("metrics", step, dict(values)))
 
     def samples(self, step, rows):
         self.calls.append(("samples", step, [row["response"] for row in rows]))
@@ -50,12 +50,12 @@ class Recorder:
 
 
 class Fails(Recorder):
-    def metrics(self, _):
+    def metrics(self, *_):
         raise SystemExit("the server said no")
 
 
 class Hangs(Recorder):
-    def metrics(self, _):
+    def metrics(self, *_):
         time.sleep(600)
 
 
