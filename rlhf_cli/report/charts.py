@@ -469,8 +469,8 @@ def _best_of_n_chart(runs: Sequence[RunData], figure: str, *, name_runs: bool) -
     labels = [{**point, "label": point["run"] if name_runs else "PPO"} for point in points]
     layers.append(_labels(labels, figure, above=False))
     prompts, every = found[0][1]["prompts"], found[0][1].get("of_prompts", 0)
-    note = f"{prompts}{f' of the {every}' if prompts < every else ''} prompts; line: best-of-n, diamond: PPO, better if "
-    note += "above the line"
+    note = f"{prompts}{f' of the {every}' if prompts < every else ''} prompts; line: best-of-n, diamond: PPO, better "
+    note += "if above the line"
     if any(best.get("tilt_curve") for _, best in found):
         note += "; dashed: the best policy for the score, as far as the samples suffice to estimate it"
     return _chart("frontier", runs, figure, f"{figure.capitalize()} beside best-of-n", note, layers)
