@@ -61,10 +61,8 @@ def main(module: str) -> int:
         num_checked += bool(checked or wrong)
         num_wrong += bool(wrong)
         print(f"{'WRONG' if wrong else 'ok':5} {case['name']}: {', '.join(checked)}")
-        if wrong:
-            print(
-                "".join(f"      {text}\n" for text in wrong) + f"      {case['what']}\n      Source: {case['source']}"
-            )
+        for text in [*wrong, case["what"], f"Source: {case['source']}"] if wrong else ():
+            print(f"      {text}")
     print(f"{num_checked} of {len(cases)} cases checked, {num_wrong} wrong")
     return 1 if num_wrong or not num_checked else 0
 
