@@ -31,6 +31,7 @@ from rlhf_cli.config.loader import load_config  # noqa: E402
 from rlhf_cli.config.ppo import PPOConfig  # noqa: E402
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig  # noqa: E402
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare  # noqa: E402
+from rlhf_cli.processes.threads import use_threads  # noqa: E402
 from rlhf_cli.rollout.distribution import Sampling  # noqa: E402
 from rlhf_cli.rollout.sampling import draw_uniforms, sample, stop_ids  # noqa: E402
 from rlhf_cli.run.stage_run import StageRun  # noqa: E402
@@ -38,7 +39,7 @@ from rlhf_cli.run.stage_run import StageRun  # noqa: E402
 
 def main() -> None:
     """Run the task until the driver ends it."""
-    torch.set_num_threads(len(TASK["cores"]))
+    use_threads(len(TASK["cores"]))  # as a stage does
     GATE.mark_base()
     {"sft": sft, "rm": rm, "ppo": ppo, "rollout": rollout}[TASK["kind"]]()
 
