@@ -105,7 +105,7 @@ def preference_score(score: Tensor, references: Tensor) -> Tensor:
 
 
 def limited_score(score: Tensor, excess: Tensor, lambdas: Tensor) -> Tensor:
-    """The Lagrangian of a score under limits on others: the score minus the weighted excesses, divided.
+    """The Lagrangian of a score under limits on others, divided by the sum of its weights.
 
     ``(score - sum_i lambdas_i * excess_i) / (1 + sum_i lambdas_i)``
 

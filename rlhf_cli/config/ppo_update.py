@@ -90,7 +90,7 @@ class PPO(Section):
     kl_target: PositiveFloat | None = None
     """Target KL in nats per response. Required with `kl_controller: adaptive`, and only there."""
     kl_horizon: PositiveInt = 10_000
-    """After this many responses kl_coef has changed by at most a fifth."""
+    """In this many responses kl_coef changes by a factor of at most about 1.2."""
 
     # ---- advantages
     advantage_estimator: AdvantageEstimator = "gae"

@@ -152,7 +152,8 @@ def test_autocast_eager_attention_and_float64_use_transformers_forward(monkeypat
     with pytest.raises(AssertionError, match="rotated here"):
         of_rows(fast)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.allclose(of_rows(fast), of_rows(plain), rtol=5e-2, atol=5e-2)
+        # Without rotation the mean difference is 4e-3.
+        assert (of_rows(fast) - of_rows(plain)).abs().mean() < 5e-4
     ids = torch.tensor([ROWS[0]])
     fast.set_attn_implementation("eager")
     plain.set_attn_implementation("eager")
