@@ -4,7 +4,8 @@
 
 trains SFT, reward models and PPO for every method and seed, two processes at a time with one thread each. Finished
 stages are skipped, so the same command resumes. `--methods NAME ...` and `--seeds 0 1` do a part. The report is
-DIR/REWARDS.md; `--record` writes it beside this script, and its picture to docs/overoptimization.svg.
+DIR/REWARDS.md, with the processor time of each command in DIR/seconds.jsonl; `--record` writes it beside this script,
+and its picture to docs/overoptimization.svg.
 
 The task is `rlhf init DIR --from support-hard`. Gold is the task's own judge on 128 held-out prompts, every five
 iterations. Training never sees it.
@@ -12,15 +13,26 @@ iterations. Training never sees it.
 
 from __future__ import annotations
 
+import os
+
+if __name__ == "__main__":  # Before torch is imported, which reads these settings.
+    from rlhf_cli.processes.environment import set_up_process
+
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    set_up_process()
+
 import argparse
 import json
 import math
-import os
+import multiprocessing
 import re
+import resource
 import shutil
 import statistics
 import subprocess
 import sys
+import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +41,11 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+import stages.ppo
+import stages.rm
+import stages.sft  # noqa: F401  (the stages that the commands run)
 from rlhf_cli.algorithms.bootstrap import student_quantile
+from rlhf_cli.cli import main as main_of_rlhf
 
 HERE = Path(__file__).resolve().parent
 SEEDS = (0, 1, 2, 3, 4, 5)
@@ -64,7 +80,7 @@ RMS: dict[str, tuple[str, ...]] = {
     "rm-length": ("length_correction=true",),
 }
 """Reward models of one seed: name -> settings that differ from the task's rm.yaml. The members of `rm` beside the first
-have other heads and orders of the rows; its first is the reward model alone."""
+read the rows in other orders; its first is the reward model alone."""
 MERGED = "rm-merged"
 """The mean of the weights of the members of `rm` (`rlhf merge`)."""
 
@@ -102,7 +118,7 @@ def folder(work: Path, seed: int, method: str) -> Path:
 
 
 def same_sft(work: Path, seed: int) -> list[str]:
-    """Four reward models from one SFT model: other heads and orders of the rows."""
+    """Four reward models from one SFT model: other orders of the rows."""
     first = path(work, seed, "rm")
     return [first, *(f"{first}/members/{k}" for k in range(1, MEMBERS))]
 
@@ -145,16 +161,38 @@ ROUNDS = {f"round {number}, labels by gold": number for number in (2, 3)}
 # ------------------------------------------------------------------------------------------ training
 
 
-def rlhf(log: Path, *arguments: str) -> None:
-    """Run one command of rlhf on one thread, its output in `log`; raises SystemExit with its last lines if it fails."""
+def rlhf(work: Path, log: Path, *arguments: str) -> None:
+    """Run one command of rlhf on one thread, its output in `log`; raises SystemExit with its last lines if it fails.
+
+    It runs in a fork of this process, which has imported what the stages need: a start costs nothing.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with log.open("a", encoding="utf-8") as file:
-        command = [sys.executable, "-m", "rlhf_cli", *arguments]
-        code = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
-    if code:
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(work, log, arguments))
+    process.start()
+    process.join()
+    if process.exitcode:
         tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-15:])
-        raise SystemExit(f"{tail}\n{log}: exit code {code}")
+        raise SystemExit(f"{tail}\n{log}: exit code {process.exitcode}")
+
+
+def _run(work: Path, log: Path, arguments: Sequence[str]) -> None:
+    with log.open("a", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    start, sys.argv, code = time.monotonic(), ["rlhf", *arguments], 1
+    try:
+        main_of_rlhf()
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    wall, of = time.monotonic() - start, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    used = sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, of))
+    row = {"command": " ".join(arguments[:2]), "processor": round(used, 1), "wall": round(wall, 1)}
+    with (work / "seconds.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    sys.stdout.flush()
+    os._exit(code)  # what runs at the end of a process belongs to the parent
 
 
 def stage(work: Path, name: str, out: Path, seed: int, settings: Iterable[str]) -> None:
@@ -162,7 +200,7 @@ def stage(work: Path, name: str, out: Path, seed: int, settings: Iterable[str]) 
     if (out / name / "manifest.json").is_file():
         return
     sets = [f"artifacts={out}", f"seed={seed}", *settings]
-    rlhf(out / f"{name}.log", name, str(work / "task" / f"{name}.yaml"), *(w for s in sets for w in ("--set", s)))
+    rlhf(work, out / f"{name}.log", name, str(work / "task" / f"{name}.yaml"), *(w for s in sets for w in ("--set", s)))
     print(f"{name} {out.relative_to(work)}", flush=True)
 
 
@@ -189,7 +227,7 @@ def in_parallel(jobs: Sequence[Callable[[], None]], workers: int) -> None:
 def train(work: Path, names: Sequence[str], seeds: Sequence[int], workers: int) -> None:
     """Train what the methods need: every SFT model, then every reward model, then every policy."""
     if not (work / "task").exists():
-        rlhf(work / "init.log", "init", str(work / "task"), "--from", "support-hard")
+        rlhf(work, work / "init.log", "init", str(work / "task"), "--from", "support-hard")
         write_unflipped(work / "task" / "data")
     # An ensemble takes the reward models of other seeds, too.
     in_parallel([lambda s=s: stage(work, "sft", work / f"seed{s}", s, ()) for s in SEEDS], workers)
@@ -202,7 +240,7 @@ def train(work: Path, names: Sequence[str], seeds: Sequence[int], workers: int) 
     def merge(seed: int) -> None:
         out = work / f"seed{seed}" / MERGED
         if not out.exists():
-            rlhf(out.parent / f"{MERGED}.log", "merge", *same_sft(work, seed), "--out", str(out))
+            rlhf(work, out.parent / f"{MERGED}.log", "merge", *same_sft(work, seed), "--out", str(out))
 
     def train_ppo(seed: int, name: str) -> None:
         method, out = METHODS[name], folder(work, seed, name)
@@ -215,7 +253,7 @@ def train(work: Path, names: Sequence[str], seeds: Sequence[int], workers: int) 
         if not (out / "rounds" / str(max(ROUNDS.values())) / "ppo" / "manifest.json").is_file():
             arguments = ["--rounds", str(max(ROUNDS.values())), "--labels", judge, "--threads", "1"]
             arguments += ["--set", f"artifacts={out}", "--set", f"seed={seed}"]
-            rlhf(out.with_name("rounds.log"), "pipeline", str(work / "task"), *arguments)
+            rlhf(work, out.with_name("rounds.log"), "pipeline", str(work / "task"), *arguments)
 
     alone = [name for name in names if name in METHODS]
     rms = sorted({(s, "rm") for s in SEEDS} | {(s, METHODS[name].rm) for s in seeds for name in alone})
@@ -483,7 +521,7 @@ def report(runs: dict[str, dict[int, Run]], rms: list[list[str]], command: str) 
     return "\n\n".join(
         [
             "# Over-optimisation and what helps",
-            f"Written by `{command}`. {len(every)} PPO runs of 80 iterations, on up to {len(seeds)} seeds; the same "
+            f"Written by `{command}`. {len(every)} PPO runs of 64 iterations, on up to {len(seeds)} seeds; the same "
             f"command trains what is missing of {len(SEEDS)}. Gold of the SFT model: {sft:.2f}. Intervals: 95 %, "
             "Student's, over seeds. Differences are paired by seed.",
             f"## Outcome\n\nGold has turned when it is {LOST} below its best so far.",

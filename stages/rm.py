@@ -19,6 +19,7 @@ Writes  <artifacts>/rm/model, a sequence classifier with one label, metrics.json
     regression of the held-out scores on the length of the answers as `length_curve`, which all scores are read minus
 
 With `members`, steps 3 to 6 are taken for each. Those beside the first come before it, as members/1, members/2, ...
+All start from the same new head and read the rows in an order of their own.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
 
         # 3. to 6. for each other member first: only the last one's state is the stage's.
         members = [_member(number, config, rows, samples, stage) for number in range(1, config.num_members)]
-        model, budget, scores, final = _train(config, rows, best, stage.directory / "model", stage)
+        model, budget, scores, final = _train(config, 0, rows, best, stage.directory / "model", stage)
         _show(final, rows, stage.display)
 
         # 6. Its scores without what the length of a reply tells, if the config asks for it, and their scale.
@@ -179,9 +180,9 @@ def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None
 
 
 def _train(
-    config: RMConfig, rows: TokenRows, best: Best, folder: Path, stage: StageRun
+    config: RMConfig, number: int, rows: TokenRows, best: Best, folder: Path, stage: StageRun
 ) -> tuple[PreTrainedModel, Budget, torch.Tensor, dict[str, float]]:
-    """Steps 3 to 5 of the module's docstring.
+    """Steps 3 to 5 of the module's docstring for the member `number`; 0 is the first.
 
     Returns the model, which is saved in `folder`, the scores of the answers of all held-out test rows, and its figures.
     """
@@ -217,7 +218,7 @@ def _train(
         best=best,
         shown=SHOWN[config.loss],
     )
-    for step, batch in loop.steps(partial(_batch, config, rows.train)):
+    for step, batch in loop.steps(partial(_batch, config, number, rows.train)):
         with stage.speed.phase("step"):
             stats = _accumulate(model, batch, rows.scale, passes.budget, config, stage)
             figures = loop.update(step, stats, partial(list, map(asdict, batch)))
@@ -253,13 +254,15 @@ class Member:
 
 
 def member_config(config: RMConfig, number: int) -> RMConfig:
-    """The config of a member beside the first, numbered from 1."""
+    """The config of a member beside the first, numbered from 1.
+
+    The seed is the run's: the mean of the weights of models whose new heads start apart judges worse than each of them.
+    """
     model, paths = config.model, config.member_models
     if paths:
         model = model.model_copy(update={"path": paths[(number - 1) % len(paths)], "revision": None})
     once = config.training.model_copy(update={"save_every": None})
-    seed = derived_seed(config.seed, "rm member", number)
-    return config.model_copy(update={"seed": seed, "model": model, "training": once})
+    return config.model_copy(update={"model": model, "training": once})
 
 
 def _require_one_reading(config: RMConfig, rows: TokenRows) -> None:
@@ -287,7 +290,7 @@ def _member(number: int, config: RMConfig, rows: TokenRows, samples: Sequence[Sa
         gc.collect()  # the parts of a sharded model refer to each other
         if stage.restore_finished({"member": kept}, changed):
             return kept
-        model, budget, scores, final = _train(own, rows, Best(None, lower=False), folder, stage)
+        model, budget, scores, final = _train(own, number, rows, Best(None, lower=False), folder, stage)
         final |= _normalize(model, rows, samples, scores, budget, folder, own, stage)
         release(model)
         kept = Member(scores, final, stage.world.of_main(lambda: fingerprint(str(folder))))
@@ -370,9 +373,10 @@ def _rows(config: RMConfig, display: Display) -> TokenRows:
 # ----------------------------------------------------------------------------------------- 4. training
 
 
-def _batch(config: RMConfig, train: Items, step: int) -> list[Item]:
-    """The rows of a step, for all processes together."""
-    rows = stream(len(train), config.training.minibatch_size, step, config.seed, "rm order")
+def _batch(config: RMConfig, number: int, train: Items, step: int) -> list[Item]:
+    """The rows of a step of the member `number`, for all processes together."""
+    seed = derived_seed(config.seed, "rm member", number) if number else config.seed
+    rows = stream(len(train), config.training.minibatch_size, step, seed, "rm order")
     return [train[i] for i in rows]
 
 

@@ -161,8 +161,8 @@ class RMConfig(Stage):
     """The model to start from."""
     members: PositiveInt | None = None
     """How many reward models to train on these rows, one after the other, for `rewards: - type: ensemble`. Each has
-    another head and another order of the rows. `rm/model` is the first; the others are `rm/members/1`,
-    `rm/members/2`, .... Null is 1."""
+    an order of the rows of its own. `rm/model` is the first; the others are `rm/members/1`, `rm/members/2`, ....
+    Null is 1."""
     member_models: list[LocalPath] = []
     """Models that the members after the first start from, in turn, such as SFT models of other seeds: members that
     start from one model make the same mistakes. Empty: all start from `model`."""
