@@ -276,6 +276,17 @@ def test_members_start_from_other_models_and_are_compared(pipeline, make_model, 
             require_intact(path)
 
 
+def test_members_start_from_the_same_new_weights(pipeline, run_stage, tmp_path):
+    """So that their weights can be averaged: the learning rate is too small to change them."""
+    model = {"path": str(pipeline("llama") / "sft"), "lora": {"r": 2}}
+    rm = run_stage("rm", tmp_path, model=model, members=2, optimizer={"learning_rate": 1e-30})
+    folders = [rm / "model/adapter", rm / "members/1/adapter"]
+    first, second = (load_file(folder / "adapter_model.safetensors") for folder in folders)
+    new = [name for name in first if "score" in name or "lora_A" in name]
+    assert len(new) > 1
+    assert all(torch.equal(first[name], second[name]) for name in new)
+
+
 def test_members_of_another_tokenizer_are_refused(pipeline, make_model, run_stage, tmp_path):
     model = {"path": str(pipeline("llama") / "sft")}
     with pytest.raises(ConfigError, match="has another tokenizer than the first member"):

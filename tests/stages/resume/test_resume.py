@@ -111,11 +111,11 @@ def test_a_finished_member_is_trained_again_only_if_it_was_changed(
     """The run ends between two members, when no checkpoint has weights."""
     arguments, trained, train = config_in("rm members", tmp_path), [], rm_stage._train
 
-    def trains(config: Any, rows: Any, best: Any, folder: Path, stage: StageRun) -> Any:
+    def trains(config: Any, number: int, rows: Any, best: Any, folder: Path, stage: StageRun) -> Any:
         trained.append(folder.name)
         if trained == ["1", "2"]:
             raise RunError("the second member cannot begin")
-        return train(config, rows, best, folder, stage)
+        return train(config, number, rows, best, folder, stage)
 
     monkeypatch.setattr(rm_stage, "_train", trains)
     assert "cannot begin" in refused(arguments, code=1)
