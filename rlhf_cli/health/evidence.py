@@ -6,7 +6,7 @@ Names begin with the stage. A stage without files has no figures, and a rule fin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -17,6 +17,8 @@ from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import EnsembleReward, ModelReward
 from rlhf_cli.files import rows_of
+from rlhf_cli.health.baselines import weak_reward
+from rlhf_cli.health.findings import Seen
 from rlhf_cli.health.history import PERSIST, START
 from rlhf_cli.report.read import RunData, StageData, read_run
 from rlhf_cli.run.artifacts import flat
@@ -61,24 +63,37 @@ class Evidence:
     problems: list[str] = field(default_factory=list)
     """What could not be measured, a line each."""
 
-    def __getitem__(self, name: str) -> float:
-        """A figure; NaN if it is unknown, so that every comparison with it is false."""
-        return self.figures.get(name, math.nan)
+    def __getitem__(self, name: str) -> Any:
+        """A figure, setting or text; NaN if it is unknown, so that every comparison with it is false."""
+        return self.figures.get(name, self.settings.get(name, self.texts.get(name, math.nan)))
+
+    def gain(self, name: str) -> float:
+        """The difference of the policies after and before PPO in a figure of its evaluation."""
+        return self.figures.get(f"ppo.after.{name}", math.nan) - self.figures.get(f"ppo.before.{name}", math.nan)
+
+    @property
+    def weakness(self) -> str | None:
+        """The message of the health check on reward models; None if it is better than guessing and simple rules."""
+        return weak_reward("rm", {f"eval/{name[3:]}": x for name, x in self.figures.items() if name.startswith("rm.")})
 
     def said(self, *names: str) -> list[str]:
         """The messages of these health findings, where the run had them."""
         return [self.findings[name]["message"] for name in names if name in self.findings]
 
-    def other_end(self, stage: str) -> list[str]:
-        """A sentence if the prompts of a stage end otherwise than PPO's; nothing if not, or if either is unknown."""
-        end, of_ppo = self.texts.get(f"{stage}.prompt_end"), self.texts.get("ppo.prompt_end")
-        if end is None or of_ppo is None:
-            return []
+    def odd_end(self, blamed: str) -> Iterator[Seen]:
+        """The signs that the prompts of a stage end otherwise than those of all other stages."""
+        ends = {
+            stage: end for stage in ("sft", "rm", "ppo") if (end := self.texts.get(f"{stage}.prompt_end")) is not None
+        }
+        of_ppo = ends.pop("ppo", None)
+        if of_ppo is None:
+            return
         # A few prompts may share more letters than their template by chance.
-        if max(len(end), len(of_ppo)) - len(common_end([end, of_ppo])) < FIXED:
-            return []
-        one, other = (repr(text[-30:]) if text else "nothing in common" for text in (end, of_ppo))
-        return [f"The prompts of {stage} end with {one}, those of PPO with {other}."]
+        others = [s for s, end in ends.items() if max(len(end), len(of_ppo)) - len(common_end([end, of_ppo])) >= FIXED]
+        if blamed == ("ppo" if len(others) == len(ends) else "".join(others)):
+            for stage in others:
+                one, other = (repr(text[-30:]) if text else "nothing in common" for text in (ends[stage], of_ppo))
+                yield 2, f"The prompts of {stage} end with {one}, those of PPO with {other}."
 
 
 def read_evidence(root: Path) -> Evidence:

@@ -1,57 +1,102 @@
-"""What can be wrong with a run: rules, and what they find. Does not import torch.
+"""What can be wrong with a run: the rows of the tables of rules, and what they find. Does not import torch.
 
-A rule is a generator. It reads what is known of a run and yields a sign for each thing that it sees. The same kind of
-rule serves while a run is running (`iterations.py` and `trends.py` read a `History` and yield one sign at most) and
-after it (`sft_causes.py`, `rm_causes.py` and `ppo_causes.py` read an `Evidence`). What health said while the run was
-running is evidence for the latter.
+A row has a name, what to try, and signs. The same kind of row serves while a run is running (`rules.py` reads a
+`History`) and after it (`sft_causes.py`, `rm_causes.py` and `ppo_causes.py` read an `Evidence`). What health said while
+the run was running is evidence for the latter.
 
-To add a rule for `rlhf diagnose`, write the function with its decorator, a section in docs/diagnose.md and a run in
-tests/support/faults.py that shows it. A rule for a running stage is also named at the end of its file, and needs a row
-in docs/health.md and a test in tests/health/test_running.py.
+A sign is a condition and a sentence. In both, `sft.loss_end` stands for ``run["sft.loss_end"]``; an unknown figure is
+NaN, so comparisons with it are false. In the sentence, `{limit}` is the first number of the condition:
+
+>>> sign = shows("sft.eos_probability < 0.05", "EOS has a probability of {sft.eos_probability:.2g} (limit {limit:g}).")
+>>> list(sign({"sft.eos_probability": 0.01}))
+[(2, 'EOS has a probability of 0.01 (limit 0.05).')]
+
+A sign that needs more than that is a generator function of the run.
+
+A new cause of `rlhf diagnose` also needs a section in docs/diagnose.md and a run in tests/support/faults.py that shows
+it. A new rule for a running stage needs a row in docs/health.md and a test in tests/health/test_running.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from types import CodeType
+from typing import Any, Literal
 
 from rlhf_cli.config.stage import STAGES
 
+FIGURE = re.compile(r"(?<![\w.'])(?:(?:sft|rm|ppo)\.\w[\w.]*|[a-z]+/\w+(?:\.\w+)?)")
+NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-\d+)?")
+FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
-class Sign(NamedTuple):
-    """One thing that a rule sees."""
+Seen = tuple[float, str]
+"""What a sign saw, and how much it weighs.
 
-    weight: float
-    """While a run is running: a number above 0 that grows as the problem becomes worse. After it: 2 if the sign shows
-    the cause by itself, 1 if it only supports it, as a setting that differs."""
+While a run is running, the weight is a number above 0 that grows as the problem becomes worse. After it: 2 if the sign
+shows the cause by itself, 1 if it only supports it, as a setting that differs. The text is full sentences on one line,
+with what was found, its numbers, the limit and the likely cause.
+"""
+Signs = Callable[[Any], Iterator[Seen]]
+"""A function of the run that yields each thing that it sees."""
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A condition, the sentence if it holds, and the weight, all of them expressions in figures of the run."""
+
+    when: str
     text: str
-    """What was found with its numbers, the limit and the likely cause, in full sentences on one line."""
+    weight: str
+
+    def __call__(self, run: Any) -> Iterator[Seen]:
+        """What the sign sees in a run: one thing or nothing."""
+        limit = NUMBER.search(FIGURE.sub("", self.when))
+        names = {"run": run, "limit": float(limit[0]) if limit else None}
+
+        def value(expression: str) -> Any:
+            return eval(_compiled(expression), names)
+
+        if value(self.when):
+            yield value(self.weight), FIELD.sub(lambda field: format(value(field[1]), field[2] or ""), self.text)
 
 
-Signs = Iterator[Sign]
+@functools.cache
+def _compiled(expression: str) -> CodeType:
+    return compile(FIGURE.sub(r"run['\g<0>']", expression), expression, "eval")
 
 
-def shows(text: str) -> Sign:
+def shows(when: str, text: str) -> Sign:
     """A sign that shows a cause by itself."""
-    return Sign(2, text)
+    return Sign(when, text, "2")
 
 
-def supports(text: str) -> Sign:
+def supports(when: str, text: str) -> Sign:
     """A sign that only supports a cause."""
-    return Sign(1, text)
+    return Sign(when, text, "1")
+
+
+def said(weight: float, *names: str) -> Signs:
+    """The messages of these health findings as signs, where the run had them."""
+    return lambda run: ((weight, text) for text in run.said(*names))
 
 
 @dataclass(frozen=True)
 class Rule:
     """One thing that can be wrong, and how to see it."""
 
-    signs: Callable[[Any], Signs]
+    name: str
     advice: str
     """What to try, with config keys, on one line. While a run is running, names in braces are replaced by those parts
     of `History.advice`."""
+    signs: tuple[Signs, ...]
+    """While a run is running, the first that sees something counts."""
     severity: Literal["stop", "warning"] = "warning"
     """`stop` for what is wrong whatever the data, `warning` for what may be intended."""
+    title: str = ""
+    """Of a cause: what is wrong, as a short sentence."""
     stage: str = "ppo"
     """The stage whose data or config has to change."""
     explains: tuple[str, ...] = ()
@@ -61,25 +106,10 @@ class Rule:
     wants: str = ""
     """What gives those figures."""
 
-    @property
-    def name(self) -> str:
-        """The name of the function."""
-        return self.signs.__name__
 
-    @property
-    def title(self) -> str:
-        """What is wrong, as a short sentence: the docstring of a cause."""
-        return self.signs.__doc__ or ""
-
-
-def rule(advice: str, **settings: Any) -> Callable[[Callable[[Any], Signs]], Rule]:
-    """Make a function a rule; `settings` are fields of `Rule`."""
-    return lambda signs: Rule(signs, advice, **settings)
-
-
-def rules_of(names: Mapping[str, Any]) -> tuple[Rule, ...]:
-    """The rules of a file, in its order, from its globals()."""
-    return tuple(value for value in names.values() if isinstance(value, Rule))
+def cause(stage: str, name: str, title: str, advice: str, *signs: Signs, **settings: Any) -> Rule:
+    """A row of the table of a stage's causes; `settings` are other fields of `Rule`."""
+    return Rule(name, advice, signs, stage=stage, title=title, **settings)
 
 
 @dataclass(frozen=True)

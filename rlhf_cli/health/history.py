@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 START = 3
 """The first iterations; their mean is "the start". Iteration 1 samples from the initial model."""
@@ -35,15 +35,6 @@ GAP_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
 0.018. Weights with an older head: 0.2 to 2."""
 LARGEST = 1e75
 """Stands for infinity, which JSON does not have. Larger than any float32, and its square can still be summed."""
-
-
-class Judged(NamedTuple):
-    """An evaluation on held-out prompts, whose order is always the same."""
-
-    iteration: int
-    """0 is before training."""
-    scores: Sequence[float]
-    golds: Sequence[float]
 
 
 @dataclass
@@ -81,6 +72,10 @@ class History:
     """The same of the last PERSIST iterations."""
     golds: list[list[float]] = field(default_factory=list)
     """[iteration, mean gold] of each evaluation on held-out prompts."""
+    best_gold: dict[str, Any] | None = None
+    """The evaluation with the highest mean gold: its `iteration`, and `scores` and `golds` of each prompt."""
+    judged: dict[str, Any] | None = None
+    """The newest evaluation."""
 
     def add(
         self, iteration: int, metrics: Mapping[str, float], watched: Sequence[str], words: Mapping[str, float]
@@ -102,7 +97,7 @@ class History:
         if len(self.first_words) < START:
             self.first_words.append(common)
         self.recent_words = [*self.recent_words, common][-PERSIST:]
-        score, kl = self.mean("objective/score"), self.mean("objective/kl")
+        score, kl = self["objective/score.mean"], self["objective/kl.mean"]
         if not math.isnan(score + kl) and (not self.bests or score > self.bests[-1][1]):
             self.bests.append([iteration, score, kl])
 
@@ -111,17 +106,20 @@ class History:
         rows = self.recent[-n:]
         return [row[key] for row in rows] if len(rows) == n and all(key in row for row in rows) else []
 
-    def now(self, key: str) -> float:
-        """The newest value; NaN if it is missing, so that every comparison with it is false."""
-        return self.recent[-1].get(key, math.nan)
+    def __getitem__(self, name: str) -> float:
+        """The newest value of a metric, or another figure of it; NaN without one, so that comparisons are false.
 
-    def mean(self, key: str) -> float:
-        """The mean of the last PERSIST values; NaN if one is missing."""
-        return fmean(self.last(key, PERSIST) or [math.nan])
-
-    def mean_at_start(self, key: str) -> float:
-        """The mean over the first START iterations that have the key; NaN if none has it."""
-        return fmean([row[key] for row in self.start[:START] if key in row] or [math.nan])
+        `policy/entropy.start` is its mean over the first START iterations that have it. `.mean`, `.least` and `.most`
+        are over the last PERSIST iterations, or over as many as the name ends with: `.most10`.
+        """
+        key, _, figure = name.partition(".")
+        if not figure:
+            return self.recent[-1].get(key, self.metrics.get(key, math.nan))
+        if figure == "start":
+            return fmean([row[key] for row in self.start[:START] if key in row] or [math.nan])
+        kind = figure.rstrip("0123456789")
+        last = self.last(key, int(figure.removeprefix(kind) or PERSIST)) or [math.nan]
+        return fmean(last) if kind == "mean" else min(last) if kind == "least" else max(last)
 
     def before_and_now(self, key: str) -> tuple[list[float], list[float]] | None:
         """The values of the first and of the last EARLY iterations; None if the two overlap or a row lacks the key."""
@@ -134,16 +132,6 @@ class History:
         """The values of the window; empty if there are fewer than MIN_TREND or one is missing."""
         n = len(self.recent)
         return self.last(key, n) if n >= MIN_TREND else []
-
-    def above(self, key: str, limit: float, far: float) -> tuple[float, str]:
-        """The newest value, and for how long it has been above its limit, in words.
-
-        "" if it is not: fewer than PERSIST iterations in a row, and the newest value is not above `far` either.
-        """
-        last, now = self.last(key, PERSIST), self.now(key)
-        if last and min(last) > limit:
-            return now, f"for {PERSIST} iterations"
-        return now, "in this iteration, by far" if now > far else ""
 
     def near_best(self, first: float) -> float:
         """The lowest score that is near the best one; `first` is the mean score at the start."""
@@ -181,6 +169,7 @@ class History:
             "judge": "read the judge's figures in evaluations.jsonl" if self.has_judge else judge,
             "steps": "optimizer.learning_rate" + ("" if config.get("ppo.ppo_epochs") == 1 else " or ppo.ppo_epochs"),
             "end_early": "lower ppo.max_approx_kl" if ends_early else "set ppo.max_approx_kl",
+            "best": str((self.best_gold or {}).get("iteration")),
             "best_model": "best_model" if config.get("evaluation.best_metric") else "evaluation.best_metric keeps it",
         }
 

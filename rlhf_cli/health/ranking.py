@@ -51,11 +51,11 @@ def rank(evidence: Evidence, rules: Sequence[Rule] = CAUSES) -> list[Cause]:
     """
     named = []
     for rule in rules:
-        signs = list(rule.signs(evidence)) if rule.stage in evidence.stages else []
-        weight = sum(sign.weight for sign in signs)
+        signs = [seen for sign in rule.signs for seen in sign(evidence)] if rule.stage in evidence.stages else []
+        weight = sum(weight for weight, _ in signs)
         if weight >= NAMED:
             certainty: Literal["sure", "likely"] = "sure" if weight >= SURE else "likely"
-            texts = tuple(sign.text for sign in signs)
+            texts = tuple(text for _, text in signs)
             named.append((rule, Cause(rule.name, certainty, rule.title, rule.advice, rule.stage, texts)))
     named.sort(key=lambda one: one[1].order)
     unexplained, explained = [], []

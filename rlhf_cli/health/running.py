@@ -4,10 +4,10 @@ A finding has a name, a message with its numbers and the rule, and advice. `stop
 data: a ratio that is not 1 or a KL that is not 0 before any training, and NaN or infinite metrics. Everything else is a
 `warning`, because it may be intended.
 
-The rules are in `iterations.py` (one or a few iterations), `trends.py` (the whole run, and evaluations) and
-`baselines.py` (before the first iteration). A limit is relative to the run's own first iterations, unless there is a
-natural one. Most must be passed for several iterations, so that one unusual batch gives no warning; a value far beyond
-is reported immediately. The limits are set between good runs and runs that were made bad on purpose.
+The rules are in `rules.py`, the one before the first iteration in `baselines.py`. A limit is relative to the run's own
+first iterations, unless there is a natural one. Most must be passed for several iterations, so that one unusual batch
+gives no warning; a value far beyond is reported immediately. The limits are set between good runs and runs that were
+made bad on purpose.
 Good: the shop-support task over seeds and 50 to 200 iterations, and in bfloat16; the stories, sentiment and HH tasks.
 Bad: the shop-support task with kl_coef 0, 10 and 50 times the learning rate, 16 ppo_epochs, and rewards for length, for
 brevity, or equal for all responses.
@@ -23,12 +23,11 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from rlhf_cli.health import iterations, trends
 from rlhf_cli.health.baselines import WEAK_REWARD_ADVICE, weak_reward
 from rlhf_cli.health.findings import Finding, Rule
-from rlhf_cli.health.history import LARGEST, History, Judged
+from rlhf_cli.health.history import LARGEST, History
+from rlhf_cli.health.rules import EVALUATION, STOPS, WARNINGS
 
-WARNINGS = (*iterations.WARNINGS, *trends.WARNINGS)
 REPEAT = 10
 """Iterations after which a warning may be given again ..."""
 WORSE = 1.5
@@ -60,10 +59,8 @@ SHOWN = {
     "entropy": "policy/entropy",
 }
 """Metrics in the health line."""
-OF_EVALUATIONS = ("overoptimisation",)
-"""Findings of `check_evaluation`; they hold until the next evaluation."""
-OF_START = ("weak_reward_model",)
-"""Findings of `check_start`; they hold for the whole run."""
+OF_START = "weak_reward_model"
+"""The finding of `check_start`; it holds for the whole run."""
 STATE = (
     "start", "recent", "bests", "first_words", "recent_words", "golds", "best_gold", "present", "said",
 )  # fmt: skip
@@ -83,8 +80,6 @@ class Health(History):
     'kl_not_zero: score 0.5, KL 0.25'
     """
 
-    best_gold: dict[str, Any] | None = None
-    """The evaluation with the highest mean gold, as a mapping."""
     present: dict[str, int] = field(default_factory=dict)
     """The warnings that hold now, and the iteration since which they hold."""
     said: dict[str, list[float]] = field(default_factory=dict)
@@ -93,9 +88,7 @@ class Health(History):
     def check_start(self, reward_models: Mapping[str, Mapping[str, float]]) -> list[Finding]:
         """The findings before the first iteration, from the held-out figures of each reward model (its manifest's)."""
         messages = [weak_reward(name, figures) for name, figures in reward_models.items()]
-        findings = [
-            Finding("weak_reward_model", "warning", message, WEAK_REWARD_ADVICE) for message in messages if message
-        ]
+        findings = [Finding(OF_START, "warning", message, WEAK_REWARD_ADVICE) for message in messages if message]
         self.present |= {finding.name: 0 for finding in findings}
         return findings
 
@@ -110,8 +103,8 @@ class Health(History):
         `load_state_dict` first; else this iteration is taken as its start.
         """
         self.add(iteration, metrics, WATCHED, words or {})
-        stops = [finding for finding, _ in self._apply(iterations.STOPS, self)]
-        return stops + self._due(iteration, self._apply(WARNINGS, self), evaluation=False)
+        stops = [finding for finding, _ in self._apply(STOPS)]
+        return stops + self._due(iteration, self._apply(WARNINGS), evaluation=False)
 
     def check_evaluation(
         self, iteration: int, scores: Sequence[float], golds: Sequence[float] | None = None
@@ -123,17 +116,16 @@ class Health(History):
         """
         if golds is None:
             return []
-        best = Judged(**self.best_gold) if self.best_gold is not None else None
-        if len(scores) != len(golds) or (best is not None and len(golds) != len(best.golds)):
+        if len(scores) != len(golds) or (self.best_gold and len(golds) != len(self.best_gold["golds"])):
             raise ValueError(
                 f"iteration {iteration}: evaluations are compared prompt by prompt, and the number of prompts differs"
             )
-        now = Judged(iteration, list(scores), list(golds))
-        found = self._apply((trends.overoptimisation,), (best, now), best.iteration) if best is not None else []
+        self.judged = {"iteration": iteration, "scores": list(scores), "golds": list(golds)}
+        found = self._apply([EVALUATION])
         if golds:
             self.golds.append([iteration, fmean(golds)])
-            if best is None or fmean(golds) > fmean(best.golds):
-                self.best_gold = now._asdict()
+            if self.best_gold is None or fmean(golds) > fmean(self.best_gold["golds"]):
+                self.best_gold = self.judged
         return self._due(iteration, found, evaluation=True)
 
     def line(self, findings: Sequence[Finding], metrics: Mapping[str, float]) -> str:
@@ -153,17 +145,16 @@ class Health(History):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict`: the next findings are the same as without an interruption."""
-        for name, value in deepcopy({"golds": [], **state}).items():  # rlhf 0.1 had no golds
+        for name, value in deepcopy(dict(state)).items():
             setattr(self, name, value)
-        self.said = {name: one if isinstance(one, list) else [one, LARGEST] for name, one in self.said.items()}
 
-    def _apply(self, rules: Sequence[Rule], known: Any, best: int = 0) -> list[tuple[Finding, float]]:
-        """What the rules find in what is known, each with its number that grows as it becomes worse."""
-        words = {"best": best, **self.advice}
+    def _apply(self, rules: Sequence[Rule]) -> list[tuple[Finding, float]]:
+        """What the rules find, each with its number that grows as it becomes worse."""
+        found = [(rule, next((seen for sign in rule.signs for seen in sign(self)), None)) for rule in rules]
         return [
-            (Finding(rule.name, rule.severity, sign.text, rule.advice.format(**words)), sign.weight)
-            for rule in rules
-            for sign in rule.signs(known)
+            (Finding(rule.name, rule.severity, seen[1], rule.advice.format(**self.advice)), seen[0])
+            for rule, seen in found
+            if seen is not None
         ]
 
     def _due(self, iteration: int, found: list[tuple[Finding, float]], *, evaluation: bool) -> list[Finding]:
@@ -173,7 +164,7 @@ class Health(History):
         self.present = {
             name: since
             for name, since in self.present.items()
-            if name in names or name in OF_START or (name in OF_EVALUATIONS) is not evaluation
+            if name in names or name == OF_START or (name == EVALUATION.name) is not evaluation
         }
         due = []
         for finding, size in found:

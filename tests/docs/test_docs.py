@@ -22,9 +22,7 @@ from rlhf_cli.cli import app
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.explain import alternatives, fields_of, options_of
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.health.iterations import STOPS
-from rlhf_cli.health.running import WARNINGS
-from rlhf_cli.health.trends import overoptimisation
+from rlhf_cli.health.rules import EVALUATION, STOPS, WARNINGS
 from support.paths import ROOT, TESTS
 
 MOVED = ["COSTS", "FORMULAS", "KL", "PLAN", "SCALE", "TESTS", "TUNING"]
@@ -427,7 +425,7 @@ def test_every_figure_that_a_page_names_is_written_by_the_code(page: str) -> Non
 
 def test_every_finding_is_documented_and_every_documented_one_exists() -> None:
     rows = set(re.findall(r"^\| `(\w+)` \|", TEXTS["docs/health.md"], flags=re.MULTILINE))
-    names = {rule.name for rule in (*STOPS, *WARNINGS, overoptimisation)}
+    names = {rule.name for rule in (*STOPS, *WARNINGS, EVALUATION)}
     assert names <= rows
     assert all(f'"{name}"' in SOURCE for name in rows - names)
 

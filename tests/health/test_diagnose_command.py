@@ -14,7 +14,6 @@ from rlhf_cli.cli import app
 from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.records import Ranking
 from rlhf_cli.health.evidence import Evidence
-from rlhf_cli.health.ppo_causes import template_differs
 from rlhf_cli.health.probes import _marked
 from rlhf_cli.health.ranking import gather
 from support.tiny import read_jsonl, write_jsonl
@@ -90,9 +89,8 @@ def test_a_directory_without_a_run_is_one_line_and_exit_code_2(tmp_path: Path) -
 
 def test_a_template_is_what_prompts_end_with() -> None:
     def signs(sft: str, ppo: str) -> int:
-        return len(
-            list(template_differs.signs(Evidence(["sft", "ppo"], texts={"sft.prompt_end": sft, "ppo.prompt_end": ppo})))
-        )
+        evidence = Evidence(["sft", "ppo"], texts={"sft.prompt_end": sft, "ppo.prompt_end": ppo})
+        return len(list(evidence.odd_end("ppo")))
 
     assert signs("\n\nAssistant:", "\n### Answer\n") == 1
     assert signs("\n\nAssistant:", "") == 1

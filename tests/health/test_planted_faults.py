@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from rlhf_cli.commands import diagnose
 from rlhf_cli.health.evidence import Evidence
+from rlhf_cli.health.findings import FIELD, FIGURE, Rule, Sign
 from rlhf_cli.health.ranking import CAUSES, gather, not_judged, rank
+from rlhf_cli.health.rules import STOPS, WARNINGS
+from rlhf_cli.health.running import WATCHED
 from support.faults import EVERYTHING, FAULTS, OF_THE_TEST, RECORDED, make_run
 from support.paths import ROOT
 
@@ -25,6 +29,9 @@ OF_PROBES = {
     "ppo": ("distinct_prompts", "gold_std", "prompts", "skipped", "unknown"),
 }
 """What the names of the figures of forward passes, of the data and of the judge begin with, by stage."""
+OF_ONE_ITERATION = ("policy/first_ratio", "policy/first_ratio_error", "policy/ref_kl", "policy/sampler_gap")
+OF_ONE_ITERATION += ("policy/sampler_gap_mean", "policy/skipped_steps")
+"""Metrics that rules read of the newest iteration only."""
 WITHOUT_RUN = {"policy_overoptimised", "prompts_dropped", "rm_weak"}
 """Causes that no planted fault has as its first; they show beside others."""
 MISSED = {
@@ -111,6 +118,26 @@ def test_what_a_cause_explains_is_a_cause_and_never_explains_it_back() -> None:
     for cause in CAUSES:
         for other in cause.explains:
             assert cause.name not in by_name[other].explains, (cause.name, other)
+
+
+def figures_of(rules: Sequence[Rule]) -> set[str]:
+    """The figures in the conditions, sentences and weights of the rows."""
+    signs = [sign for rule in rules for sign in rule.signs if isinstance(sign, Sign)]
+    texts = [
+        text for sign in signs for text in (sign.when, sign.weight, *(found[0] for found in FIELD.findall(sign.text)))
+    ]
+    return {name for text in texts for name in FIGURE.findall(text)}
+
+
+def test_every_figure_that_a_row_reads_is_one_that_runs_have() -> None:
+    runs = [recorded(name) for name in FAULTS]
+    known = {name for run in runs for part in (run.figures, run.settings, run.texts) for name in part}
+    # Pairs with gold columns, reward models that learn scores, and runs that `rlhf eval` measured.
+    known |= {"rm.gold_accuracy", "rm.mse_high95", "rm.target_variance"}
+    known |= {"ppo.score_gold_correlation", "ppo.score_gold_pairs"}
+    assert figures_of(CAUSES) - known == set()
+    assert len(figures_of(CAUSES)) > 80
+    assert {name.partition(".")[0] for name in figures_of((*STOPS, *WARNINGS))} <= {*WATCHED, *OF_ONE_ITERATION}
 
 
 def test_no_figures_give_no_cause() -> None:

@@ -17,9 +17,8 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.health import history
 from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.history import GAP_TOLERANCE, RATIO_TOLERANCE
-from rlhf_cli.health.iterations import MUST_BE_FINITE, STOPS
-from rlhf_cli.health.running import REPEAT, SHOWN, WARNINGS, WATCHED, Health
-from rlhf_cli.health.trends import memorises
+from rlhf_cli.health.rules import MUST_BE_FINITE, STOPS, WARNINGS, memorises
+from rlhf_cli.health.running import REPEAT, SHOWN, WATCHED, Health
 from rlhf_cli.training.bad_steps import no_gradient
 from support.tiny import read_jsonl
 
@@ -476,17 +475,6 @@ def test_a_warning_is_repeated_only_when_it_has_become_worse() -> None:
     assert names_of(rises) == [(i, "sampler_gap") for i in (1, 11, 21, 31)]
     comes_and_goes = sequence(60, {"policy/sampler_gap": [1.0, 0.0] * 30})
     assert names_of(comes_and_goes) == [(1, "sampler_gap")]
-
-
-def test_a_checkpoint_from_before_sizes_were_kept_repeats_no_warning() -> None:
-    health = new_health()
-    health.check(1, STEADY | {"policy/sampler_gap": 1.0})
-    state = health.state_dict()
-    del state["golds"]
-    state["said"] = {"sampler_gap": 1}
-    health.load_state_dict(state)
-    assert health.check(20, STEADY | {"policy/sampler_gap": 9.0}) == []
-    assert health.line([], {}) == "sampler_gap (since iteration 1)"
 
 
 def test_a_stop_is_given_each_time() -> None:
