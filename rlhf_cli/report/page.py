@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
+import importlib.metadata
 import itertools
 import json
+import os
+import tempfile
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.config.stage import STAGES
+from rlhf_cli.files import cache_root
 from rlhf_cli.health.recap import unit_of
-from rlhf_cli.report import library
 from rlhf_cli.report.chart import COLORS, PICTURE_COLORS, SCHEMA, Chart
 from rlhf_cli.report.charts import (
     DISTANCE,
@@ -46,6 +50,8 @@ MAIN = (
 )
 """Curves of `--png`, the most important first."""
 MOST_IN_PICTURE = 6
+FOLDER = "rlhf-report"
+"""The folder in the cache directory that holds the JavaScript."""
 
 
 def write_report(roots: Sequence[Path], out: Path, png: Path | None = None) -> None:
@@ -53,14 +59,13 @@ def write_report(roots: Sequence[Path], out: Path, png: Path | None = None) -> N
 
     Raises ArtifactError for a directory without a run.
     """
-    bundle = library.javascript()
     runs = read_runs(roots)
-    text = page(runs, bundle)
+    text = page(runs, javascript())
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     if png is not None:
         png.parent.mkdir(parents=True, exist_ok=True)
-        png.write_bytes(library.png(picture(runs)))
+        _draw(picture(runs), png)
 
 
 def write_frontier(roots: Sequence[Path], out: Path) -> bool:
@@ -69,8 +74,29 @@ def write_frontier(roots: Sequence[Path], out: Path) -> bool:
     if charts:
         cells = [{"title": chart.title, "width": 420, "height": 300, "layer": chart.spec["layer"]} for chart in charts]
         spec = {"$schema": SCHEMA, "background": "white", "hconcat": cells}
-        out.write_bytes(library.png(_without_variables(spec)))
+        _draw(spec, out)
     return bool(charts)
+
+
+def javascript() -> str:
+    """The JavaScript of Vega, Vega-Lite and vega-embed, which vl-convert brings.
+
+    vl-convert needs 1.5 s to bundle it, so the bundle is kept in the cache directory, by version of vl-convert. Without
+    a cache that can be written, it is bundled each time.
+    """
+    import vl_convert
+
+    path = cache_root() / FOLDER / f"vl-convert-{importlib.metadata.version('vl-convert-python')}.js"
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.read_text(encoding="utf-8")
+    text: str = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # the stub of 1.9 has no default
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(name).replace(path)
+    return text
 
 
 def _text(name: str) -> str:
@@ -213,13 +239,14 @@ def picture(runs: Sequence[RunData]) -> dict[str, Any]:
     config = {"range": {"category": COLORS}, "view": {"stroke": None}, "mark": {"color": COLORS[0]}}
     params = chosen[0].spec["params"] if chosen else []
     shown = {"columns": 3, "concat": cells, "params": params, "config": config}
-    return _without_variables({"$schema": SCHEMA, "background": "white", **shown})
+    return {"$schema": SCHEMA, "background": "white", **shown}
 
 
-def _without_variables(spec: dict[str, Any]) -> dict[str, Any]:
-    """A specification with colours in place of the variables, which the page's style sheet defines."""
+def _draw(spec: dict[str, Any], out: Path) -> None:
+    """Draw a specification as a PNG, with colours in place of the variables, which the page's style sheet defines."""
+    import vl_convert
+
     text = json.dumps(spec)
     for variable, color in PICTURE_COLORS.items():
         text = text.replace(variable, color)
-    found: dict[str, Any] = json.loads(text)
-    return found
+    out.write_bytes(vl_convert.vegalite_to_png(text, scale=2))

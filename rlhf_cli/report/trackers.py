@@ -18,11 +18,10 @@ import textwrap
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.config.yaml_text import dump_config
@@ -51,23 +50,17 @@ class Trackers:
 
     def __init__(self, stage: str, config: Stage, display: Display):
         self.stage, self.config, self.display = stage, config, display
+        self.root = Path(config.artifacts)
+        self.name = self.root.resolve().name
         self._followers: list[_Follower] = []
         self._num_rows = dict.fromkeys(FILES, 0)
 
     def start(self) -> None:
         """Start to send, first the rows of a resumed run. Call it when the rows that it repeats are removed."""
-        root = Path(self.config.artifacts)
-        values, text = self.config.model_dump(mode="json"), dump_config(self.config)
-        run = TrackedRun(self.stage, root.resolve().name, root, values, text)
-        for name in dict.fromkeys(self.config.trackers):
-            follower = _Follower(name, run, self.display)
-            try:
-                follower.start()
-            except RuntimeError as error:
-                self.display.warn(f"tracker {name}: is off, the run continues without it ({error})")
-            else:
-                self._followers.append(follower)
-        partial = partial_directory(root, self.stage)
+        self._followers = [_Follower(name, self) for name in dict.fromkeys(self.config.trackers)]
+        for follower in self._followers:
+            follower.start()
+        partial = partial_directory(self.root, self.stage)
         rows = [(file, row) for file in FILES for row in rows_of(partial / f"{file}.jsonl")]
         for file, row in sorted(rows, key=lambda row: row[1].get("step", 0)):
             self.send(file, row)
@@ -105,15 +98,15 @@ class Trackers:
 class _Follower(threading.Thread):
     """Sends the rows of one stage to one tracker."""
 
-    def __init__(self, tracker: str, run: TrackedRun, display: Display):
+    def __init__(self, tracker: str, stage_run: Trackers):
         super().__init__(name=f"tracker {tracker}", daemon=True)
-        self.tracker, self.tracked_run, self.display = tracker, run, display
+        self.tracker, self.stage_run, self.display = tracker, stage_run, stage_run.display
         self.rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         """The rows to send, then None."""
         self.num_arrived = 0
         self.is_open = threading.Event()
         """Set when the tracker can take rows, or has failed."""
-        self._state = checkpoints_directory(run.artifacts, run.stage) / f"tracker-{tracker}.json"
+        self._state = checkpoints_directory(stage_run.root, stage_run.stage) / f"tracker-{tracker}.json"
         self._sent = dict.fromkeys(FILES, 0)
         self._status = "failed"
 
@@ -136,7 +129,7 @@ class _Follower(threading.Thread):
 
     def _follow(self) -> None:
         saved = read_object(self._state)  # the id of an unfinished run, and the number of rows sent, by file
-        service = TRACKERS[self.tracker](self.tracked_run, saved.get("id"))
+        service = TRACKERS[self.tracker](self.stage_run, saved.get("id"))
         self._sent |= saved.get("rows", {})
         self.num_arrived = sum(self._sent.values())
         self._save(service)
@@ -149,12 +142,11 @@ class _Follower(threading.Thread):
                 rows.append(self.rows.get())
             is_last = None in rows
             self._send(service, [row for row in rows if row is not None and row[1] > self._sent[row[0]]])
-        sends_model = self.tracked_run.config["track_model"] and self._status == "finished"
-        if sends_model and isinstance(service, WandB):
-            service.model(partial_directory(self.tracked_run.artifacts, self.tracked_run.stage) / "model")
+        if self.stage_run.config.track_model and self._status == "finished" and isinstance(service, WandB):
+            service.model(partial_directory(self.stage_run.root, self.stage_run.stage) / "model")
         service.close(self._status)
 
-    def _send(self, service: Tracker, rows: Sequence[Row]) -> None:
+    def _send(self, service: TensorBoard | WandB, rows: Sequence[Row]) -> None:
         for (file, step), group in groupby(rows, key=lambda row: (row[0], row[2])):
             some = list(group)
             parts = [values for *_, values in some]
@@ -171,7 +163,7 @@ class _Follower(threading.Thread):
                     service.metrics(step, _numbers(file, values))
             self.num_arrived += len(parts)
 
-    def _save(self, service: Tracker) -> None:
+    def _save(self, service: TensorBoard | WandB) -> None:
         temporary = self._state.with_name(f".{self._state.name}.writing")
         temporary.write_text(json.dumps({"id": service.id, "rows": self._sent}), encoding="utf-8")
         temporary.replace(self._state)
@@ -188,82 +180,51 @@ def _numbers(file: str, row: dict[str, Any]) -> dict[str, float]:
 PROJECT = "rlhf"
 
 
-@dataclass(frozen=True)
-class TrackedRun:
-    """What a tracker is told about the run of a stage."""
-
-    stage: str
-    name: str
-    """The name of the run's directory."""
-    artifacts: Path
-    config: dict[str, Any]
-    config_text: str
-    """The same as YAML."""
-
-    @property
-    def title(self) -> str:
-        return f"{self.name}/{self.stage}"
-
-
-class Tracker(Protocol):
-    """One run in a tracker. It is created with the id of an unfinished run, or None for a new one."""
-
-    id: str
-    """What finds this run again after an interruption."""
-    url: str
-    """Where to look at it, as shown to the user."""
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Send numbers by name; the steps never decrease."""
-
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Send the samples of a step as a table."""
-
-    def alert(self, step: int, finding: Mapping[str, str]) -> None:
-        """Send a health finding: `name`, `severity`, `message` and `advice`."""
-
-    def close(self, status: str) -> None:
-        """End the run as finished, stopped or failed, once everything is sent."""
-
-
 class TensorBoard:
-    """Event files in `<artifacts>/tensorboard/<stage>`. Findings are texts named `health/...`."""
+    """Event files in `<artifacts>/tensorboard/<stage>`. Findings are texts named `health/...`.
 
-    def __init__(self, run: TrackedRun, id: str | None):
+    `id` finds the run of a tracker again after an interruption; it is None for a new one. `url` is where to look at it.
+    """
+
+    def __init__(self, run: Trackers, id: str | None):
         from torch.utils.tensorboard import SummaryWriter
 
-        directory = run.artifacts / "tensorboard" / run.stage
+        directory = run.root / "tensorboard" / run.stage
         if id is None:  # The run replaces the stage's previous result, and its curves too.
             for path in directory.glob("events.out.tfevents.*"):
                 path.unlink()
-        self.id, self.url = str(directory), f"tensorboard --logdir {run.artifacts}"
+        self.id, self.url = str(directory), f"tensorboard --logdir {run.root}"
         self._writer = SummaryWriter(str(directory))
         if id is None:
-            self._writer.add_text("config", "    " + run.config_text.replace("\n", "\n    "), 0)
+            self._writer.add_text("config", textwrap.indent(dump_config(run.config), "    ", lambda _: True), 0)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Send numbers by name; the steps never decrease."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Send the samples of a step as a table."""
         columns, cells = _table(rows)
         lines = [columns, ["---"] * len(columns), *cells]
         self._writer.add_text("samples", "\n".join(f"| {' | '.join(map(_markdown, line))} |" for line in lines), step)
         self._writer.flush()
 
     def alert(self, step: int, finding: Mapping[str, str]) -> None:
+        """Send a health finding: `name`, `severity`, `message` and `advice`."""
         self._writer.add_text(f"health/{finding['name']}", _text(finding), step)
         self._writer.flush()
 
     def close(self, status: str) -> None:  # noqa: ARG002
+        """End the run as finished, stopped or failed, once everything is sent."""
         self._writer.close()
 
 
 class WandB:
     """A run of Weights & Biases, online or with WANDB_MODE=offline. Findings are its alerts."""
 
-    def __init__(self, run: TrackedRun, id: str | None):
+    def __init__(self, run: Trackers, id: str | None):
         import wandb
 
         settings = wandb.Settings(silent=True, console="off")
@@ -276,12 +237,12 @@ class WandB:
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             id=id or uuid.uuid4().hex[:12],
             resume="allow" if id is not None and mode != "offline" else None,
-            name=run.title,
+            name=f"{run.name}/{run.stage}",
             group=run.name,
             job_type=run.stage,
-            config=run.config,
+            config=run.config.model_dump(mode="json"),
             allow_val_change=True,
-            dir=os.environ.get("WANDB_DIR", str(run.artifacts)),
+            dir=os.environ.get("WANDB_DIR", str(run.root)),
             reinit="create_new",
             settings=settings,
         )
@@ -311,10 +272,7 @@ class WandB:
         self._run.finish(exit_code=0 if status == "finished" else 1)
 
 
-TRACKERS: dict[str, Callable[[TrackedRun, str | None], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WandB,
-}
+TRACKERS: dict[str, type[TensorBoard | WandB]] = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[list[Any]]]:

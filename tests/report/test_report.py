@@ -20,7 +20,6 @@ from rlhf_cli.commands import pipeline as pipeline_module
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import digest_file
 from rlhf_cli.health import ranking
-from rlhf_cli.report import library
 from rlhf_cli.report.chart import (
     BETTER,
     CURVES,
@@ -33,7 +32,7 @@ from rlhf_cli.report.chart import (
     WORSE,
 )
 from rlhf_cli.report.charts import curve_charts, distance_charts, first_of_each, shared_runs, smoothed, stretches
-from rlhf_cli.report.page import _script_json, picture, run_charts
+from rlhf_cli.report.page import _script_json, javascript, picture, run_charts
 from rlhf_cli.report.read import MOST_POINTS, RunData, curves, read_run, thin
 from rlhf_cli.report.tables import tables_of
 from rlhf_cli.report.verdict import headline, verdict
@@ -644,9 +643,9 @@ def test_a_report_that_fails_does_not_fail_the_pipeline(project, monkeypatch):
 
 def test_the_javascript_is_bundled_once(tmp_path, monkeypatch):
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path))
-    bundle = library.javascript()
+    bundle = javascript()
     monkeypatch.setattr(vl_convert, "javascript_bundle", lambda: pytest.fail("bundled again"))
-    assert library.javascript() == bundle
+    assert javascript() == bundle
     assert "vegaEmbed" in bundle
 
 

@@ -33,7 +33,7 @@ class Recorder:
     calls: ClassVar[list[tuple[Any, ...]]] = []
 
     def __init__(self, run, id):
-        self.calls.append(("open", run.title, id))
+        self.calls.append(("open", f"{run.name}/{run.stage}", id))
         self.id, self.url = "run-1", "here"
 
     def metrics(self, step, values):

@@ -27,7 +27,7 @@ from rlhf_cli.config.stage import Stage
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
 from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model, train_tokenizer
-from rlhf_cli.report import library
+from rlhf_cli.report.page import FOLDER
 from rlhf_cli.rollout.sampling import draw_uniforms
 from support import crash
 from support.projects import write_project
@@ -62,9 +62,9 @@ def _own_cache(tmp_path_factory):
     """
     cache = tmp_path_factory.mktemp("tokens")
     os.environ["RLHF_CACHE"] = str(cache)
-    shared = all_workers(tmp_path_factory) / library.FOLDER
+    shared = all_workers(tmp_path_factory) / FOLDER
     shared.mkdir(exist_ok=True)
-    (cache / library.FOLDER).symlink_to(shared)
+    (cache / FOLDER).symlink_to(shared)
 
 
 @pytest.fixture(scope="session", autouse=True)
