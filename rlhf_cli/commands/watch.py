@@ -19,33 +19,17 @@ from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import Tail
 from rlhf_cli.health.recap import HEALTHY
-from rlhf_cli.report.progress import Console, clock
+from rlhf_cli.report.progress import Console, clock, label
 from rlhf_cli.report.read import names_of
 from rlhf_cli.run.artifacts import partial_directory, stage_directory
 from rlhf_cli.run.state import NOT_RUN, StageState, state_of
 
 SHOWN = {
-    "sft": {
-        "loss/sft": "loss",
-        "eval/loss": "held-out loss",
-        "validation/loss": "validation loss",
-        "sft/grad_norm": "grad norm",
-    },
-    "rm": {
-        "loss/rm": "loss",
-        "rm/accuracy": "accuracy",
-        "eval/accuracy": "held-out accuracy",
-        "validation/accuracy": "validation",
-    },
-    "ppo": {
-        "objective/score": "score",
-        "objective/kl": "KL",
-        "response/length": "length",
-        "policy/entropy": "entropy",
-        "value/explained_variance": "explained variance",
-    },
+    "sft": ("loss/sft", "eval/loss", "validation/loss", "sft/grad_norm"),
+    "rm": ("loss/rm", "rm/accuracy", "eval/accuracy", "validation/accuracy"),
+    "ppo": ("objective/score", "objective/kl", "response/length", "policy/entropy", "value/explained_variance"),
 }
-"""Metrics of each stage, and their names on the screen."""
+"""Metrics of each stage."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-~=+*#"
 LABEL_WIDTH = 19
@@ -131,10 +115,10 @@ class Watched:
         """The stage on the screen."""
         head = Text(f"{title}  {self.words()}", style="bold", no_wrap=True, overflow="ellipsis")
         blocks = ASCII_BLOCKS if ascii_only else BLOCKS
-        shown = {label: self.curves[metric] for metric, label in SHOWN[self.stage].items() if self.curves.get(metric)}
+        shown = {label(metric): self.curves[metric] for metric in SHOWN[self.stage] if self.curves.get(metric)}
         if detail == ONE_LINE and shown:
-            label, values = next(iter(shown.items()))
-            head.append(f"  {label} {values[-1]:.4g} ", "not bold")
+            name, values = next(iter(shown.items()))
+            head.append(f"  {name} {values[-1]:.4g} ", "not bold")
             head.append(sparkline(values, max(0, width - head.cell_len), blocks), "not bold cyan")
         if detail == ONE_LINE:
             return [head]
@@ -142,8 +126,8 @@ class Watched:
         if self.has_ended:
             lines += _wrapped(self.state.why, "  ", width, SAMPLE_LINES, "red")
         room = max(10, width - LABEL_WIDTH - NUMBER_WIDTH - 3)
-        for label, values in shown.items():
-            line = Text(f"  {label:<{LABEL_WIDTH}}", no_wrap=True)
+        for name, values in shown.items():
+            line = Text(f"  {name:<{LABEL_WIDTH}}", no_wrap=True)
             line.append(f"{values[-1]:>{NUMBER_WIDTH - 1}.4g} ")
             line.append(sparkline(values, room, blocks), "cyan")
             lines.append(line)

@@ -121,10 +121,10 @@ def read_evidence(root: Path) -> Evidence:
             figures["rm.score_length_correlation"] = length["value"]
     finished = [stage for stage, data in run.stages.items() if data.manifest is not None]
     findings = {
-        f"{stage}.{finding['name']}": {key: str(finding[key]) for key in ("message", "advice")}
+        f"{stage}.{finding.name}": {"message": finding.message, "advice": finding.advice}
         for stage, data in run.stages.items()
         for finding in data.findings
-        if {"name", "message", "advice"} <= finding.keys()
+        if finding.message
     }
     return Evidence(list(run.stages), finished, figures, settings, _texts(run), findings)
 

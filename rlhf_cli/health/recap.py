@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 from rlhf_cli.files import rows_of
@@ -17,10 +18,21 @@ class Seen:
     name: str
     steps: list[int] = field(default_factory=list)
     """The steps after which it held; 0 is before the first one."""
-    summary: str = ""
-    """The first sentence of its latest message."""
+    message: str = ""
+    """Its latest message."""
     advice: str = ""
-    """What to try, of its latest message."""
+    """What to try, by that message."""
+
+    def stretches(self) -> list[tuple[int, int]]:
+        """The first and the last of consecutive steps.
+
+        >>> Seen("empty", [2, 3, 4, 8]).stretches()
+        [(2, 4), (8, 8)]
+        """
+        groups = [
+            [step for _, step in group] for _, group in groupby(enumerate(self.steps), lambda one: one[1] - one[0])
+        ]
+        return [(group[0], group[-1]) for group in groups]
 
     def when(self, unit: str) -> str:
         """The steps in words.
@@ -64,14 +76,13 @@ def findings_of(directory: Path) -> list[Seen]:
     """The kinds of findings of the run that writes to a stage's directory, in the order in which they appeared."""
     seen: dict[str, Seen] = {}
     for row in rows_of(directory / "health.jsonl"):
-        messages = {finding["name"]: finding for finding in row["findings"]}
-        for name in dict.fromkeys([*messages, *names_in(row["line"] or HEALTHY)]):
-            one = seen.setdefault(name, Seen(name))
-            if not one.steps or one.steps[-1] != row["step"]:
-                one.steps.append(row["step"])
-            if name in messages:
-                one.summary = messages[name]["message"].partition(". ")[0].removesuffix(".")
-                one.advice = messages[name]["advice"]
+        said = {str(one.get("name")): one for one in row.get("findings", []) if isinstance(one, dict)}
+        for name in dict.fromkeys([*said, *names_in(row.get("line") or HEALTHY)]):
+            one, step = seen.setdefault(name, Seen(name)), row.get("step", 0)
+            if step not in one.steps[-1:]:
+                one.steps.append(step)
+            if name in said:
+                one.message, one.advice = (str(said[name].get(key, "")) for key in ("message", "advice"))
     return list(seen.values())
 
 

@@ -154,9 +154,9 @@ def curve_charts(runs: Sequence[RunData]) -> list[Chart]:
         if not series or all(len(one["x"]) < 2 for one in series):
             continue
         findings = [
-            {"run": name, "x": row["start"], "name": row["name"], "message": row["message"]}
+            {"run": name, "x": finding.steps[0], "name": finding.name, "message": finding.message}
             for name, data in shown.items()
-            for row in first_of_each(data)
+            for finding in data.findings
         ]
         targets = [row for name, data in shown.items() for row in _target(data, curve, name)]
         note = curve.note
@@ -320,35 +320,13 @@ def _curve_spec(
 # ---------------------------------------------------------------------------------------------- health findings
 
 
-def stretches(stage: StageData) -> list[dict[str, Any]]:
-    """The stretches of steps in which a finding held: `name`, `start`, `end`, and the first `message` and `advice`."""
-    last: dict[str, dict[str, Any]] = {}
-    found = []
-    for row in stage.findings:
-        name, step = str(row.get("name", "")), row["step"]
-        if name not in last or step > last[name]["end"] + 1:
-            texts = {key: str(row.get(key, "")) for key in ("message", "advice")}
-            last[name] = {"name": name, "start": step, "end": step, **texts}
-            found.append(last[name])
-        last[name]["end"] = step
-    return found
-
-
-def first_of_each(stage: StageData) -> list[dict[str, Any]]:
-    """The first stretch of each finding, with all its stretches as text in `steps`, such as `4, 28 to 47`."""
-    found: dict[str, dict[str, Any]] = {}
-    for row in stretches(stage):
-        steps = f"{row['start']}" if row["start"] == row["end"] else f"{row['start']} to {row['end']}"
-        if row["name"] in found:
-            found[row["name"]]["steps"] += f", {steps}"
-        else:
-            found[row["name"]] = {**row, "steps": steps}
-    return list(found.values())
-
-
 def findings_chart(run: RunData, stage: StageData) -> Chart | None:
     """The health findings of a stage as bars on the axis of its steps."""
-    rows = [{**row, "until": row["end"] + 1} for row in stretches(stage)]
+    rows: list[dict[str, Any]] = [
+        {"name": finding.name, "start": start, "end": end, "until": end + 1, "message": finding.message}
+        for finding in stage.findings
+        for start, end in finding.stretches()
+    ]
     if not rows:
         return None
     last = max(max((steps[-1] for steps, _ in stage.metrics.values()), default=0), *(row["until"] for row in rows))
@@ -363,7 +341,7 @@ def findings_chart(run: RunData, stage: StageData) -> Chart | None:
         tooltip=[tip(field) for field in ("name", "start", "end", "message")],
     )
     spec = {"$schema": SCHEMA, "height": 30 + 22 * len({row["name"] for row in rows}), **bars}
-    name, note = f"{run.name}-{stage.stage}-findings", "steps at which each was reported"
+    name, note = f"{run.name}-{stage.stage}-findings", "steps after which each held"
     return Chart(name, stage.stage, "Health findings", note, spec, run=run.name)
 
 

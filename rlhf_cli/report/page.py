@@ -26,7 +26,6 @@ from rlhf_cli.report.charts import (
     distance_charts,
     evaluation_charts,
     findings_chart,
-    first_of_each,
     frontier_charts,
     same_stage,
 )
@@ -200,10 +199,10 @@ def _sections(runs: Sequence[RunData], charts: Sequence[Chart]) -> list[dict[str
                 break
         else:
             own = [chart for chart in charts if chart.run == run.name and chart.section == stage]
-            tables, findings = tables_of(data), first_of_each(data)
-            if own or tables or findings or stage == "ppo":
+            tables = tables_of(data)
+            if own or tables or data.findings or stage == "ppo":
                 section = {"id": f"{run.name}-{stage}", "runs": [run.name], "stage": data, "charts": own}
-                found.append({**section, "tables": tables, "findings": findings})
+                found.append({**section, "tables": tables})
     return found
 
 

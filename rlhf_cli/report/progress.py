@@ -28,6 +28,7 @@ SHORTEST_LINE = 20
 LABELS = {
     "learning_rate": "lr",
     "grad_norm": "grad norm",
+    "explained_variance": "explained variance",
     "step_tokens_per_s": "tokens/s",
     "objective/kl": "KL",
     "eval/loss": "held-out",
@@ -189,7 +190,9 @@ class Display:
             return
         kinds = "1 kind of warning" if len(seen) == 1 else f"{len(seen)} kinds of warnings"
         lines = [
-            f"  {one.name}, {one.when(unit_of(self.stage))}: {one.summary}.\n    To try: {one.advice}" for one in seen
+            f"  {one.name}, {one.when(unit_of(self.stage))}: {one.message.partition('. ')[0].removesuffix('.')}.\n"
+            f"    To try: {one.advice}"
+            for one in seen
         ]
         text = "\n".join([f"{self.stage}: this run had {kinds}:", *lines])
         self._print(text, "yellow")
@@ -320,10 +323,11 @@ def figures(metrics: dict[str, float]) -> list[str]:
     >>> figures({"loss/sft": 1.2345, "eval/loss": 1.5, "sft/learning_rate": 1e-3, "rm/accuracy": 0.75})
     ['loss 1.23', 'held-out 1.5', 'lr 0.001', 'accuracy 0.75']
     """
-    return [f"{_label(name)} {_short(value)}" for name, value in metrics.items()]
+    return [f"{label(name)} {_short(value)}" for name, value in metrics.items()]
 
 
-def _label(name: str) -> str:
+def label(name: str) -> str:
+    """What the screen calls a metric."""
     group, _, last = name.rpartition("/")
     return LABELS.get(name) or ("loss" if group == "loss" else LABELS.get(last, last))
 

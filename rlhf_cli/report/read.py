@@ -16,6 +16,7 @@ import yaml
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.files import digest_file, read_object, rows_of
+from rlhf_cli.health.recap import Seen, findings_of
 from rlhf_cli.report.chart import COLORS, METRICS
 from rlhf_cli.run.artifacts import MANIFEST, Manifest, partial_directory, read_manifest_or_none, stage_directory
 from rlhf_cli.run.state import unfinished_stages
@@ -35,8 +36,8 @@ class StageData:
     directory: Path
     metrics: dict[str, tuple[list[float], list[float]]]
     """Name -> (steps, values) of METRICS; values that are not finite are left out."""
-    findings: list[dict[str, Any]]
-    """`step`, `name`, `message` and `advice` of each health finding."""
+    findings: list[Seen]
+    """The kinds of health findings."""
     evaluations: list[dict[str, Any]]
     """See `evaluations_of`."""
     samples: list[dict[str, Any]]
@@ -112,17 +113,11 @@ def _read_stage(root: Path, stage: str) -> StageData | None:
     directory = finished if (finished / "metrics.jsonl").is_file() else partial
     if not (directory / "metrics.jsonl").is_file():
         return None
-    findings = [
-        {"step": row.get("step", 0), **finding}
-        for row in rows_of(directory / "health.jsonl")
-        for finding in row.get("findings", [])
-        if isinstance(finding, dict)
-    ]
     return StageData(
         stage=stage,
         directory=directory,
         metrics=curves(rows_of(directory / "metrics.jsonl"), METRICS),
-        findings=findings,
+        findings=findings_of(directory),
         evaluations=evaluations_of(directory),
         samples=list(deque(rows_of(directory / "samples.jsonl"), MOST_SAMPLES)),
         evaluation=evaluation_of(root, stage, directory),

@@ -84,7 +84,7 @@ def _path_verdict(run: RunData) -> str:
     if len(gold) < 3 or "ppo" not in run.stages:
         return ""
     last = max(gold)
-    held = [row["step"] for row in run.stages["ppo"].findings if row.get("name") == "overoptimisation"]
+    held = any(finding.name == "overoptimisation" for finding in run.stages["ppo"].findings)
     best = max(gold, key=gold.__getitem__)
     if best == last:
         return f"Along the run gold was highest at the end ({gold[last]:.2f})."

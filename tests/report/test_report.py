@@ -31,7 +31,7 @@ from rlhf_cli.report.chart import (
     TRAINING,
     WORSE,
 )
-from rlhf_cli.report.charts import curve_charts, distance_charts, first_of_each, shared_runs, smoothed, stretches
+from rlhf_cli.report.charts import curve_charts, distance_charts, findings_chart, shared_runs, smoothed
 from rlhf_cli.report.page import _script_json, javascript, picture, run_charts
 from rlhf_cli.report.read import MOST_POINTS, RunData, curves, read_run, thin
 from rlhf_cli.report.tables import tables_of
@@ -428,10 +428,18 @@ def test_rows_that_are_damaged_or_not_finite_are_skipped(run):
     assert steps[-1] == 19
 
 
-def test_a_finding_is_shown_once_per_stretch(run):
-    stage = read_run(run, "run").stages["ppo"]
-    assert [(row["start"], row["end"]) for row in stretches(stage)] == [(4, 6), (11, 11), (20, 20)]
-    assert [row["steps"] for row in first_of_each(stage)] == ["4 to 6, 11", "20"]
+def test_a_finding_has_a_bar_for_each_stretch_and_a_line_in_the_page(run, read):
+    chart = findings_chart(read, read.stages["ppo"])
+    assert chart is not None
+    assert fields(chart.spec, "y", "x", "x2") == [
+        ("kl_runaway", 4, 7),
+        ("kl_runaway", 11, 12),
+        ("overoptimisation", 20, 21),
+    ]
+    report(run)
+    page = (run / "report.html").read_text(encoding="utf-8")
+    for name, when in (("kl_runaway", "4 iterations (4 to 11)"), ("overoptimisation", "iteration 20")):
+        assert f"<dt><strong>{name}</strong><br>{when}</dt>" in page
 
 
 def test_an_evaluation_of_an_earlier_model_is_not_shown(project):
