@@ -99,15 +99,6 @@ def test_short_answers_are_skipped_if_the_config_says_so(encoder: Any, tmp_path:
     assert "data.train: 1 of 3 rows skipped: answers of fewer than 5 tokens" in rows.lines
 
 
-def test_rm_stores_its_length_limit_and_truncation_in_the_model(
-    run_stage: Any, make_model: Any, tmp_path: Path
-) -> None:
-    """PPO's reward reads them there and cuts texts as the training did."""
-    run_stage("rm", tmp_path, model={"path": str(make_model("llama"))}, data={"max_length": 40, "truncation": "left"})
-    config = json.loads((tmp_path / "rm/model/config.json").read_text())
-    assert (config["rlhf_max_length"], config["rlhf_truncation"]) == (40, "left")
-
-
 def test_sft_and_ppo_cut_the_same_side(write_config: Any, make_model: Any, tmp_path: Path) -> None:
     """A judge of PPO's texts reads the prompt as it was cut."""
     model = {"path": str(make_model("llama"))}
@@ -132,44 +123,7 @@ def test_sft_and_ppo_cut_the_same_side(write_config: Any, make_model: Any, tmp_p
 # --------------------------------------------------------------------------------- shares, mixtures
 
 
-def test_a_mixture_of_formats_trains(tmp_path: Path, run_stage: Any, make_model: Any) -> None:
-    plain = [{"prompt": f"question {i}", "response": " we will"} for i in range(10)]
-    alpaca = [{"instruction": f"tell me {i}", "input": "", "output": "it is late"} for i in range(10)]
-    talks = [
-        {"conversations": [{"from": "human", "value": f"hello {i}"}, {"from": "gpt", "value": "hi"}]} for i in range(10)
-    ]
-    train = [
-        {"path": str(write_jsonl(tmp_path / f"{name}.jsonl", rows)), "weight": weight}
-        for name, rows, weight in (("plain", plain, 1), ("alpaca", alpaca, 2), ("talks", talks, 1))
-    ]
-    model = {"path": str(make_model("llama"))}
-    run_stage("sft", tmp_path, model=model, data={"train": train, "test": None, "test_fraction": 0, "max_length": 128})
-    identity = json.loads((tmp_path / "sft/manifest.json").read_text())["identity"]
-    assert sorted(identity["data"]) == ["train.0", "train.1", "train.2"]
-
-
 # ----------------------------------------------------------------------------------------- rankings
-
-
-def test_rankings_train_a_reward_model(tmp_path: Path, run_stage: Any, make_model: Any) -> None:
-    """Four answers, better with more "good" in them. The model learns it from rankings and ranks held-out pairs."""
-    rows = [
-        {"prompt": f"question {i}", "answers": [f" it is{' good' * (4 - k)}{' bad' * k} {i}" for k in range(4)]}
-        for i in range(60)
-    ]
-    run_stage(
-        "rm",
-        tmp_path,
-        model={"path": str(make_model("llama"))},
-        data={"train": str(write_jsonl(tmp_path / "rows.jsonl", rows)), "test": None, "test_fraction": 0.2},
-        training={"num_steps": 40, "minibatch_size": 8},
-        optimizer={"learning_rate": 3e-3},
-    )
-    metrics = json.loads((tmp_path / "rm/manifest.json").read_text())["metrics"]
-    assert metrics["eval/accuracy"] > 0.95
-    assert metrics["eval/accuracy_low95"] < metrics["eval/accuracy"]
-    first = read_jsonl(tmp_path / "rm/metrics.jsonl")[0]
-    assert 0.2 < first["rm/accuracy"] < 0.8
 
 
 def test_labelled_texts_are_paired_as_whole_texts(encoder: Any, tmp_path: Path) -> None:

@@ -55,14 +55,6 @@ def sides(data: Rows, purpose: str = "sft", **more: Any) -> dict[str, list[str]]
 # ------------------------------------------------------------------------------------------- sides
 
 
-def test_equal_prompts_stand_on_one_side(tmp_path: Path) -> None:
-    rows = [{"prompt": f"question {i % 40}", "response": f" answer {i}"} for i in range(200)]
-    prompts = sides(Rows(train=write(tmp_path / "a.jsonl", rows), test_fraction=0.3))
-    assert len(prompts["train"]) + len(prompts["test"]) == 200
-    assert not set(prompts["train"]) & set(prompts["test"])
-    assert len(set(prompts["test"])) > 3
-
-
 def test_the_order_of_each_side_is_that_of_the_file(tmp_path: Path) -> None:
     prompts = sides(Rows(train=write(tmp_path / "a.jsonl", numbered(100)), test_fraction=0.3))
     for side in prompts.values():
@@ -338,13 +330,6 @@ def test_columns_equal_those_of_pyarrow(kind: pa.DataType, values: list) -> None
         column = table._column(some, kind)
         column.validate(full=True)
         assert column.equals(pa.array(some, kind))
-
-
-def test_an_empty_table(tmp_path: Path) -> None:
-    built = build(tmp_path / "a.arrow", [], Thing)
-    assert len(built) == 0
-    assert list(built) == built[:5] == []
-    assert built.lengths("ids").tolist() == []
 
 
 def test_a_table_is_memory_mapped(tmp_path: Path) -> None:

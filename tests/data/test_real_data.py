@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,13 +23,7 @@ from support.paths import ROOT
 
 CONFIG_FILES = sorted((ROOT / "configs").rglob("*.yaml"))
 DATA = Path(os.environ.get("RLHF_REAL_DATA", str(ROOT.parent / "shared" / "data")))
-SENTENCES = DATA / "sentence-polarity" / "sentences.jsonl.gz"
-TRANSCRIPTS = DATA / "hh-rlhf" / "helpful-base-test.jsonl.gz"
 BABYLLAMA = DATA.parent / "models" / "babyllama"
-TINY = (
-    "{architecture: llama, config: {hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, "
-    "intermediate_size: 64, max_position_embeddings: 256, tie_word_embeddings: true}, tokenizer: {vocab_size: 800}}"
-)
 
 
 def needs(path: Path) -> pytest.MarkDecorator:
@@ -59,10 +52,6 @@ def figures(root: Path) -> dict[str, Any]:
     return read
 
 
-def part_of(path: Path, chosen: str) -> str:
-    return f"{{path: {path}, select: '{chosen}'}}"
-
-
 SHORT_TRAINING = ("training.num_epochs=null", "training.num_steps=4", "training.minibatch_size=8")
 SHORT_PPO = (
     "ppo:ppo.num_iterations=2",
@@ -72,10 +61,6 @@ SHORT_PPO = (
     "ppo:rollout.max_new_tokens=12",
     "ppo:evaluation.num_prompts=8",
 )
-
-
-def short(stages: tuple[str, ...]) -> list[str]:
-    return [f"{stage}:{pair}" for stage in stages for pair in SHORT_TRAINING]
 
 
 # ------------------------------------------------------------------------------------ shipped files
@@ -108,89 +93,6 @@ def test_story_prompts_are_those_of_the_script(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------- the real data
-
-
-@needs(SENTENCES)
-def test_sentiment_by_pairs(tmp_path: Path) -> None:
-    """All three stages on about 1,000 of the film-review sentences."""
-    root = tmp_path / "run"
-    data = settings(
-        f"artifacts={root}",
-        f"data.train={part_of(SENTENCES, '1/10')}",
-        f"data.test={part_of(SENTENCES, '0/40')}",
-        "sft:model.path=null",
-        f"sft:model.scratch={TINY}",
-        *short(("sft", "rm")),
-        "sft:evaluation.max_new_tokens=12",
-        "rm:evaluation.max_new_tokens=12",
-        "rm:evaluation.num_normalization_samples=8",
-        *SHORT_PPO,
-    )
-    printed = rlhf(tmp_path, "pipeline", "configs/sentiment", *data)
-    assert "rows of labelled" in printed
-    rm = manifest(root, "rm")["metrics"]
-    assert 0.0 <= rm["eval/accuracy_low95"] <= rm["eval/accuracy"] <= rm["eval/accuracy_high95"] <= 1.0
-    assert 0.3 < rm["eval/length_baseline"] < 0.7, "sentences of both labels are about equally long"
-    evaluation = figures(root)
-    assert evaluation["num_prompts"] == 8
-    assert evaluation["sft"]["kl"] == 0.0
-    assert all(len(example["prompt"].split()) == 3 for example in evaluation["examples"])
-
-    # The same labels as scores, in a second run with the SFT model of the first.
-    second = tmp_path / "scores"
-    more = settings(
-        f"artifacts={second}",
-        f"model.path={root}/sft/model",
-        f"data.train={part_of(SENTENCES, '1/10')}",
-        f"data.test={part_of(SENTENCES, '0/40')}",
-        *SHORT_TRAINING,
-        "evaluation.num_normalization_samples=8",
-    )
-    rlhf(tmp_path, "rm", "--config", "configs/sentiment/rm_scores.yaml", *more)
-    scores = manifest(second, "rm")["metrics"]
-    assert scores["eval/target_variance"] == pytest.approx(0.25, abs=0.01), "labels 0 and 1, half of each"
-    assert -1.0 <= scores["eval/pearson"] <= 1.0
-
-
-@needs(TRANSCRIPTS)
-def test_hh_transcripts_as_published(tmp_path: Path) -> None:
-    """The complete file, including its pairs of equal answers and its long transcripts."""
-    root = tmp_path / "run"
-    with gzip.open(TRANSCRIPTS, "rt", encoding="utf-8") as file:
-        first = json.loads(next(iter(file)))
-    assert set(first) == {"chosen", "rejected"}
-    printed = rlhf(
-        tmp_path,
-        "pipeline",
-        "configs/hh",
-        *settings(
-            f"artifacts={root}",
-            f"data.train={TRANSCRIPTS}",
-            "data.test=null",
-            "sft:data.max_length=200",
-            "rm:data.max_length=200",
-            "ppo:data.max_prompt_length=100",
-            "sft:model.path=null",
-            f"sft:model.scratch={TINY}",
-            *short(("sft", "rm")),
-            "sft:training.microbatch_size=4",
-            "rm:training.microbatch_size=4",
-            "sft:evaluation.max_new_tokens=12",
-            "rm:evaluation.max_new_tokens=12",
-            "rm:evaluation.num_normalization_samples=8",
-            *SHORT_PPO,
-        ),
-    )
-    assert "rows of hh" in printed
-    # The published file has two pairs of equal answers, both among the training rows.
-    assert re.search(
-        r"data.train: 2 of [\d,]+ rows skipped: (no answer is better than another|its answers are equal)", printed
-    )
-    assert "rows skipped: longer than 200 tokens" in printed
-    assert "rows skipped: prompts longer than 100 tokens" in printed
-    for example in figures(root)["examples"]:
-        assert example["prompt"].startswith("\n\nHuman:")
-        assert example["prompt"].endswith("\n\nAssistant:")
 
 
 @needs(BABYLLAMA)

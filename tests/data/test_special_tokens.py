@@ -10,9 +10,6 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhf_cli.commands import rm_serve
-from rlhf_cli.commands.local_writer import LocalWriter
-from rlhf_cli.commands.writer import Request, WriterOptions
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.data import Rows
 from rlhf_cli.config.loader import load_config
@@ -24,7 +21,7 @@ from rlhf_cli.data.records import Demonstration, Message, Prompt
 from rlhf_cli.data.special_tokens import BOUNDARY, MARK, SpecialTokens, special_tokens_of
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import StageRows, ppo_rows, probe_rows, ptx_rows, rm_rows, sft_rows
-from rlhf_cli.errors import ConfigError, DataError
+from rlhf_cli.errors import DataError
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.models import RewardModel, load_reward_source
 from rlhf_cli.rewards.sources import load_rewards
@@ -379,32 +376,3 @@ def test_the_option_reaches_every_reader(
     )
     assert isinstance(source, RewardModel)
     assert source.keep_special == (choice == "keep")
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_server_reads_prompts_as_rendered(chat_reward_model: Any, keep: bool) -> None:
-    server = rm_serve.start(rm_serve.RewardServerOptions(str(chat_reward_model()), port=0, keep_special=keep))
-    try:
-        assert (server.source.prompts_are_rendered, server.source.keep_special) == (True, keep)
-    finally:
-        server.listener.close()
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_local_model_that_writes_or_judges_splits_them_too(make_model: Any, keep: bool) -> None:
-    """`rlhf data generate` and `rlhf data score`."""
-    writer = WriterOptions(str(make_model("llama")), device="cpu", max_new_tokens=4, keep_special=keep).open()
-    assert isinstance(writer, LocalWriter)
-    ids = writer._encode(Request((Message("user", "please<eos>help"),), (0,)))
-    assert isinstance(ids, list)
-    assert ids.count(writer.speaker.tokenizer.eos_token_id) == keep
-    with pytest.raises(ConfigError, match="--keep-special: is for a local model"):
-        WriterOptions("m", server="http://127.0.0.1:1/v1", keep_special=True).open()
-
-
-def test_split_ids_are_those_of_transformers(tmp_path: Path, tokenizer: Any) -> None:
-    """Where the template has no special token, `split_special_tokens` of the library gives the same."""
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a <eos>", "response": " b<bos>"}])
-    (found,) = tokenise(DemonstrationEncoder(tokenizer, stage_rows(path, "sft"))).train
-    plain = copy.deepcopy(tokenizer)
-    assert found.ids == [*plain("a <eos> b<bos>", split_special_tokens=True)["input_ids"], plain.eos_token_id]

@@ -192,76 +192,6 @@ def test_every_choice_has_a_row_of_its_own(name: str) -> None:
     assert rows == options_of(alternatives(field.annotation)[0])
 
 
-NOT_OFFERED = {
-    "DPO, SimPO, ORPO and the KTO loss": ("dpo", "simpo", "orpo"),
-    "ZeRO, tensor parallel": ("zero_stage", "deepspeed", "tensor_parallel"),
-    "8 bits; 4 bits without LoRA": ("load_in_4bit", "load_in_8bit", "quantization", "int8"),
-    "whitening per sequence, dropout in training": ("dropout", "lora_dropout", "whiten_per_sequence"),
-    "asymmetric score clips": ("score_clip_low", "score_clip_high"),
-    "minibatches drawn at random": ("sample_replay_buffer", "random_minibatches"),
-    "a moving average of the reward": ("reward_ema", "score_ema"),
-}
-"""What docs/other_libraries.md says is not offered, and the names it would have in a config."""
-
-NO_OPTION = {
-    "the whole return": ("total_return", "whole_return"),
-    "an environment with": ("environment", "env"),
-    "`step(queries, responses, scores)`": ("step",),
-    "`optimize_cuda_cache`": ("optimize_cuda_cache", "empty_cache"),
-    "advantages of whole responses": ("sequence_level", "k3_mean"),
-    "callbacks": ("callbacks",),
-    "the clipped loss and a KL(old, new)": ("clip_and_penalty", "clip_penalty"),
-    "a cosine that starts again": ("cosine_restarts", "num_cycles", "warm_restarts"),
-}
-"""The same for what is no option on purpose."""
-
-
-def rows_of_section(page: str, heading: str) -> list[list[str]]:
-    """The cells of each row of the first table below a heading, without the table's own head."""
-    lines = TEXTS[page].split(f"\n## {heading}\n", 1)[1].split("\n## ")[0].splitlines()
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("|")][2:]
-
-
-@pytest.mark.parametrize(
-    ("heading", "names"),
-    [("3. What is not offered", NOT_OFFERED), ("4. What is not an option, and what to do instead", NO_OPTION)],
-)
-def test_what_is_not_offered_is_not_a_key_nor_a_choice(heading: str, names: dict[str, tuple[str, ...]]) -> None:
-    """Every row has names here, so that a row cannot outlive the day on which the option is added."""
-    rows = rows_of_section("docs/other_libraries.md", heading)
-    choices = {str(choice) for schema in CONFIGS.values() for choice in choices_of(schema)}
-    offered = {part for key in ALL_KEYS for part in key.split(".")} | choices
-    for row in rows:
-        assert len(row) == 2
-        assert all(row), row
-        texts = [text for text in names if text in row[0]]
-        assert texts, f"no names for: {row[0]}"
-        assert not [name for text in texts for name in names[text] if name in offered], row[0]
-    assert [text for text in names if not any(text in row[0] for row in rows)] == []
-
-
-@pytest.mark.parametrize(
-    ("page", "names"),
-    [
-        ("docs/sft.md", ("model.quantization",)),
-        ("docs/rm.md", ("loss.best_of_k", "loss.per_token")),
-    ],
-)
-def test_what_a_page_says_its_stage_lacks_is_not_a_key(page: str, names: tuple[str, ...]) -> None:
-    assert "\nNot offered: " in TEXTS[page]
-    stage = page.removeprefix("docs/").removesuffix(".md")
-    assert not set(names) & set(KEYS[stage])
-
-
-def choices_of(kind: Any) -> Iterator[Any]:
-    for field in fields_of(kind).values():
-        yield from options_of(alternatives(field.annotation)[0])
-        for member in alternatives(field.annotation)[0]:
-            for inner in [member, *getattr(member, "__args__", ())]:
-                for section in alternatives(inner)[0]:
-                    yield from choices_of(section)
-
-
 def test_the_page_of_formulas_lists_the_golden_cases_that_are_not_checked() -> None:
     tree = ast.parse((TESTS / "algorithms" / "test_golden.py").read_text(encoding="utf-8"))
     node = next(n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "NOT_OFFERED")
@@ -298,10 +228,6 @@ def the_command() -> Any:
 
 
 ALL_COMMANDS = sorted({tuple(words) for text in TEXTS.values() for words in commands(text)})
-
-
-def test_there_are_commands() -> None:
-    assert len(ALL_COMMANDS) > 20
 
 
 def names_only(words: tuple[str, ...]) -> bool:

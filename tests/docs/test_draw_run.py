@@ -45,16 +45,6 @@ def elements(svg: str, name: str) -> list[Any]:
     return ElementTree.fromstring(svg).findall(f".//{SVG}{name}")
 
 
-def test_a_curve_goes_from_the_sft_model_to_the_final_policy(script: ModuleType, tmp_path: Path) -> None:
-    curves, examples = script.read_run(write_run(tmp_path / "run"))
-    assert curves == {
-        "gold": [(0, 2.0), (5, 3.0), (10, 4.0)],
-        "score": [(0, 0.0), (5, 0.5), (10, 1.5)],
-        "KL": [(0, 0.0), (5, 1.0), (10, 3.0)],
-    }
-    assert len(examples) == 3
-
-
 def test_points_are_placed_to_scale(script: ModuleType, tmp_path: Path) -> None:
     gold = elements(script.draw(write_run(tmp_path / "run")), "polyline")[0].get("points")
     points = [tuple(map(float, point.split(","))) for point in gold.split()]
@@ -68,25 +58,6 @@ def test_texts_are_escaped_and_numbers_are_shown(script: ModuleType, tmp_path: P
     assert texts.count("Fish & chips <now>.") == 6
     assert texts.count("What is for lunch?") == 3
     assert {"2.00 → 4.00", "0.00 → 1.50", "0.00 → 3.00", "0.5", "4.5", "iteration 10"} <= set(texts)
-
-
-@pytest.mark.parametrize(
-    ("highest", "top"), [(0.15, 0.2), (1.0, 1.0), (1.77, 2.0), (4.43, 5.0), (5.1, 8.0), (28.3, 30.0)]
-)
-def test_an_axis_ends_at_a_round_number(script: ModuleType, highest: float, top: float) -> None:
-    assert script.nice_top(highest) == pytest.approx(top)
-
-
-def test_a_run_without_evaluations_on_the_way_is_refused(script: ModuleType, tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    (run / "ppo" / "evaluations.jsonl").unlink()
-    with pytest.raises(SystemExit, match=r"evaluations.jsonl: not found.*evaluation.every_iterations=2"):
-        script.read_run(run)
-
-
-def test_a_run_without_a_judge_is_refused(script: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"has no `gold`. Set evaluation.gold"):
-        script.read_run(write_run(tmp_path / "run", gold=False))
 
 
 def test_the_shipped_picture_is_well_formed_and_has_both_palettes(script: ModuleType) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
-import math
 import subprocess
 import sys
 import time
@@ -13,13 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_cli.config.by_stage import load_stage_config
-from rlhf_cli.config.yaml_text import dump_config
-from support.forked import Forked
 from support.paths import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -145,14 +140,6 @@ def test_different_results_of_the_two_sides_stop_the_benchmark(load, ours, trl, 
         speed.compare(speed.TASKS[0], ours, trl, step)
 
 
-def test_equal_results_pass(load):
-    speed = load("speed")
-    same = {"batch": "x", "loss": 2.0}
-    assert speed.compare(speed.TASKS[0], same, {"batch": "x", "loss": 2.0001}, 0) == {
-        "first loss": pytest.approx(5e-5, rel=1e-3)
-    }
-
-
 WORKER = """
 import os, sys, threading, time
 sys.path.insert(0, sys.argv[1])
@@ -202,35 +189,6 @@ def test_work_done_while_waiting_is_added_to_the_next_step(tmp_path):
         assert worker.wait(120) == 0
 
 
-@pytest.mark.parametrize("name", ["speed", "ppo_quality"])
-def test_a_report_goes_to_the_work_folder_unless_it_is_recorded(load, name, tmp_path):
-    script = load(name)
-    tracked = BENCHMARKS / ("RESULTS.md" if name == "speed" else "PPO_QUALITY.md")
-    assert script.report_file(tmp_path, record=False) == tmp_path / tracked.name
-    assert script.report_file(tmp_path, record=True) == tracked
-
-
-def test_the_quality_benchmark_finds_the_data_of_the_shipped_config(load):
-    config = yaml.safe_load(dump_config(load_stage_config("ppo", ROOT / "configs/support/ppo.yaml")))
-    script = load("ppo_quality")
-    for side in ("train", "test"):
-        assert (ROOT / script.data_file(config, side)).is_file(), side
-
-
-def test_the_share_of_the_tilt(load):
-    """At beta 1 / log(3) the tilt of scores 0 and 1 has the score 3/4 and the KL 0.1308."""
-    script, quality = load("ppo_tilt"), load("ppo_quality")
-    kl = math.log(1 / 2) / 4 + math.log(3 / 2) * 3 / 4
-    replies = quality.Measurement([["", ""]], {"score": [[0.6, 0.6]], "kl": [[kl, kl]]})
-    pairs = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
-    seed = script.Seed(0, replies, pairs, 2 * pairs)
-    assert seed.beta == pytest.approx(1 / math.log(3))
-    assert seed.tilt_score == pytest.approx(0.75)
-    assert seed.tilt_gold == pytest.approx(1.5)
-    assert seed.share == pytest.approx(0.8)
-    assert seed.share_error == pytest.approx(0.0, abs=1e-9)
-
-
 PARTS = """#!/bin/sh
 echo "$7" >> "$0.ran"
 case "$7" in
@@ -266,30 +224,3 @@ def test_the_gpu_benchmark_goes_on_after_a_failed_part_and_repeats_no_finished_o
     with pytest.raises(SystemExit):
         gpu.main()
     assert f"{chosen[0]}: not started" in capsys.readouterr().out
-
-
-def test_the_parts_of_the_gpu_benchmark_begin_with_the_memory_of_ppo(load):
-    gpu = load("gpu")
-    names = gpu.parts_of(list(gpu.SIZES))
-    assert names[:3] == ["memory 1.5 B PPO LoRA", "memory 1.5 B PPO NF4", "speed 1.5 B rollouts"]
-    files = [path for path in (ROOT / "tests").rglob("test_*.py") if "support.gpu" in path.read_text("utf-8")]
-    # A file has a part and a limit of its own: all of them together need more time than a part has.
-    assert names[3 : 3 + len(files)] == [f"tests {path.stem}" for path in sorted(files)]
-    assert len(names) == len(set(names))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["memory tiny PPO NF4", "speed tiny rollouts"])
-def test_a_part_of_the_gpu_benchmark_runs_on_a_cpu(part, tmp_path):
-    """All of it: `python benchmarks/gpu.py --work DIR --device cpu --tiny`."""
-    file = tmp_path / "part.json"
-    code = f"import runpy, sys; sys.path.insert(0, '{BENCHMARKS}'); runpy.run_module('gpu', None, '__main__')"
-    options = ["--work", str(tmp_path), "--device", "cpu", "--part", part, "--part-file", str(file)]
-    exit_code, output = Forked(code, *options, folder=ROOT, log=tmp_path / "log").wait()
-    assert exit_code == 0, output
-    result = json.loads(file.read_text(encoding="utf-8"))
-    if part.startswith("memory"):
-        assert [row[3] for row in result["rows"]] == ["peak", "load", "rollout", "scoring", "update", "save"]
-        assert "policy/sampler_gap_mean" in result["metrics"]
-    else:
-        assert not [row for row in result["rows"] if row[2] == "failed"]

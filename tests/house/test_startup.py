@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from transformers import get_scheduler
 from typer.main import get_command
 
 from rlhf_cli.cli import app
-from rlhf_cli.config.stage import STAGES, Optimizer
-from rlhf_cli.training.optimizer import build_stepper
+from rlhf_cli.config.stage import STAGES
 from support import projects
 from support.forked import Forked
 from support.paths import ROOT
@@ -107,28 +104,6 @@ def test_stages_do_not_import_heavy_packages_they_do_not_need(started: list[Any]
 def test_importing_the_package_changes_no_setting_of_the_process(started: list[Any]) -> None:
     assert started[0]["modules"] > 60
     assert started[0]["changed"] == {}
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-@pytest.mark.parametrize("warmup_steps", [0, 4])
-def test_schedules_equal_those_of_transformers(schedule: str, warmup_steps: int) -> None:
-    peak, total, least = 3e-3, 17, 0.2
-    config = Optimizer(learning_rate=peak, schedule=schedule, warmup_steps=warmup_steps, min_lr_ratio=least)
-    stepper = build_stepper(torch.nn.Linear(2, 2), config, total)
-    theirs = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters(), lr=peak)
-    name, kwargs = {
-        "cosine": ("cosine_with_min_lr", {"min_lr_rate": least}),
-        "linear": ("polynomial", {"lr_end": least * peak, "power": 1.0}),
-        "constant": ("constant_with_warmup", None),
-    }[schedule]
-    scheduler = get_scheduler(
-        name, theirs, num_warmup_steps=warmup_steps, num_training_steps=total, scheduler_specific_kwargs=kwargs
-    )
-    for _ in range(total + 1):
-        assert stepper.learning_rate == pytest.approx(scheduler.get_last_lr()[0], rel=1e-12, abs=1e-18)
-        stepper.advance()
-        theirs.step()
-        scheduler.step()
 
 
 AT_TORCH = """

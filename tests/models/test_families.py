@@ -127,13 +127,6 @@ def test_texts_longer_than_the_window(name):
         assert ((lost - kept).abs().max() > 0.01) == bool(reason), "otherwise the window would not matter"
 
 
-def test_watching_masks_ends_with_its_context():
-    assert attention._watching == []
-    with pytest.raises(ValueError, match="boom"), attention.watched_masks():
-        raise ValueError("boom")
-    assert attention._watching == []
-
-
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 @pytest.mark.parametrize("cached", [False, True], ids=["one call", "two calls"])
 def test_a_prepared_model_called_directly_equals_the_plain_one(name, cached):
@@ -295,12 +288,6 @@ def test_sampled_logprobs_equal_those_of_one_forward_per_sequence(name, monkeypa
     assert supported_layout(model) == layout
     line = why_not_padded(model)
     assert line is None if layout == PADDED else line.endswith("(slower, as exact)")
-
-
-@pytest.mark.parametrize(("name", "layout"), [("bart", PADDED), ("openai-gpt", EQUAL), ("recurrent_gemma", EQUAL)])
-def test_the_faster_path_would_be_wrong_for_these_families(name, layout):
-    _, model = pair(name)
-    assert plain_decoder._gap(model, layout) > 1e-3
 
 
 @pytest.mark.parametrize("layout", [PADDED, EQUAL, WHOLE])

@@ -133,10 +133,3 @@ def test_a_cached_model_is_used_without_a_connection(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(hub, "_is_cached", lambda *_: True)
     hub.require_hub_model("gpt2")
     assert constants.HF_HUB_OFFLINE, "the libraries use their cache, without retries"
-
-
-@pytest.mark.usefixtures("online")
-def test_with_a_connection_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_reachable", lambda: True)
-    assert not hub.is_offline()
-    assert not constants.HF_HUB_OFFLINE

@@ -23,10 +23,9 @@ from transformers import (
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
-from rlhf_cli.commands.merge import merge
 from rlhf_cli.config.models import Lora
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted
+from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models import deferred, exporting, frozen
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.deferred import place_of
@@ -40,7 +39,6 @@ from rlhf_cli.run.stage_run import StageRun
 from stages import rm, sft
 from support.compare import adapt, logits_of, merged_copy
 from support.compare import close_in_size as close
-from support.resume import stopping_after
 from support.setup import config_of
 from support.tiny import CPU
 
@@ -141,18 +139,6 @@ def test_sft_saves_adapters_that_others_load(trained, make_model, tmp_path):
     assert "model" in json.loads((stage / "manifest.json").read_text())["identity"]["inputs"]
 
 
-def test_the_base_of_adapters_is_checked_and_found_again(trained, make_model, tmp_path):
-    base = Path(shutil.copytree(make_model("llama"), tmp_path / "run/base"))
-    _, stage = trained("sft", tmp_path / "run", model={"path": str(base), "lora": {"r": 2, "save": "adapter"}})
-    expected = logits(load_policy(str(stage / "model")))
-    (tmp_path / "run").rename(tmp_path / "moved")
-    moved = tmp_path / "moved/sft/model"
-    close(logits(load_policy(str(moved))), expected)
-    shutil.copy(make_model("qwen2") / "model.safetensors", tmp_path / "moved/base/model.safetensors")
-    with pytest.raises(ArtifactError, match="other weights than those that the adapters were trained on"):
-        load_policy(str(moved))
-
-
 def test_adapters_name_no_folder_of_this_machine_and_peft_loads_them_from_the_project(
     trained, make_model, tmp_path, monkeypatch
 ):
@@ -176,31 +162,6 @@ def test_adapters_name_no_folder_of_this_machine_and_peft_loads_them_from_the_pr
         close(logits(load_policy(str(copied / name))), expected)
     with pytest.raises(ArtifactError, match="other weights"):
         load_policy(str(folder))
-
-
-@pytest.mark.slow
-def test_a_run_that_is_moved_resumes_and_its_adapters_are_merged_and_exported(
-    pipeline, run_stage, tmp_path, monkeypatch
-):
-    policy = {"policy": {"lora": {"r": 2, "save": "adapter"}}, "optimizer": {"learning_rate": 3e-2}}
-    whole, cut, moved = (tmp_path / name for name in ("whole", "cut", "moved"))
-    for root, stage in ((root, stage) for root in (whole, cut) for stage in ("sft", "rm")):
-        shutil.copytree(pipeline("llama") / stage, root / stage)
-    run_stage("ppo", whole, **policy)
-    with monkeypatch.context() as patch:
-        patch.setattr(StageRun, "finish_step", stopping_after(1))
-        with pytest.raises(Interrupted):
-            run_stage("ppo", cut, **policy)
-    cut.rename(moved)
-    run_stage("ppo", moved, **policy)
-    expected = logits(load_policy(str(whole / "ppo/model")))
-    moved.rename(cut)
-    shutil.rmtree(whole)
-    close(logits(load_policy(str(cut / "ppo/model"))), expected)
-    merge([str(cut / "ppo/model"), str(tmp_path / "merged")])
-    assert CliRunner().invoke(app, ["export", str(cut), "--out", str(tmp_path / "out"), "--no-check"]).exit_code == 0
-    for folder in ("merged", "out"):
-        close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / folder)), expected)
 
 
 def test_an_export_never_has_the_model_in_float32(trained, make_model, tmp_path, monkeypatch):
@@ -427,13 +388,6 @@ def test_adapters_without_a_tokenizer_take_that_of_their_base(make_model, pipeli
     with StageRun("ppo", config, quiet=True) as stage:
         setup = load_setup(config, stage)
     close(logits(setup.models.policy), logits(model.base_model.model))
-
-
-def test_chat_answers_with_adapters(adapters):
-    whole = CliRunner().invoke(app, ["chat", str(adapters.parent.parent), "--max-new-tokens", "4"], input="the tent\n")
-    alone = CliRunner().invoke(app, ["chat", str(adapters), "--max-new-tokens", "4"], input="the tent\n")
-    assert whole.exit_code == alone.exit_code == 0, whole.output + alone.output
-    assert whole.stdout == alone.stdout != "\n"
 
 
 def test_adapters_of_experts_are_merged_one_layer_at_a_time(tmp_path):

@@ -17,14 +17,12 @@ from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt, Ranking
-from rlhf_cli.evaluation.agreement import scores_of_rows
 from rlhf_cli.kernels import attention
 from rlhf_cli.models import forward
 from rlhf_cli.models.forward import choose_attention, hidden_at, is_packed, logits_at, shares_prefixes
 from rlhf_cli.models.load import set_dropout_off
 from rlhf_cli.models.passes import recompute_layers
 from rlhf_cli.packing import FEWEST_EQUAL, PackedBatch, Segment, end_to_end, pack, response_positions
-from rlhf_cli.processes.distributed import World
 from rlhf_cli.rewards.models import score_sequences, sequence_scores
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import collect
@@ -32,7 +30,6 @@ from rlhf_cli.rollout.scoring import Models, response_logprobs, score_tokens
 from stages import rm as rm_stage
 from support import compare
 from support.tiny import ARCHITECTURES, SETTINGS
-from support.worlds import in_each_process
 
 CPU = torch.device("cpu")
 VOCAB = 97
@@ -218,13 +215,6 @@ def test_gradient_checkpointing_recomputes_the_same_row(pair):
     same_gradients(model, plain)
 
 
-def test_masks_of_long_sequences_are_not_cached(pair, monkeypatch):
-    plain, model = pair
-    monkeypatch.setattr(attention, "LARGEST_KEPT", 16)
-    batch = pack(SEQUENCES, groups=GROUPS)
-    close(hidden_at(model, batch, everywhere(batch)), plain_hidden(plain, SEQUENCES))
-
-
 @pytest.mark.parametrize("groups", [GROUPS, None], ids=["shared", "whole"])
 def test_bfloat16_is_as_accurate_as_a_plain_forward(pair, groups):
     plain, model = pair
@@ -275,18 +265,6 @@ def test_attention_across_sequences_is_detected(monkeypatch):
     for name in (attention.EACH, attention.EACH_UNSHARED):
         monkeypatch.setitem(attention.AttentionInterface._global_mapping, name, leaky)
     assert "differ" in choose_attention(model)
-    assert not is_packed(model)
-
-
-def test_a_model_that_cannot_run_packed_runs_padded(monkeypatch):
-    model, _ = made("llama")
-
-    def fails(*args, **kwargs):  # noqa: ARG001
-        raise ValueError
-
-    for name in attention.PACKED:
-        monkeypatch.setitem(attention.AttentionInterface._global_mapping, name, fails)
-    assert choose_attention(model).endswith("it runs on padded batches (slower, as exact)")
     assert not is_packed(model)
 
 
@@ -472,19 +450,6 @@ def test_the_rm_stage_shares_the_prompt_of_a_row(write_config, tmp_path, monkeyp
     found.backward()
     wanted.backward()
     same_gradients(model, plain)
-
-
-def test_rm_metrics_are_the_same_on_one_and_two_processes(write_config, tmp_path):
-    """A process scores complete rows, so that it can share their prompts."""
-    _, model = made("llama", AutoModelForSequenceClassification, num_labels=1)
-    config = load_config(write_config("rm", tmp_path, training={"minibatch_size": 3}), RMConfig)
-    rows = [ranked(seed, count).answers for seed, count in ((1, 2), (2, 3), (3, 2), (4, 4), (5, 2))]
-    budget = Budget(20)
-    alone = scores_of_rows(model, rows, budget, config.precision, World(0, 1, CPU))
-    close(alone, score_sequences(model, [answer for row in rows for answer in row], "float32"))
-    for shared in in_each_process(2, lambda world: scores_of_rows(model, rows, budget, config.precision, world)):
-        close(shared, alone)
-    assert scores_of_rows(model, [], budget, config.precision, World(0, 1, CPU)).tolist() == []
 
 
 def test_a_cached_mask_is_real_after_the_plan_asked_for_it():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from functools import partial
 
 import pytest
 import torch
@@ -19,10 +18,9 @@ from typer.testing import CliRunner
 
 from rlhf_cli.algorithms.kl import kl_full
 from rlhf_cli.cli import app
-from rlhf_cli.commands.generate import ResponseOptions, generate
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt
-from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted
+from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.models.deferred import read_deferred
 from rlhf_cli.models.forward import target_logprobs
 from rlhf_cli.models.frozen import frozen_policy
@@ -39,10 +37,7 @@ from rlhf_cli.rewards.models import sequence_scores
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from rlhf_cli.rollout.scoring import Models, response_values, score_tokens
-from rlhf_cli.run.stage_run import StageRun
-from support.resume import stopping_after
 from support.tiny import CPU, SETTINGS, read_jsonl, write_jsonl
-from support.writers import run_command
 
 PROMPTS = [[5, 9, 13, 20, 7, 40], [6, 8], [11, 12, 13, 14]]
 RESPONSES = [[21, 22, 1], [30], [31, 17, 18, 19, 1]]
@@ -230,52 +225,6 @@ def test_the_three_stages_run(family, make_seq2seq, run_stage, tmp_path):
             assert result.exit_code == 0, result.output
         difference = json.loads((tmp_path / "out/export.json").read_text())["difference"]
         assert difference["kl_per_token"]["value"] == difference["loss"]["value"] == 0.0
-
-
-def test_a_tiny_t5_is_talked_to_and_exported(make_seq2seq, tmp_path):
-    path = str(make_seq2seq("t5"))
-
-    def rlhf(*arguments, lines=None):
-        return CliRunner().invoke(app, [*arguments], input=lines)
-
-    said = rlhf("chat", path, "--max-new-tokens", "4", "--temperature", "0", lines="the tent\n")
-    assert said.exit_code == 0, said.output
-    out = tmp_path / "out"
-    written = rlhf("export", path, "--out", str(out), "--dtype", "float32")
-    assert written.exit_code == 0, written.output
-    weights = [AutoModelForSeq2SeqLM.from_pretrained(each).state_dict() for each in (path, out)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    again = rlhf("chat", str(out), "--max-new-tokens", "4", "--temperature", "0", lines="the tent\n")
-    assert again.stdout == said.stdout
-
-
-def test_greedy_responses_are_those_of_transformers(make_seq2seq, data, tmp_path):
-    path = str(make_seq2seq("t5"))
-    options = ResponseOptions(temperature=0.0, device="cpu", max_new_tokens=8)
-    run_command(partial(generate, None, path), data["prompts"], tmp_path / "out.jsonl", options=options, num=3)
-    model, tokenizer = load_policy(path), load_tokenizer(path)
-    for row in read_jsonl(tmp_path / "out.jsonl"):
-        ids = tokenizer(row["prompt"], return_tensors="pt").input_ids
-        assert ids[0, -1] == tokenizer.eos_token_id
-        output = model.generate(ids, max_new_tokens=8, do_sample=False)
-        assert row["response"] == tokenizer.decode(output[0, 1:], skip_special_tokens=True)
-
-
-def test_a_resumed_run_ends_with_the_same_weights(make_seq2seq, run_stage, tmp_path):
-    reward = tmp_path / "reward.py"
-    reward.write_text("def length(prompts, responses, rows):\n    return [float(len(r)) for r in responses]\n")
-    settings = {
-        "policy": {"path": str(make_seq2seq("t5"))},
-        "rewards": [{"type": "function", "function": f"{reward}:length"}],
-    }
-    whole = run_stage("ppo", tmp_path / "whole", **settings)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StageRun, "finish_step", stopping_after(1))
-        with pytest.raises(Interrupted):
-            run_stage("ppo", tmp_path / "parts", **settings)
-    parts = run_stage("ppo", tmp_path / "parts", **settings)
-    for name in ("model", "value_model"):
-        assert (whole / name / "model.safetensors").read_bytes() == (parts / name / "model.safetensors").read_bytes()
 
 
 def test_what_is_refused(make_seq2seq, run_stage, tmp_path):

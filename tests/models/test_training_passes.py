@@ -156,11 +156,6 @@ def test_a_stage_ends_with_the_same_weights(stage: str, tmp_path: Path, make_mod
         torch.testing.assert_close(found[1][name], weight, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_gradient_checkpointing_and_compile_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="compile and gradient_checkpointing exclude each other"):
-        config(compile=True, gradient_checkpointing=True)
-
-
 # ------------------------------------------------------------------------------------------------ compile
 
 

@@ -3,8 +3,7 @@
 The task is that of tests/support/optimum_task.py, with 156 responses to each of 4 prompts. The stage reads a config, a
 model, prompts and a reward function, as in real use. The learned policy is compared with pi* over all responses.
 
-An update learns from 512 responses; 400 updates take 50 to 80 s on one core. RLHF_ALL_SEEDS=1 adds the other algorithms
-and more seeds, and takes most of an hour.
+An update learns from 512 responses; 400 updates take 50 to 80 s on one core. RLHF_ALL_SEEDS=1 adds two seeds.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +30,9 @@ from rlhf_cli.seeding import seeded
 from stages import ppo
 from support.optimum_task import (
     Task,
-    backwards,
     chances,
-    divided_by_std,
-    entropy_rule,
     kl_regularised,
     make_task,
-    objective,
-    token_k3_rule,
     total_variation,
 )
 from support.tiny import character_tokenizer, read_jsonl
@@ -169,51 +162,18 @@ def pi_star(task: Task) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A run and its expected optimum."""
+    """A run that ends at pi*."""
 
-    choices: dict[str, Any] = field(default_factory=dict)
-    limit: float = 0.08
-    optimum: Callable[[Task], Tensor] = pi_star
+    choices: dict[str, Any]
     temperature: float = 1.0
-    max_gap: float | None = None
-
-
-def estimator(name: str, **choices: Any) -> dict[str, Any]:
-    return {"advantage_estimator": name, **choices}
 
 
 SHORT = {"num_iterations": 200}
-SHORT_RLOO = estimator("rloo", **SHORT)
 RIGHT = {
-    "RLOO, 200 updates": Case(SHORT_RLOO, limit=0.13),
-    "PPO, temperature 0.7, 200 updates": Case(SHORT, limit=0.13, temperature=0.7),
+    "RLOO, 200 updates": Case({"advantage_estimator": "rloo", **SHORT}),
+    "PPO, temperature 0.7, 200 updates": Case(SHORT, temperature=0.7),
 }
 """At temperature 1, PPO is in `test_a_limit_holds_and_the_policy_is_near_the_constrained_optimum`."""
-ALSO_RIGHT = {
-    "PPO": Case(max_gap=0.025),
-    "GRPO, KL in the reward": Case(estimator("grpo"), max_gap=0.025),
-    "PPO, 200 updates": Case(SHORT, limit=0.13),
-    "RLOO": Case(estimator("rloo"), max_gap=0.025),
-    "PPO, not whitened": Case({"whiten_advantages": False}),
-    "PPO, lambda 1": Case({"gae_lambda": 1.0}),
-    "PPO, 4 epochs": Case({"ppo_epochs": 4, "num_iterations": 100}, limit=0.13),
-    "PPO, KL penalty instead of the clip": Case({"objective": "penalty"}),
-    "PPO, two rollouts per update": Case({"num_rollouts_per_update": 2, "num_iterations": 200}, limit=0.13),
-    "PPO, temperature 0.7": Case(temperature=0.7),
-    "Monte-Carlo": Case(estimator("monte_carlo")),
-    "Dr. GRPO": Case(estimator("dr_grpo")),
-    "REINFORCE++": Case(estimator("reinforce_pp"), limit=0.11),
-    "REINFORCE++-baseline": Case(estimator("reinforce_pp_baseline"), limit=0.11),
-    "RLOO, sequence mean": Case(estimator("rloo", loss_aggregation="sequence")),
-    "RLOO, k2 of the sequence as a loss": Case(estimator("rloo", kl_in="loss"), limit=0.11),
-    "RLOO, entropy bonus": Case(
-        estimator("rloo", entropy_coef=0.1), optimum=lambda task: backwards(task, entropy_rule(BETA, 0.1))
-    ),
-    "GRPO, k3 as a loss": Case(
-        estimator("grpo", kl_in="loss", kl_estimator="k3", kl_coef=1.0),
-        optimum=lambda task: divided_by_std(task, token_k3_rule(1.0)),
-    ),
-}
 
 
 def ratio_to_ref(*rollout: Any) -> UpdateBatch:
@@ -221,53 +181,23 @@ def ratio_to_ref(*rollout: Any) -> UpdateBatch:
     return replace(experience, logprobs=experience.ref_logprobs)
 
 
-@dataclass(frozen=True)
-class Result:
-    """Total variation distances and the gap in the objective J of one run."""
-
-    room: float
-    """From the reference policy to the optimum."""
-    distance: float
-    """From the learned policy to the optimum."""
-    distance_to_pi_star: float
-    """From the learned policy to pi*."""
-    gap: float
-    """J of pi* minus J of the learned policy."""
-
-
-def learn(case: Case, seed: int, folder: Path) -> Result:
-    """Run the stage once and compare what it learned with its optimum."""
-    task = write_task(folder, seed)
-    run_stage(folder, seed, case.choices, case.temperature)
-    policy = AutoModelForCausalLM.from_pretrained(folder / "ppo" / "model")
-    # At a temperature, the logits of both the policy and the reference are divided by it.
-    task = replace(task, ref_logits=task.ref_logits / case.temperature)
-    with torch.no_grad():
-        learned = chances(task, logits_of(policy, task).double() / case.temperature)
-    kl_coef = case.choices.get("kl_coef", BETA)
-    best, optimum = kl_regularised(task, kl_coef), case.optimum(task)
-    return Result(
-        room=total_variation(task, chances(task, task.ref_logits), optimum),
-        distance=total_variation(task, learned, optimum),
-        distance_to_pi_star=total_variation(task, learned, best),
-        gap=objective(task, best, kl_coef) - objective(task, learned, kl_coef),
-    )
-
-
 # ---- the tests
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2] if EVERYTHING else [0])
-@pytest.mark.parametrize("name", RIGHT | ALSO_RIGHT if EVERYTHING else RIGHT)
+@pytest.mark.parametrize("name", RIGHT)
 def test_the_stage_ends_at_its_optimum(tmp_path, name, seed):
-    case = (RIGHT | ALSO_RIGHT)[name]
-    result = learn(case, seed, tmp_path)
-    assert result.room > 0.1
-    assert result.distance < case.limit
-    if case.max_gap is not None:
-        assert result.gap < case.max_gap
-    if case.optimum is not pi_star:
-        assert result.distance_to_pi_star > 0.13
+    """The distances are of total variation: from ref_policy, and from what was learned, to pi*."""
+    case = RIGHT[name]
+    task = write_task(tmp_path, seed)
+    run_stage(tmp_path, seed, case.choices, case.temperature)
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "ppo" / "model")
+    # At a temperature, the logits of both the policy and the reference are divided by it.
+    task = replace(task, ref_logits=task.ref_logits / case.temperature)
+    with torch.no_grad():
+        learned = chances(task, logits_of(policy, task).double() / case.temperature)
+    assert total_variation(task, chances(task, task.ref_logits), pi_star(task)) > 0.1
+    assert total_variation(task, learned, pi_star(task)) < 0.13
 
 
 @pytest.mark.slow

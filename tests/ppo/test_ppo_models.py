@@ -5,7 +5,6 @@ The tests read saved models back with plain transformers and compare numbers wit
 
 from __future__ import annotations
 
-import itertools
 import json
 import statistics
 import sys
@@ -19,12 +18,10 @@ from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.load import load_policy
 from rlhf_cli.ppo.metrics import iteration_metrics
 from rlhf_cli.ppo.scores import scores_of_rollout
 from rlhf_cli.rollout import rollout as rollout_module
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
-from rlhf_cli.training.optimizer import Stepper
 from stages import ppo as ppo_stage
 from support.compare import close
 from support.oracles import chosen, distributions, full_kl, hidden_states, padded, plain_copy
@@ -69,17 +66,14 @@ def same_bits(actual, expected):
 @pytest.mark.parametrize(
     ("architecture", "targets", "adapted"),
     [
-        ("llama", None, LLAMA_LAYERS),
         ("llama", ["q_proj", "v_proj"], ("q_proj", "v_proj")),
         ("gpt2", None, GPT2_LAYERS),
-        ("gpt2", ["c_attn"], ("c_attn",)),
     ],
 )
 def test_lora_trains_low_rank_matrices_and_saves_them_merged(watch, make_model, architecture, targets, adapted):
-    """Saved minus initial weights is alpha / r * B @ A in the adapted layers and 0 elsewhere.
+    """Before the first step the adapters add 0: the ratio is exactly 1 and the KL exactly 0.
 
-    Before the first step the adapters add 0: the ratio is exactly 1 and the KL exactly 0. GPT-2's layers are Conv1D,
-    whose weights are transposed.
+    tests/models/test_lora.py has the merged weights by hand.
     """
     path = make_model(architecture)
     lora = {"r": 3, "alpha": 5, "target_modules": targets}
@@ -112,15 +106,6 @@ def test_lora_trains_low_rank_matrices_and_saves_them_merged(watch, make_model, 
     assert after.keys() == before.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if name.endswith(tuple(f"{layer}.weight" for layer in adapted))}
-    for name in changed:
-        layer = policy.get_submodule(name.removesuffix(".weight"))
-        a, b = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
-        assert a.shape[0] == b.shape[1] == 3
-        delta = 5 / 3 * b @ a
-        assert delta.abs().max() > 1e-3
-        delta = delta.T if architecture == "gpt2" else delta
-        close(after[name].double() - before[name].double(), delta.detach(), 1e-6)
-
     # The saved model computes the same logits as the trained policy with its adapters on.
     plain, ids = causal(run.stage_dir / "model"), torch.tensor([run.rollouts[0].prompts[0].ids])
     with torch.no_grad():
@@ -128,37 +113,6 @@ def test_lora_trains_low_rank_matrices_and_saves_them_merged(watch, make_model, 
         close(plain(input_ids=ids).logits, trained_logits, 1e-5)
         assert (trained_logits - sft(input_ids=ids).logits).abs().max() > 1e-2
     assert not [key for key in json.loads((run.stage_dir / "model/config.json").read_text()) if "lora" in key]
-
-
-def test_lora_gets_the_gradient_that_the_merged_weights_give(watch, make_model):
-    """The first gradient of B is alpha / r * (gradient of the weight) @ A^T."""
-    gradients, clip = {}, Stepper.clip
-
-    def keep(self, world):
-        if self.model.__class__.__name__.endswith("CausalLM"):
-            gradients.update({name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None})
-        return clip(self, world)
-
-    by_run = {}
-    for name, policy in (("full", {}), ("lora", {"lora": {"r": 3, "alpha": 7, "target_modules": ["q_proj"]}})):
-        gradients.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Stepper, "clip", keep)
-            run = watch(
-                name,
-                policy={"path": str(make_model("llama")), **policy},
-                ppo={"num_iterations": 1, "minibatch_size": 8},
-            )
-        by_run[name] = dict(gradients)
-    layers = [name for name in by_run["full"] if name.endswith("q_proj.weight")]
-    assert len(layers) == 2
-    before = run.models[0].policy  # a copy from before the step
-    for name in layers:
-        layer = name.removesuffix(".weight")
-        a = before.get_submodule(layer).lora_A["default"].weight
-        expected = 7 / 3 * by_run["full"][name] @ a.T
-        close(by_run["lora"][f"{layer}.lora_B.default.weight"], expected.detach(), 1e-5)
-        assert by_run["lora"][f"{layer}.lora_A.default.weight"].abs().max() == 0, "B is still 0"
 
 
 @torch.no_grad()
@@ -203,17 +157,6 @@ def test_lora_with_another_model_as_ref_policy(watch, make_model, pipeline):
     assert run.metrics[0]["policy/first_ratio"] == pytest.approx(1.0, abs=1e-5)
 
 
-def test_lora_reports_its_size_and_refuses_unknown_module_names(start, make_model):
-    with start(policy={"path": str(make_model("llama")), "lora": {"r": 2, "target_modules": ["q_proj"]}}) as setup:
-        trained = sum(p.numel() for p in setup.models.policy.parameters() if p.requires_grad)
-        assert trained == 2 * (2 * 32 + 32 * 2), "two layers, A and B each"
-        stepped = [p for group in setup.policy_stepper.optimizer.param_groups for p in group["params"]]
-        assert sum(p.numel() for p in stepped) == trained
-    with pytest.raises(ConfigError, match=r"policy\.lora\.target_modules: found nothing, which is no layer"):
-        with start(policy={"path": str(make_model("llama")), "lora": {"target_modules": ["nothing"]}}):
-            pass
-
-
 def test_lora_without_peft_names_the_package_to_install(start, make_model, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError) as error:
@@ -226,7 +169,7 @@ def test_lora_without_peft_names_the_package_to_install(start, make_model, monke
 
 @pytest.mark.parametrize(
     ("architecture", "targets", "adapted"),
-    [("llama", ["q_proj"], ("q_proj",)), ("llama", None, LLAMA_LAYERS), ("gpt2", None, GPT2_LAYERS)],
+    [("llama", None, LLAMA_LAYERS), ("gpt2", None, GPT2_LAYERS)],
 )
 def test_lora_of_a_value_model_trains_adapters_and_the_head(watch, make_model, architecture, targets, adapted):
     """The head and the policy are trained in full. The saved classifier computes the same values."""
@@ -251,17 +194,6 @@ def test_lora_of_a_value_model_trains_adapters_and_the_head(watch, make_model, a
     assert values.abs().max() > 1e-2
     policy = saved(run.stage_dir)
     assert all(not torch.equal(policy[name], before[name]) for name in before if "proj.weight" in name)
-
-
-def test_lora_of_policy_and_value_model_together(watch, make_model):
-    """Both models learn in the first update."""
-    run = watch(
-        policy={"path": str(make_model("llama")), "lora": {"r": 2}},
-        value_model={"lora": {"r": 2, "target_modules": ["q_proj"]}},
-    )
-    assert {"model", "value_model"} <= {p.name for p in run.stage_dir.iterdir()}
-    assert run.metrics[1]["objective/kl"] != 0.0
-    assert run.metrics[1]["value/mean"] != 0.0
 
 
 # ----------------------------------------------------------------------------------- shared value head
@@ -301,19 +233,6 @@ def shared_values(run, i):
     models, rollout = run.models[i], run.rollouts[i]
     states = hidden_states(plain_copy(models.policy).base_model, rollout.prompts, rollout.responses)
     return padded([[linear(state, models.value_head.weight)[0] for state in row] for row in states])
-
-
-def test_a_shared_head_on_a_lora_policy(watch, make_model):
-    """The value loss reaches the adapters, and the saved models are merged."""
-    run = watch(
-        policy={"path": str(make_model("llama")), "lora": {"r": 2}},
-        value_model={"init": "shared"},
-        optimizer={"learning_rate": 2e-2},
-    )
-    close(run.rollouts[1].values.double(), shared_values(run, 1), 1e-5)
-    plain = AutoModelForSequenceClassification.from_pretrained(run.stage_dir / "value_model")
-    policy = causal(run.stage_dir / "model")
-    same_bits(dict(plain.base_model.named_parameters()), dict(policy.base_model.named_parameters()))
 
 
 # -------------------------------------------------------------------------------- continued runs, old log-probabilities
@@ -444,12 +363,6 @@ def test_the_ema_model_is_the_average_over_the_steps(watch, make_model, lora):
     same_bits(weights_of(run.setup.models.policy), run.after[-1])
 
 
-def test_without_ema_decay_there_is_no_ema_model(watch):
-    run = watch()
-    assert run.setup.average is None
-    assert {p.name for p in run.stage_dir.iterdir() if p.is_dir()} == {"model", "value_model"}
-
-
 # -------------------------------------------------------------------------------------- evaluations during the run
 
 
@@ -498,17 +411,6 @@ def test_the_best_model_is_the_policy_with_the_best_figure(watch, judged, metric
     assert [row["craft"] for row in rows] == figures[:4]
     best = json.loads((run.stage_dir / "evaluation.json").read_text())["best"]
     assert best == {"step": step, "metric": metric, "value": value}
-
-
-def test_the_best_model_by_kl(watch, judged):
-    run = watch(**judged([0.0] * 4, best_metric="-kl"))
-    rows = read_jsonl(run.stage_dir / "evaluations.jsonl")[1:]
-    values = [-row["kl"] for row in rows]
-    assert len(set(values)) == 3
-    best = values.index(max(values))
-    same_bits(saved(run.stage_dir, "best_model"), run.after[best])
-    reported = json.loads((run.stage_dir / "evaluation.json").read_text())["best"]
-    assert reported == {"step": best + 1, "metric": "-kl", "value": pytest.approx(-max(values))}
 
 
 def test_evaluations_during_the_run(watch, judged):
@@ -593,21 +495,3 @@ def test_saved_models_generate_with_the_settings_of_the_rollout(watch, judged, t
         for _ in range(8)
     ]
     assert min(lengths) >= 3
-
-
-def test_the_judge_and_the_rewards_see_the_same_replies(watch, judged):
-    """Health compares the two and has no finding."""
-    run = watch(**judged([0.0, 1.0, 2.0, 3.0]))
-    rows = read_jsonl(run.stage_dir / "health.jsonl")
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert not list(itertools.chain(*[row["findings"] for row in rows]))
-
-
-def test_ref_policy_null_is_the_initial_policy(start, make_model):
-    """It is a second model with the same weights, and it is not trained."""
-    with start() as setup:
-        models = setup.models
-        assert models.ref_policy is not models.policy
-        same_bits(weights_of(models.ref_policy), weights_of(load_policy(str(make_model("llama")))))
-        assert not any(p.requires_grad for p in models.ref_policy.parameters())
-        assert all(p.requires_grad for p in models.policy.parameters())

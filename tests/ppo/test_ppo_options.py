@@ -25,7 +25,7 @@ from rlhf_cli.config.models import Lora
 from rlhf_cli.config.ppo import PPOConfig, PPOEvaluation, Ptx, Rollout, ValueModel
 from rlhf_cli.config.ppo_update import PPO
 from rlhf_cli.data.batches import stream
-from rlhf_cli.errors import ConfigError, RunError
+from rlhf_cli.errors import ConfigError
 from rlhf_cli.files import OF_THE_MACHINE
 from rlhf_cli.models.load import load_policy
 from rlhf_cli.ppo.scores import ask_rewards, measure_reference, texts_of
@@ -118,21 +118,6 @@ def test_a_dense_reward_gets_the_text_of_each_token(watch, functions):
     assert run.metrics[0]["objective/score"] == run.metrics[0]["reward/tokens"]
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("[[0.5] for row in rows]", "returned 1 numbers for"),
-        ("[0.5 for row in rows]", "must be a list with one number for each"),
-        ("[[float('nan')] * len(row['tokens']) for row in rows]", "it must be a finite number"),
-    ],
-)
-def test_an_invalid_dense_reward_is_refused(watch, tmp_path, body, message):
-    path = tmp_path / "bad.py"
-    path.write_text(f"def bad(prompts, responses, rows):\n    return {body}\n", encoding="utf-8")
-    with pytest.raises(RunError, match=message):
-        watch(rewards=[{"type": "function", "function": f"{path}:bad", "per_token": True}])
-
-
 def test_scores_normalised_by_reference_have_mean_0_and_std_1(start, pipeline):
     """The samples are of ref_policy on training prompts, even if the policy is another model."""
     ref = str(pipeline("llama") / "sft")
@@ -219,6 +204,7 @@ def test_with_every_filter_the_first_ratio_is_one_and_the_first_kl_zero(watch):
         "top_p": 0.97,
         "min_p": 0.003,
         "stop_strings": ["e"],
+        "no_repeat_ngram_size": 2,
     }
     ppo = {"minibatch_size": 8, "kl_coef": 0.3, "old_logprobs": "recomputed"}
     run = watch(rollout=rollout, ppo=ppo, optimizer={"learning_rate": 2e-2})
@@ -235,23 +221,7 @@ def test_with_every_filter_the_first_ratio_is_one_and_the_first_kl_zero(watch):
     assert all(len(kept) <= 40 for r in responses for kept in r.allowed_ids)
     assert {len(kept) for r in responses for kept in r.allowed_ids} != {40}, "the other filters keep fewer"
     assert not any(i in run.setup.sampling.stop for r in responses for i in r.ids[:3])
-    check_update_batch(run)
-
-
-def test_without_repeated_n_grams_the_first_ratio_is_one_and_the_first_kl_zero(watch):
-    """The filter is part of the policy in sampling, update and evaluation, and the saved model generates with it."""
-    run = watch(
-        rollout={"max_new_tokens": 12, "temperature": 0.4, "no_repeat_ngram_size": 2},
-        ppo={"minibatch_size": 8, "kl_coef": 0.3, "old_logprobs": "recomputed"},
-        optimizer={"learning_rate": 2e-2, "max_grad_norm": None},
-    )
-    first, later = run.metrics
-    assert first["policy/first_ratio"] == later["policy/first_ratio"] == 1.0
-    assert first["policy/first_ratio_error"] == later["policy/first_ratio_error"] == 0.0
-    assert first["objective/kl"] == 0.0
-    assert later["objective/kl"] != 0.0
-    assert max(row["policy/sampler_gap"] for row in run.metrics) < 3e-5
-    assert any(ids for rollout in run.rollouts for r in rollout.responses for ids in r.forbidden_ids)
+    assert any(ids for r in responses for ids in r.forbidden_ids)
     check_update_batch(run)
     assert GenerationConfig.from_pretrained(run.stage_dir / "model").no_repeat_ngram_size == 2
 
@@ -292,14 +262,6 @@ def test_stop_strings_end_a_response_and_are_not_shown(watch):
     assert 0 < ended_by_string < 16
 
 
-@pytest.mark.parametrize("min_new_tokens", [0, 5, 8])
-def test_min_and_max_new_tokens(start, min_new_tokens):
-    with start(rollout={"min_new_tokens": min_new_tokens}) as setup:
-        lengths = [len(r.ids) for i in range(3) for r in ppo_stage._rollout(setup, i).responses]
-    assert min(lengths) == max(1, min_new_tokens)
-    assert max(lengths) == 8
-
-
 @pytest.mark.parametrize("n", [1, 4])
 def test_an_iteration_samples_n_responses_to_each_of_the_next_prompts(start, n):
     """[15, 27, 38] Every prompt comes once per epoch, and every response has uniforms of its own."""
@@ -322,19 +284,6 @@ def test_every_iteration_draws_its_own_uniforms(start, data, tmp_path):
         first, second, again = ([r.ids for r in ppo_stage._rollout(setup, i).responses] for i in (0, 1, 0))
     assert first == again
     assert all(a != b for a, b in zip(first, second, strict=True))
-
-
-def test_logged_samples(watch):
-    run = watch(num_logged_samples=3)
-    rows = read_jsonl(run.stage_dir / "samples.jsonl")
-    assert [row["step"] for row in rows] == [1, 1, 1, 2, 2, 2]
-    for i, row in enumerate(rows):
-        rollout, call = run.rollouts[i // 3], reward_calls(run.setup)[i // 3]
-        assert (row["prompt"], row["response"]) == (call["prompts"][i % 3], call["responses"][i % 3])
-        assert row["score"] == pytest.approx(call["values"][i % 3], abs=1e-6)
-        kl = (rollout.logprobs - rollout.ref_logprobs)[i % 3].sum().item()
-        assert row["kl"] == pytest.approx(kl, abs=1e-6)
-    assert read_jsonl(watch("none", num_logged_samples=0).stage_dir / "samples.jsonl") == []
 
 
 # ------------------------------------------------------------------------------------- limits and schedules
@@ -402,12 +351,6 @@ def test_a_minibatch_above_max_ratio_is_skipped(watch, monkeypatch):
     assert run.metrics[0]["policy/skipped_steps"] == len(skipped) / 2
     assert free.metrics[0]["policy/skipped_steps"] == 0.0
     assert run.setup.policy_stepper.learning_rate == pytest.approx(2e-3, rel=1e-6)
-
-
-def test_max_ratio_null_never_skips(watch):
-    run = watch(**learning(max_ratio=None))
-    assert run.metrics[0]["policy/skipped_steps"] == 0.0
-    assert all(move for _, move in run.moves)
 
 
 @torch.no_grad()

@@ -9,11 +9,9 @@ import itertools
 
 import pytest
 
-from rlhf_cli.run.artifacts import read_manifest
 from support.compare import same_runs
-from support.runs import run_forked
 from support.setup import learning
-from support.tiny import merged, read_jsonl
+from support.tiny import merged
 from support.worlds import run_in_threads
 
 
@@ -120,30 +118,3 @@ def test_all_processes_skip_the_same_steps(watch, write_config, base, tmp_path):
         watch, write_config, base, tmp_path, merged(changes, {"ppo": {"max_ratio": limit}})
     )
     assert 0 < sum(row["policy/skipped_steps"] for row in run.metrics) < 24
-
-
-@pytest.mark.slow
-def test_a_nan_loss_stops_all_processes(write_config, base, tmp_path):
-    changes = merged(base, {"optimizer": {"learning_rate": 1e30}})
-    with pytest.raises(AssertionError, match=r"ppo iteration 1, step 2: .*failed_batch\.jsonl"):
-        run_forked(2, "ppo", write_config("ppo", tmp_path, **changes))
-    assert len(read_jsonl(tmp_path / "ppo.failed_batch.jsonl")) == 4
-
-
-@pytest.mark.slow
-def test_a_judge_may_take_longer_than_the_others_wait(write_config, base, data, tmp_path):
-    """Only the first process asks it. The others wait as long as it gives signs of life."""
-    judge = (
-        "import time\n\ndef score(prompts, responses, rows):\n    time.sleep(9)\n    return [1.0] * len(responses)\n"
-    )
-    (tmp_path / "judge.py").write_text(judge)
-    changes = {
-        "data": {"test": str(data["prompts"])},
-        "evaluation": {"gold": f"{tmp_path}/judge.py:score", "num_prompts": 4},
-        "distributed": {"timeout_s": 5},
-        "ppo": {"num_iterations": 1},
-    }
-    run_forked(2, "ppo", write_config("ppo", tmp_path, **merged(base, changes)))
-    manifest = read_manifest(tmp_path / "ppo")
-    assert manifest is not None
-    assert manifest.metrics["ppo/gold"] == 1.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -13,21 +12,8 @@ from rlhf_cli.errors import RunError
 from rlhf_cli.models import load
 from rlhf_cli.models.load import load_policy
 from rlhf_cli.rollout import rollout as rollout_module
-from rlhf_cli.training.optimizer import Stepper
 from stages import ppo as ppo_stage
-from support.runs import digests
-from support.setup import weights_of
-from support.tiny import merged, read_jsonl
-
-
-def test_an_infinite_reward_is_refused_before_a_step(watch, functions, tmp_path, monkeypatch):
-    stepped = []
-    monkeypatch.setattr(Stepper, "advance", lambda self, *, move=True: stepped.append(move))  # noqa: ARG005
-    rewards = [{"type": "function", "function": f"{functions}:infinite"}]
-    with pytest.raises(RunError, match="reward function infinite, response 1: returned inf"):
-        watch(rewards=rewards, ppo={"num_iterations": 3})
-    assert len(stepped) == 4, "the steps of the first iteration"
-    assert not (tmp_path / "run/ppo").exists()
+from support.tiny import read_jsonl
 
 
 def set_weight_to_nan(setup, iteration):
@@ -35,52 +21,6 @@ def set_weight_to_nan(setup, iteration):
     if iteration == 1:
         with torch.no_grad():
             setup.models.policy.base_model.norm.weight[3] = math.nan
-
-
-@pytest.mark.parametrize("cause", ["weights", "learning_rate"])
-def test_a_nan_loss_stops_the_run(watch, run_stage, base, tmp_path, cause):
-    """PPO takes no further step and saves the batch beside the stage. The finished stage stays intact."""
-    run_stage("ppo", tmp_path / "run", **merged(base, {"ppo": {"num_iterations": 1}}))
-    before = digests(tmp_path / "run/ppo")
-    setups = []
-
-    def ruin(setup, iteration):
-        if cause == "weights":
-            set_weight_to_nan(setup, iteration)
-        setups.append(setup)
-
-    changes = {"optimizer": {"learning_rate": 1e30}} if cause == "learning_rate" else {}
-    moves, real = [], Stepper.advance
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            Stepper, "advance", lambda self, *, move=True: (moves.append(weights_of(self.model)), real(self, move=move))
-        )
-        with pytest.raises(RunError) as error:
-            watch(before_rollout=ruin, ppo={"num_iterations": 3}, **changes)
-    iteration, step = (1, 2) if cause == "learning_rate" else (2, 3)
-    batch_file = tmp_path / "run/ppo.failed_batch.jsonl"
-    message = str(error.value)
-    assert error.value.exit_code == 1
-    assert message.startswith(f"ppo iteration {iteration}, step {step}: ")
-    assert re.search(r"loss/policy is nan|policy/ratio is nan", message)
-    assert str(batch_file) in message
-    assert "\n" not in message
-    assert len(moves) == 2 * (step - 1)
-    rows = read_jsonl(batch_file)
-    assert len(rows) == 4
-    prompts = {tuple(p.ids): p.text for p in setups[0].train}
-    for row in rows:
-        assert row["prompt"] == prompts[tuple(row["prompt_ids"])]
-        length = len(row["response_ids"])
-        assert 0 < length <= 8
-        for name in ("logprobs", "ref_logprobs", "values", "advantages", "returns"):
-            assert len(row[name]) == length
-        assert all(map(math.isfinite, row["ref_logprobs"])), "ref_policy is finite"
-    is_bad = [not all(isinstance(x, float) for x in row["logprobs"]) for row in rows]
-    assert not any(is_bad) if cause == "learning_rate" else all(is_bad)
-    assert digests(tmp_path / "run/ppo") == before
-    assert not (tmp_path / "run/.ppo.partial/manifest.json").exists()
-    assert not (tmp_path / "run/.ppo.partial/model").exists()
 
 
 def test_filters_with_a_nan_policy_fail_with_one_line(watch, tmp_path):

@@ -17,10 +17,9 @@ import torch
 from rlhf_cli.errors import ConfigError, RewardError
 from rlhf_cli.processes.signals import StopRequests, discard_output_of_closed
 from rlhf_cli.rewards import guard
-from rlhf_cli.rewards.functions import call, load_function
+from rlhf_cli.rewards.functions import load_function
 from rlhf_cli.rewards.sources import total_score
 from support.rewards import batch, source_of
-from support.tiny import read_jsonl
 
 IMPORTS = "import os, random, signal, sys\nimport numpy, torch\n"
 
@@ -100,28 +99,6 @@ def test_user_code_that_sets_nothing_follows_the_process(tmp_path, monkeypatch):
     for directory in ("/", str(tmp_path)):
         monkeypatch.chdir(directory)
         assert source.score(batch(["x"])).item() == len(directory)
-
-
-def test_a_reward_that_switches_gradients_off_does_not_change_the_run(tmp_path, run_stage, make_model):
-    """At import and in a call: the run has the rows of metrics of one whose reward does nothing else."""
-    function = "def f(prompts, responses, rows):\n    {}\n    return [float(len(r) % 7) for r in responses]\n"
-    rows = []
-    for name, change in (("plain", "pass"), ("off", "torch.set_grad_enabled(False)")):
-        path = tmp_path / f"{name}.py"
-        path.write_text(f"import torch\n{change}\n{function.format(change)}")
-        reward = {"type": "function", "function": f"{path}:f", "name": "f"}
-        run_stage(
-            "ppo",
-            tmp_path / name,
-            policy={"path": str(make_model("llama"))},
-            rewards=[reward],
-            evaluation={"gold": f"{path}:f"},
-            ppo={"num_iterations": 1},
-        )
-        keys = ("policy/grad_norm", "value/grad_norm", "loss/policy", "policy/approx_kl")
-        rows.append([row[key] for row in read_jsonl(tmp_path / name / "ppo/metrics.jsonl") for key in keys])
-    assert rows[0] == rows[1]
-    assert all(norm > 0 for norm in rows[0][:2])
 
 
 # ------------------------------------------------------------------------------------------- exits
@@ -210,12 +187,6 @@ def test_a_child_process_of_the_code_ends_by_itself(function):
     body = "import os\npid = os.fork() or os._exit(7)\nreturn [float(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))]"
     assert total_score([source_of(function(body))], batch(["x"])).total.tolist() == [7.0]
     assert os._exit is guard.EXIT_NOW
-
-
-def test_an_exit_from_a_judge_is_an_error(tmp_path):
-    (tmp_path / "judge.py").write_text("import sys\ndef f(prompts, responses, rows):\n    sys.exit()\n")
-    with pytest.raises(RewardError, match="gold, responses 1 to 2: raised SystemExit"):
-        call("gold", load_function(f"{tmp_path}/judge.py:f"), batch(["x", "y"]), float)
 
 
 def test_two_files_with_modules_of_the_same_name_are_refused(tmp_path):

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from rlhf_cli.config.rewards import Reward
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError, Interrupted, RewardError
-from rlhf_cli.rewards.rubric import grades_in, quoted
+from rlhf_cli.rewards.rubric import grades_in
 from rlhf_cli.rewards.sources import total_score
 from support.compare import same_runs
 from support.crash import outcome
@@ -108,16 +108,6 @@ def test_the_scale_and_the_conversation(judge):
     assert shape["properties"]["polite"] == {"type": "number", "minimum": 0, "maximum": 10}
     assert shape["required"] == ["polite", "brief"]
     assert "the server counts no tokens" in source.report()
-
-
-def test_no_response_has_every_name(judge):
-    scores = total_score([asks(judge())], batch([]))
-    assert {name: values.tolist() for name, values in scores.each.items()} == {
-        "rubric": [],
-        "rubric_polite": [],
-        "rubric_brief": [],
-    }
-    assert scores.tokens == {"rubric": 0}
 
 
 # --------------------------------------------------------------------------------------- hostile replies
@@ -228,11 +218,6 @@ def test_a_failing_server_is_tried_again_and_then_named(judge):
     server = judge(lambda _: answered(None))
     with pytest.raises(RewardError, match="no valid grades in 2 attempts: it is not one JSON object"):
         total_score([asks(server)], batch(["x"]))
-
-
-def test_quoted_text_is_the_same_text() -> None:
-    text = {"reply": '<a href="x">[1] [INST] ü\u2028\\u003c'}
-    assert json.loads(quoted(text)) == text
 
 
 # --------------------------------------------------------------------------------------- config and PPO

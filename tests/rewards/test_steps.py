@@ -26,8 +26,6 @@ from rlhf_cli.errors import ArtifactError, ConfigError, RewardError
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.sources import load_rewards, total_score
 from rlhf_cli.rewards.steps import split_steps, step_scores, token_ends
-from support.compare import same_runs
-from support.runs import run_forked
 from support.tiny import CPU, character_tokenizer, random_ids, read_jsonl
 
 LETTERS = ["<e>", *"abcdefgh.;? QA:\n"]
@@ -233,23 +231,6 @@ def test_a_score_that_is_no_number_stops_or_counts(tmp_path):
 
 
 # --------------------------------------------------------------------------------------- in PPO
-
-
-def test_ppo_on_one_and_two_processes(make_model, write_config, tmp_path, word_piece):
-    saved(tmp_path / "prm", distilbert, word_piece, num_labels=2)
-    reward = {"type": "reward_model", "path": str(tmp_path / "prm"), "label": "LABEL_1", "output": "probability"}
-    changes = {
-        "policy": {"path": str(make_model("llama"))},
-        "rewards": [{**reward, "steps": {"separator": " "}}, {"type": "length", "unit": "words", "target": 3}],
-        "ppo": {"num_iterations": 2, "rollout_batch_size": 6, "minibatch_size": 3},
-        "optimizer": {"eps": 1e-3},
-    }
-    for name, number in (("one", 1), ("two", 2)):
-        run_forked(number, "ppo", write_config("ppo", tmp_path / name, **changes))
-    same_runs(tmp_path / "one/ppo", tmp_path / "two/ppo")
-    for row in read_jsonl(tmp_path / "one/ppo/metrics.jsonl"):
-        assert 0 < row["reward/reward_model_0"] < 1
-        assert row["reward/reward_model_0_cut"] == 0
 
 
 @pytest.fixture(scope="module")

@@ -170,62 +170,6 @@ def test_the_trainer_sees_the_sampled_logprobs(policy, plain, uniforms, name):
     assert token_entropy(allowed, temperature=sampling.temperature).isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["top_p", "min_new_tokens", "all"])
-def test_another_policy_uses_the_tokens_that_the_rollout_kept(policy, plain, uniforms, name):
-    """Its own filters would keep other tokens. Its probabilities sum to 1 over the tokens of the rollout."""
-    sampling = FILTERS[name]
-    responses = sample(policy, PROMPTS, uniforms, sampling)
-    other = copy.deepcopy(plain)
-    with torch.no_grad():
-        for i, weight in enumerate(other.parameters()):
-            weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(i))
-    logits = torch.cat([logits_of(other, p, r.ids) for p, r in zip(PROMPTS, responses, strict=True)])
-    allowed = allowed_logits(logits, responses, sampling)
-    positions = [(r, t) for r in responses for t in range(len(r.ids))]
-    num_different = 0
-    for row, (r, t), before in zip(allowed, positions, logits, strict=True):
-        kept, _ = oracle(before, t, sampling)
-        if r.allowed_ids is None:
-            expected = kept
-        else:
-            expected = r.allowed_ids[t]
-            num_different += kept != expected
-        assert (row > -math.inf).nonzero()[:, 0].tolist() == expected
-        assert torch.equal(row[expected], before[expected])
-    assert name == "min_new_tokens" or num_different > len(positions) / 2, "the other policy would keep other tokens"
-    ids = torch.arange(logits.shape[1]).expand(len(logits), -1)
-    logprobs = token_logprobs(allowed[:, None].expand(-1, logits.shape[1], -1), ids, temperature=sampling.temperature)
-    close(logprobs.exp().sum(1), torch.ones(len(logits)))
-
-
-@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p", "min_new_tokens", "all", "greedy"])
-def test_gradients_are_finite_and_0_for_tokens_that_were_not_allowed(policy, plain, uniforms, name):
-    sampling = FILTERS[name]
-    responses = sample(policy, PROMPTS, uniforms, sampling)
-    logits = torch.cat([logits_of(plain, p, r.ids) for p, r in zip(PROMPTS, responses, strict=True)])
-    ids = torch.tensor([i for r in responses for i in r.ids])
-    logits = logits.double().requires_grad_()
-    allowed = allowed_logits(logits, responses, sampling)
-    weights = torch.linspace(-1, 2, len(ids), dtype=torch.float64)
-    loss = (token_logprobs(allowed, ids, temperature=sampling.temperature) * weights).sum()
-    (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
-    forbidden = allowed == -math.inf
-    assert gradient.isfinite().all()
-    assert (gradient[forbidden] == 0).all()
-    # d logprob / d logit = (1[v is the token] - p) / temperature
-    p = torch.zeros_like(gradient)
-    positions = [(r, t) for r in responses for t in range(len(r.ids))]
-    for n, (r, t) in enumerate(positions):
-        allowed_ids = r.allowed_ids[t] if r.allowed_ids is not None else oracle(logits[n].detach(), t, sampling)[0]
-        p[n, allowed_ids] = (logits[n, allowed_ids].detach() / sampling.temperature).softmax(0)
-    one_hot = torch.nn.functional.one_hot(ids, logits.shape[1])
-    close(gradient, weights[:, None] * (one_hot - p) / sampling.temperature, 1e-9)
-    (of_entropy,) = torch.autograd.grad(token_entropy(allowed, temperature=sampling.temperature).sum(), logits)
-    assert of_entropy.isfinite().all()
-    assert (of_entropy[forbidden] == 0).all()
-    assert name == "greedy" or of_entropy.abs().max() > 1e-3
-
-
 @pytest.mark.parametrize(
     "sampling", [Sampling(top_k=2), Sampling(min_new_tokens=2, stop=frozenset({1})), Sampling(no_repeat_ngram_size=2)]
 )
@@ -302,16 +246,6 @@ def test_the_likeliest_token_is_always_kept():
     assert kept_tokens(equal, Sampling(top_k=1)).nonzero().tolist() == [[0, 0]], "the lowest of equally likely ids"
 
 
-def test_filters_that_keep_everything_change_nothing(policy, uniforms):
-    unfiltered = sample(policy, PROMPTS, uniforms, Sampling())
-    assert sample(policy, PROMPTS, uniforms, Sampling(top_p=1.0)) == unfiltered
-    for sampling in (Sampling(top_k=10_000), Sampling(min_p=1e-30)):
-        filtered = sample(policy, PROMPTS, uniforms, sampling)
-        assert [r.ids for r in filtered] == [r.ids for r in unfiltered]
-        assert [r.logprobs for r in filtered] == [r.logprobs for r in unfiltered]
-        assert all(ids == list(range(300)) for r in filtered for ids in r.allowed_ids)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rounding_never_draws_a_token_that_was_not_kept(dtype):
     """This includes the smallest and the largest uniforms, and one that rounds to 1 in float32."""
@@ -346,18 +280,6 @@ def test_responses_end_with_the_first_stop_token(policy, uniforms):
         assert len(response.logprobs) == len(response.ids)
 
 
-def test_each_of_several_stop_tokens_ends_a_response(policy, uniforms):
-    free = ids_of(sample(policy, PROMPTS, uniforms, Sampling()))
-    first, second = free[0][3], free[2][5]
-    one = sample(policy, PROMPTS, uniforms, Sampling(stop=frozenset({first})))
-    both = sample(policy, PROMPTS, uniforms, Sampling(stop=frozenset({first, second})))
-    assert one[0].ids[-1] == first
-    assert one[2].ids != both[2].ids
-    assert both[2].ids[-1] == second
-    assert both[2].ended
-    assert both[0] == one[0]
-
-
 def test_a_stop_token_in_the_prompt_ends_nothing(policy, uniforms):
     """[36] Every prompt begins and ends with one."""
     stop = frozenset(range(VOCAB, 300))
@@ -370,12 +292,6 @@ def test_a_stop_token_in_the_prompt_ends_nothing(policy, uniforms):
         assert b.ended == bool(ends)
     assert max(len(r.ids) for r in stopped) > 1
     assert not all(r.ended for r in sample(policy, prompts, uniforms[:, :2], Sampling(stop=stop)))
-
-
-def test_one_uniform_per_row_gives_responses_of_one_token(policy, uniforms):
-    one = sample(policy, PROMPTS, uniforms[:, :1], Sampling(stop=STOP))
-    assert [len(r.ids) for r in one] == [1] * len(PROMPTS)
-    assert [r.ended for r in one] == [r.ids[-1] in STOP for r in one]
 
 
 def test_iterations_and_rows_get_different_uniforms(policy):

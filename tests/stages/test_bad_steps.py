@@ -26,7 +26,7 @@ from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model
 from rlhf_cli.run import checkpoint_files
 from rlhf_cli.run.stage_run import StageRun
-from rlhf_cli.training.bad_steps import BadSteps, append_new
+from rlhf_cli.training.bad_steps import append_new
 from rlhf_cli.training.optimizer import Stepper
 from support import crash
 from support.compare import same_weights
@@ -416,19 +416,6 @@ def test_batches_are_not_written_through_a_symbolic_link(target, tmp_path):
         append_new(tmp_path / "rows.jsonl", [{"step": 1}])
     assert (tmp_path / "there").read_text() == "{}\n"
     assert not (tmp_path / "nowhere").exists()
-
-
-def test_consecutive_bad_steps_are_counted():
-    steps = BadSteps(2)
-    assert steps.count({"a": math.nan, "b": 1.0}) == "a is nan"
-    assert not steps.are_too_many
-    assert steps.count({"a": -math.inf, "b": math.nan}) == "a is -inf, b is nan"
-    assert steps.are_too_many
-    again = BadSteps(3)
-    again.restore({}, json.loads(json.dumps(steps.state()[1])))
-    assert (again.in_a_row, again.total, again.are_too_many) == (2, 2, False)
-    assert again.count({"a": 0.0}) is None
-    assert (again.in_a_row, again.total) == (0, 2)
 
 
 # ----------------------------------------------------------------------------------------- processes

@@ -243,32 +243,6 @@ def test_if_all_rows_are_too_long_the_error_names_the_length_to_set(
     run_stage("sft", tmp_path, model=model, data=data | {"max_length": length}, evaluation={"num_samples": 0})
 
 
-def test_the_advice_names_the_longest_input_of_the_model(
-    tmp_path: Path, make_model: Any, write_config: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It does so for a new cache entry and for one that exists. The tiny Llama has 128 positions."""
-    rows = [{"prompt": "radio map " * 100 * (n % 2), "response": f" answer {n}"} for n in range(20)]
-    data = {"train": str(write_jsonl(tmp_path / "a.jsonl", rows)), "test": None, "test_fraction": 0, "max_length": 96}
-    for _ in range(2):
-        run_loudly("sft", write_config, tmp_path, model={"path": str(make_model("llama"))}, data=data)
-        assert re.search(
-            r"data.max_length: \d+ would keep 95 %, but the model takes at most 128 tokens: shorten the rows, or cut "
-            r"them \(data.truncation\)",
-            capsys.readouterr().out,
-        )
-        (tmp_path / "sft" / "manifest.json").unlink()
-
-
-def test_data_check_prints_the_same_warning(tmp_path: Path, make_model: Any, write_config: Any) -> None:
-    rows = [{"prompt": "lamp " * n, "response": " answer"} for n in range(60)]
-    data = {"train": str(write_jsonl(tmp_path / "a.jsonl", rows)), "test": None, "test_fraction": 0, "max_length": 30}
-    config = write_config("sft", tmp_path, model={"path": str(make_model("llama"))}, data=data)
-    result = CliRunner().invoke(app, ["data", "check", "--config", str(config)])
-    output = " ".join(result.stdout.split())  # its lines are wrapped
-    assert re.search(r"Warning: train: \d+ of 60 rows \(\d+ %\) are skipped, \d+ are used.", output)
-    assert re.search(r"data.max_length: \d+ would keep 95 %", output)
-
-
 def test_data_check_takes_the_tokenizer_of_a_stage_directory_and_measures_as_its_model_reads(
     tmp_path: Path, word_piece: Any
 ) -> None:
@@ -287,24 +261,6 @@ def test_data_check_takes_the_tokenizer_of_a_stage_directory_and_measures_as_its
 
 
 # --------------------------------------------------------------------------------------- few rows, many times
-
-
-def test_many_epochs_of_one_line_of_text_give_a_warning(
-    tmp_path: Path, make_model: Any, write_config: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "line.txt"
-    path.write_text("the tent lamp radio map\n")
-    run_loudly(
-        "sft",
-        write_config,
-        tmp_path,
-        model={"path": str(make_model("llama"))},
-        data={"train": str(path), "test": None, "test_fraction": 0},
-        training={"num_steps": 3, "minibatch_size": 4},
-    )
-    output = capsys.readouterr().out
-    assert "warning: the run passes 12.0 times over the 1 training row" in output
-    assert "training.num_steps or training.minibatch_size" in output
 
 
 @pytest.mark.parametrize(

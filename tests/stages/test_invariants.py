@@ -7,42 +7,27 @@ test below failed.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, linear, logsigmoid
 
-from rlhf_cli.algorithms.advantages import gae, token_rewards
 from rlhf_cli.algorithms.statistics import wilson_interval
-from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.rewards import OWN_REWARD_MODEL
 from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.data.answers import RankedIds, ScoredIds
-from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import RowText
-from rlhf_cli.data.encoders import PromptRow
-from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking, Scored
+from rlhf_cli.data.records import Demonstration, Message, Ranking, Scored
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.models.forward import logits_at
-from rlhf_cli.models.load import load_policy, load_tokenizer, new_reward_model, new_value_model, prepare
+from rlhf_cli.models.load import load_policy, load_tokenizer, new_reward_model, prepare
 from rlhf_cli.packing import pack
-from rlhf_cli.ppo.update import KLCoefs, UpdateBatch
-from rlhf_cli.rewards.base import RewardSource, Samples
-from rlhf_cli.rewards.models import score_sequences
-from rlhf_cli.rewards.score import Limits, ScoreScale
-from rlhf_cli.rewards.sources import load_rewards, total_score
-from rlhf_cli.rollout.distribution import Response, Sampling
-from rlhf_cli.rollout.rollout import collect
-from rlhf_cli.rollout.scoring import Models, response_values, score_tokens
 from rlhf_cli.training.optimizer import build_stepper
-from stages import ppo as ppo_stage
 from stages import rm as rm_stage
 from stages import sft as sft_stage
-from support.compare import close, grads, same_gradients
-from support.setup import ALONE, BUDGETS, LARGE, STAGE, Recorder, config_of, setup_of
-from support.tiny import CPU, PROMPTS, STOP, double, random_ids, read_jsonl, training_examples, write_jsonl
+from support.compare import grads, same_gradients
+from support.setup import ALONE, BUDGETS, STAGE, config_of
+from support.tiny import CPU, double, random_ids, read_jsonl, training_examples, write_jsonl
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
@@ -52,47 +37,6 @@ def arch(request):
 
 
 # ----------------------------------------------------------------------------------------- before the first step
-
-
-@pytest.fixture(scope="module")
-def reward_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("reward") / "reward.py"
-    path.write_text(
-        "def length(prompts, responses, rows):\n    return [len(r) % 7 - 3.0 for r in responses]\n"
-        "def letters(prompts, responses, rows):\n    return [float(r.count('e')) for r in responses]\n",
-        encoding="utf-8",
-    )
-    return path
-
-
-def test_before_the_first_step_ratio_is_one_and_kl_zero(arch, make_model, run_stage, reward_file, tmp_path):
-    """[13, 14, 17]"""
-    temperature = {"llama": 1.0, "gpt2": 0.7}[arch]
-
-    def rows_of(name, **ppo):
-        run_stage(
-            "ppo",
-            tmp_path / name,
-            policy={"path": str(make_model(arch))},
-            rewards=[{"type": "function", "function": f"{reward_file}:length"}],
-            rollout={"temperature": temperature},
-            data={"test": None, "test_fraction": 0},
-            ppo={"num_iterations": 2, "rollout_batch_size": 8, "kl_coef": 0.3, "old_logprobs": "recomputed", **ppo},
-        )
-        return read_jsonl(tmp_path / name / "ppo/metrics.jsonl")
-
-    single, later = rows_of("whole", minibatch_size=8, ppo_epochs=1)
-    assert later["policy/first_ratio"] == 1.0
-    assert later["objective/kl"] != 0.0, "the policy differs from ref_policy by now"
-    assert single["policy/first_ratio"] == 1.0
-    assert single["policy/ratio"] == 1.0
-    assert single["policy/approx_kl"] == 0.0
-    assert single["objective/kl"] == 0.0
-    assert single["policy/sampler_gap"] < 1e-5
-    parts, _ = rows_of("parts", minibatch_size=4, microbatch_size=3, ppo_epochs=2)
-    assert parts["policy/first_ratio"] == pytest.approx(1.0, abs=1e-5)
-    assert parts["policy/ratio"] != 1.0, "later steps change the policy"
-    assert parts["objective/kl"] == 0.0
 
 
 # ---------------------------------------------------------------------------- gradients
@@ -207,129 +151,6 @@ def test_rm_gradient_is_the_same_for_every_cut(classifiers, rankings, write_conf
         same_gradients(grads(model), grads(wanted_model), 1e-6)
 
 
-@pytest.fixture(scope="module")
-def rollout_and_models(policy, classifiers, uniforms):
-    """A rollout of float64 models, and the models with noise added, so that some ratios leave the clip range."""
-    old, ref_policy, value_model = double(policy), double(policy), double(classifiers[0])
-    noise = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for p in ref_policy.parameters():
-            p += 0.02 * torch.randn(p.shape, generator=noise, dtype=p.dtype)
-    rows = [PromptRow("", ids, Prompt("", "")) for ids in PROMPTS]
-    rollout = collect(
-        rows,
-        uniforms,
-        Models(old, ref_policy, value_model),
-        sampling=Sampling(temperature=0.8, stop=frozenset(STOP)),
-        tokenizer=None,
-        budget=Budget(LARGE, 3),
-        precision="float32",
-        recompute=True,
-    )
-    later, later_values = copy.deepcopy(old), copy.deepcopy(value_model)
-    with torch.no_grad():
-        for p in [*later.parameters(), *later_values.parameters()]:
-            p += 0.01 * torch.randn(p.shape, generator=noise, dtype=p.dtype)
-    mask = rollout.response_mask
-    fixed = torch.Generator().manual_seed(6)
-    advantages = torch.randn(mask.shape, generator=fixed, dtype=torch.float64) * mask
-    returns = rollout.values + torch.randn(mask.shape, generator=fixed, dtype=torch.float64) * mask
-    return rollout, later, later_values, advantages, returns
-
-
-def update(rollout_and_models, write_config, root, advantages=None, returns=None, **ppo):
-    rollout, policy, value_model, usual_advantages, usual_returns = rollout_and_models
-    config = config_of(
-        write_config,
-        "ppo",
-        PPOConfig,
-        root,
-        rollout={"temperature": 0.8},
-        ppo={"rollout_batch_size": 8, "ppo_epochs": 1, "vf_coef": 0.3, **ppo},
-    )
-    steppers = Recorder(policy), Recorder(value_model)
-    policy.zero_grad()
-    value_model.zero_grad()
-    batch = UpdateBatch(
-        rollout.prompts,
-        rollout.responses,
-        rollout.response_mask,
-        rollout.logprobs,
-        rollout.sampled_logprobs,
-        rollout.ref_logprobs,
-        rollout.values,
-        usual_advantages if advantages is None else advantages,
-        usual_returns if returns is None else returns,
-    )
-    setup = setup_of(config, Models(policy, None, value_model), (), *steppers)
-    stats = ppo_stage._update(setup, batch, 0, KLCoefs(config.ppo.kl_coef, config.ppo.policy_kl_coef))
-    return steppers[0].steps, steppers[1].steps, stats
-
-
-def test_ppo_gradients_are_the_same_for_every_cut(rollout_and_models, write_config, tmp_path):
-    """[11, 21, 23, 34] Both losses equal a loop over tokens of plain forward passes, to 1e-6 in float64."""
-    rollout, policy, value_model, advantages, returns = rollout_and_models
-    wanted_policy, wanted_values = copy.deepcopy(policy), copy.deepcopy(value_model)
-    for model in (wanted_policy, wanted_values):
-        model.set_attn_implementation("sdpa")
-        model.zero_grad()
-    num_tokens = int(rollout.response_mask.sum())
-    policy_total, value_total, cut_tokens = 0.0, 0.0, 0
-    for b, sequence in enumerate([p.ids + r.ids for p, r in zip(rollout.prompts, rollout.responses, strict=True)]):
-        at = len(rollout.prompts[b].ids)
-        logprobs = (wanted_policy(input_ids=torch.tensor([sequence])).logits[0] / 0.8).log_softmax(-1)
-        hidden = wanted_values.base_model(input_ids=torch.tensor([sequence])).last_hidden_state[0]
-        values = linear(hidden, wanted_values.score.weight)[:, 0]
-        for t in range(len(sequence) - at):
-            ratio = (logprobs[at + t - 1, sequence[at + t]] - rollout.logprobs[b, t]).exp()
-            clipped = ratio.clamp(0.8, 1.2)
-            cut_tokens += int(ratio != clipped)
-            policy_total = policy_total - torch.minimum(ratio * advantages[b, t], clipped * advantages[b, t])
-            old, new, target = rollout.values[b, t], values[at + t - 1], returns[b, t]
-            near = old + (new - old).clamp(-0.2, 0.2)
-            value_total = value_total + 0.5 * torch.maximum((new - target) ** 2, (near - target) ** 2)
-    assert 0 < cut_tokens < num_tokens
-    (policy_total / num_tokens).backward()
-    (0.3 * value_total / num_tokens).backward()
-
-    for budget in BUDGETS:
-        at_a_time = {"tokens_per_microbatch": budget.tokens, "microbatch_size": budget.rows}
-        policy_steps, value_steps, stats = update(
-            rollout_and_models, write_config, tmp_path, minibatch_size=8, **at_a_time
-        )
-        assert len(policy_steps) == len(value_steps) == 1
-        same_gradients(policy_steps[0], grads(wanted_policy), 1e-6)
-        same_gradients(value_steps[0], grads(wanted_values), 1e-6)
-        assert stats["loss/policy"] == pytest.approx((policy_total / num_tokens).item(), rel=1e-8)
-        assert stats["loss/value"] == pytest.approx((value_total / num_tokens).item(), rel=1e-8)
-
-
-@pytest.mark.parametrize("recompute", [True, False])
-def test_values_before_a_step_equal_those_of_the_rollout(classifiers, policy, uniforms, recompute):
-    """[9] Old and new values belong to the same tokens, for every cut of the batch."""
-    models = Models(double(policy), double(policy), double(classifiers[0]))
-    rows = [PromptRow("", ids, Prompt("", "")) for ids in PROMPTS]
-    drawn = Sampling(stop=frozenset(STOP))
-    rollout = collect(
-        rows,
-        uniforms,
-        models,
-        sampling=drawn,
-        tokenizer=None,
-        budget=Budget(LARGE, 3),
-        precision="float32",
-        recompute=recompute,
-    )
-    assert rollout.values.abs().max() > 0.1
-    lengths = [len(p) + len(r.ids) for p, r in zip(PROMPTS, rollout.responses, strict=True)]
-    for budget in BUDGETS:
-        for part in budget.cut(lengths):
-            prompts, responses = [rows[i] for i in part], [rollout.responses[i] for i in part]
-            now = score_tokens(models, prompts, responses, drawn, "float32")
-            old = torch.cat([rollout.values[i, : len(rollout.responses[i].ids)] for i in part])
-            close(now.values.detach(), old, 1e-9)
-
-
 def test_the_gradient_is_clipped_to_its_norm(make_model):
     """[24] The clip comes before the step, and the reported norm is the one before the clip."""
     model = load_policy(str(make_model("llama")))
@@ -351,33 +172,6 @@ def test_without_a_limit_the_gradient_keeps_every_bit_and_its_norm_is_measured(m
     assert norm > 1e6
     assert stepper.clip(ALONE) == pytest.approx(norm, rel=1e-5)
     assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), before, strict=True))
-
-
-def test_policy_and_value_loss_train_only_their_own_model(rollout_and_models, write_config, tmp_path):
-    """[18]"""
-    rollout, _, value_model, advantages, returns = rollout_and_models
-    for tensor in (rollout.logprobs, rollout.ref_logprobs, rollout.values):
-        assert not tensor.requires_grad
-    rewards = token_rewards(
-        torch.ones(len(PROMPTS)), rollout.logprobs - rollout.ref_logprobs, rollout.response_mask, kl_coef=0.1
-    )
-    for tensor in gae(rewards, rollout.values, rollout.response_mask, gamma=1.0, gae_lambda=0.95):
-        assert not tensor.requires_grad
-
-    def largest(steps):
-        return max(g.abs().max().item() for step in steps for g in step.values())
-
-    args = (rollout_and_models, write_config, tmp_path)
-    policy_steps, value_steps, _ = update(*args, advantages=torch.zeros_like(advantages), minibatch_size=8)
-    assert largest(policy_steps) == 0
-    assert largest(value_steps) > 0
-    with torch.no_grad():
-        now = response_values(value_model, rollout.prompts, rollout.responses, "float32")
-    exact = torch.zeros_like(returns)
-    exact[rollout.response_mask] = now
-    policy_steps, value_steps, _ = update(*args, returns=exact, minibatch_size=8, value_clip_range=None)
-    assert largest(policy_steps) > 0
-    assert largest(value_steps) < 1e-12
 
 
 # ------------------------------------------------------------------------- one architecture is enough
@@ -466,33 +260,6 @@ def test_a_chat_template_without_eos_gets_one(chat_tokenizer):
     assert example.loss_mask[-1]
 
 
-@dataclass(kw_only=True)
-class Fixed(RewardSource):
-    """A reward source that returns fixed scores."""
-
-    name: str = "fixed"
-    values: list[float]
-
-    def score(self, samples):  # noqa: ARG002
-        return torch.tensor(self.values)
-
-
-def test_missing_eos_penalty_applies_only_to_cut_responses(write_config, tmp_path):
-    """[36] The penalty comes after the clip; the logged score has neither penalty nor clip."""
-    responses = [Response([5, 2], [0.0, 0.0], True), Response([5, 2], [0.0, 0.0], False), Response([2], [0.0], True)]
-    prompts = [PromptRow("p", [2], Prompt("p", "row"))] * 3
-    config = config_of(write_config, "ppo", PPOConfig, tmp_path, ppo={"missing_eos_penalty": 0.7, "score_clip": 2.0})
-    raw = torch.tensor([1.0, 5.0, -9.0])
-    scores = total_score(
-        [Fixed(values=[1.0, 5.0, -9.0])], Samples([p.text for p in prompts], ["a"] * 3, [], [], [], [])
-    )
-    close(scores.total, raw)
-    close(scores.each["fixed"], raw)
-    score, dense = ppo_stage._score(scores, responses, ScoreScale(config.ppo), Limits({}), config, ALONE)
-    close(score, torch.tensor([1.0, 2.0 - 0.7, -2.0]))
-    assert dense is None
-
-
 def held_out_figures(model, test, budget, config):
     """The figures of the RM stage for some held-out rows."""
     scores = rm_stage._scores(model.eval(), test, budget, config, ALONE)
@@ -560,18 +327,3 @@ def test_one_scored_row_of_zero_reaches_the_loss(run_stage, make_model, tmp_path
         training={"num_steps": 1, "minibatch_size": 8},
     )
     assert read_jsonl(tmp_path / "rm/metrics.jsonl")[0]["loss/rm"] == pytest.approx(1.0, abs=1e-4)
-
-
-def test_scores_carry_no_gradient(pipeline, tokenizer):
-    """[18]"""
-    sources, _ = load_rewards([OWN_REWARD_MODEL], str(pipeline("llama")), tokenizer, CPU, "float32")
-    scores = score_sequences(sources[0].model, random_ids(3, 9), "float32")
-    assert not scores.requires_grad
-    assert sources[0].reads_policy_tokens
-
-
-def test_a_new_value_model_has_a_zero_head(make_model, pipeline):
-    for path in (str(make_model("gpt2")), str(pipeline("gpt2") / "rm/model")):
-        model = new_value_model(path, None)
-        assert model.score.weight.abs().max() == 0
-        assert model.base_model.get_input_embeddings().weight.abs().max() > 0

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from support.compare import same_weights
 from support.crash import wait_for
 from support.paths import ROOT
 from support.resume import succeed
-from support.runs import dies_once
 from support.tiny import read_jsonl
 
 pytestmark = pytest.mark.slow
@@ -130,21 +128,6 @@ def test_a_process_that_hangs_is_named_after_the_timeout(begin, tmp_path, rank, 
     assert not pids_of(tmp_path)
 
 
-def test_a_process_that_is_killed_is_named_at_once(begin, tmp_path):
-    """test_distributed.py kills the first, which holds the store."""
-    rank = 1
-    process = begin(*WITH_NPROC, shard=True)
-    os.kill(pids_of(tmp_path)[rank], signal.SIGKILL)
-    _, error = process.communicate(timeout=GUARD_S)
-    assert process.returncode == 1
-    killed = (
-        rf"error: sft step \d+: process {rank} of 2 was ended by SIGKILL while process {1 - rank} waited for [\w ]+\. "
-    )
-    assert re.match(killed, error), error
-    assert "There is no earlier checkpoint." in error
-    assert len(error.splitlines()) == 1, error
-
-
 def test_a_signal_saves_a_sharded_run_which_resumes_whole_on_one_process(begin, tmp_path):
     process = begin(*WITH_NPROC, shard=True)
     process.send_signal(signal.SIGUSR1)
@@ -169,62 +152,6 @@ def test_the_processes_of_a_torchrun_that_has_ended_save_and_stop(begin, tmp_pat
     assert checkpoint_files.last_step(str(tmp_path), "sft") > 0
     rows = [json.loads(line) for line in (tmp_path / ".sft.partial/metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] >= 1
-
-
-def test_torchrun_restarts_go_on_from_the_last_checkpoint(write_config, make_model, run_stage, tmp_path):
-    """The first process is killed when a checkpoint is there. The weights are those of a run without interruption.
-
-    test_two_hosts.py kills the second.
-    """
-    changes = {
-        "model": {"path": str(make_model("llama"))},
-        "training": {"num_steps": 30},
-        "optimizer": {"eps": 1e-3},
-        "checkpoints": {"every_steps": 5},
-    }
-    run_stage("sft", tmp_path / "one", **changes)
-    config = write_config("sft", tmp_path / "two", **changes)
-    command = [*WITH_TORCHRUN[:3], "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
-    command += [dies_once(tmp_path / "dies.py", tmp_path / "two/.sft.checkpoints", RANK=0), "--config", str(config)]
-    process = subprocess.Popen(
-        command, env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        output, _ = process.communicate(timeout=GUARD_S)
-    finally:
-        process.kill()
-        for pid in pids_of(tmp_path).values():
-            os.kill(pid, signal.SIGKILL)
-    assert process.returncode == 0, output
-    assert "resuming after step" in output
-    same_weights(tmp_path / "one/sft", tmp_path / "two/sft")
-
-
-def test_a_starved_process_is_waited_for_and_named(begin, tmp_path):
-    """It is frozen for three quarters of the time. No step takes longer than `distributed.timeout_s`."""
-    rank = 1
-    process = begin(*WITH_NPROC, minibatch_size=256, shard=True)
-    path, pid = tmp_path / ".sft.partial/metrics.jsonl", pids_of(tmp_path)[rank]
-    before = len(path.read_text().splitlines())
-
-    def seconds_waited_for_it() -> float:
-        """Less those for the other. A process that is frozen at the end of its own wait looks like the one that waits,
-        until the next row: the two cancel."""
-        rows = [json.loads(line) for line in path.read_text().splitlines()[before:-1]]
-        rows = [row for row in rows if "time/waited_s" in row]
-        return sum(row["time/waited_s"] * (1 if row["speed/slowest_process"] == rank else -1) for row in rows)
-
-    deadline = time.monotonic() + GUARD_S
-    while seconds_waited_for_it() < 4:
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline, path.read_text()
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(0.6)
-        os.kill(pid, signal.SIGCONT)
-        time.sleep(0.2)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=GUARD_S)
-    assert process.returncode == 143
 
 
 HUNGRY = """

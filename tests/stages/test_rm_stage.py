@@ -70,13 +70,6 @@ def test_new_parameters_are_named(pipeline, make_model, word_piece, tmp_path):
     assert torch.equal(model.classifier.weight, one.classifier.weight)
 
 
-def test_the_scale_of_a_kept_model_is_measured_again(pipeline):
-    path = str(pipeline("llama") / "rm/model")
-    assert load_reward_model(path).config.score_std > 0
-    model, _ = new_reward_model(path, None, seed=0, head_std=None)
-    assert not hasattr(model.config, "score_std")
-
-
 @pytest.mark.parametrize("name", ["rm/model", "ppo/value_model"])
 def test_a_classifier_is_no_language_model(pipeline, run_stage, tmp_path, name):
     """GPT-2 ties its head to its embeddings, so its classifier would load as a language model without a word."""
@@ -224,14 +217,6 @@ def test_a_model_at_chance_is_called_so(make_model, run_stage, data, tmp_path, c
     printed = " ".join(capsys.readouterr().out.split())
     assert "rm: warning: held-out" in printed
     assert sentence.split("(")[0].strip() in printed
-
-
-def test_probes_are_measured_with_every_loss(make_model, run_stage, data, tmp_path):
-    probes = [{**row, "probe": f"p{n % 2}"} for n, row in enumerate(read_jsonl(data["preferences"]))]
-    changes = {"train": str(data["scored"]), "test": str(data["scored"])}
-    changes["probes"] = str(write_jsonl(tmp_path / "probes.jsonl", probes))
-    rm = run_stage("rm", tmp_path, model={"path": str(make_model("llama"))}, data=changes, loss="mse")
-    assert {"probe/p0", "probe/p1"} <= metrics_of(rm).keys()
 
 
 # ------------------------------------------------------------------------------------- members

@@ -251,14 +251,3 @@ def beside_text(task: Task, kl_coef: float, ptx_coef: float, share: Tensor) -> T
 
 
 # ---- a planted bug
-
-
-def score_at(column: int | slice) -> Callable[..., Tensor]:
-    """`token_rewards` with the score in one column, or in all, regardless of where the response ends."""
-
-    def rewards_of(score: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float, **_: None) -> Tensor:
-        scores = torch.zeros_like(kl)
-        scores[:, column] = score.unsqueeze(1) if isinstance(column, slice) else score
-        return torch.where(mask, scores - kl_coef * kl, 0)
-
-    return rewards_of

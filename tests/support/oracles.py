@@ -19,22 +19,8 @@ import torch
 from torch.nn.functional import linear
 
 from rlhf_cli.rollout.distribution import Sampling
-from rlhf_cli.rollout.sampling import sample
 from support.compare import close
 from support.setup import reward_calls
-from support.tiny import PROMPTS, STOP
-
-
-def check_sampled_logprobs(policy, plain, uniforms, temperature):
-    for prompt, response in zip(
-        PROMPTS, sample(policy, PROMPTS, uniforms, Sampling(temperature, stop=STOP)), strict=True
-    ):
-        with torch.no_grad():
-            logits = plain(input_ids=torch.tensor([prompt + response.ids])).logits[0, len(prompt) - 1 : -1]
-        logprobs = (logits / temperature).log_softmax(-1)
-        expected = logprobs.gather(1, torch.tensor(response.ids)[:, None])[:, 0]
-        close(torch.tensor(response.logprobs), expected)
-
 
 # --------------------------------------------------------------------------------------- plain forwards
 

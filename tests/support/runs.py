@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf_cli.processes.launcher import free_port
-from rlhf_cli.run.artifacts import digest_file
 from support.forked import Forked
 from support.paths import ROOT
 
@@ -83,7 +82,3 @@ def slurm_variables(count):
     common |= {"SLURM_JOB_ID": free_port() - 20_000, "SLURM_STEP_ID": 0}
     ranks = [{"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in range(count)]
     return [{name: str(value) for name, value in {**common, **own}.items()} for own in ranks]
-
-
-def digests(directory):
-    return {p.relative_to(directory).as_posix(): digest_file(p) for p in sorted(directory.rglob("*")) if p.is_file()}

@@ -145,9 +145,6 @@ def random_ids(*lengths, seed=0):
     return [torch.randint(3, VOCAB, (n,), generator=draw_from).tolist() for n in lengths]
 
 
-LENGTHS = (7, 1, 23, 4, 12)
-
-
 def double(model):
     model = copy.deepcopy(model).double()
     model.zero_grad()

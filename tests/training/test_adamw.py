@@ -21,7 +21,6 @@ from rlhf_cli.training.adamw import RoundedAdamW, round_stochastically
 from rlhf_cli.training.optimizer import build_stepper, float32_moments
 from support.gpu import DEVICES
 from support.resume import stopping_after
-from support.runs import run_forked
 from support.tiny import read_jsonl
 from support.worlds import run_in_threads
 
@@ -253,26 +252,3 @@ def test_a_checkpoint_of_bfloat16_weights_holds_them_as_they_are(run_stage, make
     dtypes = {name: tensor.dtype for name, tensor in load_file(saved).items()}
     assert dtypes["model/model.embed_tokens.weight"] == torch.bfloat16
     assert dtypes["model/model.norm.weight"] == torch.float32
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "shards"),
-    [(BFLOAT16, (False, True)), (EIGHT_BIT, (True,)), ({"precision": "float16"}, (False,))],
-    ids=["bfloat16", "8bit", "float16"],
-)
-def test_two_processes_train_as_one(changes, shards, run_stage, make_model, write_config, tmp_path):
-    """With gloo: gradients are summed in float32, whatever the format of the weights. The losses differ by rounding."""
-    keys = {"model": {"path": str(make_model("llama"))}, "training": {"num_steps": 5}, **changes}
-    stages = [run_stage("sft", tmp_path / "one", **keys)]
-    for shard in shards:
-        root = tmp_path / f"two {shard}"
-        run_forked(2, "sft", write_config("sft", root, **keys, distributed={"shard": shard}))
-        stages.append(root / "sft")
-    one, *others = (
-        [row["loss/sft"] for row in read_jsonl(stage / "metrics.jsonl") if "loss/sft" in row] for stage in stages
-    )
-    for two in others:
-        assert len(one) == len(two) == 5
-        assert two[0] == pytest.approx(one[0], abs=1e-4)
-        assert two == pytest.approx(one, abs=1e-3 if changes == EIGHT_BIT else 1e-2)
