@@ -52,7 +52,6 @@ def figures(root: Path) -> dict[str, Any]:
     return read
 
 
-SHORT_TRAINING = ("training.num_epochs=null", "training.num_steps=4", "training.minibatch_size=8")
 SHORT_PPO = (
     "ppo:ppo.num_iterations=2",
     "ppo:ppo.rollout_batch_size=8",

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import json
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -138,89 +135,3 @@ def test_different_results_of_the_two_sides_stop_the_benchmark(load, ours, trl, 
     speed = load("speed")
     with pytest.raises(SystemExit, match=complaint):
         speed.compare(speed.TASKS[0], ours, trl, step)
-
-
-WORKER = """
-import os, sys, threading, time
-sys.path.insert(0, sys.argv[1])
-from speed_gate import Gate
-
-gate = Gate(sorted(os.sched_getaffinity(0)))
-
-def burn():
-    time.sleep(0.2)  # By then the main thread waits.
-    began = time.process_time()
-    while time.process_time() - began < 0.05:
-        pass
-    open(sys.argv[2], "w").close()
-
-print("not an answer")
-gate.arrive()
-gate.arrive(lambda: {"units": 1})
-threading.Thread(target=burn).start()
-gate.arrive(lambda: {"units": 2})
-gate.arrive(lambda: {"units": 3})
-"""
-
-
-def test_work_done_while_waiting_is_added_to_the_next_step(tmp_path):
-    script, burnt = tmp_path / "worker.py", tmp_path / "burnt"
-    script.write_text(WORKER, encoding="utf-8")
-    command = [sys.executable, str(script), str(BENCHMARKS), str(burnt)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
-
-        def ask(do):
-            worker.stdin.write(json.dumps({"do": do}) + "\n")
-            worker.stdin.flush()
-            return json.loads(worker.stdout.readline())
-
-        assert json.loads(worker.stdout.readline())["ready"]
-        assert ask("go")["units"] == 1
-        assert ask("forget peak") == {}
-        assert ask("go")["units"] == 2
-        while not burnt.exists():
-            time.sleep(0.01)
-        last = ask("go")
-        assert last["units"] == 3
-        assert last["wall_s"] >= last["paused_cpu_s"] >= 0.04
-        assert last["cpu_s"] >= last["paused_cpu_s"]
-        worker.stdin.write('{"do": "quit"}\n')
-        worker.stdin.flush()
-        assert worker.wait(120) == 0
-
-
-PARTS = """#!/bin/sh
-echo "$7" >> "$0.ran"
-case "$7" in
-*NF4*) echo "out of memory" >&2; exit 1 ;;
-*) echo '{"rows": [["tiny", "PPO", "LoRA", "peak"]], "machine": {"device": "cpu"}}' > "$9" ;;
-esac
-"""
-"""In place of the Python that runs `gpu.py --work DIR --device cpu --part NAME --part-file FILE`."""
-
-
-def test_the_gpu_benchmark_goes_on_after_a_failed_part_and_repeats_no_finished_one(load, tmp_path, monkeypatch, capsys):
-    gpu, python = load("gpu"), tmp_path / "python"
-    python.write_text(PARTS, encoding="utf-8")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    chosen = ["memory tiny PPO NF4", "memory tiny PPO LoRA"]
-    monkeypatch.setattr(
-        sys, "argv", ["gpu.py", "--work", str(tmp_path), "--device", "cpu", "--tiny", "--parts", *chosen]
-    )
-    for states in (("FAILED: out of memory", "done in"), ("FAILED: out of memory", "finished before")):
-        with pytest.raises(SystemExit) as end:
-            gpu.main()
-        assert end.value.code == 1
-        text = capsys.readouterr().out
-        for name, state in zip(chosen, states, strict=True):
-            assert f"{name}: {state}" in text
-    assert "| tiny | PPO | LoRA | peak |" in text
-    assert "- memory tiny PPO NF4: failed: out of memory" in text
-    assert Path(f"{python}.ran").read_text().splitlines() == [*chosen, chosen[0]]
-    found = json.loads((tmp_path / "results/gpu.json").read_text(encoding="utf-8"))
-    assert found["parts"]["tests test_nf4"]["status"] == "not run"
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--minutes", "0"])
-    with pytest.raises(SystemExit):
-        gpu.main()
-    assert f"{chosen[0]}: not started" in capsys.readouterr().out

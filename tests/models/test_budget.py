@@ -31,9 +31,6 @@ from stages import sft as sft_stage
 from support.budget import CPU, llama
 from support.tiny import read_jsonl
 
-GB = 1024**3
-
-
 # ------------------------------------------------------------------------------------------ microbatches
 
 

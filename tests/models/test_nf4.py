@@ -30,7 +30,7 @@ from support.gpu import DEVICES
 from support.setup import config_of
 from support.tiny import CPU, SETTINGS, random_ids
 
-bnb = pytest.importorskip("bitsandbytes", reason="NF4 needs bitsandbytes (extra qlora)")
+pytest.importorskip("bitsandbytes", reason="NF4 needs bitsandbytes (extra qlora)")
 IDS = torch.tensor(random_ids(11))
 TOLERANCE = {"cpu": 1e-5, "cuda": 3e-3}
 """A GPU's kernel for few rows may sum in TF32. Merging into 4 bits would be off by ten times more."""

@@ -204,7 +204,6 @@ def test_with_every_filter_the_first_ratio_is_one_and_the_first_kl_zero(watch):
         "top_p": 0.97,
         "min_p": 0.003,
         "stop_strings": ["e"],
-        "no_repeat_ngram_size": 2,
     }
     ppo = {"minibatch_size": 8, "kl_coef": 0.3, "old_logprobs": "recomputed"}
     run = watch(rollout=rollout, ppo=ppo, optimizer={"learning_rate": 2e-2})
@@ -221,7 +220,23 @@ def test_with_every_filter_the_first_ratio_is_one_and_the_first_kl_zero(watch):
     assert all(len(kept) <= 40 for r in responses for kept in r.allowed_ids)
     assert {len(kept) for r in responses for kept in r.allowed_ids} != {40}, "the other filters keep fewer"
     assert not any(i in run.setup.sampling.stop for r in responses for i in r.ids[:3])
-    assert any(ids for r in responses for ids in r.forbidden_ids)
+    check_update_batch(run)
+
+
+def test_without_repeated_n_grams_the_first_ratio_is_one_and_the_first_kl_zero(watch):
+    """The filter is part of the policy in sampling, update and evaluation, and the saved model generates with it."""
+    run = watch(
+        rollout={"max_new_tokens": 12, "temperature": 0.4, "no_repeat_ngram_size": 2},
+        ppo={"minibatch_size": 8, "kl_coef": 0.3, "old_logprobs": "recomputed"},
+        optimizer={"learning_rate": 2e-2, "max_grad_norm": None},
+    )
+    first, later = run.metrics
+    assert first["policy/first_ratio"] == later["policy/first_ratio"] == 1.0
+    assert first["policy/first_ratio_error"] == later["policy/first_ratio_error"] == 0.0
+    assert first["objective/kl"] == 0.0
+    assert later["objective/kl"] != 0.0
+    assert max(row["policy/sampler_gap"] for row in run.metrics) < 3e-5
+    assert any(ids for rollout in run.rollouts for r in rollout.responses for ids in r.forbidden_ids)
     check_update_batch(run)
     assert GenerationConfig.from_pretrained(run.stage_dir / "model").no_repeat_ngram_size == 2
 

@@ -160,22 +160,6 @@ def test_a_process_that_hangs_is_named_where_operations_return_at_once(start, fa
         assert processes[rank].wait(120) == (LOST, ""), "it ends itself"
 
 
-def test_processes_that_compute_for_longer_than_the_timeout_are_left_alone(start):
-    """Also the one that is left when the other has parted, whichever holds the store."""
-    body = """
-    distributed._pulse.blocks = False
-    world.barrier()
-    time.sleep(5)
-    print(world.gather(world.rank))
-    if world.rank == 1:
-        time.sleep(2.5)
-    distributed.stop()
-    if world.rank == 0:
-        time.sleep(5)
-    """
-    assert [process.wait(120) for process in start(body, 2, timeout_s=1.0)] == [(0, "[0, 1]\n")] * 2
-
-
 @pytest.mark.parametrize(
     ("table", "found"),
     [
@@ -247,19 +231,6 @@ def test_a_process_that_is_killed_is_named_once_where_no_command_of_ours_started
     assert all(code in (1, LOST) for code, _ in ended)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_of_one_process_is_the_only_line_also_without_a_command_of_ours(start, rank):
-    """The others lose the connection to it, and print nothing."""
-    body = f"""
-    if world.rank == {rank}:
-        raise RunError("no room")
-    world.gather(None)
-    """
-    ended = [process.wait() for process in start(body, 3)]
-    assert ended.pop(rank) == (1, "error: no room\n")
-    assert ended == [(LOST, ""), (LOST, "")]
-
-
 EXITS = """
 import sys
 from rlhf_cli.processes import distributed, ending, signs_of_life
@@ -301,15 +272,6 @@ launch.main("sft", sft.run)
 """
     options = [word for override in overrides for word in ("--set", override)]
     return [process.wait() for process in start_forked(environments, code, "--config", str(path), *options, log=path)]
-
-
-@pytest.mark.parametrize("names", [variables, slurm_variables])
-def test_a_mistake_in_the_config_is_printed_once(names, write_config, make_model, tmp_path):
-    config = write_config("sft", tmp_path, model={"path": str(make_model("llama"))})
-    ended = started(config, ["training.num_steps=no"], names(2))
-    assert [code for code, _ in ended] == [2, 2]
-    (line,) = "".join(output for _, output in ended).splitlines()
-    assert "training.num_steps=no: found the text 'no', must be a whole number" in line
 
 
 @pytest.mark.parametrize("rank", [0, 1])

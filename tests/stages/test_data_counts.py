@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -27,11 +26,6 @@ PROGRAMS: dict[str, Any] = {"sft": sft, "rm": rm, "ppo": ppo}
 SKIPPED = re.compile(r"(data|data\.probes|ptx)\.(train|test): ([\d,]+) of ([\d,]+) rows skipped: (.*)")
 
 # ------------------------------------------------------------------------------------------- awkward rows
-
-
-def conversation(n: int, answer: str) -> dict[str, Any]:
-    turns = [{"role": "user", "content": f"talk {n}"}, {"role": "assistant", "content": answer}]
-    return {"messages": turns}
 
 
 def awkward(stage: str) -> list[dict[str, Any]]:
@@ -156,11 +150,6 @@ def test_data_check_and_the_stage_count_the_same_rows(
     assert (DUPLICATE in of_stage["train"] + of_stage["test"]) is deduplicate
 
 
-def run_loudly(stage: str, write_config: Callable[..., Path], root: Path, **changes: Any) -> None:
-    """Run a stage with everything that it prints."""
-    PROGRAMS[stage].run(load_config(write_config(stage, root, **changes), CONFIGS[stage]))
-
-
 def reward(folder: Path) -> str:
     path = folder / "reward.py"
     path.write_text("def score(prompts, responses, rows):\n    return [float(len(r)) for r in responses]\n")
@@ -168,48 +157,6 @@ def reward(folder: Path) -> str:
 
 
 # --------------------------------------------------------------------------------------- the length to keep
-
-
-@pytest.mark.parametrize("truncation", ["drop", "right"])
-def test_a_warning_names_the_length_that_keeps_95_percent(
-    truncation: str, tmp_path: Path, make_model: Any, write_config: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without it an accuracy of 1 may be that of a single pair: the only one that was not skipped."""
-    rows = [{"prompt": "lamp " * n, "chosen": " good", "rejected": " bad"} for n in range(1, 61)]
-    data = {"train": str(write_jsonl(tmp_path / "a.jsonl", rows)), "test": None, "test_fraction": 0}
-    model = {"path": str(make_model("llama"))}
-
-    def run(number: int, max_length: int) -> str:
-        changes: dict[str, Any] = {"data": {**data, "truncation": truncation, "max_length": max_length}}
-        changes |= {"model": model, "evaluation": {"num_normalization_samples": 0}}
-        run_loudly("rm", write_config, tmp_path / str(number), **changes)
-        return capsys.readouterr().out
-
-    output = run(0, 30)
-    (skipped, total, share, used, length) = re.findall(
-        r"warning: data.train: (\d+) of (\d+) rows \((\d+) %\) are skipped, (\d+) are used. "
-        r"data.max_length: (\d+) would keep 95 %",
-        output,
-    )[0]
-    assert (int(total), int(skipped) + int(used)) == (60, 60)
-    assert int(share) == round(100 * int(skipped) / 60)
-    kept = {}
-    for number, longest in enumerate((int(length), int(length) - 1), start=1):
-        output = run(number, longest)
-        assert "are skipped" not in output, "less than a tenth"
-        config = load_config(tmp_path / str(number) / "rm/config.yaml", CONFIGS["rm"])
-        kept[longest] = len(train_rows(config, make_model))
-    assert kept[int(length)] >= math.ceil(0.95 * 60) > kept[int(length) - 1]
-
-
-def train_rows(config: Any, make_model: Any) -> Any:
-    from rlhf_cli.data.answers import answer_encoder
-    from rlhf_cli.data.tokens import tokenise
-    from rlhf_cli.data.views import rm_rows
-    from rlhf_cli.models.load import load_tokenizer
-
-    tokenizer = load_tokenizer(str(make_model("llama")))
-    return tokenise(answer_encoder(tokenizer, rm_rows(config), reads_last_token=True)).train
 
 
 def test_a_tenth_of_skipped_rows_gives_no_warning() -> None:

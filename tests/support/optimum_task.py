@@ -97,12 +97,6 @@ def total_variation(task: Task, p: Tensor, q: Tensor) -> float:
     return ((p - q).abs().sum() / 2 / task.num_prompts).item()
 
 
-def objective(task: Task, chance: Tensor, kl_coef: float) -> float:
-    """Mean over prompts of J = E[r - beta * log(pi / ref)], which the KL-regularised policy maximises."""
-    log_ratio = torch.log(chance / chances(task, task.ref_logits))
-    return ((chance * (task.score - kl_coef * log_ratio)).sum() / task.num_prompts).item()
-
-
 # ---------------------------------------------------------------------------------------------- the optima
 
 

@@ -80,17 +80,6 @@ def float16(run_stage, make_model):
     return run
 
 
-@pytest.mark.slow
-def test_training_in_float16_learns_as_in_float32(float16, tmp_path):
-    rows = {name: float16(tmp_path / name, precision=name) for name in ("float32", "float16")}
-    losses = {name: [row["loss/sft"] for row in run if "loss/sft" in row] for name, run in rows.items()}
-    fall = losses["float32"][0] - losses["float32"][-1]
-    assert fall > 1.0
-    assert losses["float16"][-1] == pytest.approx(losses["float32"][-1], abs=0.01 * fall)
-    assert losses["float16"] != losses["float32"]
-    assert {row.get("sft/loss_scale") for row in rows["float16"] if "loss/sft" in row} == {FIRST}
-
-
 def overflowing(patch, steps, counter):
     """Let the gradients of these steps overflow, by a loss scale of 2**127."""
     plain = LossScale.scaled
