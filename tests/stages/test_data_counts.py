@@ -91,8 +91,8 @@ CASES = [
     ("architecture", "name", "options", "deduplicate"),
     [
         *(("llama", name, options, False) for name, options in CASES),
-        *(("llama", name, options, True) for name, options in CASES if not options),
-        *(("encoder", name, {"truncation": "right"}, False) for name in ("rm", "rm mse")),
+        *(("llama", name, {}, True) for name in ("sft", "rm mse")),
+        ("encoder", "rm", {"truncation": "right"}, False),
         ("encoder", "rm labels", {}, False),
     ],
 )

@@ -33,7 +33,7 @@ from rlhf_cli.rewards.models import score_sequences
 from rlhf_cli.rewards.texts import encode_texts
 from rlhf_cli.run.artifacts import read_manifest
 from stages import sft as sft_stage
-from support.tiny import ARCHITECTURES, encoder, read_jsonl, training_examples, write_jsonl
+from support.tiny import encoder, read_jsonl, training_examples, write_jsonl
 
 STAGES = ("sft", "rm", "ppo")
 EVALUATION = {"score_mean", "score_median", "kl", "length", "eos_fraction", "distinct_2", "seconds"}
@@ -123,11 +123,9 @@ def test_the_reward_model_stores_the_mean_and_std_of_sft_scores(root):
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_tokenizer_from_scratch_is_loaded_as_one_of_the_models_family(run_stage, tmp_path, name):
     config = {**TINY, "max_position_embeddings": 128}
-    if name == "qwen2":
-        config["num_key_value_heads"] = 2  # 32 by default
     if name == "gpt2":
         config = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 128}
     scratch = {"architecture": name, "config": config, "tokenizer": {"vocab_size": 290}}
