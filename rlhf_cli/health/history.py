@@ -133,10 +133,11 @@ class History:
         n = len(self.recent)
         return self.last(key, n) if n >= MIN_TREND else []
 
-    def near_best(self, first: float) -> float:
-        """The lowest score that is near the best one; `first` is the mean score at the start."""
-        best = self.bests[-1][1]
-        return best - NEAR_BEST * max(best - first, 0.0)
+    @property
+    def near_best(self) -> float:
+        """The lowest score that is near the best one; NaN if there is none."""
+        best = self.bests[-1][1] if self.bests else math.nan
+        return best - NEAR_BEST * max(best - self["objective/score.start"], 0.0)
 
     @property
     def rewards_can_be_compared(self) -> bool:

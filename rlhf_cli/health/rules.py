@@ -90,9 +90,6 @@ def limit_missed(run: History) -> Iterator[Seen]:
 
 # ----------------------------------------------------------------------------------------- against the start
 
-ENTROPY, ENTROPY_FAR = 0.2, 0.02
-"""Share of the entropy at the start: mean of PERSIST iterations, or once. Good: 0.4 to 1.1; bad: 0.12 (kl_coef 0),
-below 0.01 (brevity, learning rates)."""
 DISTINCT_2 = 0.4
 """Share of distinct_2 at the start. Good: 0.8 to 1.05; bad: 0.07 (length). It falls with length alone: by a quarter if
 the text is twice as long."""
@@ -116,23 +113,6 @@ NEVER_ENDS = 0.05
 FEWER_ENDS = 0.5
 """Share of eos_fraction at the start, if that was at least FEWER_ENDS_FROM."""
 FEWER_ENDS_FROM = 0.2
-SATURATED = 0.15
-"""Share of the score's standard deviation at the start. Good: 0.19 to 0.6 (0.19 is the shop-support task, whose gold
-still rises then); bad: 0.05 (length). It is no sign of over-optimisation: of 18 runs on support-hard whose gold fell
-none was below 0.19 before."""
-
-
-def entropy_collapse(run: History) -> Iterator[Seen]:
-    entropy, start, when = run["policy/entropy.mean"], run["policy/entropy.start"], f"over {PERSIST} iterations"
-    if run["policy/entropy"] < ENTROPY_FAR * start:
-        entropy, when = run["policy/entropy"], "in this iteration"
-    if entropy < ENTROPY * start:
-        yield (
-            start / max(entropy, TINY),
-            f"policy/entropy is {entropy:.3g} nats per token {when}, {entropy / start:.0%} of the {start:.3g} at the "
-            f"start (limit {ENTROPY:.0%}). The responses hardly vary, so there is little left to compare and to learn "
-            "from.",
-        )
 
 
 def alike(run: History) -> Iterator[Seen]:
@@ -196,27 +176,6 @@ def truncated(run: History) -> Iterator[Seen]:
         1 - now,
         f"response/eos_fraction is {now:.0%}, below {limit:.0%} {since} ({start:.0%} at the start). The responses are "
         f"cut at {run.max_new_tokens} tokens. The policy unlearns to end, usually because longer text scores higher.",
-    )
-
-
-def score_saturated(run: History) -> Iterator[Seen]:
-    spread, start = run["objective/score_std.mean"], run["objective/score_std.start"]
-    score, first = run["objective/score.mean"], run["objective/score.start"]
-    if math.isnan(start + score + first) or not run.bests:
-        return
-    if spread == 0:
-        seen = f"All responses of a batch have the same score, {score:.3g} on average"
-    elif spread < SATURATED * start and score >= run.near_best(first):
-        seen = (
-            f"objective/score_std is {spread:.3g}, {spread / start:.0%} of the {start:.3g} at the start (limit "
-            f"{SATURATED:.0%}), and the score of {score:.3g} is near its best"
-        )
-    else:
-        return
-    yield (
-        LARGEST if spread == 0 else start / spread,
-        f"{seen}, over {PERSIST} iterations. The reward no longer distinguishes the responses, and whitening amplifies "
-        "its noise to the size that its signal had.",
     )
 
 
@@ -286,10 +245,10 @@ def objective_falls(run: History) -> Iterator[Seen]:
 
 
 def kl_runaway(run: History) -> Iterator[Seen]:
-    kl, first = run["objective/kl.mean"], run["objective/score.start"]
-    if not kl > KL_RUNAWAY or not run.bests or math.isnan(first):
+    kl, near = run["objective/kl.mean"], run.near_best
+    if not kl > KL_RUNAWAY or math.isnan(near):
         return
-    iteration, score, kl_then = next(row for row in run.bests if row[1] >= run.near_best(first))
+    iteration, score, kl_then = next(row for row in run.bests if row[1] >= near)
     if kl <= KL_GROWTH * kl_then:
         return
     missing = "Until gold is measured again" if run.has_judge else "Without a gold score"
@@ -353,6 +312,11 @@ NOT_ONE = (
 OTHER_POLICY = (
     "So the responses come from another policy than the one that is trained: the cache, position ids, temperature or a "
     "filter differ, or the precision is too low."
+)
+SATURATED = (
+    f", over {PERSIST} iterations. The reward no longer distinguishes the responses, and whitening amplifies its noise "
+    f"to "
+    "the size that its signal had."
 )
 KL_ESTIMATE = (
     "{' As a penalty in the reward it now pays the policy.' if run.kl_in_reward else ''} A KL is never negative. Its "
@@ -540,11 +504,25 @@ WARNINGS = (
             "-value/explained_variance",
         ),
     ),
+    # Good: 0.4 to 1.1 of the start; bad: 0.12 (kl_coef 0), below 0.01 (brevity, learning rates).
     warning(
         "entropy_collapse",
         "Look in samples.jsonl for a phrase that is in every response; {stay}, raise ppo.entropy_coef, or lower "
         "optimizer.learning_rate or ppo.ppo_epochs",
-        entropy_collapse,
+        *(
+            Sign(
+                f"{entropy} < {limit} * policy/entropy.start",
+                f"policy/entropy is {{{entropy}:.3g}} nats per token {when}, {{{entropy} / policy/entropy.start:.0%}} "
+                f"of "
+                "the {policy/entropy.start:.3g} at the start (limit {limit:.0%}). The responses hardly vary, so there "
+                "is little left to compare and to learn from.",
+                f"policy/entropy.start / max({entropy}, {TINY})",
+            )
+            for entropy, limit, when in (
+                ("policy/entropy", 0.02, "in this iteration"),
+                ("policy/entropy.mean", 0.2, f"over {PERSIST} iterations"),
+            )
+        ),
     ),
     warning(
         "alike",
@@ -592,11 +570,24 @@ WARNINGS = (
         "ppo.length_penalty, {stay}; raise rollout.max_new_tokens only if good responses need it",
         truncated,
     ),
+    # Good: 0.19 to 0.6 (0.19 is the shop-support task, whose gold still rises then); bad: 0.05 (length). It is no sign
+    # of over-optimisation: of 18 runs on support-hard whose gold fell none was below 0.19 before.
     warning(
         "score_saturated",
         "Stop here (lower ppo.num_iterations), or use harder prompts or a reward model trained on samples of this "
         "policy. If it was so from the start, the reward is the same for every response",
-        score_saturated,
+        Sign(
+            "objective/score_std.mean == 0",
+            "All responses of a batch have the same score, {objective/score.mean:.3g} on average" + SATURATED,
+            f"{LARGEST}",
+        ),
+        Sign(
+            "objective/score_std.mean < 0.15 * objective/score_std.start and objective/score.mean >= run.near_best",
+            "objective/score_std is {objective/score_std.mean:.3g}, "
+            "{objective/score_std.mean / objective/score_std.start:.0%} of the {objective/score_std.start:.3g} at the "
+            "start (limit {limit:.0%}), and the score of {objective/score.mean:.3g} is near its best" + SATURATED,
+            "objective/score_std.start / objective/score_std.mean",
+        ),
     ),
     warning(
         "length_explains_score",
