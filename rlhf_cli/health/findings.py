@@ -7,9 +7,9 @@ the run was running is evidence for the latter.
 A sign is a condition and a sentence. In both, `sft.loss_end` stands for ``run["sft.loss_end"]``; an unknown figure is
 NaN, so comparisons with it are false. In the sentence, `{limit}` is the first number of the condition:
 
->>> sign = shows("sft.eos_probability < 0.05", "EOS has a probability of {sft.eos_probability:.2g} (limit {limit:g}).")
->>> list(sign({"sft.eos_probability": 0.01}))
-[(2, 'EOS has a probability of 0.01 (limit 0.05).')]
+>>> sign = shows("sft.loss > 1.5 * sft.loss_end + 0.05", "The held-out loss is {sft.loss:.2f} (limit {limit:g} times).")
+>>> list(sign({"sft.loss": 0.9, "sft.loss_end": 0.5}))
+[(2, 'The held-out loss is 0.90 (limit 1.5 times).')]
 
 A sign that needs more than that is a generator function of the run.
 

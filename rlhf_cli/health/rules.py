@@ -577,7 +577,7 @@ WARNINGS = (
         "Stop here (lower ppo.num_iterations), or use harder prompts or a reward model trained on samples of this "
         "policy. If it was so from the start, the reward is the same for every response",
         Sign(
-            "objective/score_std.mean == 0",
+            "objective/score_std.mean == 0 and abs(objective/score.mean) >= 0",
             "All responses of a batch have the same score, {objective/score.mean:.3g} on average" + SATURATED,
             f"{LARGEST}",
         ),
