@@ -1,21 +1,21 @@
 """`rlhf data check`: what a stage would read, counted before it runs.
 
 Rows go through the views and encoders of the stage, so both count the same rows as kept and as skipped. A source's
-`weight` is not applied: each row counts once. For each row the check keeps two hashes of 8 bytes, its lengths and its
-place, so memory does not grow with the texts.
+`weight` is not applied: each row counts once. For each row the check keeps two hashes and its lengths, so memory does
+not grow with the texts.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import statistics
 import sys
 import textwrap
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,7 +55,6 @@ from rlhf_cli.report.progress import Console
 from rlhf_cli.run.artifacts import model_directory
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
 
@@ -213,40 +212,34 @@ CHUNK = 1000
 
 @dataclass
 class Remarkable:
-    """Rows with something that you should look at."""
+    """Rows with something that you should look at, as `--json` prints them."""
 
-    number: int = 0
+    rows: int = 0
     first: list[str] = field(default_factory=list)
     """The places of the first rows."""
     example: str | None = None
 
-    def add(self, seen: SeenRow, example: str | None) -> None:
-        """Count a row, unless `example` is None."""
-        if example is None:
-            return
-        self.number += 1
+    def add(self, where: str, example: str | None = None) -> None:
+        """Count a row."""
+        self.rows += 1
         self.example = self.example or example
         if len(self.first) < MAX_EXAMPLES:
-            self.first.append(seen.record.where)
-
-    def figures(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        return {"rows": self.number, "first": self.first, "example": self.example}
+            self.first.append(where)
 
 
 @dataclass
 class Side:
     """Counts and lengths of the rows of one side."""
 
+    read: int = 0
+    """Rows without the bad ones."""
     lengths: dict[str, array[int]] = field(default_factory=dict)
-    prompts: array[int] = field(default_factory=lambda: array("q"))
-    """A hash of each row's prompt, 0 for an empty one."""
-    rows: array[int] = field(default_factory=lambda: array("q"))
-    """A hash of each row's prompt and answers."""
-    files: array[int] = field(default_factory=lambda: array("i"))
-    """The file of each row, by its index in `Check.files`."""
-    numbers: array[int] = field(default_factory=lambda: array("q"))
-    """The line or row number of each row in its file."""
+    digests: set[bytes] = field(default_factory=set)
+    """A hash of each different row."""
+    prompts: Counter[int] = field(default_factory=Counter)
+    """The hash of each prompt that is not empty, with its number of different rows."""
+    places: list[tuple[int, str]] = field(default_factory=list)
+    """(hash of the prompt, place) of each held-out row with a prompt."""
     scores: array[float] = field(default_factory=lambda: array("d"))
     num_answers: Counter[int] = field(default_factory=Counter)
     """Rankings by their number of answers."""
@@ -256,15 +249,29 @@ class Side:
     chosen_longer: int = 0
     equally_long: int = 0
     longer_wins: float = 0.0
+    duplicates: Remarkable = field(default_factory=Remarkable)
     special: Remarkable = field(default_factory=Remarkable)
     """Rows with special tokens in their own text."""
     glued: Remarkable = field(default_factory=Remarkable)
     """Rows whose prompt and answer meet without a space."""
 
+    def register(self, record: Record, *, is_new: bool, is_held_out: bool) -> None:
+        """Count a row's prompt, and the row as a duplicate unless it is new."""
+        key = record.key.strip()
+        self.empty_prompts += not record.prompt.strip()
+        if not is_new:
+            self.duplicates.add(record.where)
+        elif key:
+            self.prompts[hash(key)] += 1
+        if is_held_out and key:
+            self.places.append((hash(key), record.where))
+
     def add(self, seen: SeenRow, measured: Measured, spec: StageRows) -> None:
         """Count the lengths of a row, and what is remarkable about its texts."""
-        self.special.add(seen, measured.special_token)
-        self.glued.add(seen, next((pair for pair in _glued(seen, spec) if pair is not None), None))
+        if measured.special_token is not None:
+            self.special.add(seen.record.where, measured.special_token)
+        if (pair := next(filter(None, _glued(seen, spec)), None)) is not None:
+            self.glued.add(seen.record.where, pair)
         self._length("prompt", measured.prompt)
         totals = [measured.prompt + length for length in measured.answers] or [measured.prompt]
         if measured.answers:
@@ -295,9 +302,27 @@ class Side:
         self.longer_wins += sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs) / len(pairs)
 
     def _length(self, name: str, length: int) -> None:
-        if name not in self.lengths:
-            self.lengths[name] = array("i")
-        self.lengths[name].append(length)
+        self.lengths.setdefault(name, array("i")).append(length)
+
+    def length_bias(self) -> dict[str, float]:
+        """How often the preferred answer is the longer one. A ranking's pairs are not independent: it is one trial."""
+        n = sum(self.num_answers.values())
+        low, high = wilson_interval(self.longer_wins, n)
+        return {
+            "chosen_longer": self.chosen_longer / n,
+            "as_long": self.equally_long / n,
+            "mean_chosen": sum(self.lengths["chosen"]) / n,
+            "mean_rejected": sum(self.lengths["rejected"]) / n,
+            "longer_is_right": self.longer_wins / n,
+            "low95": low,
+            "high95": high,
+        }
+
+    def leaks(self, train: Side) -> dict[str, Any]:
+        """The held-out rows whose prompt is in a training row too."""
+        leaking = [(key, where) for key, where in self.places if key in train.prompts]
+        first = [where for _, where in leaking[:MAX_EXAMPLES]]
+        return {"rows": len(leaking), "prompts": len({key for key, _ in leaking}), "first": first}
 
 
 def _glued(seen: SeenRow, spec: StageRows) -> Iterator[str | None]:
@@ -392,18 +417,14 @@ def _reads_last_token(path: str, tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 class Check(Report):
-    """Everything that `rlhf data check` counts. The sides are train, test, probes and ptx."""
+    """Everything that `rlhf data check` counts. The sides are train, validation, test, probes and ptx."""
 
     def __init__(self, progress: Callable[[int], object] = lambda _: None) -> None:
         super().__init__()
         self.progress = progress
         """Called now and then with the number of rows so far."""
-        self.sides: dict[str, Side] = {}
-        self.num_read: Counter[str] = Counter()
-        """Rows of each side without the bad ones."""
+        self.sides: defaultdict[str, Side] = defaultdict(Side)
         self.num_bad: Counter[str] = Counter()
-        self.files: dict[str, int] = {}
-        """The beginning of each row's place, up to its number, and its index."""
         self._role = "data"
 
     def bad_row(self, data: Rows, side: str, error: DataError) -> None:  # noqa: ARG002
@@ -421,71 +442,35 @@ class Check(Report):
         # A weight above 1 would read the same rows again. Duplicates are counted here, see `_views`.
         once = [source.model_copy(update={"weight": 1.0}) for source in spec.rows.train]
         rows = spec.rows.model_copy(update={"train": once, "deduplicate": False})
-        with ThreadPoolExecutor(1) as pool:
-            # The tokenizer works on one chunk while the next one is read.
-            pending: list[tuple[list[tuple[str, SeenRow]], Future[list[Measured]]]] = []
-            for chunk in batched(self._views(rows, spec), CHUNK):
-                pending.append((chunk, pool.submit(measure, [seen for _, seen in chunk])))
-                if len(pending) == 2:
-                    self._take(*pending.pop(0), spec)
-            for chunk, measured in pending:
-                self._take(chunk, measured, spec)
+        for chunk in batched(self._views(rows, spec), CHUNK):
+            for (name, seen), measured in zip(chunk, measure([seen for _, seen in chunk]), strict=True):
+                self.sides[name].add(seen, measured, spec)
+                self.kept[name] += measured.kept
+                for skipped in measured.skipped:
+                    self.skip(name, skipped.reason, skipped.needs)
+            self.progress(sum(side.read for side in self.sides.values()))
 
     def _views(self, rows: Rows, spec: StageRows) -> Iterator[tuple[str, SeenRow]]:
         """(name of the side, row) of the rows that the stage would encode; the others are counted."""
-        digests: set[tuple[str, bytes]] = set()
         for side, record in records(rows, spec.purpose, self, prompt_words=spec.prompt_words, role=spec.role):
-            num_before = len(digests)
-            if spec.rows.deduplicate:
-                digests.add((side, row_digest(record)))
+            name, digest = self._name(side), row_digest(record)
+            counts = self.sides[name]
+            is_new = digest not in counts.digests
+            counts.digests.add(digest)
             try:
                 seen = see(record, spec, side)
             except DataError as error:
                 self.bad_row(spec.rows, side, error)
                 continue
-            name = self._name(side)
-            self.num_read[name] += 1
+            counts.read += 1
             if isinstance(seen, SeenRow):
-                self._register(name, record)
-            if spec.rows.deduplicate and len(digests) == num_before:
+                counts.register(record, is_new=is_new, is_held_out=name in ("validation", "test"))
+            if spec.rows.deduplicate and not is_new:
                 self.skip(name, DUPLICATE)
             elif isinstance(seen, Skipped):
                 self.skip(name, seen.reason)
             else:
                 yield name, seen
-
-    def _register(self, name: str, record: Record) -> None:
-        """Keep the hashes and the place of a row, to find duplicates and leaks."""
-        counts = self.sides.setdefault(name, Side())
-        key = record.key.strip()
-        counts.prompts.append(hash(key) if key else 0)
-        counts.rows.append(hash((record.prompt, *[answer.text for answer in record.answers])))
-        counts.empty_prompts += not record.prompt.strip()
-        file = record.where.rstrip("0123456789")
-        counts.files.append(self.files.setdefault(file, len(self.files)))
-        counts.numbers.append(int(record.where[len(file) :] or -1))
-
-    def _take(self, chunk: Sequence[tuple[str, SeenRow]], pending: Future[list[Measured]], spec: StageRows) -> None:
-        """Add the measurements of a chunk."""
-        for (name, seen), measured in zip(chunk, pending.result(), strict=True):
-            self.sides[name].add(seen, measured, spec)
-            self.kept[name] += measured.kept
-            for skipped in measured.skipped:
-                self.skip(name, skipped.reason, skipped.needs)
-        self.progress(self.num_read.total())
-
-    def side(self, name: str) -> Side:
-        """The counts of a side, empty if no row of it was read."""
-        return self.sides.get(name, Side())
-
-    def places(self, side: Side, numbers: Iterable[int]) -> list[str]:
-        """The places (`file:line`) of the rows with these indices."""
-        files = list(self.files)
-        found = []
-        for n in numbers:
-            file, number = files[side.files[n]], side.numbers[n]
-            found.append(file if number < 0 else f"{file}{number}")
-        return found
 
 
 # ------------------------------------------------------------------------------------------- the figures
@@ -500,9 +485,9 @@ WIDTH = 80
 def figures(check: Check, specs: Sequence[StageRows], unit: str) -> dict[str, Any]:
     """Everything that was found, as `--json` prints it."""
     by_side = {**dict.fromkeys(SIDES, specs[0]), **{spec.role.removeprefix("data."): spec for spec in specs[1:]}}
-    names = [name for name in by_side if name in {*check.sides, *check.num_bad, *check.skipped}]
+    names = [name for name in by_side if name in {*check.sides, *check.num_bad}]
     warnings = [check.warning(name, name, by_side[name].length_key) for name in names]
-    warnings += [_glue_warning(name, check.side(name), by_side[name], check.kept[name]) for name in names]
+    warnings += [_glue_warning(name, check.sides[name].glued, by_side[name], check.kept[name]) for name in names]
     found: dict[str, Any] = {
         "for": specs[0].purpose,
         "formats": check.kinds,
@@ -512,114 +497,66 @@ def figures(check: Check, specs: Sequence[StageRows], unit: str) -> dict[str, An
         "sides": {name: _side_figures(check, name, by_side[name]) for name in names},
     }
     for side, key in (("validation", "validation_leaks"), ("test", "leaks")):
-        if "train" in check.sides and side in check.sides:
-            found[key] = _leaks(check, check.sides["train"], check.sides[side])
+        if "train" in names and side in names:
+            found[key] = check.sides[side].leaks(check.sides["train"])
     return found
 
 
 def _side_figures(check: Check, name: str, spec: StageRows) -> dict[str, Any]:
-    import numpy as np
-
-    side, limits = check.side(name), spec.limits
-    rows, prompts = _array(side.rows), _array(side.prompts)
-    _, first = np.unique(rows, return_index=True)
-    is_duplicate = np.ones(len(rows), bool)
-    is_duplicate[first] = False
-    different = prompts[first]
-    _, times = np.unique(different[different != 0], return_counts=True)
+    side, limits = check.sides[name], spec.limits
+    times = [count for count in side.prompts.values() if count > 1]
     found: dict[str, Any] = {
-        "read": check.num_read[name] + check.num_bad[name],
+        "read": side.read + check.num_bad[name],
         "bad": check.num_bad[name],
         "skipped": dict(check.skipped.get(name, {})),
         "used": check.kept[name],
-        "duplicates": {
-            "rows": int(is_duplicate.sum()),
-            "first": check.places(side, np.flatnonzero(is_duplicate)[:MAX_EXAMPLES].tolist()),
-        },
-        "prompts_of_several_rows": {"prompts": int((times > 1).sum()), "rows": int(times[times > 1].sum())},
+        "duplicates": asdict(side.duplicates),
+        "prompts_of_several_rows": {"prompts": len(times), "rows": sum(times)},
         "empty_prompts": side.empty_prompts,
-        "special_tokens": side.special.figures(),
-        "glued": side.glued.figures(),
+        "special_tokens": asdict(side.special),
+        "glued": asdict(side.glued),
         "max_length": limits.max_length if limits is not None else None,
         "too_long": side.too_long,
         "min_response_length": limits.min_response_length if limits is not None else 0,
         "too_short": side.too_short,
-        "lengths": {key: _percentiles(_array(values)) for key, values in side.lengths.items()},
+        "lengths": {key: _percentiles(values) for key, values in side.lengths.items()},
     }
     if side.num_answers:
-        found["length_bias"] = _length_bias(side)
+        found["length_bias"] = side.length_bias()
         found["answers_of_a_row"] = {str(n): side.num_answers[n] for n in sorted(side.num_answers)}
     if side.scores:
-        found["scores"] = _score_figures(_array(side.scores))
+        found["scores"] = _score_figures(side.scores)
     return found
 
 
-def _glue_warning(name: str, side: Side, spec: StageRows, used: int) -> str | None:
+def _glue_warning(name: str, glued: Remarkable, spec: StageRows, used: int) -> str | None:
     """A warning if prompt and answer meet without a space in many rows, with the template that separates them."""
-    glued = side.glued
-    if glued.number <= MANY_SKIPPED * used:
+    if glued.rows <= MANY_SKIPPED * used:
         return None
     template = json.dumps((spec.template or "{prompt}") + "\n", ensure_ascii=False)
     return (
-        f"{name}: prompt and answer meet without a space in {glued.number:,} of {used:,} rows ({glued.example}). "
+        f"{name}: prompt and answer meet without a space in {glued.rows:,} of {used:,} rows ({glued.example}). "
         f"data.prompt_template: {template} would separate them"
     )
 
 
-def _percentiles(values: np.ndarray) -> dict[str, float]:
+def _percentiles(values: array[int]) -> dict[str, float]:
     """For each percentage, the smallest length that this share of the rows does not exceed."""
     import numpy as np
 
     found = np.percentile(values, PERCENTILES, method="inverted_cdf")
-    return {
-        **{f"p{p}": int(value) for p, value in zip(PERCENTILES, found, strict=True)},
-        "max": int(values.max()),
-        "mean": float(values.mean()),
-    }
+    at = {f"p{p}": int(value) for p, value in zip(PERCENTILES, found, strict=True)}
+    return {**at, "max": max(values), "mean": sum(values) / len(values)}
 
 
-def _length_bias(side: Side) -> dict[str, float]:
-    """How often the preferred answer is the longer one. A ranking's pairs are not independent: it is one trial."""
-    n = sum(side.num_answers.values())
-    low, high = wilson_interval(side.longer_wins, n)
-    return {
-        "chosen_longer": side.chosen_longer / n,
-        "as_long": side.equally_long / n,
-        "mean_chosen": float(_array(side.lengths["chosen"]).mean()),
-        "mean_rejected": float(_array(side.lengths["rejected"]).mean()),
-        "longer_is_right": side.longer_wins / n,
-        "low95": low,
-        "high95": high,
-    }
-
-
-def _score_figures(scores: np.ndarray) -> dict[str, Any]:
+def _score_figures(scores: array[float]) -> dict[str, Any]:
     import numpy as np
 
-    values, times = np.unique(scores, return_counts=True)
-    found: dict[str, Any] = {"number": len(scores), "mean": float(scores.mean()), "std": float(scores.std())}
-    if len(values) <= FEW_SCORES:
-        return found | {"counts": {f"{v:g}": int(n) for v, n in zip(values, times, strict=True)}}
-    middle = float(np.percentile(scores, 50, method="inverted_cdf"))
-    return found | {"min": float(values[0]), "median": middle, "max": float(values[-1])}
-
-
-def _leaks(check: Check, train: Side, test: Side) -> dict[str, Any]:
-    import numpy as np
-
-    prompts = _array(test.prompts)
-    leaking = np.isin(prompts, _array(train.prompts)) & (prompts != 0)
-    return {
-        "rows": int(leaking.sum()),
-        "prompts": len(np.unique(prompts[leaking])),
-        "first": check.places(test, np.flatnonzero(leaking)[:MAX_EXAMPLES].tolist()),
-    }
-
-
-def _array(values: array[Any]) -> np.ndarray:
-    import numpy as np
-
-    return np.frombuffer(values, {"q": np.int64, "i": np.int32, "d": np.float64}[values.typecode])
+    times = Counter(scores)
+    found: dict[str, Any] = {"number": len(scores), "mean": statistics.fmean(scores), "std": float(np.std(scores))}
+    if len(times) <= FEW_SCORES:
+        return found | {"counts": {f"{value:g}": times[value] for value in sorted(times)}}
+    return found | {"min": min(scores), "median": statistics.median_low(scores), "max": max(scores)}
 
 
 # --------------------------------------------------------------------------------------------- the screen
@@ -703,7 +640,7 @@ def _print_places(console: Console, by_side: dict[str, dict[str, Any]]) -> None:
     for name, found in by_side.items():
         if found["rows"]:
             of = f"{name}: " if len(by_side) > 1 else ""
-            example = f" ({printable(found['example'])})" if "example" in found else ""
+            example = f" ({printable(found['example'])})" if found["example"] else ""
             console.print(Text(f"    {of}{_examples(found['first'], found['rows'])}{example}"))
 
 

@@ -1,14 +1,13 @@
 """What the servers of this program share: who may ask, the limits of a request, and one thread for the model.
 
-uvicorn speaks HTTP, Starlette routes. Here are the limits that neither has: the time of a head, a body and an answer,
-the number of open connections, the bodies that are read at the same time, and the requests that wait for the model.
+uvicorn speaks HTTP and limits the connections, Starlette routes. Here are the limits that neither has: the size of a
+body and the time in which it must arrive, and the requests that wait for the model.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import hmac
 import json
 import queue
@@ -26,23 +25,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.printing import say
 from rlhf_cli.rewards.http_client import is_loopback, key_from_environment
 
 MAX_CONNECTIONS = 512
-"""Beyond this many, those that have waited longest for a request are closed."""
-MAX_BODIES, MAX_BODIES_BYTES = 128, 256 * 2**20
-"""Bodies that are read at the same time, and their size in all. Beyond it the one that began first is refused, so
-that slow senders do not keep others out."""
+"""A request that comes while so many connections are open is answered 503."""
 IDLE_S = 60.0
-"""Seconds without a whole head of a request after which a connection is closed."""
+"""Seconds between two requests of a connection after which it is closed."""
 BODY_S = 20.0
 """Seconds in which a body must arrive."""
-SEND_S = 60.0
-"""Seconds in which a client must take a piece of its answer."""
 LAST_REQUESTS_S = 10.0
 """Seconds that running requests may take to finish when the server stops."""
 BACKLOG = 128
@@ -90,23 +84,22 @@ class Server:
         self.listener, self.port = listener, listener.getsockname()[1]
         self.model = ModelThread(max_waiting)
         self._error, self._expected = error, None if token is None else f"Bearer {token}".encode()
-        self._bodies: dict[asyncio.Timeout, int] = {}  # in the order of their beginning -> the declared length
         self._routes = Starlette(
             routes=[Route("/health", _health), *routes],
             exception_handlers=dict.fromkeys((Refused, HTTPException, ClientDisconnect), self._refused)
             | {Exception: self._failed},
-            lifespan=self._lifespan,
         )
         config = uvicorn.Config(
             self.app,
             interface="asgi3",
             http="h11",
             ws="none",
-            lifespan="on",
+            lifespan="off",
             log_config=None,
             log_level="critical",  # print nothing that a client sends
             access_log=False,
             server_header=False,
+            limit_concurrency=MAX_CONNECTIONS,
             timeout_keep_alive=int(IDLE_S),
             timeout_graceful_shutdown=int(LAST_REQUESTS_S),
         )
@@ -121,6 +114,7 @@ class Server:
     def run(self) -> None:
         """Serve until `stop`, then finish the running requests."""
         self._uvicorn.run(sockets=[self.listener])
+        self.model.stop()
 
     def stop(self) -> None:
         """Let `run` return; may be called from another thread."""
@@ -141,13 +135,8 @@ class Server:
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""
-
-        async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(SEND_S):
-                await send(message)
-
-        refusal = self._refusal(scope["path"], dict(scope["headers"])) if scope["type"] == "http" else None
-        await (refusal or self._routes)(scope, receive, send_in_time)
+        refusal = self._refusal(scope["path"], dict(scope["headers"]))
+        await (refusal or self._routes)(scope, receive, send)
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Response | None:
         """What a request gets that has not the token or, without one, comes from elsewhere. /health needs no token."""
@@ -171,21 +160,11 @@ class Server:
         if int(length) > most:  # h11 accepts digits only
             raise Refused(413, f"the body has {length} bytes, at most {most} are read. Send less at a time")
         try:
-            async with asyncio.timeout(BODY_S) as limit:
-                self._bodies[limit] = int(length)
-                while len(self._bodies) > MAX_BODIES or sum(self._bodies.values()) > max(MAX_BODIES_BYTES, most):
-                    self._refuse_oldest_body()
-                return b"".join([piece async for piece in request.stream()])
+            async with asyncio.timeout(BODY_S):
+                return await request.body()
         except TimeoutError:
             message = f"the body came too slowly. It must arrive within {BODY_S:g} s"
             raise Refused(408, message, {"Connection": "close"}) from None
-        finally:
-            self._bodies.pop(limit, None)
-
-    def _refuse_oldest_body(self) -> None:
-        oldest = next(iter(self._bodies))
-        del self._bodies[oldest]
-        oldest.reschedule(0)
 
     @staticmethod
     async def until_left(request: Request, answer: Awaitable[T]) -> T:
@@ -216,40 +195,8 @@ class Server:
 
     async def _failed(self, _request: Request, error: Exception) -> Response:
         # For example out of memory: the next request may be smaller, so the server continues.
-        if not isinstance(error, TimeoutError):  # a client that does not take its answer
-            traceback.print_exception(error)
+        traceback.print_exception(error)
         return JSONLine(self._error(f"the model failed ({type(error).__name__}); see the server's log"), 500)
-
-    # -------------------------------------------------------------------------------------- connections
-
-    @contextlib.asynccontextmanager
-    async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
-        watch = asyncio.create_task(self._watch())
-        try:
-            yield
-        finally:
-            watch.cancel()
-            self.model.stop()
-
-    async def _watch(self) -> None:
-        """Close connections that wait too long for the head of a request, and refuse the last bodies at the end."""
-        waiting: dict[Any, tuple[Any, float]] = {}  # a connection -> its last request, and since when it waits
-        while True:
-            now = asyncio.get_running_loop().time()
-            connections: list[Any] = list(self._uvicorn.server_state.connections)
-            idle = [each for each in connections if each.cycle is None or each.cycle.response_complete]
-            before, waiting = waiting, {}
-            for each in idle:
-                last, since = before.get(each, (each.cycle, now))
-                waiting[each] = (each.cycle, since if last is each.cycle else now)
-            num_left = len(connections)
-            for each, (_, since) in sorted(waiting.items(), key=lambda item: item[1][1]):
-                if now - since > IDLE_S or num_left > MAX_CONNECTIONS:
-                    each.transport.close()
-                    num_left -= 1
-            while self._uvicorn.should_exit and self._bodies:
-                self._refuse_oldest_body()
-            await asyncio.sleep(0.2)
 
 
 class Left(Exception):

@@ -85,7 +85,7 @@ def test_every_count_equals_the_hand_count(tmp_path: Path) -> None:
     assert (found["for"], found["unit"], found["formats"]) == ("rm pairs", "words", {str(path): "preference"})
     assert (side["read"], side["bad"], side["used"]) == (9, 2, 6)
     assert side["skipped"] == {"its answers are equal": 1}
-    assert side["duplicates"] == {"rows": 1, "first": [f"{path}:2"]}
+    assert side["duplicates"] == {"rows": 1, "first": [f"{path}:2"], "example": None}
     assert side["prompts_of_several_rows"] == {"prompts": 1, "rows": 2}
     assert (side["empty_prompts"], side["max_length"], side["too_long"]) == (1, 21, 1)
     assert side["answers_of_a_row"] == {"2": 6}

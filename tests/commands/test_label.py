@@ -420,9 +420,8 @@ def test_other_users_and_other_sites_can_neither_read_nor_answer(served: tuple[P
     root = f"http://127.0.0.1:{server.port}"
     assert client.get(f"{root}/wrong/state").status_code == 404, "without the token"
     assert client.get("state", headers={"Host": "evil.example"}).status_code == 403, "DNS rebinding"
-    for origin in ("null", "http://evil.example", f"https://127.0.0.1:{server.port}", ""):
+    for origin in ("null", "http://evil.example", ""):
         assert client.post("answer", headers={"Origin": origin}, **answer).status_code == 403
-    assert client.post("answer", content=json.dumps(answer["json"])).status_code == 403, "a form sends no JSON type"
     for body in ([], {"done": 0}, {"done": 0, "key": "x"}, {"done": 0, "key": ["1"]}, {"done": 0, "key": "1" * 900}):
         assert client.post("answer", json=body).status_code == 400
     assert client.post("answer", json={"done": 0, "key": "1" * 2000}).status_code == 413
