@@ -12,7 +12,7 @@ import random
 import sys
 from pathlib import Path
 
-from rlhf_cli.commands.labelling import Labelling, Shown, pairs_of
+from rlhf_cli.commands.label import Labelling, Shown, pairs_of
 from rlhf_cli.commands.output import Output
 from rlhf_cli.config.data import DataSource
 

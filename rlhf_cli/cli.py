@@ -272,14 +272,20 @@ INSTEAD = {
     "serve --dry-run": "For vLLM: rlhf export DIR --out OUT, then vllm serve OUT",
 }
 """Options that only earlier versions had, by command, and what to use instead."""
+OF_SOURCE = ("limit", "name", "data_dir", "split", "revision", "select")
+SET_INSTEAD = {f"--{key.replace('_', '-')}": f"{key}=VALUE" for key in OF_SOURCE}
+SET_INSTEAD |= {"--streaming": "streaming=true", **dict.fromkeys(("--weight", "--weights"), "weights.NAME=NUMBER")}
+"""Keys of a source that are written as an option, and the `--set` to write instead."""
 
 
 def sentence(error: Any) -> str:
     """What is wrong, without the period at the end: `--port: 99999, must be less than or equal to 65535`."""
     if not isinstance(error, typer.BadParameter):
-        option = f"{error.ctx.info_name} {getattr(error, 'option_name', '')}" if error.ctx is not None else ""
-        if option in INSTEAD:
-            return f"{error.option_name}: does not exist any more. {INSTEAD[option]}"
+        option = getattr(error, "option_name", "")
+        if error.ctx is not None and (instead := INSTEAD.get(f"{error.ctx.info_name} {option}")):
+            return f"{option}: does not exist any more. {instead}"
+        if option in SET_INSTEAD and any(param.name == "keys" for param in error.ctx.command.params):
+            return f"{option}: is a key of the source. Write --set {SET_INSTEAD[option]}"
         return str(error.format_message()).removesuffix(".")
     name = error.param_hint or (name_of(error.param) if error.param is not None else None)
     text = error.message.removesuffix(".").removeprefix("Value error, ")

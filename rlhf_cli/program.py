@@ -25,7 +25,7 @@ def program() -> str:
     if on_path is not None and Path(on_path).resolve() == script.resolve():
         return "rlhf"
     if script.is_file():
-        return shlex.quote(_from_here(script))
+        return shlex.quote(from_here(script))
     return f"{python()} -m rlhf_cli"
 
 
@@ -44,7 +44,7 @@ def python() -> str:
         # Not resolved: the Python of a virtual environment is a link to another one.
         if on_path is not None and Path(on_path).absolute() == Path(sys.executable).absolute():
             return name
-    return shlex.quote(_from_here(Path(sys.executable)))
+    return shlex.quote(from_here(Path(sys.executable)))
 
 
 def command(*arguments: str) -> str:
@@ -63,7 +63,7 @@ def install_extra(extra: str, package: str) -> str:
     """
     checkout = Path(__file__).resolve().parent.parent
     if (checkout / "pyproject.toml").is_file():
-        place = _from_here(checkout)
+        place = from_here(checkout)
         return f"{python()} -m pip install -e {shlex.quote(f'{place}[{extra}]')}"
     return f"{python()} -m pip install {package}"
 
@@ -86,7 +86,7 @@ def set_options(overrides: Sequence[str]) -> list[str]:
     return [word for text in overrides for word in ("--set", text)]
 
 
-def _from_here(path: Path) -> str:
+def from_here(path: Path) -> str:
     """`path` relative to the working directory where it is inside it, else absolute."""
     path = path.absolute()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

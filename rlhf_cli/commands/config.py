@@ -107,15 +107,13 @@ class Entry:
         return ".".join(self.keys)
 
 
-def _keys_from(incomplete: str) -> list[str]:
-    """The keys that begin with a text, for completion in the shell."""
-    return [key for key in all_keys() if key.startswith(incomplete)]
-
-
 def docs(
     key: Annotated[
         str,
-        typer.Argument(help="A stage, a section or a key: ppo, ppo.rollout, rm.loss.", autocompletion=_keys_from),
+        typer.Argument(
+            help="A stage, a section or a key: ppo, ppo.rollout, rm.loss.",
+            autocompletion=lambda incomplete: [key for key in all_keys() if key.startswith(incomplete)],
+        ),
     ],
 ) -> None:
     """Explain a key, or every key of a section."""

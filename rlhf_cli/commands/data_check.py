@@ -603,9 +603,20 @@ def _print_rows(console: Console, sides: dict[str, Any], unit: str, used: str) -
     header = "".join(f"{name:>12}" for name in sides) if several else ""
     console.print(Text(f"\n{'Rows':38}{header}".rstrip(), "bold"))
 
-    def line(label: str, numbers: Sequence[int], style: str = "", note: str = "") -> None:
+    def line(label: str, numbers: Sequence[int], style: str = "") -> None:
         text = "".join(f"{number:>12,}" for number in numbers)
-        console.print(Text.assemble(f"  {label:36}", (text, style if any(numbers) else ""), note))
+        console.print(Text.assemble(f"  {label:36}", (text, style if any(numbers) else "")))
+
+    def remarkable(label: str, key: str, *, is_always: bool = True) -> None:
+        """The number of such rows, and below it the first places of each side that has some, with an example."""
+        found = {name: side[key] for name, side in sides.items()}
+        if is_always or any(one["rows"] for one in found.values()):
+            line(label, [one["rows"] for one in found.values()], "yellow")
+        for name, one in found.items():
+            if one["rows"]:
+                example = f" ({printable(one['example'])})" if one["example"] else ""
+                places = _examples(one["first"], one["rows"])
+                console.print(Text(f"    {f'{name}: ' if several else ''}{places}{example}"))
 
     each = list(sides.values())
     line("read", [side["read"] for side in each])
@@ -613,18 +624,12 @@ def _print_rows(console: Console, sides: dict[str, Any], unit: str, used: str) -
     for reason in dict.fromkeys(reason for side in each for reason in side["skipped"]):
         line(f"skipped: {reason}"[:36], [side["skipped"].get(reason, 0) for side in each], "yellow")
     line(used, [side["used"] for side in each])
-    line("exact duplicates", [side["duplicates"]["rows"] for side in each], "yellow")
-    _print_places(console, {name: side["duplicates"] for name, side in sides.items()})
+    remarkable("exact duplicates", "duplicates")
     line("prompts with several different rows", [side["prompts_of_several_rows"]["prompts"] for side in each])
     line("  rows of these", [side["prompts_of_several_rows"]["rows"] for side in each])
     line("empty prompts", [side["empty_prompts"] for side in each], "yellow")
-    for label, key in (
-        ("special tokens in the text", "special_tokens"),
-        ("answer meets prompt without space", "glued"),
-    ):
-        if any(side[key]["rows"] for side in each):
-            line(label, [side[key]["rows"] for side in each], "yellow")
-            _print_places(console, {name: side[key] for name, side in sides.items()})
+    remarkable("special tokens in the text", "special_tokens", is_always=False)
+    remarkable("answer meets prompt without space", "glued", is_always=False)
     lengths = {side["max_length"] for side in each} - {None}
     for length in sorted(lengths):
         line(f"longer than {length:,} {unit}", [s["too_long"] * (s["max_length"] == length) for s in each], "yellow")
@@ -633,15 +638,6 @@ def _print_rows(console: Console, sides: dict[str, Any], unit: str, used: str) -
         line(f"answers shorter than {length:,} {unit}", shorter, "yellow")
     if lengths and unit == "words":
         console.print(Text("    a word is one token or more: pass --tokenizer to count tokens"))
-
-
-def _print_places(console: Console, by_side: dict[str, dict[str, Any]]) -> None:
-    """The first places of each side that has some, with an example."""
-    for name, found in by_side.items():
-        if found["rows"]:
-            of = f"{name}: " if len(by_side) > 1 else ""
-            example = f" ({printable(found['example'])})" if found["example"] else ""
-            console.print(Text(f"    {of}{_examples(found['first'], found['rows'])}{example}"))
 
 
 def _examples(first: Sequence[str], number: int) -> str:
@@ -662,7 +658,7 @@ def _print_lengths(console: Console, title: str, lengths: dict[str, Any]) -> Non
     shown = {name: values for name, values in shown.items() if values["max"] or name != "prompt"}
     scale = max(1, max(values["p99"] for values in shown.values())) if shown else 1
     room = WIDTH - 11 - 7 * len(columns) - 3
-    thin, thick, middle = ("─", "━", "┃") if has_unicode(console) else ("-", "=", "|")
+    thin, thick, middle = ("-", "=", "|") if console.options.ascii_only else ("─", "━", "┃")
     legend = f"({thin} p1 to p99, {thick} p10 to p90, {middle} p50; 0 to {scale:,})"
     console.print(Text.assemble(("\n" + title, "bold"), (f"  {legend}", "dim")))
     console.print(Text(f"{'':11}" + "".join(f"{name:>7}" for name in columns), "dim"))
@@ -700,7 +696,7 @@ def _print_scores(console: Console, title: str, scores: dict[str, Any]) -> None:
     if "counts" not in scores:
         console.print(f"  smallest {scores['min']:g}, median {scores['median']:g}, largest {scores['max']:g}")
         return
-    block = "█" if has_unicode(console) else "#"
+    block = "#" if console.options.ascii_only else "█"
     for score, times in scores["counts"].items():
         bar = block * round(30 * times / number)
         console.print(Text.assemble(f"  {score:>12}{times:>12,}{percent(times / number):>9}   ", (bar, "cyan")))
@@ -722,8 +718,3 @@ def percent(share: float) -> str:
     '54.0 %'
     """
     return f"{100 * share:.1f} %"
-
-
-def has_unicode(console: Console) -> bool:
-    """Whether the output can hold more than ASCII."""
-    return console.encoding.lower().startswith("utf")

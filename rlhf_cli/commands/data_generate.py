@@ -6,7 +6,6 @@ is needed.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -304,32 +303,15 @@ class KnownPrompts:
     def __init__(self, threshold: float):
         self.threshold = threshold
         self._known: list[tuple[frozenset[str], str]] = []
-        self._by_word: dict[str, list[int]] = {}
 
     def add(self, text: str) -> None:
         """Compare later prompts with this one too."""
-        word_set = words(text)
-        for word in self._index_words(word_set):
-            self._by_word.setdefault(word, []).append(len(self._known))
-        self._known.append((word_set, text))
+        self._known.append((words(text), text))
 
     def similar(self, text: str) -> str | None:
         """The first known prompt that `text` nearly duplicates, or None."""
-        word_set = words(text)
-        for n in sorted({n for word in self._index_words(word_set) for n in self._by_word.get(word, ())}):
-            other, known = self._known[n]
-            if len(word_set & other) >= self.threshold * len(word_set | other) - ROUNDING:
-                return known
-        return None
-
-    def _index_words(self, word_set: frozenset[str]) -> list[str]:
-        """The words under which a set is indexed. Two similar sets share at least one of them (Bayardo et al. 2007).
-
-        Of n words a similar set lacks at most n - ceil(threshold * n). With both sets in the same order, a common
-        word is therefore among the first n - ceil(threshold * n) + 1 of each. Long words come first: they are rare.
-        """
-        length = len(word_set) - math.ceil(self.threshold * len(word_set) - ROUNDING) + 1
-        return sorted(word_set, key=lambda word: (-len(word), word))[:length]
+        own, least = words(text), self.threshold - ROUNDING
+        return next((text for other, text in self._known if len(own & other) >= least * len(own | other)), None)
 
 
 # ------------------------------------------------------------------------------------------- dialogues
@@ -356,6 +338,33 @@ class _Dialogue:
     def __post_init__(self) -> None:
         self.num_given = len(self.messages)
 
+    def take(self, role: str, answer: Written | Failure) -> None:
+        """Add what a model wrote in this role, or end the dialogue behind its last whole exchange."""
+        text, is_whole = "", True
+        if isinstance(answer, Failure):
+            self.failure = answer
+        elif role == "user":
+            text = next_message(answer.text, ended=answer.ended)
+        else:
+            text, is_whole = answer.text.strip(), answer.ended
+        if text:
+            self.messages.append(Message(role, text))
+            # An answer that was cut is the last one: SFT learns every answer, and would learn to stop in mid-sentence.
+            self.ended = self.is_open = is_whole
+            return
+        self.is_open = False
+        if role == "assistant" and len(self.messages) > self.num_given:
+            self.messages.pop()  # the user's message, which has no answer
+
+    def outcome(self, origin: dict[str, Any]) -> Outcome:
+        """The row, or why there is none. A Failure that ends the run takes the place of the row."""
+        has_answer = len(self.messages) > self.num_given
+        if self.failure is not None and (self.failure.fatal or not has_answer):
+            return self.failure
+        if not has_answer:
+            return Dropped("empty answers")
+        return {"messages": turns_of(self.messages), "ended": self.ended, **origin}
+
 
 def write_dialogues(
     assistant: Writer,
@@ -367,51 +376,21 @@ def write_dialogues(
 ) -> list[Outcome]:
     """A row of `messages` for each record: its prompt, then up to `num_turns` answers with messages of `user` between.
 
-    Every dialogue ends with an answer, and every row with the columns of `origin`. A Failure that ends the run takes
-    the place of the row.
+    Every dialogue ends with an answer, and every row with the columns of `origin`.
     """
     dialogues = [_Dialogue(n, list(r.messages or (Message("user", r.prompt),))) for n, r in numbered]
     for turn in range(num_turns):
-        if turn:
-            _let_user_speak(dialogues, user, turn, template)
-        _let_assistant_answer(dialogues, assistant, turn)
-    return [_outcome(dialogue, origin) for dialogue in dialogues]
-
-
-def _let_assistant_answer(dialogues: Sequence[_Dialogue], assistant: Writer, turn: int) -> None:
-    still_open = [dialogue for dialogue in dialogues if dialogue.is_open]
-    requests = [Request(tuple(dialogue.messages), (dialogue.number, turn, 0)) for dialogue in still_open]
-    for dialogue, answer in zip(still_open, assistant.write(requests), strict=True):
-        if isinstance(answer, Failure) or not answer.text.strip():
-            dialogue.failure = answer if isinstance(answer, Failure) else None
-            dialogue.is_open = False
-            if turn:
-                dialogue.messages.pop()  # the user's message, which has no answer
-            continue
-        dialogue.messages.append(Message("assistant", answer.text.strip()))
-        # An answer that was cut is the last one: SFT learns every answer, and would learn to stop in mid-sentence.
-        dialogue.ended = dialogue.is_open = answer.ended
-
-
-def _let_user_speak(dialogues: Sequence[_Dialogue], user: Writer, turn: int, template: str) -> None:
-    still_open = [dialogue for dialogue in dialogues if dialogue.is_open]
-    requests = [Request.of(fill(template, dialogue=as_text(d.messages)), d.number, turn, 1) for d in still_open]
-    for dialogue, answer in zip(still_open, user.write(requests), strict=True):
-        text = "" if isinstance(answer, Failure) else next_message(answer.text, ended=answer.ended)
-        if text:
-            dialogue.messages.append(Message("user", text))
-        else:
-            dialogue.failure = answer if isinstance(answer, Failure) else None
-            dialogue.is_open = False
-
-
-def _outcome(dialogue: _Dialogue, origin: dict[str, Any]) -> Outcome:
-    has_answer = len(dialogue.messages) > dialogue.num_given
-    if dialogue.failure is not None and (dialogue.failure.fatal or not has_answer):
-        return dialogue.failure
-    if not has_answer:
-        return Dropped("empty answers")
-    return {"messages": turns_of(dialogue.messages), "ended": dialogue.ended, **origin}
+        for role in ("user", "assistant") if turn else ("assistant",):
+            still_open = [dialogue for dialogue in dialogues if dialogue.is_open]
+            if role == "user":
+                texts = [fill(template, dialogue=as_text(dialogue.messages)) for dialogue in still_open]
+                requests = [Request.of(text, d.number, turn, 1) for text, d in zip(texts, still_open, strict=True)]
+            else:
+                requests = [Request(tuple(d.messages), (d.number, turn, 0)) for d in still_open]
+            written = (user if role == "user" else assistant).write(requests)
+            for dialogue, answer in zip(still_open, written, strict=True):
+                dialogue.take(role, answer)
+    return [dialogue.outcome(origin) for dialogue in dialogues]
 
 
 def as_text(messages: Sequence[Message]) -> str:

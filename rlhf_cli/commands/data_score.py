@@ -205,6 +205,12 @@ class _Scoring:
         return with_columns(record, {"prompt": prompt_column(record), **columns, "judge": self.judge})
 
     def report(self, output: Output, display: Display) -> None:
+        lowest, width = self.lowest, self.highest - self.lowest
+        if is_whole := lowest.is_integer() and width.is_integer() and width <= 2 * BINS:  # a bar for each integer
+            names = [f"{lowest + n:g}" for n in range(int(width) + 1)]
+        else:
+            step = width / BINS
+            names = [f"{lowest + n * step:.4g} to {lowest + (n + 1) * step:.4g}" for n in range(BINS)]
         bins, count, total, missing = Counter[int](), 0, 0.0, 0
         both: list[tuple[float, float]] = []
         for row in output.rows():
@@ -212,7 +218,8 @@ class _Scoring:
                 if value is None:
                     missing += 1
                     continue
-                bins[self._bin(value)] += 1
+                place = math.floor(value - lowest + 0.5) if is_whole else int((value - lowest) / width * BINS)
+                bins[min(place, len(names) - 1)] += 1
                 count, total = count + 1, total + value
             before = row.get("score_before")
             if "score" in row and isinstance(before, int | float):
@@ -220,26 +227,13 @@ class _Scoring:
         if count == 0:
             return
         without = f", {missing} answers without a score (null)" if missing else ""
-        lines = [(name, _bar(bins[n], max(bins.values()))) for n, name in enumerate(self._names())]
+        largest = max(bins.values())
+        bars = [f"{'#' * math.ceil(bins[n] / largest * WIDTH):{WIDTH}} {bins[n]}" for n in range(len(names))]
+        lines = list(zip(names, bars, strict=True))
         display.block(f"{count} scores by {self.judge}, mean {total / count:.3f}{without}", lines)
         if len({a for a, _ in both}) > 1 and len({b for _, b in both}) > 1:
             r = statistics.correlation([a for a, _ in both], [b for _, b in both])
             display.note(f"correlation with the {len(both)} scores of the input rows: {r:.2f}")
-
-    def _one_bar_per_integer(self) -> bool:
-        integers = self.lowest.is_integer() and self.highest.is_integer()
-        return integers and self.highest - self.lowest <= 2 * BINS
-
-    def _bin(self, value: float) -> int:
-        if self._one_bar_per_integer():
-            return math.floor(value - self.lowest + 0.5)
-        return min(BINS - 1, int((value - self.lowest) / (self.highest - self.lowest) * BINS))
-
-    def _names(self) -> list[str]:
-        if self._one_bar_per_integer():
-            return [f"{self.lowest + n:g}" for n in range(int(self.highest - self.lowest) + 1)]
-        step = (self.highest - self.lowest) / BINS
-        return [f"{self.lowest + n * step:.4g} to {self.lowest + (n + 1) * step:.4g}" for n in range(BINS)]
 
 
 def number_in(answer: str, lowest: float, highest: float) -> float | None:
@@ -348,7 +342,3 @@ def _unusable(answers: Sequence[Any], *, enough: bool) -> Dropped | Failure | No
         return None
     unclear = next(answer for answer in answers if isinstance(answer, Unclear))
     return Dropped("no clear answer", {"answer": unclear.text[:200]})
-
-
-def _bar(count: int, largest: int) -> str:
-    return f"{'#' * math.ceil(count / largest * WIDTH):{WIDTH}} {count}"

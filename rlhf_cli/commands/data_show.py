@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from rlhf_cli.commands.data_check import RowsOptions, has_unicode, new_console
+from rlhf_cli.commands.data_check import RowsOptions, new_console
 from rlhf_cli.config.data import Rows
 from rlhf_cli.data.encode import (
     RowText,
@@ -210,7 +210,7 @@ class RowPrinter:
     def __init__(self, console: Console, part: StageRows):
         self.console, self.word = console, TARGET[part.purpose]
         self.coloured = console.color_system is not None and not console.no_color
-        self.marks = ("⟦", "⟧") if has_unicode(console) else ("[[", "]]")
+        self.marks = ("[[", "]]") if console.options.ascii_only else ("⟦", "⟧")
 
     def legend(self) -> None:
         """Print what the marks mean."""

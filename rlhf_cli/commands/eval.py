@@ -9,10 +9,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from rlhf_cli.commands.chat_server import ServerWriter
 from rlhf_cli.commands.data_score import COMPARE_TEMPLATE, Unclear, Verdict, ask, letter_in
 from rlhf_cli.commands.options import Quiet, WhereToRun
-from rlhf_cli.commands.writer import Failure, Request, WriterOptions, fill, read_template
+from rlhf_cli.commands.writer import Failure, Request, ServerWriter, WriterOptions, fill, read_template
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.rewards.chat_client import OptionNames
 

@@ -125,7 +125,15 @@ def export(
 
     if options.format == "adapter":
         adapter_directory(source.path)
-    _require_programs(options)
+    if options.format == "gguf":
+        from rlhf_cli.models.gguf import require_llama_cpp
+
+        require_llama_cpp(options.quantize)
+    elif options.quantize is not None:
+        from rlhf_cli.models.exporting import require_torchao
+
+        assert options.quantize in ("int8", "int4")
+        require_torchao(options.quantize)
     prompting = prompting_of(source.located)
     check = _check(source, options, display)
     with new_folder(out) as folder:
@@ -160,19 +168,6 @@ def source_of(directory: str, stage: str | None) -> ModelGiven:
     if stage is not None:
         raise ConfigError(f"--stage: {directory} is a model and not a run. Remove the option")
     return ModelGiven(model_directory(directory))
-
-
-def _require_programs(options: ExportOptions) -> None:
-    """Raise ConfigError for a program or package that this format needs and that is not installed."""
-    if options.format == "gguf":
-        from rlhf_cli.models.gguf import require_llama_cpp
-
-        require_llama_cpp(options.quantize)
-    elif options.quantize is not None:
-        from rlhf_cli.models.exporting import require_torchao
-
-        assert options.quantize in ("int8", "int4")
-        require_torchao(options.quantize)
 
 
 def _check(source: ModelGiven, options: ExportOptions, display: Display) -> Check | None:

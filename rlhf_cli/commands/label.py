@@ -1,27 +1,54 @@
-"""`rlhf label`: a person says on a local page which of two replies is better."""
+"""`rlhf label`: a person says on a local page which of two replies is better.
+
+    pairs_of(source)     the pairs of replies in a file of any format
+    Labelling            their order, the current pair, and the answers in the files of --out
+
+`rlhf_cli.commands.output` describes the files. A tie and a skipped pair are lines of the file of dropped items. Nothing
+here imports torch.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Iterator
-from hashlib import sha256
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf_cli.algorithms.rates import cohen_kappa
-from rlhf_cli.commands.labelling import SKIPPED, TIE, Labelling, pair_digest, pairs_of, rate
-from rlhf_cli.commands.options import SOURCE_HELP, RestartOut, SourceOptions
-from rlhf_cli.commands.output import Dropped, Output, data_digest, items, read_lines, refuse_own_output
+from rlhf_cli.algorithms.rates import cohen_kappa, wilson_interval
+from rlhf_cli.commands.options import SOURCE_HELP, OnBadRow, RestartOut, SourceOptions
+from rlhf_cli.commands.output import (
+    Dropped,
+    Line,
+    Output,
+    data_digest,
+    items,
+    prompt_column,
+    read_lines,
+    refuse_own_output,
+    text_of,
+)
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.paths import COMPRESSIONS, find_files
-from rlhf_cli.errors import ConfigError, DataError
+from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.printing import say
 from rlhf_cli.program import command
 
 if TYPE_CHECKING:
     from rlhf_cli.data.records import Record
+
+COMPARED = ("sft", "base")
+"""Prefixes of the second response in a row of `rlhf generate --compare`."""
+TIE, SKIPPED = "tie", "skipped"
+"""Reasons in the file of dropped items."""
+REASONS = {"t": TIE, "s": SKIPPED}
+KEYS = ("1", "2", "t", "s", "b", "q")
+"""First is better, second is better, tie, skip, back, quit."""
 
 
 def label(
@@ -87,6 +114,224 @@ def default_out(source: DataSource, labeller: str | None) -> Path:
     stem = path.stem if path.suffix in COMPRESSIONS else path.name
     name = f"{Path(stem).stem}.labels{'' if labeller is None else '.' + labeller}.jsonl"
     return path.with_name(name)
+
+
+# ------------------------------------------------------------------------------------------- pairs
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One of the two replies of a pair."""
+
+    text: str
+    column: str
+    """The column that it comes from. The labeller does not see it."""
+    ended: bool = True
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two different replies to one prompt."""
+
+    prompt: str
+    """As it is shown; a conversation is a transcript."""
+    prompt_column: str | list[dict[str, str]]
+    replies: tuple[Candidate, Candidate]
+    where: str
+
+
+def pairs_of(source: DataSource, on_bad_row: OnBadRow) -> tuple[list[Pair], Counter[str]]:
+    """The pairs of a source, and why others are not shown.
+
+    A row of `rlhf generate --compare` gives the responses of both models, a row of several answers the first with the
+    second, the third with the fourth, and so on. Pairs of equal or blank replies are not shown: they teach nothing, and
+    `rlhf rm` refuses a blank answer. Raises DataError for rows that cannot be read or have a single reply.
+    """
+    pairs: list[Pair] = []
+    unseen = Counter[str]()
+    for item in items(source, "sft", on_bad_row):
+        if isinstance(item, Dropped):
+            unseen["cannot be read"] += 1
+            continue
+        replies = _replies(item, source)
+        if len(replies) < 2:
+            raise DataError(
+                f"{item.where}: the row has {len(replies) or 'no'} repl{'y' if len(replies) == 1 else 'ies'}, a pair "
+                "needs two. Write two with `rlhf generate --compare` or `rlhf data generate --task samples`, or map "
+                "columns with --key chosen=A --key rejected=B"
+            )
+        for a, b in zip(replies[::2], replies[1::2], strict=False):
+            if not (a.text.strip() and b.text.strip()):
+                unseen["a reply is blank"] += 1
+            elif a.text.strip() == b.text.strip():
+                unseen["the replies are equal"] += 1
+            else:
+                pairs.append(Pair(item.prompt, prompt_column(item), (a, b), item.where))
+    return pairs, unseen
+
+
+def _replies(record: Record, source: DataSource) -> list[Candidate]:
+    """The replies of a row, each with the column of the file that it comes from."""
+    if len(record.answers) == 1:
+        for prefix in COMPARED:
+            other = record.columns.get(f"{prefix}_response")
+            if isinstance(other, str):
+                second = Candidate(other, f"{prefix}_response", record.columns.get(f"{prefix}_ended") is not False)
+                return [Candidate(text_of(record, record.answers[0].text), "response", record.answers[0].ended), second]
+    names = [f"reply {n}" for n in range(1, len(record.answers) + 1)]
+    if {"chosen", "rejected"} <= {*record.columns, *source.keys} and len(names) == 2:
+        names = [source.keys.get(name, name) for name in ("chosen", "rejected")]
+    each = zip(record.answers, names, strict=True)
+    return [Candidate(text_of(record, answer.text), name, answer.ended) for answer, name in each]
+
+
+def pair_digest(prompt: str, replies: Sequence[str]) -> str:
+    """The identity of a pair, whatever the order of its replies and the white space around them."""
+    texts = [prompt.strip(), *sorted(text.strip() for text in replies)]
+    return _digest(*texts).hex()[:16]
+
+
+def _digest(*parts: str | int | None) -> bytes:
+    return hashlib.sha256(json.dumps(parts).encode()).digest()
+
+
+# ------------------------------------------------------------------------------------------- answers
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the labeller sees."""
+
+    number: int
+    """From 0, in the shuffled order."""
+    prompt: str
+    replies: tuple[str, str]
+
+
+class Labelling:
+    """The answers of one labeller. The next pair follows from the number of lines in the files of `output`.
+
+    The order of the pairs follows from the seed alone, so that two labellers who stop early have seen the same pairs.
+    Which reply is on which side follows from the seed and the labeller: a habit of taking the first one is then no
+    agreement.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], output: Output, seed: int, labeller: str | None, num: int | None = None):
+        order = sorted(range(len(pairs)), key=lambda n: _digest("order", seed, n))[:num]
+        self.pairs = [pairs[n] for n in order]
+        self.swapped = [_digest("side", seed, labeller, n)[0] % 2 == 1 for n in order]
+        self.output, self.labeller = output, labeller
+        numbers = [line.number("number") for lines in (output.rows(), output.drops()) for line in map(_checked, lines)]
+        last = max(numbers, default=-1)
+        if last + 1 != self.done or len(set(numbers)) != self.done:
+            raise ArtifactError(
+                f"{output.path}: {self.done} answers are in it and in {output.dropped_path.name}, but the last one is "
+                f"number {last + 1}. Restore the missing lines, give another --out, or pass --restart to start over"
+            )
+
+    @property
+    def done(self) -> int:
+        """Number of pairs with an answer."""
+        return self.output.num_rows + self.output.num_dropped
+
+    @property
+    def total(self) -> int:
+        """Number of pairs, at least those with an answer."""
+        return max(len(self.pairs), self.done)
+
+    @property
+    def current(self) -> Shown | None:
+        """The next pair; None if every pair has an answer."""
+        if self.done >= len(self.pairs):
+            return None
+        pair = self.pairs[self.done]
+        first, second = self._sides(self.done)
+        return Shown(self.done, pair.prompt, (first.text, second.text))
+
+    def _sides(self, number: int) -> tuple[Candidate, Candidate]:
+        first, second = self.pairs[number].replies
+        return (second, first) if self.swapped[number] else (first, second)
+
+    def take(self, key: str) -> bool:
+        """Write the answer of a key to the current pair, or take back the last one; False if there is none.
+
+        The answer is on the disk when this returns. Raises ArtifactError if it cannot be written.
+        """
+        number = self.done
+        if key == "b":
+            if number == 0:
+                return False
+            self.output.cut_from("number", number - 1)
+        elif number >= len(self.pairs):
+            return False
+        else:
+            self.output.write(self._outcome(number, key), {})
+        self.output.sync()
+        return True
+
+    def _outcome(self, number: int, key: str) -> dict[str, Any] | Dropped:
+        pair, sides = self.pairs[number], self._sides(number)
+        about: dict[str, Any] = {"where": pair.where, "number": number}
+        if self.labeller is not None:
+            about["labeller"] = self.labeller
+        if key in REASONS:
+            columns = [reply.column for reply in sides]
+            digest = pair_digest(pair.prompt, [reply.text for reply in sides])
+            return Dropped(REASONS[key], {**about, "pair": digest, "columns": columns})
+        chosen, rejected = sides if key == "1" else sides[::-1]
+        row: dict[str, Any] = {"prompt": pair.prompt_column, "chosen": chosen.text, "rejected": rejected.text}
+        if not (chosen.ended and rejected.ended):
+            row["ended"] = [chosen.ended, rejected.ended]
+        return {**row, "chosen_column": chosen.column, "rejected_column": rejected.column, "side": int(key), **about}
+
+    def counts(self) -> dict[str, int]:
+        """Preferences, ties and skipped pairs."""
+        reasons = Counter(drop["reason"] for drop in self.output.drops())
+        return {"preferences": self.output.num_rows, "ties": reasons[TIE], "skipped": reasons[SKIPPED]}
+
+    def summary(self) -> list[str]:
+        """What there is, and, once every pair has an answer, which column won and which side."""
+        counts = ", ".join(f"{name} {count}" for name, count in self.counts().items())
+        lines = [f"{self.output.path}: {self.done} of {self.total} pairs: {counts}"]
+        if self.done < self.total or not self.output.num_rows:
+            return lines
+        rows = list(self.output.rows())
+        first = sum(row["side"] == 1 for row in rows)
+        lines.append(f"the first reply was better in {rate(first, len(rows))}; without position bias half")
+        ties = [drop["columns"] for drop in self.output.drops() if drop["reason"] == TIE]
+        columns = {name for row in rows for name in (row["chosen_column"], row["rejected_column"])}
+        columns |= {name for names in ties for name in names}
+        if len(columns) == 2 and not any(name.startswith("reply ") for name in columns):
+            name, other = sorted(columns, key=lambda name: (name != "response", name))
+            won = sum(row["chosen_column"] == name for row in rows) + len(ties) / 2
+            halves = ", a tie counts as half" if ties else ""
+            lines.append(f"`{name}` was better than `{other}` in {rate(won, len(rows) + len(ties))}{halves}")
+        return lines
+
+
+def _checked(line: Line) -> Line:
+    """A line of an earlier run. Raises ArtifactError if the line was edited and does not hold an answer any more."""
+    if "reason" in line:
+        names = line["columns"]
+        if line["reason"] not in (TIE, SKIPPED) or not isinstance(names, list) or len(names) != 2:
+            raise line.error(f"`reason` must be {TIE} or {SKIPPED}, and `columns` two names")
+    else:
+        names = [line["chosen_column"], line["rejected_column"]]
+        if line["side"] not in (1, 2):
+            raise line.error("`side` must be 1 or 2")
+    if not all(isinstance(name, str) for name in names):
+        raise line.error("the names of the columns must be text")
+    return line
+
+
+def rate(successes: float, n: int) -> str:
+    """A rate with its 95 % interval.
+
+    >>> rate(31, 50)
+    '31 of 50 (62.0 %, 95 % interval 48.2 % to 74.1 %)'
+    """
+    low, high = (f"{100 * bound:.1f} %" for bound in wilson_interval(successes, n))
+    return f"{successes:g} of {n} ({100 * successes / n:.1f} %, 95 % interval {low} to {high})"
 
 
 # ------------------------------------------------------------------------------------------- agreement
@@ -166,4 +411,4 @@ def _label(record: Record) -> str | None:
         if a == b:
             return TIE
         texts = texts if a > b else texts[::-1]
-    return "1" if sha256(texts[0].encode()).digest() < sha256(texts[1].encode()).digest() else "2"
+    return "1" if hashlib.sha256(texts[0].encode()).digest() < hashlib.sha256(texts[1].encode()).digest() else "2"

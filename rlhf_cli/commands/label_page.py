@@ -10,7 +10,6 @@ A page of another site can neither: the Host header must be an address of this m
 
 from __future__ import annotations
 
-import hmac
 import secrets
 import threading
 from dataclasses import asdict
@@ -21,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rlhf_cli.commands.labelling import KEYS, Labelling
+from rlhf_cli.commands.label import KEYS, Labelling
 from rlhf_cli.commands.serving import Server, bind
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import json_object
@@ -47,26 +46,18 @@ class Page(Server):
         self.ended = threading.Event()
         self.error: ArtifactError | None = None
         """Why answers cannot be written any more."""
-        routes = [Route("/{token}/{name:path}", self.respond, methods=["GET", "POST"])]
+        place = f"/{self.token}/"
+        routes = [Route(place, page), Route(f"{place}state", self.show)]
+        routes.append(Route(f"{place}answer", self.answer, methods=["POST"]))
         super().__init__(bind(None, port), routes, None, lambda text: {"error": text})
 
-    async def respond(self, request: Request) -> Response:
-        """Answer a request that has the token and comes from the page."""
-        given = request.path_params["token"].encode(errors="replace")
-        if not hmac.compare_digest(given, self.token.encode()):
-            return JSONResponse({"error": "not found"}, 404, HEADERS)
-        match request.method, request.path_params["name"]:
-            case "GET", "":
-                return page()
-            case "GET", "state":
-                return self.state()
-            case "POST", "answer":
-                return self.answer(await self.read(request, MAX_BODY_BYTES))
-        return JSONResponse({"error": "not found"}, 404, HEADERS)
+    async def show(self, _request: Request) -> Response:
+        """The current pair."""
+        return self.state()
 
-    def answer(self, content: bytes) -> Response:
+    async def answer(self, request: Request) -> Response:
         """Take a key, if the page knows of all answers; else only send it the current pair."""
-        body = json_object(content) or {}
+        body = json_object(await self.read(request, MAX_BODY_BYTES)) or {}
         key, done = body.get("key"), body.get("done")
         if not isinstance(key, str) or key not in KEYS:
             return self.state(400, error="no such key")
@@ -91,7 +82,7 @@ class Page(Server):
         return JSONResponse({"state": state, **more}, status, HEADERS)
 
 
-def page() -> Response:
+async def page(_request: Request) -> Response:
     """The HTML file. Only its own script and style run, by a nonce."""
     nonce = secrets.token_urlsafe(16)
     text = (resources.files("rlhf_cli.commands") / "label_page.html").read_text(encoding="utf-8")

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin, get_type_
 import typer
 import typer.core
 
-from rlhf_cli.printing import say
-
 if TYPE_CHECKING:
     from rlhf_cli.config.data import DataSource
 
@@ -139,27 +137,13 @@ def one_by_one(work: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-SET_INSTEAD = ("--limit", "--name", "--data-dir", "--split", "--revision", "--streaming", "--select")
-
-
 ARGUMENTS = "rlhf.arguments"
 """The key of a context under which a command keeps the words behind its name."""
 
 
 class Command(typer.core.TyperCommand):
-    """A command. If it reads a SOURCE, it names the `--set` for a key of the source that is written as an option."""
+    """A command that keeps the words behind its name in its context."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[ARGUMENTS] = list(args)
-        reads_source = any(parameter.name == "keys" for parameter in self.params)
-        for argument in args if reads_source else ():
-            option = argument.partition("=")[0]
-            instead = ""
-            if option in SET_INSTEAD:
-                instead = f"{option[2:].replace('-', '_')}={'true' if option == '--streaming' else 'VALUE'}"
-            elif option in ("--weight", "--weights"):
-                instead = "weights.NAME=NUMBER"
-            if instead:
-                say(f"error: {option}: is a key of the source. Write --set {instead}", error=True)
-                raise typer.Exit(2)
         return super().parse_args(ctx, args)

@@ -85,15 +85,6 @@ def push(
     public: Annotated[bool, typer.Option("--public", help="Make a new repository public, not private.")] = False,
 ) -> None:
     """Upload a trained model with its card to the Hugging Face hub. Shows what it would upload without --yes."""
-    check_repository(repo)
-    upload = collect(directory, stage)
-    show(upload, repo, dry_run=not yes, public=public)
-    if yes:
-        say(send(upload, repo, public=public))
-
-
-def check_repository(repo: str) -> None:
-    """Raise ConfigError unless this is `name` or `owner/name`."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -103,6 +94,10 @@ def check_repository(repo: str) -> None:
         raise ConfigError(
             f"{repo}: is not the name of a repository. Give OWNER/NAME with letters, digits, '-', '_' and '.'"
         ) from None
+    upload = collect(directory, stage)
+    show(upload, repo, dry_run=not yes, public=public)
+    if yes:
+        say(send(upload, repo, public=public))
 
 
 def collect(directory: str, stage: str | None) -> Upload:
@@ -125,18 +120,23 @@ def collect(directory: str, stage: str | None) -> Upload:
     if not any(name.endswith(WEIGHTS) for name in files):
         raise ArtifactError(f"{folder}: has no weights as *.safetensors. Nothing else is uploaded")
     if is_adapter(folder):
-        _require_base_on_hub(folder)
+        base = json.loads(read_text(folder / "adapter_config.json")).get("base_model_name_or_path")
+        if not isinstance(base, str) or is_local(base) or Path(base).is_dir():
+            merge = command("merge", str(folder), "merged")
+            raise ArtifactError(
+                f"{folder}: the base of the adapters is the local {base}, which others lack. Run: {merge}"
+            )
     for name in files:
         (_require_weights if name.endswith(WEIGHTS) else refuse_secrets)(folder / name)
     card = card_data(folder / CARD)
-    base = card.get("base_model")
+    base_model = card.get("base_model")
     return Upload(
         folder,
         source.name,
         files,
         [name for name in names if name not in files],
         card.get("license"),
-        str(base) if base else None,
+        str(base_model) if base_model else None,
         source.located is not None and source.base() is None,
         _prompting(source.located, folder) | _base_without_folder(folder),
     )
@@ -199,14 +199,6 @@ def _base_without_folder(folder: Path) -> dict[str, bytes]:
         raise ArtifactError(f"{file}: is not a JSON object. Correct it or remove the file")
     about["relative_path"] = None
     return {file.name: (json.dumps(about, indent=2, sort_keys=True) + "\n").encode()}
-
-
-def _require_base_on_hub(folder: Path) -> None:
-    """Raise ArtifactError for adapters whose base model others cannot load."""
-    base = json.loads(read_text(folder / "adapter_config.json")).get("base_model_name_or_path")
-    if not isinstance(base, str) or is_local(base) or Path(base).is_dir():
-        merge = command("merge", str(folder), "merged")
-        raise ArtifactError(f"{folder}: the base of the adapters is the local {base}, which others lack. Run: {merge}")
 
 
 def refuse_secrets(path: Path) -> None:

@@ -30,7 +30,7 @@ from rlhf_cli.commands.output import (
     text_of,
     with_columns,
 )
-from rlhf_cli.commands.rm_serve import RewardModelOptions, as_reward
+from rlhf_cli.commands.rm_serve import RewardModelOptions
 from rlhf_cli.data.records import Answer, Record, Scored
 from rlhf_cli.data.views import answered, ranking
 from rlhf_cli.errors import ConfigError, DataError
@@ -124,27 +124,14 @@ def _load(options: RewardModelOptions) -> tuple[RewardModel, str | None, list[st
     from rlhf_cli.data.encode import require_eos
     from rlhf_cli.models.heads import reads_last_token
     from rlhf_cli.models.load import load_tokenizer
-    from rlhf_cli.processes import distributed
-    from rlhf_cli.rewards.models import load_reward_source
 
     path = reward_model_stage(options.model)
     manifest = read_manifest_or_none(path)
     data = manifest.identity["config"].get("data") if manifest is not None else None
     data = data if isinstance(data, dict) else {}
-    device = distributed.start(options.device).device
     # With its own tokenizer it scores token ids, as it does for a policy of the same run.
     tokenizer = load_tokenizer(model_directory(path))
-    reward = as_reward(options, path)
-    model, notes = load_reward_source(
-        reward,
-        path,
-        tokenizer,
-        device,
-        "auto",
-        name=options.model,
-        key="--model",
-        keep_special=data.get("special_tokens") == "keep",
-    )
+    model, notes = options.load(path, tokenizer, keep_special=data.get("special_tokens") == "keep")
     if reads_last_token(model.model):
         require_eos(tokenizer, path)
     return model, data.get("prompt_template"), notes

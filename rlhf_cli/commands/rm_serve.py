@@ -10,7 +10,6 @@ proxy with TLS and rate limits in front of it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,11 +25,13 @@ from rlhf_cli.commands.options import Device, Host, TokenEnv
 from rlhf_cli.commands.serving import JSONLine, Refused, Server, bind, required_token
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.errors import ConfigError, RewardError
-from rlhf_cli.printing import say
+from rlhf_cli.printing import is_utf8, say
 from rlhf_cli.run.artifacts import reward_model_stage
 
 if TYPE_CHECKING:
     import socket
+
+    from transformers import PreTrainedTokenizerBase
 
     from rlhf_cli.rewards.models import RewardModel
 
@@ -59,6 +60,32 @@ class RewardModelOptions:
         str | None, typer.Option("--template", help="How texts are written: chat, or {prompt} and {response}.")
     ] = None
     device: Device = "auto"
+
+    def load(
+        self, path: str, tokenizer: PreTrainedTokenizerBase | None, *, keep_special: bool
+    ) -> tuple[RewardModel, list[str]]:
+        """The model at `path`, ready to score, and notes for the user. Raises ConfigError for an invalid template."""
+        from rlhf_cli.processes import distributed
+        from rlhf_cli.rewards.models import load_reward_source
+
+        template = self.template
+        response_only = template is not None and template != "chat" and "{prompt}" not in template
+        try:
+            reward = ModelReward(
+                type="reward_model",
+                path=path,
+                label=self.label,
+                output="probability" if self.probability else "logit",
+                template=template,
+                reads="response" if response_only else "prompt_and_response",
+                normalize=not self.raw,
+            )
+        except ValidationError as error:
+            raise ConfigError(f"--template: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+        device = distributed.start(self.device).device
+        return load_reward_source(
+            reward, path, tokenizer, device, "auto", name=self.model, key="--model", keep_special=keep_special
+        )
 
 
 @dataclass(frozen=True)
@@ -130,6 +157,9 @@ def parse_request(body: bytes, max_batch: int) -> tuple[list[str], list[str], li
             raise Refused(400, f'"{key}" must be a list of {name}, one for each item of "query"')
         return items
 
+    def is_text(item: Any) -> bool:
+        return isinstance(item, str) and is_utf8(item)
+
     texts, prompts = checked("query", None, is_text, "texts"), checked("prompts", "", is_text, "texts")
     longest = max(map(len, (*texts, *prompts)), default=0)
     if longest > MAX_TEXT_LENGTH:
@@ -140,16 +170,6 @@ def parse_request(body: bytes, max_batch: int) -> tuple[list[str], list[str], li
     return texts, prompts, checked("ended", True, lambda item: isinstance(item, bool), "true and false")
 
 
-def is_text(value: Any) -> bool:
-    """Is it text that a tokenizer can read, without lone surrogates?"""
-    if not isinstance(value, str):
-        return False
-    with contextlib.suppress(UnicodeEncodeError):
-        value.encode()
-        return True
-    return False
-
-
 # ------------------------------------------------------------------------------------------- the command
 
 
@@ -158,39 +178,13 @@ def start(options: RewardServerOptions) -> RewardServer:
 
     Raises ConfigError for a host that others can reach without a token, and for a port that cannot be bound.
     """
-    from rlhf_cli.processes import distributed
-    from rlhf_cli.rewards.models import load_reward_source
-
     token = required_token(options.host, options.token_env)
-    path = reward_model_stage(options.model)
-    device = distributed.start(options.device).device
-    reward = as_reward(options, path)
-    source, notes = load_reward_source(
-        reward, path, None, device, "auto", name=options.model, key="--model", keep_special=options.keep_special
-    )
+    source, notes = options.load(reward_model_stage(options.model), None, keep_special=options.keep_special)
     source.prompts_are_rendered = True
     for note in notes:
         say(note, error=True)
     listener = bind(options.host, options.port)
     return RewardServer(listener, source, token=token, max_batch=options.max_batch)
-
-
-def as_reward(options: RewardModelOptions, path: str) -> ModelReward:
-    """The model as an entry of `rewards` in a PPO config; raises ConfigError for an invalid template."""
-    template = options.template
-    response_only = template is not None and template != "chat" and "{prompt}" not in template
-    try:
-        return ModelReward(
-            type="reward_model",
-            path=path,
-            label=options.label,
-            output="probability" if options.probability else "logit",
-            template=template,
-            reads="response" if response_only else "prompt_and_response",
-            normalize=not options.raw,
-        )
-    except ValidationError as error:
-        raise ConfigError(f"--template: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
 
 
 def serve(options: RewardServerOptions) -> None:

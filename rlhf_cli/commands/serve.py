@@ -1,19 +1,68 @@
-"""`rlhf serve`: a trained model behind OpenAI's API, and a reward model by `rlhf rm serve`."""
+"""`rlhf serve`: OpenAI's chat and completions over a model that was trained.
+
+    POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /health
+
+One request at a time uses the model. A field that would change the answer and that is not supported is refused.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import secrets
+import socket
+import time
+import traceback
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
 from rlhf_cli.commands.options import Device, Host, Quantized, StageOfRun, TokenEnv
-from rlhf_cli.commands.serving import bind, required_token
-from rlhf_cli.errors import ConfigError
+from rlhf_cli.commands.serving import JSONLine, Put, Refused, Server, bind, required_token
+from rlhf_cli.data.records import Message, Prompt
+from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.printing import say
+from rlhf_cli.program import command
 from rlhf_cli.trained.locate import StageModel, locate
+
+if TYPE_CHECKING:
+    from rlhf_cli.rollout.speaker import Reply, Speaker
+
+MAX_WAITING = 128
+"""Requests that wait for the model. Further ones are answered 503."""
+MAX_BODY_BYTES = 4 * 2**20
+MAX_CHARACTERS = 1_000_000
+"""Characters of a prompt, and less for a short model: tokenising is as slow as the model itself beyond that."""
+CHARACTERS_PER_TOKEN = 16
+"""Text of more characters for each position cannot fit."""
+MAX_NEW_TOKENS = 1_000_000
+WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False, 0),
+    "top_logprobs": (0,),
+    "suffix": ("",),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+"""Fields that are not supported -> the values that change nothing."""
+ABOUT_THE_CALLER = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
+"""Fields that no answer depends on."""
 
 
 def serve_command(
@@ -30,20 +79,10 @@ def serve_command(
 ) -> None:
     """Serve a trained model with OpenAI's API: chat and completions."""
     located = locate(directory, stage, ("ppo", "sft", "rm"))
+    if located is not None and located.stage == "rm":
+        raise ConfigError(f"{directory}: a reward model has other routes. Run: {command('rm', 'serve', directory)}")
     token = required_token(host, token_env)
     bind(host, port).close()  # a port that is taken is found before the model is loaded
-    if stage == "rm" or (located is not None and located.stage == "rm"):
-        if name is not None or quantize is not None:
-            raise ConfigError(
-                "--stage rm: a reward model is served as `rlhf rm serve` does, without --name and --quantize. Remove "
-                "the option"
-            )
-        from rlhf_cli.commands import rm_serve
-
-        path = located.path.removesuffix("/model") if located is not None else directory
-        rm_serve.serve(rm_serve.RewardServerOptions(path, device=device, host=host, port=port, token_env=token_env))
-        return
-    from rlhf_cli.commands.chat_api import ChatAPI
     from rlhf_cli.processes.distributed import start
     from rlhf_cli.trained.model import find_model
 
@@ -70,3 +109,227 @@ def name_of(directory: str, located: StageModel | None) -> str:
     else:
         name = Path(directory).resolve().name if Path(directory).is_dir() else directory
     return re.sub(r"[@:\s]", "-", name.replace("/", "-") if located is not None else name)
+
+
+# -------------------------------------------------------------------------------------------- requests
+
+
+def _without_nulls(value: Any) -> Any:
+    """A client's message without the fields that it repeats from an answer and that say nothing."""
+    return {k: v for k, v in value.items() if v is not None or k == "content"} if isinstance(value, dict) else value
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class _Part(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class _Turn(_Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[_Part]
+
+    def message(self) -> Message:
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return Message("system" if self.role == "developer" else self.role, text)
+
+
+class _StreamOptions(_Strict):
+    include_usage: bool = False
+
+
+class _Ask(_Strict):
+    """The fields that both routes read. None leaves a value to the run."""
+
+    model: str | None = None
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """0 takes the likeliest token."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=1)
+    min_p: float | None = Field(None, gt=0, le=1)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS)
+    seed: int | None = None
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=1000)]],
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    ] = Field([], max_length=16)
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+
+    def drawn(self, speaker: Speaker) -> Speaker:
+        """The speaker, which draws as the request says."""
+        given = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p} if self.temperature != 0 else {}
+        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        speaker = speaker.at(self.temperature)
+        stops = (*speaker.sampling.stop_strings, *self.stop)
+        return replace(speaker, sampling=replace(speaker.sampling, stop_strings=stops, **changes))
+
+
+class _ChatAsk(_Ask):
+    messages: list[Annotated[_Turn, BeforeValidator(_without_nulls)]] = Field(min_length=1, max_length=1000)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS)
+
+    @property
+    def num_characters(self) -> int:
+        return sum(len(turn.message().content) for turn in self.messages)
+
+    def ids(self, speaker: Speaker) -> list[int]:
+        """The prompt's tokens."""
+        if speaker.form.kind == "single":
+            raise Refused(400, "the model was not trained on chats. Send its prompt as text to /v1/completions")
+        if self.messages[-1].role == "assistant":
+            raise Refused(400, "messages: the last one is the assistant's. End with the user's")
+        return speaker.form.encode(speaker.tokenizer, [turn.message() for turn in self.messages])
+
+
+class _TextAsk(_Ask):
+    prompt: str
+
+    @property
+    def num_characters(self) -> int:
+        return len(self.prompt)
+
+    def ids(self, speaker: Speaker) -> list[int]:
+        from rlhf_cli.data.encode import RowText
+
+        return RowText(speaker.tokenizer, keep_special=True).prompt_ids([Prompt(self.prompt, "the prompt")])[0]
+
+
+Ask = _ChatAsk | _TextAsk
+
+
+def parse(body: bytes, kind: type[Ask], name: str) -> Ask:
+    """A request to the model with this name. Raises Refused."""
+    try:
+        value = json.loads(body)
+        json.dumps(value, ensure_ascii=False).encode()  # half a character cannot be tokenised
+    except (ValueError, RecursionError):
+        raise Refused(400, "the body is not JSON") from None
+    if not isinstance(value, dict):
+        raise Refused(400, "the body must be a JSON object")
+    kept = {}
+    for field, given in value.items():
+        if given is None and field not in ("prompt", "messages"):
+            continue
+        if field not in ABOUT_THE_CALLER and given not in WITHOUT_EFFECT.get(field, ()):
+            kept[field] = given
+    try:
+        ask = kind.model_validate(kept)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part not in ("str", "list[_Part]"))
+        if first["type"] == "extra_forbidden":
+            raise Refused(400, f"{where[:200]} is not supported by this server. Remove the field") from None
+        raise Refused(400, f"{where[:200]}: {first['msg']}") from None
+    if ask.model not in (None, name):
+        raise Refused(400, f"model: this server has {name} and no other")
+    return ask
+
+
+class ChatAPI(Server):
+    """The server of one loaded model under a name."""
+
+    def __init__(self, listener: socket.socket, name: str, speaker: Speaker, token: str | None):
+        from rlhf_cli.models.forward import positions
+
+        self.name, self.speaker, self.started = name, speaker, int(time.time())
+        self.max_characters = min(MAX_CHARACTERS, CHARACTERS_PER_TOKEN * positions(speaker.model))
+        self.seed, self.num_requests = secrets.randbits(62), 0
+        """What a request without a seed draws from."""
+        routes = [
+            Route("/v1/chat/completions", partial(self.answer, kind=_ChatAsk), methods=["POST"]),
+            Route("/v1/completions", partial(self.answer, kind=_TextAsk), methods=["POST"]),
+            Route("/v1/models", self.models),
+        ]
+
+        def error(text: str) -> dict[str, Any]:
+            return {"error": {"message": text, "type": "invalid_request_error"}}
+
+        super().__init__(listener, routes, token, error, max_waiting=MAX_WAITING)
+
+    async def models(self, _request: Request) -> Response:
+        """The list of the only model."""
+        model = {"id": self.name, "object": "model", "created": self.started, "owned_by": "rlhf"}
+        return JSONLine({"object": "list", "data": [model]})
+
+    async def answer(self, request: Request, *, kind: type[Ask]) -> Response:
+        """The reply to a conversation, or the text that follows a prompt."""
+        ask = parse(await self.read(request, MAX_BODY_BYTES), kind, self.name)
+        if ask.num_characters > self.max_characters:
+            rule = f"at most {self.max_characters} are read. Shorten it"
+            raise Refused(400, f"the prompt has {ask.num_characters} characters, {rule}")
+        self.num_requests += 1
+        number = self.num_requests
+        if ask.stream:
+            pieces = self.model.stream(lambda put: self.speak(ask, number, put))
+            await self.until_left(request, anext(pieces))  # a prompt that is refused begins no stream
+            return StreamingResponse(self._events(ask, pieces), media_type="text/event-stream")
+        answer = self.model.run(lambda put: self.speak(ask, number, put))
+        length, reply = await self.until_left(request, answer)
+        return JSONLine({**self._choice(ask, reply.text, reply), "usage": _usage(length, reply)})
+
+    def speak(self, ask: Ask, number: int, put: Put) -> tuple[int, Reply]:
+        """Put "" once the prompt is read, then the text so far each time it grows; returns the prompt's length and the
+        reply."""
+        from rlhf_cli.rollout.sampling import draw_uniforms
+
+        try:
+            ids = ask.ids(self.speaker)
+            room = self.speaker.room(ids)
+        except DataError as error:
+            raise Refused(400, str(error)) from None
+        put("")
+        given = ask.max_tokens or getattr(ask, "max_completion_tokens", None) or self.speaker.max_new_tokens
+        seed, number = (ask.seed, 0) if ask.seed is not None else (self.seed, number)
+        uniforms = draw_uniforms(seed, "serve", number, 1, min(given, room))
+        return len(ids), ask.drawn(self.speaker).stream(ids, uniforms, put, as_message=isinstance(ask, _ChatAsk))
+
+    # ---------------------------------------------------------------------------------------- answers
+
+    async def _events(self, ask: Ask, pieces: AsyncIterator[Any]) -> AsyncIterator[str]:
+        """The server-sent events of a stream."""
+        made = self._choice(ask, "", None)
+        if isinstance(ask, _ChatAsk):
+            made["choices"][0]["delta"]["role"] = "assistant"
+        yield _event(made)
+        sent = 0
+        try:
+            async for item in pieces:
+                text, reply = (item, None) if isinstance(item, str) else (item[1].text, item[1])
+                if len(text) > sent or reply is not None:
+                    yield _event({**self._choice(ask, text[sent:], reply), "id": made["id"]})
+                    sent = len(text)
+                if reply is not None and ask.stream_options.include_usage:
+                    yield _event({**made, "choices": [], "usage": _usage(item[0], reply)})
+            yield "data: [DONE]\n\n"
+        except Exception as error:
+            traceback.print_exception(error)
+            # The head is sent, so the error is an event.
+            yield _event({"error": {"message": f"the model failed ({type(error).__name__})", "type": "server_error"}})
+        finally:
+            await pieces.aclose()  # type: ignore[attr-defined]
+
+    def _choice(self, ask: Ask, text: str, reply: Reply | None) -> dict[str, Any]:
+        """An answer with a text; `reply` is given with the last one."""
+        end = None if reply is None else "stop" if reply.response.ended else "length"
+        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": end}
+        if not isinstance(ask, _ChatAsk):
+            kind, choice["text"] = "text_completion", text
+        elif ask.stream:
+            kind, choice["delta"] = "chat.completion.chunk", {"content": text}
+        else:
+            kind, choice["message"] = "chat.completion", {"role": "assistant", "content": text}
+        about = {"id": f"rlhf-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": self.name}
+        return {**about, "choices": [choice]}
+
+
+def _usage(prompt_tokens: int, reply: Reply) -> dict[str, int]:
+    new = len(reply.response.ids)
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": new, "total_tokens": prompt_tokens + new}
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\n\n"

@@ -39,8 +39,6 @@ BODY_S = 20.0
 """Seconds in which a body must arrive."""
 LAST_REQUESTS_S = 10.0
 """Seconds that running requests may take to finish when the server stops."""
-BACKLOG = 128
-"""Connections that the system keeps until they are accepted."""
 
 T = TypeVar("T")
 Put = Callable[[Any], None]
@@ -299,9 +297,7 @@ def bind(host: str | None, port: int) -> socket.socket:
     """
     place = host or "127.0.0.1"
     try:
-        return socket.create_server(
-            (place, port), family=socket.AF_INET6 if ":" in place else socket.AF_INET, backlog=BACKLOG
-        )
+        return socket.create_server((place, port), family=socket.AF_INET6 if ":" in place else socket.AF_INET)
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         reason = str(reason).partition(" (while attempting")[0]  # create_server repeats the address

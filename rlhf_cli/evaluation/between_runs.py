@@ -75,7 +75,8 @@ def compare(roots: Sequence[Path], *, seed: int = 0) -> None:
     if len({meaning_of(run.manifests.get("ppo"), "score") for run in runs}) > 1:
         keys.remove("score")
         display.note("the runs have other rewards, so their scores are not compared")
-    lines = [[run.name, *(str(_own(run, key, seed=seed)) for key in keys)] for run in runs]
+    own = {key: rate_figure if key in JUDGED else mean_figure for key in keys}
+    lines = [[run.name, *(str(own[key](run.numbers(key), seed=seed)) for key in keys)] for run in runs]
     display.table(f"PPO, {len(first.replies)} held-out prompts", ["", *keys], lines)
     lines = [[run.name, *(str(difference(first, run, key, seed=seed)) for key in keys)] for run in runs[1:]]
     display.table(f"Difference from {first.name}, on the same prompts", ["", *keys], lines)
@@ -83,7 +84,10 @@ def compare(roots: Sequence[Path], *, seed: int = 0) -> None:
         if key in keys:
             _show_wins(runs, key, display)
     _show_judged(runs, display)
-    _show_configs(runs, display)
+    if rows := config_differences([run.manifests for run in runs]):
+        display.table("Keys that differ", ["", *(run.name for run in runs)], rows)
+    else:
+        display.note("the configs are equal")
 
 
 def _read(root: Path, name: str) -> Compared:
@@ -102,11 +106,6 @@ def difference(first: Compared, other: Compared, key: str, *, seed: int) -> Figu
     if key in JUDGED:
         return difference_figure(other.numbers(key), first.numbers(key), seed=seed)
     return mean_figure(other.numbers(key) - first.numbers(key), seed=seed)
-
-
-def _own(run: Compared, key: str, *, seed: int) -> Figure:
-    """The mean of a run's number, with its interval."""
-    return (rate_figure if key in JUDGED else mean_figure)(run.numbers(key), seed=seed)
 
 
 def win_table(runs: Sequence[Compared], key: str, *, seed: int = 0) -> tuple[list[list[Figure | None]], list[Figure]]:
@@ -174,11 +173,3 @@ def _show_judged(runs: Sequence[Compared], display: Display) -> None:
     lines = [["SFT", "", str(strengths[0])]]
     lines += [[run.name, str(r), str(s)] for run, r, s in zip(runs, rates, strengths[1:], strict=True)]
     display.table("By the judge: share of prompts, ties 1/2; strength in nats", ["", "beats SFT", "strength"], lines)
-
-
-def _show_configs(runs: Sequence[Compared], display: Display) -> None:
-    rows = config_differences([run.manifests for run in runs])
-    if rows:
-        display.table("Keys that differ", ["", *(run.name for run in runs)], rows)
-    else:
-        display.note("the configs are equal")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_cli.data.encode import Example
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.errors import ConfigError
@@ -23,7 +21,7 @@ from rlhf_cli.evaluation.reward_model import measure_reward_model
 from rlhf_cli.evaluation.yardstick import along_the_run, best_of_n_report
 from rlhf_cli.files import digest_file
 from rlhf_cli.processes.distributed import start
-from rlhf_cli.report.figure import Figure, Figures
+from rlhf_cli.report.figure import Figure
 from rlhf_cli.report.progress import Display
 from rlhf_cli.run.artifacts import MANIFEST, model_directory, stage_directory
 from rlhf_cli.trained.run import Run, open_run
@@ -105,7 +103,8 @@ def _sft(run: Run, display: Display) -> dict[str, Any]:
         display.warn("sft: no held-out rows, so no figures. Set data.test or data.test_fraction and train again")
         return {}
     sums = likelihood.row_sums(model, rows, run.budget(model, config.precision), config.precision)
-    replies, form = _replies(run, model, tokenizer, rows)
+    drawn = Drawn(rows, REPLIES, run.seed)
+    replies, form = likelihood.replies(model, tokenizer, drawn, config, seed=run.seed)
     figures = likelihood.likelihood_figures(sums, seed=run.seed) | form
     columns = {"SFT": figures}
     report: dict[str, Any] = {"figures": as_json(figures)} | ({"replies": replies} if replies else {})
@@ -114,34 +113,19 @@ def _sft(run: Run, display: Display) -> dict[str, Any]:
         base, base_tokenizer = run.load(base_path, config.precision)
         base_sums = likelihood.row_sums(base, rows, run.budget(base, config.precision), config.precision)
         before = likelihood.likelihood_figures(base_sums, seed=run.seed)
-        before |= _replies(run, base, base_tokenizer, rows)[1]
+        before |= likelihood.replies(base, base_tokenizer, drawn, config, seed=run.seed)[1]
         difference = {"loss": likelihood.loss_difference(sums, base_sums, seed=run.seed)}
         columns = {"before": before, **columns, "difference": difference}
         report |= {"before": as_json(before), "difference": as_json(difference)}
     show(display, f"SFT, {rows} held-out rows; replies to {len(replies):,} of them", columns)
     if rows.by_source:
-        loss = {name: _loss(sums, numbers, seed=run.seed) for name, numbers in rows.by_source.items()}
+        loss = {
+            name: ratio_figure(sums.nll[numbers], sums.tokens[numbers], seed=run.seed)
+            for name, numbers in ((name, list(each)) for name, each in rows.by_source.items())
+        }
         show(display, "SFT, held-out loss by source of the data", {"loss": loss}, counts=True)
         report["by_source"] = {"loss": as_json(loss)}
     return report
-
-
-def _loss(sums: likelihood.RowSums, rows: Sequence[int], *, seed: int) -> Figure:
-    """The loss per target token on the rows with these numbers."""
-    return ratio_figure(sums.nll[list(rows)], sums.tokens[list(rows)], seed=seed)
-
-
-def _replies(
-    run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Example]
-) -> tuple[list[dict[str, str]], Figures]:
-    """A sampled reply to each of some prompts, and the figures of their form; both empty without prompts."""
-    assert run.sft is not None
-    drawn = Drawn(rows, REPLIES, run.seed)
-    (texts, lengths, ended), prompts = likelihood.replies(model, tokenizer, drawn, run.sft)
-    if not texts:
-        return [], {}
-    found = [{"prompt": prompt, "reply": text} for prompt, text in zip(prompts, texts, strict=True)]
-    return found, likelihood.reply_figures(texts, lengths, ended, seed=run.seed)
 
 
 # ---------------------------------------------------------------------------------------------- PPO

@@ -167,9 +167,7 @@ def _prompts(
         return rollout, Drawn(table, PROMPTS, run.seed)
     if run.sft is None:
         return Rollout(), []
-    evaluation = run.sft.evaluation
-    rollout = Rollout(temperature=evaluation.temperature, max_new_tokens=evaluation.max_new_tokens)
-    found = []
+    rollout, found = run.rollout(), []
     for row in Drawn(rows, PROMPTS, run.seed):
         ids = row.ids[: row.loss_mask.index(True)]
         if ids and len(ids) + rollout.max_new_tokens <= positions(model):

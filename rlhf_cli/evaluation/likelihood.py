@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Example
 from rlhf_cli.evaluation.figures import mean_figure, rate_figure, ratio_figure, share_figure
 from rlhf_cli.report.figure import Figure, Figures
+from rlhf_cli.rewards.rules import repeated
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.scoring import scored_targets
 from rlhf_cli.rollout.speaker import Speaker
@@ -74,21 +74,25 @@ def replies(
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[Example],
     config: SFTConfig,
-) -> tuple[tuple[list[str], Tensor, Tensor], list[str]]:
-    """A sampled reply to the prompt of each row: (texts, lengths in tokens, whether each ended), and the prompts.
+    *,
+    seed: int,
+) -> tuple[list[dict[str, str]], Figures]:
+    """A sampled reply to the prompt of each row, and the figures of their form; both empty without prompts.
 
     A prompt is what comes before the row's first target; rows that learn their prompt too have none and are skipped.
     """
     prompts = [row.ids[: row.loss_mask.index(True)] for row in rows]
     prompts = [ids for ids in prompts if ids]
+    if not prompts:
+        return [], {}
     speaker = Speaker.of(Rollout(max_new_tokens=config.evaluation.max_new_tokens), model, tokenizer, config.precision)
     uniforms = draw_uniforms(config.seed, "sft evaluation", 0, len(prompts), speaker.max_new_tokens)
     found = speaker.respond(prompts, uniforms)
     texts = list(map(speaker.text, found))
-    lengths = torch.tensor([float(len(one.ids)) for one in found])
-    ended = torch.tensor([one.ended for one in found])
+    lengths, ended = torch.tensor([float(len(one.ids)) for one in found]), torch.tensor([one.ended for one in found])
     shown = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in prompts]
-    return (texts, lengths, ended), shown
+    rows_of_both = [{"prompt": prompt, "reply": text} for prompt, text in zip(shown, texts, strict=True)]
+    return rows_of_both, reply_figures(texts, lengths, ended, seed=seed)
 
 
 def reply_figures(texts: Sequence[str], lengths: Tensor, ended: Tensor, *, seed: int) -> Figures:
@@ -99,15 +103,5 @@ def reply_figures(texts: Sequence[str], lengths: Tensor, ended: Tensor, *, seed:
         "eos_rate": share_figure(ended),
         "distinct_1": Figure(distinct_n(words, 1), *distinct_n_interval(words, 1), len(texts)),
         "distinct_2": Figure(distinct_n(words, 2), *distinct_n_interval(words, 2), len(texts)),
-        "repetition": rate_figure(torch.tensor([repetition(text) for text in words]), seed=seed),
+        "repetition": rate_figure(torch.tensor([repeated(text, NGRAM) for text in words]), seed=seed),
     }
-
-
-def repetition(words: Sequence[str]) -> float:
-    """The share of a text's n-grams of `NGRAM` words that occurred earlier in it; 0 for a shorter text.
-
-    >>> round(repetition("a b c d a b c d".split()), 3)  # the last of five was there before
-    0.2
-    """
-    counts = Counter(tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1))
-    return 1 - len(counts) / counts.total() if counts else 0.0

@@ -42,7 +42,7 @@ from rlhf_cli.models.save import save_facts
 from rlhf_cli.models.shard import prepare_for, shards
 from rlhf_cli.rewards.base import Spoken
 from rlhf_cli.rewards.models import score_sequences
-from rlhf_cli.rewards.texts import closed, cut_all, encode_texts, length_limit
+from rlhf_cli.rewards.texts import closed, cut_all, encode_whole, length_limit
 from rlhf_cli.rollout.rollout import gather_responses
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.speaker import Speaker
@@ -279,4 +279,4 @@ def sequences_of(
     decoded = [str(policy_tokenizer.decode(ids, skip_special_tokens=True)) for ids in texts]
     if not keep_special:
         decoded = [special_tokens_of(tokenizer).protect(text) for text in decoded]
-    return encode_texts(model, tokenizer, decoded, ended)
+    return encode_whole(model, tokenizer, decoded, ended)[0]

@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.bootstrap import bootstrap_interval
-from rlhf_cli.algorithms.calibration import (
-    Bin,
-    best_temperature,
-    best_temperatures,
-    calibration_error,
-    reliability,
-)
+from rlhf_cli.algorithms.calibration import best_temperature, best_temperatures, calibration_error
 from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.algorithms.statistics import correlation
 from rlhf_cli.data.answers import RankedIds, ScoredIds
@@ -147,11 +141,6 @@ def groups(pairs: Pairs, right: Tensor, by_source: Mapping[str, Sequence[int]] =
     for title, groups in masks.items():
         tables[title] = {name: share_figure(right[mask]) for name, mask in groups.items() if bool(mask.any())}
     return {title: table for title, table in tables.items() if table}
-
-
-def reliability_table(pairs: Pairs) -> list[Bin]:
-    """Stated confidence in the preferred answer against how often it is the better one, in ten bins from 1/2 to 1."""
-    return reliability(torch.sigmoid(pairs.margin.abs()), wins(pairs.better, pairs.worse), low=0.5)
 
 
 def worst_mistakes(pairs: Pairs) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encoders import PromptEncoder, PromptRow
 from rlhf_cli.data.splits import Drawn, held_out_rows
 from rlhf_cli.data.tokens import tokenise
@@ -171,16 +170,13 @@ class Arena:
             Models(policy, self.reference),
             sampling=self.speaker.sampling,
             tokenizer=self.tokenizer,
-            budget=self._budget(policy),
+            budget=self.run.budget(policy, self.config.precision),
             precision=self.config.precision,
             recompute=True,
             with_values=False,
         )
         distances = (rollout.logprobs - rollout.ref_logprobs).tolist()
         return rollout.responses, [row[: len(r.ids)] for row, r in zip(distances, rollout.responses, strict=True)]
-
-    def _budget(self, policy: PreTrainedModel) -> Budget:
-        return self.run.budget(policy, self.config.precision)
 
 
 # ------------------------------------------------------------------------------------------- before and after PPO

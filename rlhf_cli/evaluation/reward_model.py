@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_cli.algorithms.calibration import reliability
 from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.data.answers import AnswerEncoder, RankedIds, ScoredIds, ScoreEncoder, answer_encoder, labelled_pairs
@@ -184,7 +185,8 @@ def _of_pairs(run: Run, scorer: Scorer, ranked: Drawn[RankedIds], sentences: Sen
         chance_of_groups = dict.fromkeys(by_name, preferences.CHANCE)
         columns = {"accuracy": by_name, "chance": chance_of_groups, "longer wins": longer[title]}
         show(display, f"RM accuracy by {title}", columns, counts=True)
-    bins = [one for one in preferences.reliability_table(pairs) if one.count]
+    stated = reliability(torch.sigmoid(pairs.margin.abs()), wins(pairs.better, pairs.worse), low=0.5)
+    bins = [one for one in stated if one.count]
     display.table(
         "RM reliability: stated confidence in the preferred answer, and how often it is the better one",
         ["confidence", "stated", "true", "pairs"],

@@ -86,14 +86,10 @@ class BestOfN:
 
     def gold_at(self, score: float) -> float | None:
         """The mean gold where the mean score is this one, interpolated between two n; None if out of reach."""
-        if "gold" not in self.curves or (n := self.needed(score)) is None:
+        if "gold" not in self.curves or self.needed(score) is None:
             return None
-        (score_a, gold_a), (score_b, gold_b) = (
-            (self.mean("score", m), self.mean("gold", m)) for m in (max(1, n - 1), n)
-        )
-        if score_b == score_a:
-            return gold_b
-        return gold_a + (gold_b - gold_a) * (score - score_a) / (score_b - score_a)
+        scores, gold = (self.curves[name].mean(0, keepdim=True) for name in ("score", "gold"))
+        return _interpolated(scores, torch.tensor([score], dtype=torch.float64), gold)[1].item()
 
     def score_at(self, kl: float) -> Tensor:
         """[P] scores at this mean KL, interpolated between two n; beyond N those of N."""

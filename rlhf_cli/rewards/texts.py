@@ -62,13 +62,6 @@ def cut_all(sequences: Sequence[list[int]], longest: int, side: Side, bos: int |
     return [cut(ids, longest, side, bos) for ids in sequences], sum(len(ids) > longest for ids in sequences)
 
 
-def encode_texts(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], ended: Sequence[bool]
-) -> list[list[int]]:
-    """The ids of texts for a reward model's own tokenizer; a causal model gets EOS after a response that ended."""
-    return encode_whole(model, tokenizer, texts, ended)[0]
-
-
 def encode_whole(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.program import command
+from rlhf_cli.program import command, from_here
 from rlhf_cli.run.artifacts import ADAPTER_CONFIG, read_manifest, stage_directory
 from rlhf_cli.run.checkpoint_files import MEMBERS
 
@@ -65,8 +65,8 @@ def locate(
         if manifest is None or manifest.stage != folder.name or (folder != whole and not is_model(whole)):
             continue
         if stage is None or stage == folder.name:
-            return StageModel(_from_here(folder.parent), folder.name, name)
-        return _finished(_from_here(folder.parent), stage)
+            return StageModel(Path(from_here(folder.parent)), folder.name, name)
+        return _finished(Path(from_here(folder.parent)), stage)
     if is_model(path):
         return None
     finished = [name for name in default if read_manifest(stage_directory(path, name)) is not None]
@@ -79,9 +79,3 @@ def _finished(root: Path, stage: str) -> StageModel:
         what = f"stage {stage} is not finished" if any_is else "no stage is finished"
         raise ArtifactError(f"{root}: {what}. `{command('status', str(root))}` shows what is there")
     return StageModel(root, stage)
-
-
-def _from_here(path: Path) -> Path:
-    """The path relative to the working directory if it is inside it."""
-    here = Path.cwd().resolve()
-    return path.relative_to(here) if path.is_relative_to(here) else path

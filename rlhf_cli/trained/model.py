@@ -23,7 +23,6 @@ from rlhf_cli.models.check import check_directory
 from rlhf_cli.models.frozen import frozen_policy
 from rlhf_cli.models.load import check_vocabulary, load_tokenizer, prepare
 from rlhf_cli.rewards.base import RewardSource
-from rlhf_cli.rewards.models import load_reward_source
 from rlhf_cli.rewards.sources import load_rewards
 from rlhf_cli.rollout.prompt_form import PromptForm, logged_prompts, prompt_form
 from rlhf_cli.rollout.speaker import Speaker
@@ -101,11 +100,7 @@ class TrainedLanguageModel:
         """How responses are drawn: as in PPO, as the samples of SFT without it, else as generation_config.json says."""
         if self.run is None:
             return _rollout_outside(self.path, self.revision)
-        if self.run.ppo is not None:
-            return self.run.ppo.rollout
-        assert self.run.sft is not None
-        evaluation = self.run.sft.evaluation
-        return Rollout(temperature=evaluation.temperature, max_new_tokens=evaluation.max_new_tokens)
+        return self.run.rollout()
 
     def rewards(self) -> RewardSet | None:
         """The rewards of the run's PPO stage, or else its reward model; None without both."""
@@ -235,15 +230,13 @@ class RewardSet:
     rewards: Sequence[NamedReward]
     root: str = ""
     """The run's directory, where a reward model without a path is."""
-    key: str | None = None
-    """The option that named a single reward model; None for the rewards of a run."""
     keep_special: bool = False
 
     @classmethod
     def of_model(cls, directory: str, key: str) -> RewardSet:
         """A single reward model, given with the option `key`: a model, a finished rm stage, or a run with one."""
         path = reward_model_stage(directory)
-        return cls([NamedReward(key, path, ModelReward(type="reward_model", path=path))], key=key)
+        return cls([NamedReward(key, path, ModelReward(type="reward_model", path=path))])
 
     def load(
         self, tokenizer: PreTrainedTokenizerBase, device: torch.device, precision: str
@@ -252,22 +245,7 @@ class RewardSet:
 
         Raises ConfigError for rewards that do not fit the tokenizer, ArtifactError for a reward model that is missing.
         """
-        if self.key is None:
-            return load_rewards(self.rewards, self.root, tokenizer, device, precision, keep_special=self.keep_special)
-        ((_, _, reward, _),) = self.rewards
-        assert isinstance(reward, ModelReward)
-        assert reward.path is not None
-        source, notes = load_reward_source(
-            reward,
-            reward.path,
-            tokenizer,
-            device,
-            precision,
-            name=reward.path,
-            key=self.key,
-            keep_special=self.keep_special,
-        )
-        return [source], notes
+        return load_rewards(self.rewards, self.root, tokenizer, device, precision, keep_special=self.keep_special)
 
     def settings(self) -> dict[str, Any]:
         """Everything that decides the scores, to compare with an earlier run."""

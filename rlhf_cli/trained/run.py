@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.config.base import Section
 from rlhf_cli.config.by_stage import load_stage_config
-from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.ppo import PPOConfig, Rollout
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.data.batches import Budget
@@ -58,6 +58,13 @@ class Run:
     def model_path(self, stage: str) -> str:
         """The model directory of a stage."""
         return str(stage_directory(self.root, stage) / "model")
+
+    def rollout(self) -> Rollout:
+        """How responses are drawn: as in PPO, or as the samples of SFT without it."""
+        if self.ppo is not None:
+            return self.ppo.rollout
+        assert self.sft is not None
+        return Rollout(temperature=self.sft.evaluation.temperature, max_new_tokens=self.sft.evaluation.max_new_tokens)
 
     def load(self, path: str, precision: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """A language model, on the device and held for passes in `precision`, and its tokenizer."""

@@ -230,7 +230,7 @@ def test_a_sources_keys_are_set(tmp_path: Path) -> None:
 
 
 def test_every_key_of_a_source_that_was_an_option_is_a_key() -> None:
-    from rlhf_cli.commands.options import SET_INSTEAD
     from rlhf_cli.config.data import DataSource
 
-    assert {name[2:].replace("-", "_") for name in SET_INSTEAD} <= set(DataSource.model_fields)
+    keys = {text.partition("=")[0].partition(".")[0] for text in cli.SET_INSTEAD.values()}
+    assert keys <= set(DataSource.model_fields)

@@ -8,10 +8,7 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +20,13 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands import output
 from rlhf_cli.commands.data_generate import KnownPrompts, data_generate, prompts_in
 from rlhf_cli.commands.local_writer import LocalWriter
-from rlhf_cli.commands.output import Output
-from rlhf_cli.commands.writer import WriterOptions, Written, fill
+from rlhf_cli.commands.writer import WriterOptions, Written
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.rows import Row
 from rlhf_cli.data.views import demonstration, ranking
 from rlhf_cli.data.words import words
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
-from support.crash import wait_for
 from support.servers import KEY, Call, ChatServer, Reply, ask, completion
 from support.tiny import WORDS, read_jsonl, write_jsonl
 from support.writers import contents, failing_after, local, remote, run_command
@@ -255,26 +250,11 @@ def test_other_scripts_are_still_compared_by_words() -> None:
 
 
 def test_similarity_is_the_fraction_of_common_words() -> None:
-    def slow(a: str, b: str) -> float:
-        left, right = ({w.lower() for w in "".join(c if c.isalnum() else " " for c in t).split()} for t in (a, b))
-        both = sum(1 for word in left if word in right)
-        return both / (len(left) + len(right) - both)
-
-    rng = random.Random(5)
-    texts = [
-        " ".join(rng.choices(["Tent", "lamp,", "radio", "map", "is", "late!", "broken"], k=rng.randint(1, 7)))
-        for _ in range(150)
-    ]
-    for threshold in (0.01, 0.3, 0.5, 0.6, 0.7, 1.0):
+    for threshold, is_known in ((0.61, False), (0.6, True), (0.01, True)):  # three of five words are common
         known = KnownPrompts(threshold)
-        kept: list[str] = []
-        for text in texts:
-            first = next((other for other in kept if slow(text, other) >= threshold - 1e-12), None)
-            assert known.similar(text) == first
-            if first is None:
-                known.add(text)
-                kept.append(text)
-        assert 1 < len(kept) < len(texts) or threshold < 0.1
+        known.add("radio")
+        known.add("The tent, tent is LATE")
+        assert known.similar("is the tent broken?") == ("The tent, tent is LATE" if is_known else None)
     assert words("¡¡!!") == frozenset({"¡¡!!"})
 
 
@@ -297,11 +277,6 @@ def test_a_model_without_new_prompts_ends_the_run(tmp_path: Path) -> None:
         with pytest.raises(RunError, match=r"no new prompt in the last 40 answers; 1 of 5 are written"):
             run(source, "prompts", tmp_path / "out" / "new.jsonl", remote(server, concurrency=1), num=5)
     assert len(server.bodies) == 44
-
-
-def test_placeholders_are_filled_in_one_pass() -> None:
-    assert fill('{"a": {prompt}} {b} {{prompt}}', prompt="{b}") == '{"a": {b}} {b} {{b}}'
-    assert fill("{a}{b}", a="{b}", b="{a}") == "{b}{a}"
 
 
 # --------------------------------------------------------------------------------------------- resume
@@ -349,35 +324,6 @@ def test_killed_at_any_line_and_resumed_gives_the_same_bytes(
         assert sum(content.count(b"\n") for content in contents(out)) == died_at
         run(source, task, out, writer, **settings)
         assert contents(out) == expected, f"died at line {died_at}"
-
-
-def test_a_killed_process_resumes(make_model: Any, prompts: Path, tmp_path: Path) -> None:
-    writer = local(make_model("llama"), batch_size=2)
-    run(prompts, "samples", tmp_path / "whole.jsonl", writer)
-    expected = contents(tmp_path / "whole.jsonl")
-    out, write_line = tmp_path / "killed" / "out.jsonl", Output._line
-
-    def num_rows() -> int:
-        return out.read_bytes().count(b"\n") if out.exists() else 0
-
-    for enough in (1, 7, 15):
-
-        def line_or_halt(self: Output, which: int, values: dict[str, Any], enough: int = enough) -> None:
-            if num_rows() >= enough:
-                time.sleep(600)
-            write_line(self, which, values)
-
-        child = os.fork()
-        if child == 0:  # pragma: no cover
-            Output._line = line_or_halt  # type: ignore[method-assign]
-            run(prompts, "samples", out, writer)
-            os._exit(0)
-        wait_for(lambda enough=enough: num_rows() >= enough)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        assert num_rows() == enough
-    run(prompts, "samples", out, writer)
-    assert contents(out) == expected
 
 
 def test_a_finished_file_is_unchanged_and_more_rows_are_appended(
@@ -567,29 +513,6 @@ def test_ctrl_c_says_how_to_resume(prompts: Path, tmp_path: Path) -> None:
     assert len(read_jsonl(out)) == 8
 
 
-@pytest.mark.slow
-def test_ctrl_c_does_not_wait_for_a_server_that_hangs(prompts: Path, tmp_path: Path) -> None:
-    """The full command: waiting for an answer must not keep the process alive."""
-    asked, resumed_step = threading.Event(), threading.Event()
-
-    def hang(_: Call) -> Reply:
-        asked.set()
-        resumed_step.wait(1200)
-        return 200, {}, completion("x")
-
-    with ChatServer(hang) as server:
-        command = [sys.executable, "-m", "rlhf_cli", "data", "generate", str(prompts), "--task", "demonstrations"]
-        command += ["--out", str(tmp_path / "out.jsonl"), "--server", server.url, "--model", "m"]
-        restore = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=restore)
-        assert asked.wait(120)
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=120)
-        resumed_step.set()
-    assert process.returncode == 130
-    assert said == f"interrupted: 0 rows are in {tmp_path}/out.jsonl. Run the same command to resume\n"
-
-
 def test_an_interrupted_restart_leaves_no_settings(
     make_model: Any, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -659,12 +582,3 @@ def test_invalid_options_are_refused_in_one_line(
     assert said in result.output
     assert "Traceback" not in result.output
     assert "secret" not in result.output
-
-
-def test_a_template_without_its_placeholder_is_refused(prompts: Path, make_model: Any, tmp_path: Path) -> None:
-    template = tmp_path / "template.txt"
-    template.write_text("Answer {promt}")
-    with pytest.raises(ConfigError, match=r"template.txt lacks \{prompt\}"):
-        run(prompts, "demonstrations", tmp_path / "out.jsonl", local(make_model("llama")), template=template)
-    with pytest.raises(ConfigError, match=r"lacks \{seeds\}"):
-        run(prompts, "prompts", tmp_path / "out.jsonl", local(make_model("llama")), template=template, num=3)

@@ -70,15 +70,6 @@ def test_a_manifest_with_escapes_is_shown_as_text(project: Path) -> None:
         assert controls(rlhf(command, project / "run").output) == ""
 
 
-def test_rows_with_escapes_are_shown_as_text(tmp_path: Path) -> None:
-    rows = [{"prompt": f"a {ESCAPE}", "response": f"[/b] {ESCAPE}"}, {"prompt": ESCAPE, "response": 7}]
-    source = write_jsonl(tmp_path / f"rows{ESCAPE.replace('/', '')}.jsonl", rows)
-    for command in ("show", "check"):
-        output = rlhf("data", command, source, "--for", "sft").output
-        assert "rows" in output
-        assert controls(output) == ""
-
-
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_display_prints_no_control_characters_but_its_own(is_terminal: bool) -> None:
     file = io.StringIO()
@@ -129,23 +120,14 @@ def test_everything_is_printed_through_one_place() -> None:
 LONG = "n" * 300
 COMMANDS: dict[str, tuple[str, ...]] = {
     "status": ("status", LONG),
-    "doctor": ("doctor", LONG),
     "init": ("init", LONG),
     "pipeline": ("pipeline", LONG),
-    "sft": ("sft", LONG),
     "rm": ("rm", LONG),
     "config check": ("config", "check", f"{LONG}.yaml", "--stage", "sft"),
-    "config show": ("config", "show", f"{LONG}.yaml", "--stage", "sft"),
     "data check": ("data", "check", f"{LONG}.jsonl", "--for", "sft"),
-    "data show": ("data", "show", f"{LONG}.jsonl", "--for", "sft"),
     "data convert": ("data", "convert", "rows.jsonl", "--for", "sft", "--out", f"{LONG}.jsonl"),
-    "data generate": (
-        "data", "generate", "rows.jsonl", "--task", "demonstrations", "--model", "m", "--server", "http://127.0.0.1:1",
-        "--out", f"{LONG}.jsonl",
-    ),
     "data score": (
-        "data", "score", "rows.jsonl", "--model", "m", "--server", "http://127.0.0.1:1", "--out", "x.jsonl",
-        "--template", LONG,
+        "data", "score", "rows.jsonl", "--model", "m", "--server", "http://127.0.0.1:1", "--out", f"{LONG}.jsonl",
     ),
     "rm serve": ("rm", "serve", LONG),
 }  # fmt: skip
@@ -251,21 +233,15 @@ BOMBS = [
     "((a{1000}){1000}){1000}",
     "(?:(?:[ab]{999}){999}){999}",
     "((a{500,}){500,900}){500}",
-    "(((a{70}){70}){70}){70}",
-    "a{1000000000}",
     "(?x)(a{999}) {999}",
     "\\p{L}{9999999}",
 ]
 HARMLESS = [
     "a{1000}",
-    "(a{30}){30}",
     "(a*)*b+",
     "\\{9999\\}{3}",
     "[{99999999}]{9}",
-    "(?:x{2,}){5}",
-    "a{,3}",
     "((a{1,500}){1,500}){1,500}",
-    "x{a}",
 ]
 
 

@@ -21,9 +21,8 @@ import httpx2
 import pytest
 
 from rlhf_cli.commands import label_page
-from rlhf_cli.commands.label import label, labels_in, show_agreement
+from rlhf_cli.commands.label import Labelling, label, labels_in, pairs_of, show_agreement
 from rlhf_cli.commands.label_page import Page
-from rlhf_cli.commands.labelling import Labelling, pairs_of
 from rlhf_cli.commands.options import SourceOptions
 from rlhf_cli.commands.output import Output, items
 from rlhf_cli.config.data import DataSource
@@ -205,25 +204,15 @@ def test_answers_to_other_pairs_are_not_continued(
 
 
 EDITED: list[Any] = [
-    b"{",
     b"[" * 100_000,
     b'{"prompt": "\xff"}',
     [],
-    None,
     {},
-    {"number": None},
-    {"number": "0"},
     {"number": True},
-    {"number": 1},
     {"number": 7},
-    {"side": 3},
     {"side": []},
-    {"chosen_column": None},
     {"chosen_column": ["x"]},
-    {"rejected_column": {}},
-    {"reason": None},
     {"reason": []},
-    {"columns": None},
     {"columns": [1, 2]},
     {"columns": ["response"]},
     {"pair": ["x"]},

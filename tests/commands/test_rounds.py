@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
-from rlhf_cli.commands.labelling import Labelling, pairs_of
+from rlhf_cli.commands.label import Labelling, pairs_of
 from rlhf_cli.commands.output import Output, data_digest
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.run.artifacts import digest_file, read_manifest

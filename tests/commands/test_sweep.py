@@ -11,7 +11,7 @@ import yaml
 
 from rlhf_cli.commands import pipeline
 from rlhf_cli.commands import sweep as module
-from rlhf_cli.commands.sweep import Sweep, members_of, over_seeds, sweep
+from rlhf_cli.commands.sweep import Sweep, members_of, sweep
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.errors import ConfigError, Interrupted, RunError
 from rlhf_cli.report.charts import frontier_charts
@@ -210,7 +210,3 @@ def test_the_frontier_has_a_point_per_run_named_by_its_setting(folder):
         ("kl_coef 0.2", pytest.approx(2.3)),
     ]
     assert json.dumps(chart.spec)
-
-
-def test_one_seed_has_no_interval():
-    assert over_seeds([2.0]) == "2"

@@ -22,7 +22,6 @@ from rlhf_cli.config.sft_rm import SFTModel
 from rlhf_cli.data.answers import RankedIds, ScoredIds
 from rlhf_cli.data.records import Ranking, Scored
 from rlhf_cli.data.splits import Drawn
-from rlhf_cli.evaluation import likelihood
 from rlhf_cli.evaluation.agreement import score_figures
 from rlhf_cli.evaluation.figures import Sentences, correlation_figure, ratio_figure, show
 from rlhf_cli.evaluation.preferences import (
@@ -42,7 +41,6 @@ from rlhf_cli.evaluation.yardstick import (
     BestOfN,
     along_the_run,
     beside_the_best,
-    gold_curve,
     tilt_curve,
     tilted,
 )
@@ -383,11 +381,6 @@ def test_a_figure_that_is_not_finite_is_left_out_of_json():
     assert Figure(math.inf, rows=3).as_json() == {"rows": 3}
 
 
-def test_repetition_within_a_reply():
-    assert likelihood.repetition(["a"] * 8) == 0.8
-    assert likelihood.repetition(["a", "b"]) == 0.0
-
-
 def replies(score, gold=None, length=None):
     score = torch.tensor(score, dtype=torch.float64)
     rows, columns = score.shape
@@ -547,23 +540,6 @@ def test_ppo_beside_best_of_n_at_the_same_kl():
     assert sides["difference"]["score"].low < -0.1 < sides["difference"]["score"].high < -0.05
     assert sides["difference"]["gold"].value == pytest.approx(0, abs=1e-12)
     assert BestOfN(samples).beside(replace(ppo, kl=kl[:, None] + 9), seed=0) is None
-
-
-def test_the_gold_curve_of_a_run_and_its_interval():
-    generator = torch.Generator().manual_seed(0)
-    points = [{"kl": 0.0, "gold": 2.0}]
-    for step in range(1, 40):
-        d = step / 10
-        noise = 0.05 * torch.randn(1, generator=generator).item()
-        points.append({"kl": d * d, "gold": 2.0 + d * (2.0 - 1.2 * math.log(d)) + noise})
-    found = gold_curve(points, "gold")
-    assert found is not None
-    for name, truth in (("a", 2.0), ("b", 1.2)):
-        assert found[name]["low"] < truth < found[name]["high"]
-    assert found["end"] == pytest.approx(3.9)
-    assert found["peak"] == pytest.approx(math.exp(2 / 1.2 - 1), rel=0.05)
-    assert gold_curve(points[:5], "gold") is None, "points 1 to 4 and the start, from which nothing can be told"
-    assert gold_curve(points[:6], "gold") is not None
 
 
 def test_the_figures_along_a_run_and_where_on_the_curve_it_ended(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import itertools
 import os
@@ -161,14 +160,14 @@ def drip(connection, content=b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
         connection.close()
 
 
-@pytest.mark.parametrize("behaviour", ["silent", "drips", "never accepts"])
+@pytest.mark.parametrize("behaviour", ["silent", "drips"])
 def test_a_server_that_hangs_times_out(behaviour):
     """The time limit covers the whole request: without one, each of these servers would hold the client forever."""
-    with socket.create_server(("127.0.0.1", 0), backlog=0 if behaviour == "never accepts" else 16) as listener:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         open_ones = []
 
         def accept():
-            while behaviour != "never accepts":
+            while True:
                 try:
                     open_ones.append(listener.accept()[0])
                 except OSError:
@@ -207,28 +206,6 @@ def test_an_oversized_answer_is_refused(scripted, monkeypatch, layers):
     server = scripted(lambda *_: (200, {"Content-Encoding": ", ".join(["gzip"] * layers)} if layers else {}, answer))
     with pytest.raises(RewardError, match="answered 200 with more than 1000000 bytes"):
         asks(server).score(batch(["x"]))
-
-
-def test_an_answer_without_an_end_is_cut_off(monkeypatch):
-    monkeypatch.setattr(http_client, "MAX_ANSWER_BYTES", 1_000_000)
-    sent = []
-
-    def flood(connection):
-        connection.recv(65536)
-        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-        with contextlib.suppress(OSError):
-            while len(sent) < 1000:
-                connection.sendall(b"x" * 1_000_000)
-                sent.append(1)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=lambda: flood(listener.accept()[0]))
-        thread.start()
-        source = source_of({"type": "http", "url": f"http://127.0.0.1:{listener.getsockname()[1]}/", "retries": 0})
-        with pytest.raises(RewardError, match="answered 200 with more than 1000000 bytes"):
-            source.score(batch(["x"]))
-        thread.join()
-    assert len(sent) < 50, "what the sockets hold, and not the gigabyte that was offered"
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
@@ -308,14 +285,6 @@ def test_a_secret_in_the_query_of_a_url_is_refused_and_not_shown(query):
     with pytest.raises(ValidationError, match="its query contains a parameter like") as caught:
         source_of({"type": "http", "url": f"https://example.org/score?{query}"})
     assert "s3cret" not in caught.value.errors()[0]["msg"]
-
-
-@pytest.mark.parametrize("query", ["", "?model=a&keyboard=b", "?tokenizer=a&design=b&author=c"])
-def test_other_queries_are_sent(scripted, query):
-    server = scripted(lengths)
-    server.url += query
-    assert asks(server).score(batch(["a"])).tolist() == [4.0]
-    assert server.paths == [f"/get_reward{query}"]
 
 
 def test_a_pause_is_printed_once_and_a_signal_ends_it(scripted, capsys, monkeypatch):

@@ -30,7 +30,7 @@ from rlhf_cli.models.scratch import new_model
 from rlhf_cli.report.progress import Display
 from rlhf_cli.rewards.functions import load_function
 from rlhf_cli.rewards.models import score_sequences
-from rlhf_cli.rewards.texts import encode_texts
+from rlhf_cli.rewards.texts import encode_whole
 from rlhf_cli.run.artifacts import read_manifest
 from stages import sft as sft_stage
 from support.tiny import encoder, read_jsonl, training_examples, write_jsonl
@@ -196,7 +196,7 @@ def test_a_long_text_is_cut_to_the_positions_of_roberta(word_piece, tmp_path):
     word_piece.save_pretrained(tmp_path)
     model, tokenizer = load_reward_model(str(tmp_path)), load_tokenizer(str(tmp_path))
     tokenizer.model_max_length = 128  # as in released tokenizers
-    sequences = encode_texts(model, tokenizer, ["we will send " * 100], [True])
+    sequences, _ = encode_whole(model, tokenizer, ["we will send " * 100], [True])
     assert score_sequences(model, sequences, "float32").isfinite().all()
 
 
