@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.decoders.decoder import UnsupportedError
-from rlhf_cli.kernels.linear import FastConv1D, FastLinear, fixed_linear
+from rlhf_cli.kernels.linear import FastConv1D, FastLinear, fixed_linear, fixed_weight
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -48,10 +49,12 @@ class Layer:
 class Network:
     """A model as functions of tensors."""
 
+    weights: Weights
+    """All that the functions read."""
     embed: Callable[[Tensor, Tensor], Tensor]
     """Token ids [N] and their positions [N] -> [N, hidden]."""
-    rotation: Tensor | None
-    """[longest, head_dim / 2] complex, for each position; None for a model without rotary embeddings."""
+    rotation: Map | None
+    """Positions [N] -> [N, head_dim / 2] complex; None for a model without rotary embeddings."""
     layers: list[Layer]
     norm: Map
     head: Map
@@ -67,10 +70,10 @@ class Network:
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states before the last norm: ids [N] at `positions` [N] -> [N, hidden]."""
         heads, kv_heads = self.heads, self.kv_heads
-        rotation = None if self.rotation is None else self.rotation[positions][:, None]  # [N, 1, D / 2]
+        rotation = None if self.rotation is None else self.rotation(positions)[:, None]  # [N, 1, D / 2]
         x = self.embed(ids, positions)  # [N, hidden]
         for number, layer in enumerate(self.layers):
-            qkv = layer.qkv(layer.norm_1(x)).view(len(x), -1, self.head_dim)  # [N, heads + 2 * kv_heads, D]
+            qkv = layer.qkv(layer.norm_1(x)).view(-1, heads + 2 * kv_heads, self.head_dim)
             qk, value = qkv.split([heads + kv_heads, kv_heads], dim=1)
             if layer.norm_query is not None and layer.norm_key is not None:
                 qk = torch.cat([layer.norm_query(qk[:, :heads]), layer.norm_key(qk[:, heads:])], dim=1)
@@ -101,6 +104,81 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------- reading a model
 
 
+class Weights(list[Tensor]):
+    """The weights of a network, and functions that read them from this list when they are called.
+
+    So a step that was recorded with other weights in the list (recorded.py) computes with those that it is given.
+    """
+
+    are_all = True
+    """Whether the functions read nothing else. A module of an unknown class, such as an adapter, is called as it is."""
+
+    def read(self, weight: Tensor) -> Callable[[], Tensor]:
+        """Append a weight; return a function that reads it."""
+        self.append(weight.detach())
+        return functools.partial(self.__getitem__, len(self) - 1)
+
+    @contextlib.contextmanager
+    def replaced(self, others: Sequence[Tensor]) -> Iterator[None]:
+        """Inside the block, the functions read these instead."""
+        own = list(self)
+        self[:] = others
+        try:
+            yield
+        finally:
+            self[:] = own
+
+    def linear(self, *modules: Any) -> Map:
+        """Linear layers with the same input as one product, side by side."""
+        if not all(type(module) in (nn.Linear, FastLinear, Conv1D, FastConv1D) for module in modules):
+            self.are_all = False
+            return modules[0] if len(modules) == 1 else lambda x: torch.cat([module(x) for module in modules], dim=-1)
+        weights = [m.weight.t() if isinstance(m, Conv1D) else m.weight for m in modules]
+        weight = self.read(fixed_weight(weights[0] if len(weights) == 1 else torch.cat(weights)))
+        if all(module.bias is None for module in modules):
+            return lambda x: fixed_linear(x, weight(), None)
+        biases = [w.new_zeros(len(w)) if m.bias is None else m.bias for m, w in zip(modules, weights, strict=True)]
+        bias = self.read(torch.cat(biases))
+        return lambda x: fixed_linear(x, weight(), bias())
+
+    def rms_norm(self, module: Any) -> Map:
+        """``x / sqrt(mean(x^2) + eps) * weight``.
+
+        Computed as ``x / hypot(|x|, sqrt(size * eps)) * (sqrt(size) * weight)``: four operations, where torch's own
+        rms_norm takes seven on a CPU.
+        """
+        size = len(module.weight)
+        least = torch.tensor(math.sqrt(size * module.variance_epsilon))
+        weight = self.read(module.weight * math.sqrt(size))
+        return lambda x: x.div(torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(least)).mul_(weight())
+
+    def layer_norm(self, module: Any) -> Map:
+        """torch's layer norm."""
+        if type(module) is not nn.LayerNorm or module.bias is None:
+            self.are_all = False
+            return module
+        weight, bias = self.read(module.weight), self.read(module.bias)
+        return lambda x: F.layer_norm(x, module.normalized_shape, weight(), bias(), module.eps)
+
+    def activation(self, module: Any) -> Map:
+        """An activation, called as it is."""
+        self.are_all &= not list(module.parameters())
+        function: Map = module
+        return function
+
+    def rows(self, table: Tensor) -> Map:
+        """Rows of a table by their numbers: [N] -> [N, ...]."""
+        weight = self.read(table)
+        return lambda numbers: weight().index_select(0, numbers)
+
+    def embedding(self, module: Any) -> Map:
+        """Embeddings of token ids."""
+        if type(module) is nn.Embedding and module.max_norm is None:
+            return self.rows(module.weight)
+        self.are_all = False
+        return module
+
+
 def read_network(model: PreTrainedModel, longest: int) -> Network:
     """The network with the model's current weights, for rows of at most `longest` tokens. Raises UnsupportedError."""
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
@@ -123,6 +201,8 @@ def _read_llama(model: Any, longest: int) -> Network:
         raise UnsupportedError(f"its rotary embedding ({rope}) changes with the length of the text")
     head_dim = backbone.layers[0].self_attn.head_dim
     device = next(model.parameters()).device
+    weights = Weights()
+    embed = weights.embedding(backbone.embed_tokens)
     positions = torch.arange(longest, device=device)[None]
     cos, sin = (x[0, :, : head_dim // 2] for x in backbone.rotary_emb(torch.zeros(1, device=device), positions))
 
@@ -130,22 +210,27 @@ def _read_llama(model: Any, longest: int) -> Network:
         attention, mlp = block.self_attn, block.mlp
         with_head_norms = config.model_type == "qwen3"
         return Layer(
-            norm_1=_rms_norm(block.input_layernorm),
-            qkv=_linear(attention.q_proj, attention.k_proj, attention.v_proj),
-            norm_query=_rms_norm(attention.q_norm) if with_head_norms else None,
-            norm_key=_rms_norm(attention.k_norm) if with_head_norms else None,
+            norm_1=weights.rms_norm(block.input_layernorm),
+            qkv=weights.linear(attention.q_proj, attention.k_proj, attention.v_proj),
+            norm_query=weights.rms_norm(attention.q_norm) if with_head_norms else None,
+            norm_key=weights.rms_norm(attention.k_norm) if with_head_norms else None,
             scaling=attention.scaling,
-            out=_linear(attention.o_proj),
-            norm_2=_rms_norm(block.post_attention_layernorm),
-            feed=_gated(_linear(mlp.gate_proj, mlp.up_proj), mlp.act_fn, _linear(mlp.down_proj)),
+            out=weights.linear(attention.o_proj),
+            norm_2=weights.rms_norm(block.post_attention_layernorm),
+            feed=gated(
+                weights.linear(mlp.gate_proj, mlp.up_proj),
+                weights.activation(mlp.act_fn),
+                weights.linear(mlp.down_proj),
+            ),
         )
 
     return Network(
-        embed=lambda ids, _: backbone.embed_tokens(ids),
-        rotation=torch.complex(cos, sin),
+        weights=weights,
+        embed=lambda ids, _: embed(ids),
+        rotation=weights.rows(torch.complex(cos, sin)),
         layers=[layer(block) for block in backbone.layers],
-        norm=_rms_norm(backbone.norm),
-        head=_linear(model.lm_head),
+        norm=weights.rms_norm(backbone.norm),
+        head=weights.linear(model.lm_head),
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
@@ -154,65 +239,43 @@ def _read_llama(model: Any, longest: int) -> Network:
 
 def _read_gpt2(model: Any) -> Network:
     config, backbone = model.config, model.transformer
+    weights = Weights()
+    token, position = weights.embedding(backbone.wte), weights.embedding(backbone.wpe)
 
     def layer(block: Any) -> Layer:
-        up, down = _linear(block.mlp.c_fc), _linear(block.mlp.c_proj)
-        activation = block.mlp.act
+        up, down = weights.linear(block.mlp.c_fc), weights.linear(block.mlp.c_proj)
+        activation = weights.activation(block.mlp.act)
         if type(activation) is NewGELUActivation:  # The same function as one operation instead of eight.
             activation = functools.partial(F.gelu, approximate="tanh")
         return Layer(
-            norm_1=block.ln_1,
-            qkv=_linear(block.attn.c_attn),
+            norm_1=weights.layer_norm(block.ln_1),
+            qkv=weights.linear(block.attn.c_attn),
             norm_query=None,
             norm_key=None,
             scaling=block.attn.scaling,
-            out=_linear(block.attn.c_proj),
-            norm_2=block.ln_2,
+            out=weights.linear(block.attn.c_proj),
+            norm_2=weights.layer_norm(block.ln_2),
             feed=lambda x: down(activation(up(x))),
         )
 
     return Network(
-        embed=lambda ids, positions: backbone.wte(ids) + backbone.wpe(positions),
+        weights=weights,
+        embed=lambda ids, positions: token(ids) + position(positions),
         rotation=None,
         layers=[layer(block) for block in backbone.h],
-        norm=backbone.ln_f,
-        head=_linear(model.lm_head),
+        norm=weights.layer_norm(backbone.ln_f),
+        head=weights.linear(model.lm_head),
         heads=config.n_head,
         kv_heads=config.n_head,
         head_dim=config.n_embd // config.n_head,
     )
 
 
-def _gated(gate_and_up: Map, activation: Map, down: Map) -> Map:
+def gated(gate_and_up: Map, activation: Map, down: Map) -> Map:
+    """The gated feed-forward layer: ``down(activation(gate(x)) * up(x))``."""
+
     def feed(x: Tensor) -> Tensor:
         gate, up = gate_and_up(x).chunk(2, dim=-1)
         return down(activation(gate) * up)
 
     return feed
-
-
-def _linear(*modules: Any) -> Map:
-    """Linear layers with the same input as one product, side by side; modules of other classes are called as they are.
-
-    An adapter around a linear layer is of another class.
-    """
-    if not all(type(module) in (nn.Linear, FastLinear, Conv1D, FastConv1D) for module in modules):
-        return modules[0] if len(modules) == 1 else lambda x: torch.cat([module(x) for module in modules], dim=-1)
-    weights = [m.weight.t() if isinstance(m, Conv1D) else m.weight for m in modules]
-    bias = None
-    if any(module.bias is not None for module in modules):
-        biases = [w.new_zeros(len(w)) if m.bias is None else m.bias for m, w in zip(modules, weights, strict=True)]
-        bias = torch.cat(biases)
-    return fixed_linear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
-
-
-def _rms_norm(module: Any) -> Map:
-    """``x / sqrt(mean(x^2) + eps) * weight``.
-
-    Computed as ``x / hypot(|x|, sqrt(size * eps)) * (sqrt(size) * weight)``: four operations, where torch's own
-    rms_norm takes seven on a CPU.
-    """
-    size = len(module.weight)
-    least = torch.tensor(math.sqrt(size * module.variance_epsilon))
-    weight = module.weight * math.sqrt(size)
-    return lambda x: x.div(torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(least)).mul_(weight)

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,8 @@ from transformers import PreTrainedModel
 
 from rlhf_cli.decoders.decoder import UnsupportedError, gap_to_forward, once_per_model
 from rlhf_cli.decoders.network import read_network
-from rlhf_cli.decoders.paged_cache import PAGE, PagedCache
+from rlhf_cli.decoders.paged_cache import PAGE, PagedCache, Places, attend
+from rlhf_cli.decoders.recorded import recorded
 from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, held_precision, positions, vocabulary_rows
 from rlhf_cli.packing import pack
 from rlhf_cli.processes.threads import num_threads
@@ -34,8 +36,9 @@ from rlhf_cli.processes.threads import num_threads
 FEWEST_ROWS = 16
 """Rows of a step when rows are decoded in threads. Products of fewer rows may have other last digits."""
 GROUP_NUMBERS = 8192
-"""Fewest rows that a thread decodes, times the width of the model. With fewer numbers in each operation the threads
-mostly wait for Python: 32 rows of width 128 in two groups take 1.2 to 1.4 times as long as 64 in one."""
+"""Fewest rows that a thread decodes, times the width of the model, if the step is not recorded. With fewer numbers in
+each operation the threads mostly wait for Python: 32 rows of width 128 in two groups take 1.2 to 1.4 times as long as
+64 in one."""
 READ_TOKENS = 1024
 """Maximum prompt tokens per forward pass. Intermediate tensors of this size stay in the processor's cache: 64 prompts
 take a quarter less time than in one pass."""
@@ -52,7 +55,10 @@ def paged_decoder(model: PreTrainedModel, longest: int) -> PagedDecoder:
         # Before the decoder exists: each has a copy of the weights.
         if reason := _why_not(model):
             raise UnsupportedError(reason)
-        return PagedDecoder(model, longest)
+        recorded_step = _recorded_step(model)
+        decoder = PagedDecoder(model, longest)
+        decoder._recorded = recorded_step
+        return decoder
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedError(f"its modules are not the ones this decoder expects ({type(error).__name__})") from error
 
@@ -64,6 +70,32 @@ def _why_not(model: PreTrainedModel) -> str:
     # "not <=" is also true of a NaN gap.
     tolerance = TOLERANCE if held_precision(model) is None else BFLOAT16_TOLERANCE
     return f"the paged decoder differs from a plain forward by {gap:.1e}" if not gap <= tolerance else ""
+
+
+@once_per_model
+@torch.no_grad()
+def _recorded_step(model: PreTrainedModel) -> Callable[..., Tensor] | None:
+    """A step for any weights, rows and texts of this model, without Python; None if it cannot be recorded."""
+    longest = min(PAGE + 3, positions(model))
+    decoder = PagedDecoder(model, longest)
+    weights = decoder.network.weights
+
+    def step(
+        given: list[Tensor], ids: Tensor, positions: Tensor, places: Sequence[Tensor], *pools: list[Tensor]
+    ) -> Tensor:
+        with weights.replaced(given):
+            return decoder._next_logits(ids, positions, Places(*places), *pools)
+
+    def example(rows: int, length: int) -> tuple[Any, ...]:
+        cache = decoder.cache = decoder._new_cache()
+        decoder.admit([[1 + row % 3] * length for row in range(rows)])
+        positions, places = cache.add_token()
+        ids = decoder._round_up_rows(torch.arange(rows) % 3)
+        return list(weights), ids, positions, tuple(places), cache.keys, cache.values
+
+    if not weights.are_all:
+        return None
+    return recorded(step, example(FEWEST_ROWS, 3), example(2 * FEWEST_ROWS - 3, longest - 1))
 
 
 @once_per_model
@@ -107,6 +139,7 @@ class PagedDecoder:
         self._model = model
         self.network = read_network(model, longest)
         self.cache = self._new_cache()
+        self._recorded: Callable[..., Tensor] | None = None
 
     def _new_cache(self) -> PagedCache:
         network = self.network
@@ -115,7 +148,8 @@ class PagedDecoder:
     def apart(self, rows: int) -> list[PagedDecoder]:
         if rows < 2 * FEWEST_ROWS:
             return [self]
-        count = min(num_threads(), rows // max(FEWEST_ROWS, GROUP_NUMBERS // self.network.width))
+        fewest = FEWEST_ROWS if self._recorded else max(FEWEST_ROWS, GROUP_NUMBERS // self.network.width)
+        count = min(num_threads(), rows // fewest)
         return [self.another() for _ in range(count if count > 1 and _rows_are_independent(self._model) else 1)]
 
     def another(self) -> PagedDecoder:
@@ -159,9 +193,25 @@ class PagedDecoder:
 
     def step(self, ids: Tensor) -> Tensor:
         """Append one token to each row, ids [B]; return the logits of the next tokens [B, V]."""
-        positions = self.cache.add_token()
-        hidden = self.network.forward(self._round_up_rows(ids), positions, self.cache.attend)
-        return self.network.logits(hidden)[: len(ids)]
+        cache, rounded = self.cache, self._round_up_rows(ids)
+        positions, places = cache.add_token()
+        if self._recorded is None:
+            logits = self._next_logits(rounded, positions, places, cache.keys, cache.values)
+        else:
+            weights = list(self.network.weights)
+            logits = self._recorded(weights, rounded, positions, tuple(places), cache.keys, cache.values)
+        return logits[: len(ids)]
+
+    def _next_logits(
+        self, ids: Tensor, positions: Tensor, places: Places, keys: list[Tensor], values: list[Tensor]
+    ) -> Tensor:
+        """ids, positions [N] -> [N, V]. Writes keys and values to the pools of the layers."""
+        now, bias = places.at(positions), places.bias(positions)
+
+        def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            return attend(now, bias, keys[layer], values[layer], query, key, value, scaling)
+
+        return self.network.logits(self.network.forward(ids, positions, attention))
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, in this order."""

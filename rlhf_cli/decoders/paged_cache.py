@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,42 @@ per token."""
 
 FEWEST_CLEANED = 16
 """Pages that are cleaned together at least. Cleaning one page takes as long."""
+
+
+class Places(NamedTuple):
+    """Where the attention of a step reads and writes, until a row enters, leaves or begins a page.
+
+    A step computes N rows, of which the first B are live. W is the number of pages of the longest row.
+    """
+
+    new_keys: Tensor
+    """Where in the pool the keys of the last page of each live row begin [B, kv_heads * D]."""
+    new_values: Tensor
+    """The first row of D numbers of the last page of each live row in the pool of values [B, kv_heads]."""
+    filled: Tensor
+    """The numbers of the (row, head, page) in [N * heads * W] whose row has such a page."""
+    query: Tensor
+    """For each of these, the number of its query in [N * heads]."""
+    key_rows: Tensor
+    """For each of these, the D rows of PAGE numbers that hold the keys of the page."""
+    key_ends: Tensor
+    """Where the sum of each (row, head, page) begins in `key_rows`, and where the last one ends."""
+    value_rows: Tensor
+    """For each (row, head), the rows of D numbers that hold the values of its pages."""
+    value_ends: Tensor
+    """Where the sum of each (row, head) begins in `value_rows`, and where the last one ends."""
+    token_number: Tensor
+    """[W * PAGE] from 0."""
+
+    def at(self, position: Tensor) -> Places:
+        """The places of a step whose new tokens have these positions [N]: the first two in the slots of the tokens."""
+        slot = (position[: self.new_keys.shape[0]] % PAGE)[:, None]
+        new_keys, new_values = (self.new_keys + slot).flatten(), (self.new_values + slot).flatten()
+        return self._replace(new_keys=new_keys, new_values=new_values)
+
+    def bias(self, position: Tensor) -> Tensor:
+        """Added to the scores [N, 1, W * PAGE]: -inf at slots that are not written yet."""
+        return torch.where(self.token_number > position[:, None, None], -math.inf, 0.0)
 
 
 class PagedCache:
@@ -144,8 +181,8 @@ class PagedCache:
 
     # ---------------------------------------------------------------------------------------------- one token
 
-    def add_token(self) -> Tensor:
-        """Make room for one more token in each row; return the tokens' positions [N].
+    def add_token(self) -> tuple[Tensor, Places]:
+        """Make room for one more token in each row; return the tokens' positions [N] and where attention works.
 
         N is the number of rows, rounded up. The surplus rows have position 0.
         """
@@ -153,15 +190,12 @@ class PagedCache:
             if length == len(pages) * PAGE:
                 pages += self._take(1)
                 self.is_laid_out = False
-        surplus = [0] * (self.rounded_up(len(self.lengths)) - len(self.lengths))
-        positions = torch.tensor(self.lengths + surplus)
-        self._page = torch.tensor([pages[-1] for pages in self.pages])
-        self._slot = positions[: len(self.lengths)] % PAGE
-        self.lengths = [length + 1 for length in self.lengths]
         if not self.is_laid_out:
             self._lay_out()
-        self._bias = torch.where(self._token_number > positions[:, None, None], -math.inf, 0.0)  # [N, 1, W * PAGE]
-        return positions
+        surplus = [0] * (self.rounded_up(len(self.lengths)) - len(self.lengths))
+        positions = torch.tensor(self.lengths + surplus)
+        self.lengths = [length + 1 for length in self.lengths]
+        return positions, self._places
 
     def _lay_out(self) -> None:
         """Compute which rows of memory each weighted sum of `attend` reads.
@@ -176,31 +210,49 @@ class PagedCache:
         # [N * heads * W]: (page, key head) as one number; negative where the row has no such page.
         page_heads = (torch.tensor(pages).view(-1, 1, width) * self.kv_heads + self.key_head[:, None]).flatten()
         exists_mask = page_heads >= 0
-        self._filled = exists_mask.nonzero()[:, 0]
-        self._query = self._filled // width
-        page_heads = page_heads.index_select(0, self._filled)[:, None]
-        self._key_rows = (page_heads * self.head_dim + torch.arange(self.head_dim)).flatten()
-        self._value_rows = (page_heads * PAGE + torch.arange(PAGE)).flatten()
+        filled = exists_mask.nonzero()[:, 0]
+        page_heads = page_heads.index_select(0, filled)[:, None]
         ends = F.pad(exists_mask.cumsum(0), (1, 0))
-        self._key_ends, self._value_ends = ends * self.head_dim, ends[::width] * PAGE
-        self._token_number = torch.arange(width * PAGE)
+        heads, size = self.kv_heads, self.head_dim
+        last_page = torch.tensor([pages[-1] for pages in self.pages])[:, None]
+        self._places = Places(
+            new_keys=last_page * (heads * size * PAGE) + torch.arange(heads * size) * PAGE,
+            new_values=last_page * (heads * PAGE) + torch.arange(heads) * PAGE,
+            filled=filled,
+            query=filled // width,
+            key_rows=(page_heads * size + torch.arange(size)).flatten(),
+            key_ends=ends * size,
+            value_rows=(page_heads * PAGE + torch.arange(PAGE)).flatten(),
+            value_ends=ends[::width] * PAGE,
+            token_number=torch.arange(width * PAGE),
+        )
         self.is_laid_out = True
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Write the new token's key and value, and attend from it to its row.
 
-        query [N, heads, D], key, value [N, kv_heads, D] -> [N, heads * D]. A score is the product of a query and a key,
-        times `scaling`.
-        """
-        keys, values = self.keys[layer], self.values[layer]
-        keys[self._page, :, :, self._slot] = key[: len(self.pages)]
-        values[self._page, :, self._slot] = value[: len(self.pages)]
-        num_rows, heads, size = query.shape
-        weights = query.reshape(-1, size).index_select(0, self._query).flatten()
-        scores = _weighted_sums(keys.view(-1, PAGE), self._key_rows, self._key_ends, weights)  # [N * heads * W, PAGE]
-        scores = torch.add(self._bias, scores.view(num_rows, heads, -1), alpha=scaling)  # [N, heads, W * PAGE]
-        weights = scores.softmax(2).view(-1, PAGE).index_select(0, self._filled).flatten()
-        return _weighted_sums(values.view(-1, size), self._value_rows, self._value_ends, weights).view(num_rows, -1)
+def attend(
+    places: Places,
+    bias: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+) -> Tensor:
+    """Write the new token's key and value, and attend from it to its row.
+
+    keys [pages, kv_heads, D, PAGE] and values [pages, kv_heads, PAGE, D] of a layer; query [N, heads, D], key, value
+    [N, kv_heads, D] -> [N, heads * D]. A score is the product of a query and a key, times `scaling`.
+    `places` and `bias` are those of the step (`Places.at`).
+    """
+    num_rows, heads, size = query.shape
+    keys.view(-1).scatter_(0, places.new_keys, key.flatten())
+    values.view(-1, size).index_copy_(0, places.new_values, value.flatten(0, 1)[: places.new_values.shape[0]])
+    weights = query.reshape(-1, size).index_select(0, places.query).flatten()
+    scores = _weighted_sums(keys.view(-1, PAGE), places.key_rows, places.key_ends, weights)  # [N * heads * W, PAGE]
+    scores = torch.add(bias, scores.view(num_rows, heads, -1), alpha=scaling)  # [N, heads, W * PAGE]
+    weights = scores.softmax(2).view(-1, PAGE).index_select(0, places.filled).flatten()
+    return _weighted_sums(values.view(-1, size), places.value_rows, places.value_ends, weights).view(num_rows, -1)
 
 
 def _weighted_sums(rows: Tensor, index: Tensor, ends: Tensor, weights: Tensor) -> Tensor:

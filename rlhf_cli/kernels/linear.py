@@ -11,9 +11,8 @@ or its bytes would differ in the last digit.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, List, Optional, Union  # noqa: UP035  (torch.jit.script)
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +26,7 @@ from rlhf_cli.kernels.swap import swap_class
 TOLERANCE = 1e-5
 """Relative tolerance of the check at the first use."""
 ROWS = 64
-"""Rows of x for which `fixed_linear` lets oneDNN choose the weight's memory order. Any other number works too."""
+"""Rows of x for which `fixed_weight` lets oneDNN choose the weight's memory order. Any other number works too."""
 FEWEST_OUTPUTS = 8
 """Layers with fewer outputs, such as a scalar head, keep torch's product: its time does not matter."""
 
@@ -61,18 +60,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def fixed_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-    """`linear` as a function of x, for a weight that is used many times without being trained. No gradients.
+def fixed_weight(weight: Tensor) -> Tensor:
+    """The weight of a linear layer in the memory order that `fixed_linear` reads. No gradients.
 
     oneDNN reorders a weight in each call, which is a third of the time if there are few rows. Here a copy is reordered
-    once, so later changes of the weight have no effect.
+    once, so later changes of the weight have no effect. For torch's product it is the weight itself.
     """
     weight = weight.detach()
-    bias = None if bias is None else bias.detach()
     if weight.dtype == torch.float32 and weight.device.type == "cpu" and prefers_onednn():
-        ordered = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
-        return lambda x: _product(x, ordered, bias)
-    return lambda x: F.linear(x, weight, bias)
+        ordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
+        return ordered
+    return weight
+
+
+def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear` with a weight of `fixed_weight`."""
+    return _product(x, weight, bias) if weight.is_mkldnn else F.linear(x, weight, bias)
 
 
 def rounded_up(rows: int) -> int:
@@ -155,8 +158,23 @@ class FastConv1D(Conv1D):
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` by oneDNN."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    product: Tensor
+    if torch.jit.is_tracing():
+        product = _scripted_product()(x, weight, bias)
+        return product
+    product = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return product
+
+
+@functools.cache
+def _scripted_product() -> Any:
+    """The same for torch.jit.trace, which cannot record an empty list of numbers."""
+
+    def product(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:  # noqa: UP045
+        scalars: List[Optional[Union[int, float, complex]]] = []  # noqa: UP006, UP007, UP045
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", scalars, "")
+
+    return torch.jit.script(product)
 
 
 def _transposed_product(a: Tensor, b: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from rlhf_cli.decoders.decoder import UnsupportedError
 from rlhf_cli.decoders.paged import PagedDecoder, paged_decoder
 from rlhf_cli.decoders.paged_cache import PAGE, PagedCache
 from rlhf_cli.decoders.plain import PlainDecoder
+from rlhf_cli.decoders.recorded import recorded
 from rlhf_cli.kernels import linear
 from rlhf_cli.models.adapters import adapters_off, add_lora
 from rlhf_cli.rollout import sampling as sampling_module
@@ -67,14 +68,15 @@ def sampled_by(model, prompts, uniforms, sampling, name, monkeypatch, **settings
 
 
 @pytest.mark.parametrize("name", FAST)
-@pytest.mark.parametrize("read_tokens", [1024, 40])
+@pytest.mark.parametrize(("read_tokens", "new"), [(1024, paged_decoder), (40, PagedDecoder)], ids=["recorded", "not"])
 @torch.no_grad()
-def test_the_logits_of_every_step_equal_a_plain_forward(name, read_tokens, monkeypatch):
+def test_the_logits_of_every_step_equal_a_plain_forward(name, read_tokens, new, monkeypatch):
     """Rows of different lengths over several pages. Some leave, and others enter once pages have been freed."""
     monkeypatch.setattr(paged_module, "READ_TOKENS", read_tokens)
     model, later = made(name), random_ids(3, 66, 20, seed=8)
     texts = [list(prompt) for prompt in PROMPTS]
-    decoder = PagedDecoder(model, 160)
+    decoder = new(model, 160)
+    assert (decoder._recorded is not None) == (new is paged_decoder)
     logits = decoder.admit(PROMPTS)
     drawn = torch.Generator().manual_seed(5)
     seen = Seen()
@@ -84,10 +86,10 @@ def test_the_logits_of_every_step_equal_a_plain_forward(name, read_tokens, monke
             stay = torch.tensor([i for i in range(len(texts)) if (i + step) % 3 != 0])
             decoder.keep(stay)
             texts = [texts[i] for i in stay]
-        new = torch.randint(0, VOCAB, (len(texts),), generator=drawn)
-        for text, token in zip(texts, new.tolist(), strict=True):
+        ids = torch.randint(0, VOCAB, (len(texts),), generator=drawn)
+        for text, token in zip(texts, ids.tolist(), strict=True):
             text.append(token)
-        logits = decoder.step(new)
+        logits = decoder.step(ids)
         if step in (5, 30):
             logits = torch.cat([logits, decoder.admit(later)])
             texts += [list(prompt) for prompt in later]
@@ -144,10 +146,11 @@ def test_a_new_row_does_not_read_values_of_an_old_one(monkeypatch):
     used = set(cache.pages[0])
     cache.keep([])
     cache.open_rows([[1]], [[0]])
-    cache.add_token()
+    positions, places = cache.add_token()
     assert set(cache.pages[0]) <= used
     query, key = torch.ones(1, 2, 4), torch.ones(1, 1, 4)
-    assert cache.attend(0, query, key, key, 1.0).isfinite().all()
+    pools, now, bias = (cache.keys[0], cache.values[0]), places.at(positions), places.bias(positions)
+    assert paged_cache.attend(now, bias, *pools, query, key, key, 1.0).isfinite().all()
 
 
 def test_a_growing_pool_keeps_its_values(monkeypatch):
@@ -257,6 +260,49 @@ def test_adapters_count_and_can_be_disabled(name, targets, monkeypatch):
         same(sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"], "paged", monkeypatch), plain)
 
 
+def test_responses_are_the_same_with_and_without_onednn(monkeypatch):
+    for name in ("llama biases", "gpt2"):
+        found = []
+        for onednn in (False, True):
+            model = copy.deepcopy(made(name))  # which has no recorded step
+            monkeypatch.setattr(linear, "prefers_onednn", lambda onednn=onednn: onednn)
+            found.append(sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"], "paged", monkeypatch))
+            assert paged_module._recorded_step(model) is not None
+        same(*found)
+
+
+@torch.no_grad()
+def test_a_recorded_step_gives_the_bytes_of_the_step_itself():
+    """Of other weights, rows and lengths than it was recorded with."""
+    for name in ("llama one key head", "qwen3", "gpt2"):
+        model = copy.deepcopy(made(name))
+        first = paged_decoder(model, 160)
+        for weight in model.parameters():
+            weight *= 1.5
+        decoder, itself = paged_decoder(model, 160), PagedDecoder(model, 160)
+        assert decoder._recorded is first._recorded is not None
+        logits = [one.admit(PROMPTS) for one in (decoder, itself)]
+        for step in range(40):
+            ids = logits[0].argmax(1)
+            logits = [one.step(ids) for one in (decoder, itself)]
+            assert torch.equal(*logits)
+            if step % 10 == 5:
+                for one in (decoder, itself):
+                    one.keep(torch.arange(1, len(ids)))
+                logits = [x[1:] for x in logits]
+
+
+def test_what_a_graph_would_keep_is_not_recorded(monkeypatch):
+    """A number that differs between the examples; a module of unknown class; a torch without torch.jit."""
+    assert recorded(lambda x: x.cumsum(0), (torch.ones(2),), (torch.ones(3),)) is not None
+    assert recorded(lambda x: x * len(x), (torch.ones(2),), (torch.ones(3),)) is None
+    model = copy.deepcopy(made("llama"))
+    model.model.layers[0].mlp.act_fn = torch.nn.PReLU().requires_grad_(False)
+    assert paged_module._recorded_step(model) is None
+    monkeypatch.delattr(torch.jit, "trace")
+    assert paged_module._recorded_step(copy.deepcopy(made("llama"))) is None
+
+
 # ------------------------------------------------------------------------------------- where it isn't used
 
 
@@ -285,14 +331,14 @@ def test_texts_longer_than_the_sliding_window_use_the_plain_decoder(monkeypatch)
     same(sample(model, prompts, UNIFORMS[:2, :40], Sampling()), longer)
 
 
-@pytest.mark.parametrize("wrong", ["rotate", "causal_attention", "_gated"])
+@pytest.mark.parametrize("wrong", ["rotate", "causal_attention", "gated"])
 def test_a_decoder_that_differs_from_the_model_is_refused(wrong, monkeypatch):
     """As with a release of transformers that computes something else."""
     model = copy.deepcopy(made("llama"))
     right = {
         "rotate": lambda x, _: x,
         "causal_attention": lambda query, *_: query.flatten(1),
-        "_gated": lambda *_: lambda x: 0 * x,
+        "gated": lambda *_: lambda x: 0 * x,
     }
     monkeypatch.setattr(paged_module if wrong == "causal_attention" else network, wrong, right[wrong])
     with pytest.raises(UnsupportedError, match="differs from a plain forward by"):
