@@ -113,7 +113,7 @@ def path(work: Path, seed: int, rm: str) -> str:
 def folder(work: Path, seed: int, method: str) -> Path:
     """The folder of a method's PPO run."""
     if method in ROUNDS:
-        return work / f"seed{seed}" / "rounds" / "rounds" / str(ROUNDS[method])
+        return folder(work, seed, BASE) / "rounds" / str(ROUNDS[method])
     return work / f"seed{seed}" / re.sub(r"[^\w.]+", "-", method)
 
 
@@ -155,7 +155,8 @@ METHODS: dict[str, Method] = {
 }
 """In the order in which they are trained: all methods of a seed, then the next seed."""
 ROUNDS = {f"round {number}, labels by gold": number for number in (2, 3)}
-"""Rounds of `rlhf pipeline --rounds`, with 500 pairs each that gold labels. Round 1 is the first method."""
+"""Rounds of `rlhf pipeline --rounds`, with 500 pairs each that gold labels. Round 1 is the first method, whose
+folder goes on."""
 
 
 # ------------------------------------------------------------------------------------------ training
@@ -244,16 +245,19 @@ def train(work: Path, names: Sequence[str], seeds: Sequence[int], workers: int) 
 
     def train_ppo(seed: int, name: str) -> None:
         method, out = METHODS[name], folder(work, seed, name)
-        link(out, sft=work / f"seed{seed}" / "sft", rm=work / f"seed{seed}" / method.rm / "rm")
-        rewards = json.dumps(method.rewards(work, seed))
-        stage(work, "ppo", out, seed, [f"rewards={rewards}", *method.settings])
+        link(out, sft=work / f"seed{seed}" / "sft")
+        if name == BASE:  # the first round, whose settings are the pipeline's
+            stage(work, "rm", out, seed, ())
+        link(out, rm=work / f"seed{seed}" / method.rm / "rm")
+        rewards = [] if name == BASE else [f"rewards={json.dumps(method.rewards(work, seed))}"]
+        stage(work, "ppo", out, seed, [*rewards, *method.settings])
 
     def train_rounds(seed: int) -> None:
-        out, judge = work / f"seed{seed}" / "rounds", f"{work}/task/judge.py:score"
+        out, judge = folder(work, seed, BASE), f"{work}/task/judge.py:score"
         if not (out / "rounds" / str(max(ROUNDS.values())) / "ppo" / "manifest.json").is_file():
             arguments = ["--rounds", str(max(ROUNDS.values())), "--labels", judge, "--threads", "1"]
             arguments += ["--set", f"artifacts={out}", "--set", f"seed={seed}"]
-            rlhf(work, out.with_name("rounds.log"), "pipeline", str(work / "task"), *arguments)
+            rlhf(work, out / "rounds.log", "pipeline", str(work / "task"), *arguments)
 
     alone = [name for name in names if name in METHODS]
     rms = sorted({(s, "rm") for s in SEEDS} | {(s, METHODS[name].rm) for s in seeds for name in alone})
