@@ -25,8 +25,6 @@ class UnsupportedError(Exception):
 class Decoder(Protocol):
     """Computes next-token logits of live rows. A row is a prompt with the tokens that were drawn for it."""
 
-    leaves_below: float
-    """Finished rows leave once at most this share of the live rows is unfinished. 1.0: each leaves immediately."""
     admits_beside_others: bool
     """Whether new rows can enter while others are unfinished."""
 
@@ -35,6 +33,9 @@ class Decoder(Protocol):
 
     def step(self, ids: Tensor) -> Tensor:
         """Append one token to each live row, ids [B]; return the logits of the next tokens [B, V]."""
+
+    def leave(self, rows: int, unfinished: int) -> bool:
+        """Whether the finished ones of its rows should leave now; some rows are finished."""
 
     def keep(self, rows: Tensor) -> None:
         """Drop all live rows except those with these indices, and put those in this order."""

@@ -11,6 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from rlhf_cli.decoders.decoder import Decoder, gap_to_forward, once_per_model
+from rlhf_cli.decoders.plain import LEAVES_BELOW
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.forward import TOLERANCE, logits_at
 from rlhf_cli.models.seq2seq import encoder_inputs, start_of_response, with_prompts
@@ -21,8 +22,6 @@ from rlhf_cli.processes.sharding import device_of
 class Seq2SeqDecoder:
     """Next-token logits of live rows of an encoder-decoder. See `Decoder` for its methods."""
 
-    leaves_below = 0.75
-    """Leaving costs a copy of the cache; staying costs a wasted row in every step."""
     admits_beside_others = False
     """All rows have read the same number of decoder tokens, so new rows enter once all have ended."""
 
@@ -52,6 +51,10 @@ class Seq2SeqDecoder:
 
     def apart(self, rows: int) -> list[Decoder]:  # noqa: ARG002
         return [self]
+
+    def leave(self, rows: int, unfinished: int) -> bool:
+        """Leaving costs a copy of the cache; staying costs a wasted row in every step."""
+        return unfinished <= LEAVES_BELOW * rows
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, in this order."""

@@ -39,6 +39,8 @@ GROUP_NUMBERS = 8192
 """Fewest rows that a thread decodes, times the width of the model, if the step is not recorded. With fewer numbers in
 each operation the threads mostly wait for Python: 32 rows of width 128 in two groups take 1.2 to 1.4 times as long as
 64 in one."""
+LEAVES_BELOW = 0.75
+"""Finished rows leave at the latest once this share of the rows is unfinished: attention reads the others in vain."""
 READ_TOKENS = 1024
 """Maximum prompt tokens per forward pass. Intermediate tensors of this size stay in the processor's cache: 64 prompts
 take a quarter less time than in one pass."""
@@ -90,7 +92,7 @@ def _recorded_step(model: PreTrainedModel) -> Callable[..., Tensor] | None:
         cache = decoder.cache = decoder._new_cache()
         decoder.admit([[1 + row % 3] * length for row in range(rows)])
         positions, places = cache.add_token()
-        ids = decoder._round_up_rows(torch.arange(rows) % 3)
+        ids = torch.arange(rows) % 3
         return list(weights), ids, positions, tuple(places), cache.keys, cache.values
 
     if not weights.are_all:
@@ -127,8 +129,6 @@ def _rows_are_independent(model: PreTrainedModel) -> bool:
 class PagedDecoder:
     """Next-token logits of live rows, from keys and values in pages. See `Decoder` for its methods."""
 
-    leaves_below = 1.0
-    """A finished row leaves immediately, because leaving costs nothing."""
     admits_beside_others = True
 
     def __init__(self, model: PreTrainedModel, longest: int):
@@ -193,25 +193,30 @@ class PagedDecoder:
 
     def step(self, ids: Tensor) -> Tensor:
         """Append one token to each row, ids [B]; return the logits of the next tokens [B, V]."""
-        cache, rounded = self.cache, self._round_up_rows(ids)
+        cache = self.cache
         positions, places = cache.add_token()
         if self._recorded is None:
-            logits = self._next_logits(rounded, positions, places, cache.keys, cache.values)
-        else:
-            weights = list(self.network.weights)
-            logits = self._recorded(weights, rounded, positions, tuple(places), cache.keys, cache.values)
-        return logits[: len(ids)]
+            return self._next_logits(ids, positions, places, cache.keys, cache.values)
+        weights = list(self.network.weights)
+        return self._recorded(weights, ids, positions, tuple(places), cache.keys, cache.values)
 
     def _next_logits(
         self, ids: Tensor, positions: Tensor, places: Places, keys: list[Tensor], values: list[Tensor]
     ) -> Tensor:
-        """ids, positions [N] -> [N, V]. Writes keys and values to the pools of the layers."""
+        """ids [B], positions [N] -> [B, V]. Writes keys and values to the pools of the layers."""
         now, bias = places.at(positions), places.bias(positions)
+        rounded = torch.zeros_like(positions)
+        rounded[: ids.shape[0]] = ids
 
         def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
             return attend(now, bias, keys[layer], values[layer], query, key, value, scaling)
 
-        return self.network.logits(self.network.forward(ids, positions, attention))
+        return self.network.logits(self.network.forward(rounded, positions, attention))[: ids.shape[0]]
+
+    def leave(self, rows: int, unfinished: int) -> bool:
+        """Leaving costs a new layout. It saves time if the next steps have fewer rows, or much less attention."""
+        rounded_up = self.cache.rounded_up
+        return unfinished <= LEAVES_BELOW * rows or rounded_up(unfinished) < rounded_up(rows)
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, in this order."""

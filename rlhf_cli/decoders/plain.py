@@ -25,6 +25,8 @@ from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, autocast, held_precision
 from rlhf_cli.processes.sharding import announce, device_of
 
+LEAVES_BELOW = 0.75
+"""Finished rows leave once at most this share of the rows is unfinished."""
 Layout = Literal["padded", "equal", "whole"]
 PADDED: Layout = "padded"
 """All rows in one forward pass, padded on the left."""
@@ -41,8 +43,6 @@ SLOWER = {
 class PlainDecoder:
     """Next-token logits of live rows, from the model's own forward. See `Decoder` for its methods."""
 
-    leaves_below = 0.75
-    """Leaving costs a copy of the cache; staying costs a wasted row in every step."""
     admits_beside_others = False
     """The model cannot read a prompt while other rows continue, so new rows enter once all have ended."""
 
@@ -71,6 +71,10 @@ class PlainDecoder:
 
     def apart(self, rows: int) -> list[Decoder]:  # noqa: ARG002
         return [self]
+
+    def leave(self, rows: int, unfinished: int) -> bool:
+        """Leaving costs a copy of the cache; staying costs a wasted row in every step."""
+        return unfinished <= LEAVES_BELOW * rows
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, in this order."""

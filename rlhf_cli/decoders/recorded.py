@@ -26,10 +26,14 @@ def recorded(function: Callable[..., Any], *examples: tuple[Any, ...]) -> Callab
     Arguments are tensors, lists of tensors and tuples of tensors. Numbers that the function computes from anything else
     are constants of the graph. So give examples that differ in all that may vary.
     """
+
+    def named(*inputs: Any) -> Any:  # torch.jit.trace asks for a name, which a partial has not
+        return function(*inputs)
+
     try:
         with _warnings_are_off, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch.jit is deprecated, and names what becomes a constant
-            graph = torch.jit.trace(function, examples[0], check_trace=False)
+            graph = torch.jit.trace(named, examples[0], check_trace=False)
 
         def run(*inputs: Any) -> Any:
             # Optimizing the graph takes longer than the calls of a rollout.

@@ -143,8 +143,6 @@ def sample(
     longest_text = max(len(prompt) + limit for prompt, limit in zip(prompts, each, strict=True))
     decoder = choose_decoder(model, longest_text, sampling.decoder)
     max_live_rows = max_live_rows or num_rows
-    # A row that stayed beyond its limit would write into its response, and may have no position left in the model.
-    leaves_below = decoder.leaves_below if limits is None else 1.0
     wide = is_large(model)
     decoders = decoder.apart(max_live_rows) if on_tokens is None and not wide else [decoder]
     uniforms = uniforms.to(device)
@@ -153,7 +151,7 @@ def sample(
     for one, first, last in zip(decoders, [0, *ends], ends, strict=False):
         live = _LiveRows(uniforms[first:last], each[first:last], sampling, tokenizer)
         room = max_live_rows // len(decoders)
-        tasks.append(partial(_decode, one, live, prompts[first:last], room, leaves_below, on_tokens))
+        tasks.append(partial(_decode, one, live, prompts[first:last], room, on_tokens))
     responses = list(chain.from_iterable(in_threads(tasks, wide=wide)))
     join_sampling(model)
     return responses
@@ -165,7 +163,6 @@ def _decode(
     live: _LiveRows,
     prompts: Sequence[Sequence[int]],
     max_live_rows: int,
-    leaves_below: float,
     on_tokens: Callable[[Tensor], None] | None,
 ) -> list[Response]:
     """One response to each prompt; see `sample`."""
@@ -186,9 +183,9 @@ def _decode(
         if on_tokens is not None:
             on_tokens(live.new_ids)
 
-        # 3. Finished rows leave once enough of them have finished.
-        stay = live.rows_that_stay(leaves_below)
-        if stay is not None:
+        # 3. Finished rows leave once the decoder gains by it.
+        if live.num_over > 0 and (live.is_full or decoder.leave(live.count, live.count - live.num_over)):
+            stay = live.unfinished()
             decoder.keep(stay)
             live.keep(stay)
     return live.responses()
@@ -225,6 +222,10 @@ class _LiveRows:
         self.rows, self.at, self.last, self.new_ids = empty, empty, empty, empty
         self.over_mask = torch.zeros(0, dtype=torch.bool, device=uniforms.device)
         self.num_drawn = 0  # tokens of the youngest live row
+        self.num_over = 0
+        """Finished rows among the live ones."""
+        self.is_full = False
+        """Whether one of them has drawn all the tokens it may. It must leave: the model may have no more positions."""
         self.stop_mask: Tensor | None = None  # [V]
 
     @property
@@ -275,19 +276,17 @@ class _LiveRows:
     def draw(self, logits: Tensor) -> None:
         """Draw the next token of each live row and note which rows it ends."""
         assert self.stop_mask is not None
-        drawing = draw if logits.device.type != "cpu" else _recorded_draw(logits.shape[1], self.sampling.temperature)
-        self.new_ids, logprobs = drawing(logits, self.uniforms.gather(0, self.at), self.sampling.temperature)
-        self.ids.scatter_(0, self.at, self.new_ids)
-        self.logprobs.scatter_(0, self.at, logprobs)
-        stopped_mask = self.stop_mask.index_select(0, self.new_ids)
+        draw, note = _without_python(logits.shape[1], self.sampling.temperature, logits.device.type)
+        self.new_ids, logprobs, stopped_mask = draw(logits, self.uniforms, self.at, self.stop_mask)
         if self.tokenizer is not None and self.sampling.stop_strings:
             self._find_stop_strings(self.tokenizer, stopped_mask)
         if self.ngrams:
             for row, token in zip(self.rows.tolist(), self.new_ids.tolist(), strict=True):
                 self.ngrams[row].add(token)
-        self.ended_mask.scatter_(0, self.at, stopped_mask)
-        self.over_mask = self.over_mask | stopped_mask | (self.at >= self.last)
-        self.at = torch.minimum(self.at, self.last) + 1
+        buffers, live = (self.ids, self.logprobs, self.ended_mask), (self.at, self.last, self.over_mask)
+        self.at, self.over_mask, counts = note(*buffers, *live, self.new_ids, logprobs, stopped_mask)
+        self.num_over, num_full = counts.tolist()
+        self.is_full = num_full > 0
 
     def _find_stop_strings(self, tokenizer: PreTrainedTokenizerBase, stopped_mask: Tensor) -> None:
         """Set `stopped_mask` for each row whose newest token completes a stop string."""
@@ -301,12 +300,9 @@ class _LiveRows:
             ):
                 stopped_mask[i] = True
 
-    def rows_that_stay(self, leaves_below: float) -> Tensor | None:
-        """Indices of the unfinished live rows, if the share of them is at most `leaves_below`; otherwise None."""
-        num_alive = self.count - int(self.over_mask.sum())
-        if num_alive < self.count and num_alive <= leaves_below * self.count:
-            return (~self.over_mask).nonzero()[:, 0]
-        return None
+    def unfinished(self) -> Tensor:
+        """Indices of the unfinished live rows."""
+        return (~self.over_mask).nonzero()[:, 0]
 
     def keep(self, stay: Tensor) -> None:
         """Drop all live rows but those at the indices `stay`."""
@@ -341,6 +337,57 @@ class _LiveRows:
         ]
 
 
+def _draw_next(
+    logits: Tensor, uniforms: Tensor, at: Tensor, stop_mask: Tensor, *, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The next token of each live row at its place, its log-probability, and whether it is a stop token."""
+    ids, logprobs = draw(logits, uniforms.gather(0, at), temperature)
+    return ids, logprobs, stop_mask.index_select(0, ids)
+
+
+def _note(
+    ids: Tensor,
+    logprobs: Tensor,
+    ended_mask: Tensor,
+    at: Tensor,
+    last: Tensor,
+    over_mask: Tensor,
+    new_ids: Tensor,
+    new_logprobs: Tensor,
+    stopped_mask: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Write the newest tokens into the buffers; return the rows' next places, which rows are finished, and two counts.
+
+    The counts are those of the finished rows, and of the finished rows that have drawn as many tokens as they may.
+    """
+    ids.scatter_(0, at, new_ids)
+    logprobs.scatter_(0, at, new_logprobs)
+    ended_mask.scatter_(0, at, stopped_mask)
+    full_mask = at >= last
+    over_mask = over_mask | stopped_mask | full_mask
+    return torch.minimum(at, last) + 1, over_mask, torch.stack([over_mask.sum(), full_mask.sum()])
+
+
+@functools.lru_cache(8)
+def _without_python(
+    vocabulary: int, temperature: float, device: str
+) -> tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor, Tensor]]]:
+    """`_draw_next` at this temperature and `_note`, on a CPU recorded as graphs if that is possible."""
+    drawing = partial(_draw_next, temperature=temperature)
+    if device != "cpu":
+        return drawing, _note
+
+    def example(rows: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        logits, at = (torch.arange(1.0 * rows * vocabulary) % 7).view(rows, -1), torch.arange(rows) * 2
+        uniforms, stop_mask = torch.arange(2.0 * rows) / (2 * rows), torch.arange(vocabulary) % 2 == 0
+        given = (logits, uniforms, at, stop_mask)
+        buffers = torch.zeros(2 * rows, dtype=torch.int64), torch.zeros(2 * rows), torch.zeros(2 * rows).bool()
+        return given, (*buffers, at, at + at % 3, at % 4 == 0, *drawing(*given))
+
+    draws, notes = zip(example(3), example(5), strict=True)
+    return recorded(drawing, *draws) or drawing, recorded(_note, *notes) or _note
+
+
 def draw(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Draw tokens from softmax(logits / temperature) by inverse CDF; return their ids and log-probabilities.
 
@@ -370,14 +417,6 @@ def draw(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]
     ids = (block * BLOCK + index).clamp_max_(logits.shape[1] - 1)
     logprobs = (logits.gather(1, ids) - top) / temperature - total.log()
     return ids[:, 0], logprobs[:, 0]
-
-
-@functools.lru_cache(8)
-def _recorded_draw(vocabulary: int, temperature: float) -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]:
-    """`draw` on a CPU for logits of this size and this temperature, if possible without Python."""
-    table = (torch.arange(5.0 * vocabulary) % 7).view(5, -1)
-    of_one = recorded(lambda logits, u: draw(logits, u, temperature), *((table[:n], table[:n, 1] / 8) for n in (3, 5)))
-    return draw if of_one is None else lambda logits, u, _: of_one(logits, u)
 
 
 def _invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -378,7 +378,7 @@ def test_responses_do_not_depend_on_when_finished_rows_leave(
     The uniform behind the last place of a row is 0, which draws the first token. It is a stop token in some models.
     """
     for decoder in (PagedDecoder, PlainDecoder):
-        monkeypatch.setattr(decoder, "leaves_below", share)
+        monkeypatch.setattr(decoder, "leave", lambda _, rows, unfinished: unfinished <= share * rows)
     same(sample(policy, PROMPTS, uniforms, EVERYTHING, tok, max_live_rows=max_live_rows), all_responses)
     stop = frozenset({0, *range(10, 25)})
     some_ended = sample(policy, PROMPTS, uniforms, Sampling(stop=stop), max_live_rows=max_live_rows)
@@ -639,7 +639,7 @@ class Counting:
 def test_an_ended_response_is_not_decoded_again(policy, uniforms, tok, monkeypatch):
     """Not even while it remains in the batch. The long stop string makes each search take two calls of `decode`."""
     for decoder in (PagedDecoder, PlainDecoder):
-        monkeypatch.setattr(decoder, "leaves_below", 0.0)
+        monkeypatch.setattr(decoder, "leave", lambda *rows: rows[-1] == 0)
     counting = Counting(tok)
     responses = sample(policy, PROMPTS, uniforms, Sampling(stop=STOP, stop_strings=("e", "a long one")), counting)
     assert len({len(r.ids) for r in responses}) > 2
