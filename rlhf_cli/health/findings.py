@@ -53,14 +53,20 @@ class Sign:
 
     def __call__(self, run: Any) -> Iterator[Seen]:
         """What the sign sees in a run: one thing or nothing."""
-        limit = NUMBER.search(FIGURE.sub("", self.when))
-        names = {"run": run, "limit": float(limit[0]) if limit else None}
+        names = {"run": run, "limit": first_number(self.when)}
 
         def value(expression: str) -> Any:
             return eval(_compiled(expression), names)
 
         if value(self.when):
             yield value(self.weight), FIELD.sub(lambda field: format(value(field[1]), field[2] or ""), self.text)
+
+
+@functools.cache
+def first_number(condition: str) -> float | None:
+    """The limit in a condition."""
+    number = NUMBER.search(FIGURE.sub("", condition))
+    return float(number[0]) if number else None
 
 
 @functools.cache

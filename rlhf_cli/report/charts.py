@@ -203,9 +203,7 @@ def _points(stage: StageData, metric: str) -> tuple[list[float], list[float]]:
 
 def _target(stage: StageData, curve: Curve, name: str) -> list[dict[str, Any]]:
     """Both ends of the line at the value that the config steers a metric to; empty without one."""
-    value: Any = config_of(stage) if curve.target else None
-    for key in curve.target.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
+    value = flat(config_of(stage)).get(curve.target)
     steps = [x for metric in curve.metrics for x in _points(stage, metric)[0]]
     if not isinstance(value, int | float) or not steps:
         return []

@@ -113,6 +113,7 @@ def _read_stage(root: Path, stage: str) -> StageData | None:
     directory = finished if (finished / "metrics.jsonl").is_file() else partial
     if not (directory / "metrics.jsonl").is_file():
         return None
+    config = directory / "config.yaml"
     return StageData(
         stage=stage,
         directory=directory,
@@ -123,7 +124,7 @@ def _read_stage(root: Path, stage: str) -> StageData | None:
         evaluation=evaluation_of(root, stage, directory),
         own_evaluation=read_object(directory / "evaluation.json"),
         manifest=read_manifest_or_none(directory),
-        config=_read_text(directory / "config.yaml"),
+        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
     )
 
 
@@ -194,10 +195,3 @@ def thin(steps: Sequence[float], values: Sequence[float], most: int = MOST_POINT
         kept |= {min(rows, key=values.__getitem__), max(rows, key=values.__getitem__)}
     order = sorted(kept)
     return [steps[i] for i in order], [values[i] for i in order]
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

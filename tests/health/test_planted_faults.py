@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_cli.commands import diagnose
 from rlhf_cli.health.evidence import Evidence
-from rlhf_cli.health.findings import FIELD, FIGURE, Rule, Sign
+from rlhf_cli.health.findings import FIELD, FIGURE, Rule, Sign, first_number
 from rlhf_cli.health.ranking import CAUSES, gather, not_judged, rank
 from rlhf_cli.health.rules import STOPS, WARNINGS
 from rlhf_cli.health.running import WATCHED
@@ -113,6 +113,29 @@ def test_every_cause_is_documented_and_every_documented_one_exists() -> None:
     assert headings == [cause.name for cause in CAUSES]
 
 
+IN_WORDS = {0.001: "thousandth", 0.02: "fiftieth", 0.1: "tenth", 0.25: "quarter", 0.5: "half", 2: "twice"}
+SAID_ELSEWHERE = {"pairs_dropped", "prompts_dropped", "sampler_gap", "sft_steps_too_large"}
+"""Rules whose limit another row of the page has, or whose limit depends on the precision."""
+
+
+def test_the_pages_have_the_limits_of_the_tables() -> None:
+    pages = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("diagnose", "health")}
+    said = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", pages["diagnose"], re.MULTILINE | re.DOTALL))
+    said |= dict(re.findall(r"^\| `(\w+)` \|(.*)$", pages["health"], re.MULTILINE))
+    missing = []
+    for rule in (*CAUSES, *WARNINGS):
+        for sign in (sign for sign in rule.signs if isinstance(sign, Sign) and "{limit" in sign.text):
+            limit = first_number(sign.when)
+            assert limit is not None
+            forms = [f"{limit:g}", f"{100 * limit:g} %", IN_WORDS.get(limit, "in figures only")]
+            if not any(
+                re.search(rf"(?<![\d.]){re.escape(form)}(?!\d|\.\d)", " ".join(said[rule.name].split()))
+                for form in forms
+            ):
+                missing.append((rule.name, sign.when))
+    assert [one for one in missing if one[0] not in SAID_ELSEWHERE] == []
+
+
 def test_what_a_cause_explains_is_a_cause_and_never_explains_it_back() -> None:
     by_name = {cause.name: cause for cause in CAUSES}
     for cause in CAUSES:
@@ -154,6 +177,23 @@ def test_few_pairs_of_one_length_are_no_bias() -> None:
     assert "pairs_length_biased" in named(evidence)
     evidence.figures["rm.num_rows"] = 2.0
     assert "pairs_length_biased" not in named(evidence)
+
+
+def test_an_adaptive_coefficient_is_never_too_small() -> None:
+    evidence = recorded("score_of_hundreds")
+    assert named(evidence)[0] == "kl_unrestrained"
+    evidence.settings["ppo.ppo.kl_controller"] = "adaptive"
+    assert "kl_unrestrained" not in named(evidence)
+
+
+def test_a_head_that_learned_on_a_frozen_backbone_is_not_untrained() -> None:
+    figures = {"rm.moved": 0.0, "rm.accuracy": 0.9, "rm.accuracy_low95": 0.85, "rm.accuracy_high95": 0.93}
+    assert named(Evidence(["rm"], figures=figures)) == []
+    assert named(Evidence(["rm"], figures=figures | {"rm.accuracy_low95": 0.64})) == ["rm_untrained"]
+    assert (
+        named(Evidence(["rm"], figures={"rm.moved": 0.0, "rm.mse": 0.5, "rm.mse_high95": 0.8, "rm.target_variance": 1}))
+        == []
+    )
 
 
 @pytest.mark.parametrize("name", FAULTY)

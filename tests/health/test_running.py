@@ -360,6 +360,11 @@ def test_single_bad_iterations_give_no_warning(name: str, columns: dict[str, Any
     assert names_of([STEADY] * 3 + [bad, STEADY, bad, STEADY, STEADY] * 10) == []
 
 
+def test_of_two_signs_of_a_problem_the_first_is_said() -> None:
+    ((_, finding),) = findings_of([STEADY | {"policy/sampler_gap": 1.0, "policy/sampler_gap_mean": 1.0}])
+    assert finding.message.startswith("policy/sampler_gap_mean: on average")
+
+
 def test_without_a_value_model_its_metrics_are_ignored() -> None:
     rows = sequence(40, {"value/explained_variance": -1.0})
     assert names_of(rows, new_health(has_value_model=False)) == []

@@ -389,12 +389,17 @@ def test_every_chart_is_drawn(run):
         assert svg.count("<path") > 3, chart.id
 
 
-def test_the_png_shows_the_main_curves(run, tmp_path):
+def test_the_png_shows_the_main_curves_in_colours_without_a_style_sheet(run, tmp_path, monkeypatch):
+    drawn, draw = [], vl_convert.vegalite_to_png
+    monkeypatch.setattr(vl_convert, "vegalite_to_png", lambda text, **how: drawn.append(text) or draw(text, **how))
     result = report(run, "--png", tmp_path / "a" / "curves.png")
     assert result.exit_code == 0
     assert str(tmp_path / "a" / "curves.png") in result.output.replace("\n", "")
     assert (tmp_path / "a" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert len(picture([read_run(run, "run")])["concat"]) >= 4
+    (text,) = drawn
+    assert PICTURE_COLORS[TRAINING] in text
+    assert "var(" not in text
 
 
 @pytest.mark.parametrize(("name", "says"), [("missing", "no such directory"), (".", "no stage has metrics yet")])
@@ -436,6 +441,9 @@ def test_a_finding_has_a_bar_for_each_stretch_and_a_line_in_the_page(run, read):
         ("kl_runaway", 11, 12),
         ("overoptimisation", 20, 21),
     ]
+    score = next(chart for chart in curve_charts([read]) if chart.title == "Score")
+    (rules,) = (layer for layer in score.spec["layer"] if layer["mark"]["type"] == "rule")
+    assert [(row["name"], row["x"]) for row in rules["data"]["values"]] == [("kl_runaway", 4), ("overoptimisation", 20)]
     report(run)
     page = (run / "report.html").read_text(encoding="utf-8")
     for name, when in (("kl_runaway", "4 iterations (4 to 11)"), ("overoptimisation", "iteration 20")):
