@@ -213,7 +213,9 @@ def write_prompts(
     resumes, a local model repeats the last chunk of rounds, so that the same prompts are compared with the same set.
     A server gives different answers each time, so it is asked for the next chunk.
     """
-    seeds = [_seed(record) for record in records]
+    # A seed is on one line: a prompt, the last message of a conversation, or a whole text.
+    texts = [one.messages[-1].content if one.messages else one.prompt or one.key for one in records]
+    seeds = [" ".join(text.split()) for text in texts]
     if not seeds:
         raise DataError("the source has no readable prompt; at least one is needed as a seed")
     if output.num_rows >= num:
@@ -268,12 +270,6 @@ def _request(number: int, seeds: list[str], template: str, num_seeds: int, seed:
     order = torch.randperm(len(seeds), generator=generator(seed, "seed prompts", number)).tolist()
     chosen = "\n".join(f"{place}. {seeds[i]}" for place, i in enumerate(order[:num_seeds], 1))
     return Request.of(fill(template, seeds=chosen, num=str(NUM_ASKED)), number)
-
-
-def _seed(record: Record) -> str:
-    """A row as a seed on one line: its prompt, the last message of a conversation, or a whole text."""
-    text = record.messages[-1].content if record.messages else record.prompt or record.key
-    return " ".join(text.split())
 
 
 def prompts_in(answer: str, *, ended: bool = True) -> list[str]:

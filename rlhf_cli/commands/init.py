@@ -68,10 +68,15 @@ def _files(template: Template) -> Files:
         return lambda: _path(f"{template}/{name}").read_text(encoding="utf-8")
 
     files = {f"{stage}.yaml": copy(f"{stage}.yaml") for stage in STAGES if _path(f"{template}/{stage}.yaml").is_file()}
+
+    def hard_preferences() -> str:  # few, noisy and biased
+        task = _script("support/generate.py")
+        return _lines(task.draw_rows(7, "hard_train", task.HARD_PAIRS, task.hard_pref_row))
+
     data = {f"data/{name}": copy(name) for name in ("sft.jsonl", "preferences.jsonl", "prompts.jsonl")}
     others: dict[Template, Callable[[], Files]] = {
         "support": lambda: {"judge.py": copy("gold.py"), **_support_data()},
-        "support-hard": lambda: {**_files("support"), **files, "data/preferences.jsonl": _hard_preferences},
+        "support-hard": lambda: {**_files("support"), **files, "data/preferences.jsonl": hard_preferences},
         "sentiment": lambda: {"judge.py": copy("judge.py")},
         "hh": dict,
         "stories": lambda: {"reward.py": copy("reward.py"), "data/prompts.jsonl": _story_prompts},
@@ -118,12 +123,6 @@ def _support_data() -> Files:
         "data/prompts.jsonl": rows("prompts_train", 2000),
         "data/prompts_test.jsonl": rows("prompts_test", 256),
     }
-
-
-def _hard_preferences() -> str:
-    """The few, noisy and biased preferences of the hard task."""
-    task = _script("support/generate.py")
-    return _lines(task.draw_rows(7, "hard_train", task.HARD_PAIRS, task.hard_pref_row))
 
 
 def _story_prompts() -> str:

@@ -217,19 +217,15 @@ def _share(run: Member, sources: Sequence[Path]) -> None:
         source = next((other for other in sources if other != root and _is_current(config, stage, other)), None)
         if source is None:
             return
+        # By hard links, which take no space; a file system without them gets copies.
+        target = stage_directory(root, stage)
+        temporary = target.with_name(f".{target.name}.linking")
         try:
-            _link(stage_directory(source, stage), stage_directory(root, stage))
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.copytree(stage_directory(source, stage), temporary, copy_function=_link_file)
+            temporary.rename(target)
         except OSError as error:
             raise ArtifactError(f"{root}: cannot be written ({error.strerror or error})") from None
-
-
-def _link(source: Path, target: Path) -> None:
-    """Copy a finished stage by hard links, which take no space; a file system without them gets copies."""
-    temporary = target.with_name(f".{target.name}.linking")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(source, temporary, copy_function=_link_file)
-    temporary.rename(target)
 
 
 def _link_file(source: str, target: str) -> None:

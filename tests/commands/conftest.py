@@ -1,4 +1,4 @@
-"""A tiny model with a chat template."""
+"""A tiny model with a chat template, a run of a tiny llama, and prompts for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from rlhf_cli.config.models import ScratchModel
 from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model
-from support.tiny import SETTINGS
+from support.tiny import SETTINGS, read_jsonl, write_jsonl
 
 CHAT = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -30,3 +30,18 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path
     place = tmp_path_factory.mktemp("chat") / "model"
     save(model, own, place)
     return place
+
+
+@pytest.fixture(scope="module")
+def run(pipeline: Any) -> Path:
+    """A run of the three stages with a tiny llama of 128 positions."""
+    root: Path = pipeline("llama")
+    return root
+
+
+@pytest.fixture(scope="module")
+def prompts(data: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of nine prompts, of which the fifth is too long for the run's models."""
+    rows = read_jsonl(data["prompts"])[:9]
+    rows[4] = {"prompt": "the tent " * 80, "number": 4}
+    return write_jsonl(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", rows)

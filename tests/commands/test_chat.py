@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,19 +154,6 @@ def test_a_reply_is_that_of_the_runs_own_sampling(finished: Path) -> None:
     assert found.response == response
     assert shown[-1] == found.text
     assert len(shown) == len(response.ids) + 1  # after each token, and the whole
-
-
-def test_what_is_shown_only_grows(chat_model: Path) -> None:
-    """Stop strings and characters of several bytes are held back until they are known."""
-    model = speaker_at(chat_model)
-    whole = reply(model, ASKED, max_new_tokens=40).text
-    stop = whole[len(whole) // 2 :][:3]
-    assert len(stop) == 3
-    model = replace(model, sampling=replace(model.sampling, stop_strings=(stop,)))
-    shown: list[str] = []
-    assert reply(model, ASKED, shown.append, max_new_tokens=40).text == whole.partition(stop)[0].strip()
-    assert all(longer.startswith(text) for text, longer in itertools.pairwise(shown))
-    assert len(set(shown)) > 3
 
 
 def test_a_seed_repeats_the_conversation_and_0_is_greedy(finished: Path) -> None:
@@ -340,9 +325,7 @@ def test_a_quantized_model_answers_with_its_rounded_weights(chat_model: Path) ->
     ("template", "says"),
     [
         ("{{ '' }}", "the prompt has no token"),
-        ("{{ 'x' * 10**9 }}", "it writes or repeats too much"),
         ("{{ 'x' * 99999 * 9999 }}", "it writes or repeats too much"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{{ 'x' * 9999 }}{% endfor %}{% endfor %}", "too much"),
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x", "too much"),
     ],
 )

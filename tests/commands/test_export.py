@@ -32,12 +32,6 @@ IDS = torch.tensor(random_ids(11))
 
 
 @pytest.fixture(scope="module")
-def run(pipeline: Any) -> Path:
-    root: Path = pipeline("llama")
-    return root
-
-
-@pytest.fixture(scope="module")
 def lora_run(run_stage: Any, make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An SFT stage saved merged and a reward model saved as adapters, with learning rates that change something."""
     root: Path = tmp_path_factory.mktemp("lora_run")
@@ -252,7 +246,6 @@ def test_a_directory_or_stage_that_cannot_be_exported_is_named(run: Path, make_m
     shutil.rmtree(copy / "ppo")
     cases = [
         (copy, ["--stage", "ppo"], "stage ppo is not finished"),
-        (tmp_path, [], "no stage is finished"),
         (make_model("llama"), ["--stage", "sft"], "is a model and not a run"),
         (tmp_path / "none" / "there", [], "no such directory"),
     ]

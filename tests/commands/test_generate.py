@@ -24,19 +24,7 @@ from rlhf_cli.models.load import load_tokenizer
 from rlhf_cli.trained.model import TrainedLanguageModel, find_model
 from support.paths import ROOT
 from support.tiny import CPU, read_jsonl, write_jsonl
-from support.writers import nine_prompts, run_command
-
-
-@pytest.fixture(scope="module")
-def run(pipeline: Any) -> Path:
-    root: Path = pipeline("llama")
-    return root
-
-
-@pytest.fixture(scope="module")
-def prompts(data: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Nine prompts, one of them too long for the model's 128 positions."""
-    return nine_prompts(data["prompts"], tmp_path_factory.mktemp("prompts"))
+from support.writers import run_command
 
 
 def write(directory: Path | str, source: Path, out: Path, **settings: Any) -> list[Any]:
@@ -232,7 +220,6 @@ def test_greedy_responses_are_those_of_transformers(run: Path, prompts: Path, tm
         ({"compared": "sft", "stage": "sft"}, "--compare sft: the responses are those of sft already"),
         ({"shard": "0/3"}, "--shard: 0/3, must be"),
         ({"shard": "two"}, "--shard: two, must be"),
-        ({"directory": "EMPTY"}, "no stage is finished"),
         ({"directory": "RM"}, "stage rm is a reward model"),
         ({"best_of": 2, "directory": "MODEL"}, "--best-of: .* has no rewards"),
         ({"best_of": 2, "temperature": 0.0}, "--best-of: all samples are equal at --temperature 0"),
@@ -242,8 +229,7 @@ def test_greedy_responses_are_those_of_transformers(run: Path, prompts: Path, tm
 def test_wrong_options_are_one_line_and_write_nothing(
     run: Path, prompts: Path, tmp_path: Path, make_model: Any, settings: dict[str, Any], message: str
 ) -> None:
-    (tmp_path / "empty").mkdir()
-    directories = {"MODEL": make_model("llama"), "EMPTY": tmp_path / "empty", "RM": run / "rm"}
+    directories = {"MODEL": make_model("llama"), "RM": run / "rm"}
     directory = directories.get(settings.pop("directory", ""), run)
     with pytest.raises(UserError, match=message) as caught:
         write(directory, prompts, tmp_path / "out.jsonl", **settings)

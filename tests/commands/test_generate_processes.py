@@ -25,21 +25,9 @@ from rlhf_cli.processes.distributed import World
 from support.paths import ROOT
 from support.tiny import read_jsonl, write_jsonl
 from support.worlds import in_each_process
-from support.writers import contents, failing_after, nine_prompts, run_command
+from support.writers import contents, failing_after, run_command
 
 RLHF = (sys.executable, "-m", "rlhf_cli")
-
-
-@pytest.fixture(scope="module")
-def run(pipeline: Any) -> Path:
-    root: Path = pipeline("llama")
-    return root
-
-
-@pytest.fixture(scope="module")
-def prompts(data: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Nine prompts, which are five chunks of two; one of them is too long."""
-    return nine_prompts(data["prompts"], tmp_path_factory.mktemp("prompts"))
 
 
 def write(

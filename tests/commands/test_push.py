@@ -216,9 +216,7 @@ def test_what_cannot_be_uploaded_is_one_line(
     (damaged / "ppo" / "model" / "config.json").write_text("{}")
     cases: list[tuple[list[Any], str]] = [
         ([tmp_path / "none", "me/model"], "no such directory"),
-        ([tmp_path, "me/model"], "no stage is finished"),
         ([model, "me/my model"], "is not the name of a repository"),
-        ([model, "me/model", "--stage", "sft"], "is a model and not a run"),
         ([adapters, "me/model"], "which others lack. Run: "),
         ([damaged, "me/model"], "config.json was modified after the stage was finished"),
     ]

@@ -15,7 +15,6 @@ from rlhf_cli.commands.options import OutputOptions, SourceOptions
 from rlhf_cli.commands.output import Output
 from rlhf_cli.commands.writer import WriterOptions
 from support.servers import ChatServer
-from support.tiny import read_jsonl, write_jsonl
 
 
 def run_command(work: Callable[..., None], source: Path | str, out: Path, **settings: Any) -> None:
@@ -32,13 +31,6 @@ def local(model: Path, **settings: Any) -> WriterOptions:
 def remote(server: ChatServer, **settings: Any) -> WriterOptions:
     fast = {"concurrency": 2, "backoff_s": 0.01, "retries": 1, "timeout_s": 60.0}
     return WriterOptions("judge-7b", server.url, **{**fast, **settings})
-
-
-def nine_prompts(prompts: Path, folder: Path) -> Path:
-    """A file of nine prompts, of which the fifth is too long for the model's 128 positions."""
-    rows = read_jsonl(prompts)[:9]
-    rows[4] = {"prompt": "the tent " * 80, "number": 4}
-    return write_jsonl(folder / "prompts.jsonl", rows)
 
 
 def contents(out: Path) -> tuple[bytes, bytes]:
