@@ -35,11 +35,10 @@ from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt
 from rlhf_cli.models.forward import is_packed
 from rlhf_cli.models.load import prepare
-from rlhf_cli.plan.budget import auto_tokens
-from rlhf_cli.plan.loaded import machine_of_run
+from rlhf_cli.plan.budget import auto_tokens, machine_of_run
 from rlhf_cli.plan.memory import Batch, Held, Phase, Setting
 from rlhf_cli.plan.shapes import shape_of_loaded
-from rlhf_cli.plan.stages import FULL, at_rest, training_phases
+from rlhf_cli.plan.stages import FULL, training_phases
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.environment import set_up_process
 from rlhf_cli.rewards.models import score_sequences
@@ -242,7 +241,8 @@ def automatic_budget(model: PreTrainedModel, device: torch.device, precision: st
     held = Held("model", shape_of_loaded(model, precision), setting)
 
     def phases(tokens: int) -> list[Phase]:
-        return training_phases([held], Batch(tokens, tokens, FULL), at_rest([held]))
+        at_rest = setting.libraries | {"weights": held.weight_bytes, "optimizer": held.moment_bytes}
+        return training_phases([held], Batch(tokens, tokens, FULL), at_rest)
 
     return Budget(auto_tokens(phases, machine_of_run(device, 1), setting), padded=not is_packed(model))
 

@@ -40,7 +40,7 @@ from rlhf_cli.plan.fit import plan_of
 from rlhf_cli.plan.memory import Machine
 from rlhf_cli.plan.stages import StagePlan
 
-PLANNED = ("load", "normalisation", "rollout", "scoring", "update", "save")
+PLANNED = ("normalisation", "rollout", "scoring", "update", "save")
 """The phases of the plan that a run is seen in."""
 RECORD = Path(__file__).with_suffix(".json")
 ROOT = Path(__file__).resolve().parent.parent

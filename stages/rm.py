@@ -103,7 +103,7 @@ from rlhf_cli.models.save import base_of, round_as_saved, save_of_stage
 from rlhf_cli.models.shard import shard_for, shards
 from rlhf_cli.packing import SHORTEST_PREFIX, common_prefix
 from rlhf_cli.plan.adapter_errors import require_adapters
-from rlhf_cli.plan.loaded import microbatch_tokens
+from rlhf_cli.plan.stages import microbatch_tokens
 from rlhf_cli.processes.distributed import World, require_rows_for_all
 from rlhf_cli.processes.pass_loop import GradientSum
 from rlhf_cli.report.progress import Display

@@ -56,7 +56,7 @@ from rlhf_cli.models.seq2seq import require_one_answer
 from rlhf_cli.models.shard import shard_for, shards
 from rlhf_cli.models.vocabulary import add_tokens, embed_tokens
 from rlhf_cli.plan.adapter_errors import require_adapters
-from rlhf_cli.plan.loaded import microbatch_tokens
+from rlhf_cli.plan.stages import microbatch_tokens
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.pass_loop import GradientSum
 from rlhf_cli.report.progress import Display

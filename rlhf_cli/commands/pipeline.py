@@ -12,7 +12,7 @@ import typer
 
 from rlhf_cli.commands.options import NumProcesses, Quiet, Threads
 from rlhf_cli.commands.rounds import Rounds, show
-from rlhf_cli.config.by_stage import load_stage_config
+from rlhf_cli.config.by_stage import load_stage_config, overrides_for, split_prefix
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import STAGES, Stage
@@ -63,7 +63,7 @@ def pipeline(
         raise ConfigError(f"{directory}: has no sft.yaml, rm.yaml or ppo.yaml. Give a folder that has at least one")
     chosen = {stage: overrides_for(stage, overrides) for stage in configs}
     for text in overrides:
-        stage_of_it, _ = _split_prefix(text)
+        stage_of_it, _ = split_prefix(text)
         if stage_of_it is not None and stage_of_it not in configs:
             raise ConfigError(
                 f"--set {text}: {directory} has no {stage_of_it}.yaml, so this would have no effect. Add the file or "
@@ -162,21 +162,6 @@ def _report(root: Path, display: Display) -> None:
         display.warn(f"{path}: not written ({reason}). The models are complete. Run: {command('report', str(root))}")
         return
     display.note(f"curves, figures and replies, for a browser: {path}")
-
-
-def overrides_for(stage: str, overrides: Sequence[str]) -> list[str]:
-    """The overrides that apply to a stage, without their `STAGE:` prefix."""
-    return [rest for prefix, rest in map(_split_prefix, overrides) if prefix in (None, stage)]
-
-
-def _split_prefix(text: str) -> tuple[str | None, str]:
-    """(`sft`, `rm`, `ppo` or None, the override without it). Raises ConfigError for another prefix."""
-    prefix, colon, rest = text.partition(":")
-    if not colon or not prefix.isalpha():
-        return None, text
-    if prefix not in STAGES:
-        raise ConfigError(f"--set {text}: unknown prefix {prefix}:, the prefix is sft:, rm: or ppo:")
-    return prefix, rest
 
 
 def _loader(stage: str, stages: Sequence[str], display: Display) -> Callable[[], Run]:

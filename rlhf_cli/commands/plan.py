@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.printing import say
+from rlhf_cli.printing import say, size
 from rlhf_cli.program import set_options
-from rlhf_cli.report.progress import epochs
+from rlhf_cli.report.progress import clock, epochs
 
 if TYPE_CHECKING:
     from rlhf_cli.plan.fit import PlannedStage
@@ -89,33 +89,30 @@ def size_of(text: str) -> float:
     match = re.fullmatch(r"([\d.]+)\s*([a-zA-Z]*)", text.strip())
     unit = UNITS.get(match[2].upper()) if match else None
     try:
-        size = float(match[1]) * unit if match and unit else 0.0
+        num_bytes = float(match[1]) * unit if match and unit else 0.0
     except ValueError:
-        size = 0.0
-    if size <= 0:
+        num_bytes = 0.0
+    if num_bytes <= 0:
         raise ConfigError(f"--gpu-memory: found {text}, must be a size such as 80GB or 24GiB")
-    return size
+    return num_bytes
 
 
 def lines_of(one: PlannedStage, machine: Machine) -> list[str]:
     """The plan of a stage for an 80-column terminal."""
     plan, peak, batch = one.plan, one.plan.peak, one.plan.batch
-    unit = unit_of(peak.total)
     verdict = "fits" if one.fits else "does not fit"
     lines = [
-        f"{plan.stage}: {amount(peak.total, unit)} {unit} in each process, in the phase {peak.name}; {verdict} in",
-        f"{machine.name} (at most {ROOM:.0%} of {amount(machine.memory, 'GB')} GB)",
+        f"{plan.stage}: {size(peak.total)} in each process, in the phase {peak.name}; {verdict} in",
+        f"{machine.name} (at most {ROOM:.0%} of {size(machine.memory)})",
         "",
-        f"  {'model':<17}{'parameters':>16}{'trained':>16}{'weights':>9}{'grad':>8}{'AdamW':>8} {unit}",
+        f"  {'model':<17}{'parameters':>16}{'trained':>16}{'weights':>9}{'grad':>9}{'AdamW':>9}",
     ]
     for model in plan.models:
-        sizes = (model.weight_bytes, model.gradient_bytes, model.moment_bytes)
-        held, gradients, moments = (amount(size, unit) for size in sizes)
+        held = map(size, (model.weight_bytes, model.gradient_bytes, model.moment_bytes))
         counts = f"{model.shape.weights:>16,}{model.shape.trained:>16,}"
-        lines.append(f"  {model.name:<17}{counts}{held:>9}{gradients:>8}{moments:>8}")
-    lines += ["", f"  {'phase':<17}{unit:>8}  its largest parts"]
-    for phase in plan.phases:
-        lines.append(f"  {phase.name:<17}{amount(phase.total, unit):>8}  {parts_of(phase, unit)}")
+        lines.append(f"  {model.name:<17}{counts}{''.join(f'{text:>9}' for text in held)}")
+    lines += ["", f"  {'phase':<17}{'':>8}  its largest parts"]
+    lines += [f"  {phase.name:<17}{size(phase.total):>8}  {parts_of(phase)}" for phase in plan.phases]
     lines += [
         "",
         f"  a step: {batch.num} microbatch{'' if batch.num == 1 else 'es'} of {batch.tokens:,} tokens "
@@ -123,7 +120,7 @@ def lines_of(one: PlannedStage, machine: Machine) -> list[str]:
         *length_lines(one.length),
     ]
     if away := offloaded(one):
-        lines.append(f"  CPU memory: {amount(away, 'GB')} GB for each process (distributed.offload)")
+        lines.append(f"  CPU memory: {size(away)} for each process (distributed.offload)")
     return lines if one.fits else lines + change_lines(one, machine)
 
 
@@ -132,12 +129,12 @@ def offloaded(one: PlannedStage) -> float:
     return sum(model.offloaded_bytes for model in one.plan.models)
 
 
-def parts_of(phase: Phase, unit: str) -> str:
+def parts_of(phase: Phase) -> str:
     """The largest parts of a phase in words, in one line of the terminal."""
     line = ""
-    for name, size in sorted(phase.parts.items(), key=lambda part: -part[1]):
-        part = f"{', ' if line else ''}{name} {amount(size, unit)}"
-        if len(line) + len(part) > WIDTH or size < 0.01 * phase.total:
+    for name, num_bytes in sorted(phase.parts.items(), key=lambda part: -part[1]):
+        part = f"{', ' if line else ''}{name} {size(num_bytes)}"
+        if len(line) + len(part) > WIDTH or num_bytes < 0.01 * phase.total:
             break
         line += part
     return line
@@ -160,68 +157,30 @@ def length_lines(length: Length) -> list[str]:
         lines.append(f"length: {length.steps:,} optimizer steps{each}, {tokens}")
         time = "add --tokens-per-s N, the speed of all processes together"
         if length.hours is not None:
-            most = "at most" if length.hours_are_bound else "about"
-            time = f"{most} {duration(length.hours)} {length.basis}"
+            time = f"{'at most' if length.is_bound else 'about'} {clock(3600 * length.hours)}"
         lines.append(f"time: {time}")
     return [part for line in lines for part in wrap(line, 78, initial_indent="  ", subsequent_indent="    ")]
 
 
-def duration(hours: float) -> str:
-    """Hours, or the minutes or seconds of a part of one, at least 0.1 seconds.
-
-    >>> duration(1234.56), duration(0.25), duration(0.001), duration(0)
-    ('1,235 hours', '15 minutes', '3.6 seconds', '0.1 seconds')
-    """
-    units = (("hours", hours), ("minutes", 60 * hours), ("seconds", max(0.1, 3600 * hours)))
-    unit, value = next((pair for pair in units if pair[1] >= 1), units[-1])
-    return f"{value:,.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
-
-
 def change_lines(one: PlannedStage, machine: Machine) -> list[str]:
     """The changes, each with its new peak, and what is enough."""
-    room, before = ROOM * machine.memory, one.plan.tokens_per_microbatch
-    head = f"What lowers the peak, each by itself ({amount(room, 'GB')} GB fit)"
-    is_refilled = any(change.plan.tokens_per_microbatch > before for change in one.changes)
-    if is_refilled:
-        head += f". Peaks are with tokens_per_microbatch {before:,}, as above; beside them is what auto then takes"
-    lines = ["", *wrap(f"{head}:", 78, initial_indent="  ", subsequent_indent="  ")]
+    room, tokens = ROOM * machine.memory, one.plan.tokens_per_microbatch
+    lines = ["", f"  What lowers the peak, each by itself, with {tokens:,} tokens a microbatch"]
+    lines.append(f"  ({size(room)} fit):")
     for change in one.changes:
-        fits = " fits" if change.plan.peak.total <= room else ""
-        tokens = f"{change.plan.tokens_per_microbatch:>8,} tokens" if is_refilled else ""
-        lines.append(f"  {amount(change.peak, 'GB'):>7} GB{fits:<5}{tokens}  {change.costs}")
+        fits = " fits" if change.peak <= room else ""
+        lines.append(f"  {size(change.peak):>10}{fits:<5}  {change.costs}")
         lines += [f"      {options([text])}" for text in change.overrides]
-    if one.enough is None:
-        lines.append("  No combination of these fits. Use a smaller model, or more or larger GPUs.")
-    else:
-        plan = one.enough.plan
-        size = f"{amount(plan.peak.total, 'GB')} GB with tokens_per_microbatch {plan.tokens_per_microbatch:,}"
-        lines += ["", f"  The cheapest that fits, {size}:"]
-        lines += [f"    {options([text])}" for text in one.enough.overrides]
-    return lines
+    if one.plan_with_enough is None or one.enough is None:
+        return [*lines, "  No combination of these fits. Use a smaller model, or more or larger GPUs."]
+    plan = one.plan_with_enough
+    needs = f"{size(plan.peak.total)} with tokens_per_microbatch {plan.tokens_per_microbatch:,}"
+    return [*lines, "", f"  The cheapest that fits, {needs}:", *(f"    {options([text])}" for text in one.enough)]
 
 
 def options(overrides: Sequence[str]) -> str:
     """The options of the command line for some overrides."""
     return " ".join(shlex.quote(word) for word in set_options(overrides))
-
-
-def unit_of(size: float) -> str:
-    """MB below a gigabyte, otherwise GB."""
-    return "MB" if size < 1e9 else "GB"
-
-
-def amount(size: float, unit: str) -> str:
-    """Bytes in a unit with three digits.
-
-    >>> amount(1.2345e10, "GB"), amount(1.5e6, "MB"), amount(2e6, "GB"), amount(0, "GB")
-    ('12.3', '1.5', '0.00', '0')
-    """
-    value = size / UNITS[unit]
-    if value == 0:
-        return "0"
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 10 or unit == "MB" else f"{value:.2f}"
 
 
 def as_dict(one: PlannedStage, machine: Machine) -> dict[str, Any]:
@@ -261,14 +220,7 @@ def as_dict(one: PlannedStage, machine: Machine) -> dict[str, Any]:
         "rows": None if rows is None else rows.num,
         "rows_basis": None if rows is None else rows.basis,
         "changes": [
-            {
-                "set": change.overrides,
-                "peak_bytes": round(change.plan.peak.total),
-                "tokens_per_microbatch": change.plan.tokens_per_microbatch,
-                "peak_bytes_at_same_tokens": round(change.peak),
-                "costs": change.costs,
-            }
-            for change in one.changes
+            {"set": change.overrides, "peak_bytes": round(change.peak), "costs": change.costs} for change in one.changes
         ],
-        "enough": None if one.enough is None else one.enough.overrides,
+        "enough": one.enough,
     }

@@ -16,9 +16,9 @@ import typer
 from pydantic import Field
 
 from rlhf_cli.commands.options import Quiet
-from rlhf_cli.commands.pipeline import overrides_for, pipeline, require_lora
+from rlhf_cli.commands.pipeline import pipeline, require_lora
 from rlhf_cli.config.base import EXPANDED, LocalPath, Section
-from rlhf_cli.config.by_stage import CONFIGS, load_stage_config
+from rlhf_cli.config.by_stage import CONFIGS, load_stage_config, overrides_for
 from rlhf_cli.config.explain import alternatives, child_kind
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.stage import Stage

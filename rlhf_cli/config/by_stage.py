@@ -76,3 +76,18 @@ def _other_stage(stage: str, path: Path, overrides: Sequence[str]) -> str | None
         return None
     fitting = [other for other in others if keys <= set(CONFIGS[other].model_fields)]
     return fitting[0] if len(fitting) == 1 else None
+
+
+def overrides_for(stage: str, overrides: Sequence[str]) -> list[str]:
+    """The overrides that apply to a stage, without their `STAGE:` prefix."""
+    return [rest for prefix, rest in map(split_prefix, overrides) if prefix in (None, stage)]
+
+
+def split_prefix(text: str) -> tuple[str | None, str]:
+    """(`sft`, `rm`, `ppo` or None, the override without it). Raises ConfigError for another prefix."""
+    prefix, colon, rest = text.partition(":")
+    if not colon or not prefix.isalpha():
+        return None, text
+    if prefix not in STAGES:
+        raise ConfigError(f"--set {text}: unknown prefix {prefix}:, the prefix is sft:, rm: or ppo:")
+    return prefix, rest

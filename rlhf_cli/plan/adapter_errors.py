@@ -18,7 +18,7 @@ from rlhf_cli.hub import is_local
 from rlhf_cli.models.load import ensure_pad_token, load_tokenizer
 from rlhf_cli.models.lora import refuse_adapter_as_base, require_loadable
 from rlhf_cli.models.origin import BaseModel
-from rlhf_cli.plan.origins import ModelOrigin, ModelOrigins, from_path
+from rlhf_cli.plan.origins import ModelOrigin, ModelOrigins
 from rlhf_cli.plan.shapes import built
 from rlhf_cli.run.artifacts import is_adapter, model_directory
 
@@ -37,17 +37,14 @@ def require_adapters(config: Stage, stages: Mapping[str, Stage] | None = None, *
     origins = ModelOrigins(stages or {})
     model, section = (config.policy, "policy") if isinstance(config, PPOConfig) else (config.model, "model")
     base = BaseModel(model_directory(config.stage_model(model.path, "sft")), model.revision)
-    starts: list[Callable[[], ModelOrigin]] = [lambda: origins.start(config)]
+    starts = [partial(origins.start, config)]
     if model.lora is not None:
         _require(f"{section}.lora", model.lora, base, starts, isinstance(config, RMConfig), here=here)
     if isinstance(config, PPOConfig) and config.ppo.has_value_model and config.value_model.lora is not None:
         value = config.value_model
-        if (path := value.path) is not None:
-            base, starts = BaseModel(path), [partial(from_path, path, None, "value_model.path")]
-        elif value.init != "policy":
-            rewards = list(config.reward_models.values())
-            starts += [partial(origins.reward_model, config, reward, "rewards") for reward in rewards[:1]]
-        _require("value_model.lora", config.value_model.lora, base, starts, True, here=here)
+        starts = [*(starts if value.path is None else []), partial(origins.value_model, config)]
+        base = base if value.path is None else BaseModel(value.path)
+        _require("value_model.lora", value.lora, base, starts, True, here=here)
     for directory in filter(is_adapter, (model_directory(path) for path, _ in config.inputs.values())):
         from rlhf_cli.models.adapter_files import read_adapter
         from rlhf_cli.models.adapters import import_peft

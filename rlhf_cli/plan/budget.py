@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-from rlhf_cli.plan.memory import Machine, Phase, Setting
+import torch
+from transformers import PreTrainedModel
+
+from rlhf_cli.models.cost import total_memory
+from rlhf_cli.models.forward import compute_dtype
+from rlhf_cli.plan.memory import Batch, Held, Machine, Phase, Setting
+from rlhf_cli.plan.shapes import shape_of_loaded
 
 CPU_TOKENS = 2048
 """Most tokens per microbatch that `auto` chooses on a CPU. Processor time per token of a forward and backward
@@ -67,3 +74,26 @@ def most_tokens(need: Callable[[int], float], room: float, limit: int) -> int:
     (30, 100)
     """
     return bisect_right(range(1, limit + 1), room, key=need)
+
+
+def forward_tokens(model: PreTrainedModel, device: torch.device, precision: str) -> int:
+    """Maximum tokens per pass without gradients of a model that is alone in memory."""
+    setting = Setting(device.type, half=compute_dtype(device, precision) != torch.float32)
+    held = Held("model", shape_of_loaded(model, precision), setting)
+
+    def phases(tokens: int) -> list[Phase]:
+        batch = Batch(tokens, tokens, 1)
+        return [Phase("scoring", {"weights": held.weight_bytes} | held.in_forward(batch))]
+
+    return auto_tokens(phases, machine_of_run(device, 1), setting)
+
+
+def machine_of_run(device: torch.device, num_processes: int) -> Machine:
+    """What each process of a run has."""
+    return Machine(
+        device.type,
+        total_memory(device) / (1 if device.type == "cuda" else num_processes),
+        num_processes,
+        int(os.environ.get("LOCAL_WORLD_SIZE", num_processes)),
+        auto_is_half=compute_dtype(device, "auto") != torch.float32,
+    )

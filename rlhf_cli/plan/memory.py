@@ -190,9 +190,9 @@ class Held:
     @property
     def weight_bytes(self) -> float:
         """Its weights. If it is offloaded, only the scales of its 4-bit weights stay on the device."""
-        counts = self.shape.counts
+        shape = self.shape
         quantization = self.lora.quantize if self.lora is not None else None
-        four_bit = counts.quantizable if quantization is not None else 0.0
+        four_bit = shape.quantizable if quantization is not None else 0.0
         of_four_bit = BYTES_OF_NF4[quantization] if quantization is not None else 0.0
         if self.waits:
             return four_bit * (of_four_bit - 0.5)
@@ -201,8 +201,8 @@ class Held:
             return trained / self.among
         of_linear = 2 if self.holds_half or (self.setting.half and self.kept == "rounded") else 4
         of_tables = 2 if self.holds_half else 4
-        rest = counts.frozen - counts.frozen_linear - counts.frozen_tables
-        frozen = (counts.frozen_linear - four_bit) * of_linear + counts.frozen_tables * of_tables + rest * 4
+        rest = shape.frozen - shape.frozen_linear - shape.frozen_tables
+        frozen = (shape.frozen_linear - four_bit) * of_linear + shape.frozen_tables * of_tables + rest * 4
         frozen += four_bit * of_four_bit
         if self.holds_half:
             frozen += 2 * max(0.0, self._num_merged - four_bit)
@@ -213,7 +213,7 @@ class Held:
         """Numbers of frozen layers that are kept exactly and got adapters when they were read: float32 numbers."""
         shape = self.shape
         is_exact = self.is_merged and self.kept == "exact"
-        return shape.counts.frozen_linear - shape.has_head * shape.vocabulary * shape.hidden if is_exact else 0.0
+        return shape.frozen_linear - shape.has_head * shape.vocabulary * shape.hidden if is_exact else 0.0
 
     @property
     def gradient_bytes(self) -> float:
@@ -226,7 +226,7 @@ class Held:
     def _state_bytes(self, part: int) -> float:
         """One part of STATES of all trained numbers. Adapters and experts are never in bfloat16."""
         trained = self.shape.trained
-        in_float32 = min(trained, self.shape.counts.experts) if self.states == "bfloat16" else 0.0
+        in_float32 = min(trained, self.shape.experts) if self.states == "bfloat16" else 0.0
         return (trained - in_float32) * STATES[self.states][part] + in_float32 * STATES["float32"][part]
 
     @property
@@ -255,18 +255,6 @@ class Held:
         return self.gradient_bytes if self.states == "bfloat16" else min(BUCKET_BYTES, self.gradient_bytes)
 
     @property
-    def read_bytes(self) -> float:
-        """Its weights while they are read: on a CPU in float32, unless fewer bits hold them. Those come one by one."""
-        if self.setting.device != "cpu":
-            return self.weight_bytes
-        shape, in_4_bits = self.shape, self.lora is not None and self.lora.quantize is not None
-        if (self.setting.half and self.kept != "float32") or in_4_bits:
-            # Adding an adapter needs three copies of a weight.
-            return self.weight_bytes + 4 * max(shape.largest, 3 * shape.hidden * shape.widest * self.is_merged)
-        # transformers joins the experts of a file to one weight of each layer.
-        return max(self.weight_bytes, (shape.counts.base + shape.counts.experts) * 4 / self.among)
-
-    @property
     def file_bytes(self) -> float:
         """Its file on a CPU: merged weights in float32, or of a sharded model one file, and their copy in bfloat16.
 
@@ -274,7 +262,7 @@ class Held:
         """
         if self.setting.device != "cpu" or (self.lora is not None and self.lora.save == "adapter"):
             return 0.0
-        base, is_sharded = self.shape.counts.base, self.among > 1
+        base, is_sharded = self.shape.base, self.among > 1
         copies = (4 * base if self.lora is not None or is_sharded else 0.0) + (2 * base if self.stored == 2 else 0.0)
         return min(copies, 1.5 * LARGEST_FILE) if is_sharded else copies
 
@@ -288,7 +276,7 @@ class Held:
         backward pass of a sharded model ends, its activations are free and the gradient of its embeddings exists twice.
         """
         shape, setting, tokens = self.shape, self.setting, batch.tokens
-        kept = shape.counts.kept * tokens
+        kept = shape.kept * tokens
         if setting.checkpointing:
             kept = kept / shape.layers + tokens * 4 * shape.layers * shape.hidden
         activations = max(kept, tokens * 16 * shape.hidden)
@@ -296,9 +284,9 @@ class Held:
         temporary = tokens * 3 * shape.widest * number
         head = 4.0 * shape.vocabulary * shape.hidden if shape.has_head and self.lora is None else 0.0
         # Adapted experts are kept as the sum of weights and adapters.
-        merged = {"merged experts": 4.0 * shape.counts.adapted_experts / (shape.layers if setting.checkpointing else 1)}
+        merged = {"merged experts": 4.0 * shape.adapted_experts / (shape.layers if setting.checkpointing else 1)}
         # The gradient of all experts of a layer is added to that of the microbatches before as a whole.
-        has_experts = self.lora is None or shape.counts.adapted_experts > 0
+        has_experts = self.lora is None or shape.adapted_experts > 0
         of_layer = max(head, 4.0 * shape.largest_expert if has_experts else 0.0)
         at_head = {"activations": activations, **merged, "logits": self.logits(batch), "gradients": head}
         at_layer = {"activations": activations + temporary, **merged, "gradients": of_layer}
@@ -314,7 +302,7 @@ class Held:
         one = replace(batch, logits_copies=max(1.0, batch.logits_copies - 1))
         added = {
             "activations": batch.tokens * (3 * shape.widest + 4 * shape.hidden) * float(self.setting.number),
-            "merged experts": 4.0 * shape.counts.adapted_experts / shape.layers,
+            "merged experts": 4.0 * shape.adapted_experts / shape.layers,
             "logits": self.logits(one),
         }
         return join(added, self.copied_weights)
@@ -333,7 +321,7 @@ class Held:
         if self.among > 1:
             return self.copied_weights
         if self.setting.device == "cpu" and not self.setting.half and self.lora is None:
-            return {"rollout copy": self.shape.counts.joined * 4}
+            return {"rollout copy": self.shape.joined * 4}
         return {}
 
     def logits(self, batch: Batch) -> float:
@@ -363,14 +351,14 @@ class Held:
         Autocast keeps a bfloat16 copy of each float32 weight for the backward pass. NF4 gives one dequantized layer at
         a time.
         """
-        shape, counts, setting = self.shape, self.shape.counts, self.setting
+        shape, setting = self.shape, self.setting
         if self.among > 1:
             return {"gathered": sum(self._gathered(trains=False))}
         if self.lora is not None and self.lora.quantize is not None:
             return {"dequantized": 4.0 * shape.hidden * shape.widest}
         if not setting.half or (setting.states == "bfloat16" and self.lora is None):
             return {}
-        in_float32 = counts.linear
+        in_float32 = shape.linear
         if self.kept == "rounded" or self.holds_half:
-            in_float32 -= counts.frozen_linear - self._num_merged
+            in_float32 -= shape.frozen_linear - self._num_merged
         return {"16-bit copies": 2 * in_float32 / (shape.layers if setting.checkpointing else 1)}

@@ -17,7 +17,7 @@ from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.hub import is_local
 from rlhf_cli.models.check import reason_of
 from rlhf_cli.plan.memory import Held, Kept, Setting
-from rlhf_cli.plan.shapes import Shape, shape_of, shape_of_loaded
+from rlhf_cli.plan.shapes import shape_of, shape_of_loaded
 from rlhf_cli.run.artifacts import is_adapter, model_directory
 
 
@@ -57,25 +57,13 @@ class ModelOrigins:
 
         `key` is the section that messages name. Raises ConfigError if the model cannot be built.
         """
-        lora = None if trained is None else trained.lora
-        kept: Kept = "rounded" if trained is None else "float32" if lora is None else "exact"
-        shape = self.shape(name, origin.config, is_classifier, setting, trained, key)
-        return Held(name, shape, setting, lora, kept, origin.stored, origin.has_adapters, shares, whole)
-
-    def shape(
-        self,
-        name: str,
-        config: PreTrainedConfig,
-        is_classifier: bool,
-        setting: Setting,
-        trained: TrainedModel | ValueModel | None,
-        key: str,
-    ) -> Shape:
-        """The shape of the model that the run calls `name`: of that in memory, or built from its config."""
-        if name in self.models:
-            return shape_of_loaded(self.models[name], self.precision)
         lora, frozen = (None, None) if trained is None else (trained.lora, trained.freeze)
-        return shape_of(config, is_classifier, setting.precision, lora, frozen, key)
+        kept: Kept = "rounded" if trained is None else "float32" if lora is None else "exact"
+        if name in self.models:
+            shape = shape_of_loaded(self.models[name], self.precision)
+        else:
+            shape = shape_of(origin.config, is_classifier, setting.precision, lora, frozen, key)
+        return Held(name, shape, setting, lora, kept, origin.stored, origin.has_adapters, shares, whole)
 
     def start(self, config: Stage) -> ModelOrigin:
         """The model that a stage trains; in PPO the policy."""
@@ -97,6 +85,16 @@ class ModelOrigins:
         if reward.path is None or _is_own(config, reward):
             return self.of_stage("rm", config, key)
         return from_path(reward.path, reward.revision, key)
+
+    def value_model(self, config: PPOConfig) -> ModelOrigin:
+        """The separate value model of PPO. With `init: auto` a run may start it as the policy instead."""
+        value, rewards = config.value_model, config.reward_models
+        if value.path is not None:
+            return from_path(value.path, None, "value_model.path")
+        if rewards and value.init in ("auto", "reward_model"):
+            key, reward = next(iter(rewards.items()))
+            return self.reward_model(config, reward, key)
+        return self.start(config)
 
     def of_stage(self, stage: str, config: Stage, key: str) -> ModelOrigin:
         """The model that a later stage gets from the run's own `stage`.

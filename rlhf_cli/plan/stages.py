@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
 
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_update import PPO
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage, Training
 from rlhf_cli.data.batches import PART_TOKENS
-from rlhf_cli.plan.activations import ROW
-from rlhf_cli.plan.budget import BY_TOKENS, auto_tokens
+from rlhf_cli.plan.budget import BY_TOKENS, auto_tokens, machine_of_run
 from rlhf_cli.plan.memory import Batch, Held, Machine, Phase, Setting, fullest, join
+from rlhf_cli.plan.origins import ModelOrigins
+from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.pass_loop import COPIES_BYTES
 from rlhf_cli.processes.threads import num_threads
-
-if TYPE_CHECKING:
-    from rlhf_cli.plan.origins import ModelOrigins
 
 PAIR = 1.5
 """Length of a preference pair in maximum lengths: both answers follow one prompt, which is computed once and is taken
@@ -57,18 +56,12 @@ def plan_stage(stage: str, config: Stage, origins: ModelOrigins, machine: Machin
     if tokens == "auto":
         tokens = _auto(config, models, machine)
     batch = _batch(config, models, training.minibatch_size, tokens)
-    static = _static(config, models)
-    if isinstance(config, PPOConfig):
-        scored = _batch(config, models, config.ppo.rollout_batch_size, tokens)
-        phases = [*_rollout(config, models), *_passes(config, models, batch, scored), _save(models, static)]
-    else:
-        phases = [
-            *_normalisation(config, origins, setting),
-            _load(models),
-            *_passes(config, models, batch, batch),
-            _save(models, static | {"optimizer": 0.0}),  # which is freed before
-            Phase("evaluation", join(static, models[0].in_forward(batch))),
-        ]
+    scored = _batch(config, models, config.ppo.rollout_batch_size, tokens) if isinstance(config, PPOConfig) else batch
+    phases = [
+        *_sampling(config, models, origins),
+        *_passes(config, models, batch, scored),
+        Phase("save", join(_at_rest(config, models, "save"), {"file": max(m.file_bytes for m in _trained(models))})),
+    ]
     phases = [Phase(phase.name, join(phase.parts, _other_threads(phase, models, batch))) for phase in phases]
     return StagePlan(stage, models, phases, batch, tokens, setting)
 
@@ -89,6 +82,14 @@ def _other_threads(phase: Phase, models: list[Held], batch: Batch) -> dict[str, 
     passes = at_once * min(1.0, 2 * PART_TOKENS / batch.tokens)
     of_pass = phase.parts.get("activations", 0.0) + phase.parts.get("logits", 0.0)
     return {"other threads": max(0.0, passes - 1) * of_pass + at_once * max(gradients)}
+
+
+def microbatch_tokens(config: Stage, models: Mapping[str, PreTrainedModel], world: World) -> int:
+    """Maximum tokens per microbatch of a run: as configured, or what `auto` chooses.
+
+    `models` are by their names in the plan, each on the device and as `shape_of_loaded` wants it.
+    """
+    return planned_tokens(config, ModelOrigins({}, models, config.precision), machine_of_run(world.device, world.size))
 
 
 def planned_tokens(config: Stage, origins: ModelOrigins, machine: Machine) -> int:
@@ -145,11 +146,11 @@ def _models_of_ppo(config: PPOConfig, origins: ModelOrigins, setting: Setting) -
         origin, shares = origins.reward_model(config, reward, key), _shares(config, key, origins, setting)
         frozen.append(origins.held(name, origin, setting, True, key, shares=shares, whole="rewards" in whole))
     if config.ppo.has_value_model and value.init != "shared":
-        first = rewards[0][0] if value.init in ("auto", "reward_model") and rewards and value.path is None else None
-        origin = start if first is None else origins.reward_model(config, rewards[0][1], first)
+        first = rewards[0][0] if value.init in ("auto", "reward_model") and rewards else None
         shares = lora is not None and value.lora is not None and lora.quantize == value.lora.quantize
-        shares = shares and _shares(config, first, origins, setting)
+        shares = shares and value.path is None and _shares(config, first, origins, setting)
         is_whole = "value_model" in whole
+        origin = origins.value_model(config)
         held = origins.held("value model", origin, setting, True, "value_model", value, shares=shares, whole=is_whole)
         trained.append(held)
     return [*trained, *frozen]
@@ -247,118 +248,90 @@ def _has_full_kl(config: PPOConfig) -> bool:
 # ------------------------------------------------------------------------------------------------------ phases
 
 
-def _static(config: Stage, models: list[Held], phase: str | None = None) -> dict[str, float]:
-    """What a process holds between the passes; with a phase, without what `offload` moves to the CPU for it."""
+def _at_rest(config: Stage, models: list[Held], phase: str) -> dict[str, float]:
+    """What a process holds between the passes of a phase, without what `offload` moves to the CPU for it."""
+    policy, trained, on_cpu = models[0], _trained(models), models[0].setting.device == "cpu"
+    weights, moments = sum(model.weight_bytes for model in models), sum(model.moment_bytes for model in trained)
     if not isinstance(config, PPOConfig):
-        return at_rest(models)
-    setting, trained = models[0].setting, _trained(models)
-    policy, on_cpu = models[0], setting.device == "cpu"
+        # SFT and RM free the moments before they save.
+        return join(policy.setting.libraries, {"weights": weights, "optimizer": moments if phase != "save" else 0.0})
     offload = [] if on_cpu else config.offload
     moved = [model for model in models if not model.is_trained] if "frozen" in offload else []
-    needs_moved = phase in (None, "scoring") or (phase == "update" and _has_full_kl(config))
-    needs_moments = phase in (None, "update") or "optimizer" not in offload
+    needs_moved = phase in ("scoring", "save") or (phase == "update" and _has_full_kl(config))
+    needs_moments = phase in ("update", "save") or "optimizer" not in offload
     is_copied = policy.among > 1 and config.rollout.decoder != "sharded"
     parts = {
-        "weights": sum(model.weight_bytes for model in (trained if moved else models)),
+        "weights": weights - sum(model.weight_bytes for model in moved),
         # A sharded model is never on the GPU whole.
         "frozen models": sum(model.weight_bytes for model in moved if model.among == 1) if needs_moved else 0.0,
-        "rollout copy": policy.shape.weights * float(setting.number) if is_copied else 0.0,
-        "optimizer": sum(model.moment_bytes for model in trained) if needs_moments else 0.0,
+        "rollout copy": policy.shape.weights * float(policy.setting.number) if is_copied else 0.0,
+        "optimizer": moments if needs_moments else 0.0,
         "moving average": 4.0 * policy.shape.trained if config.ppo.ema_decay is not None and on_cpu else 0.0,
     }
-    return join(setting.libraries, parts)
+    return join(policy.setting.libraries, parts)
 
 
 def _trained(models: Sequence[Held]) -> list[Held]:
     return [model for model in models if model.is_trained]
 
 
-def at_rest(models: Sequence[Held]) -> dict[str, float]:
-    """What a process holds between the passes, of models that are all trained."""
-    weights, moments = sum(model.weight_bytes for model in models), sum(model.moment_bytes for model in models)
-    return join(models[0].setting.libraries, {"weights": weights, "optimizer": moments})
+def _sampling(config: Stage, models: list[Held], origins: ModelOrigins) -> list[Phase]:
+    """The rollout of PPO, and the samples of the SFT model that RM draws before it loads the reward model.
 
-
-def _load(models: list[Held], *, sampler: Held | None = None, copied: bool = False) -> Phase:
-    """Each model is read beside those before it, on a GPU on the host.
-
-    At the end each model makes a short pass (`activation_bytes`), and the decoder is compared with the policy.
-    `sampler` is the model that the decoder reads. If it is `copied`, it is a whole copy of a sharded one, in float32
-    until it has been compared.
+    If the policy of PPO is sharded, each process samples from a whole copy, unless the config says otherwise.
     """
-    held, moments = 0.0, []
-    for model in models:
-        if not model.shares:
-            moments.append({"weights": held + model.read_bytes})
-        held += model.weight_bytes
-    copy = {"rollout copy": 4.0 * sampler.shape.weights} if sampler is not None and copied else {}
-    passes = [join(copy, model.copied_weights, {"activations": 2 * ROW * model.shape.counts.kept}) for model in models]
-    if sampler is not None:
-        passes.append(join(copy, sampler.of_decoder))
-    moments += [join({"weights": held}, parts) for parts in passes]
-    # Most of what the library generates for 16 bits is for the shapes of later passes.
-    return Phase("load", join(replace(models[0].setting, half=False).libraries, fullest(moments)))
-
-
-def _normalisation(config: SFTConfig | RMConfig, origins: ModelOrigins, setting: Setting) -> list[Phase]:
-    """The SFT model and its samples, before the reward model is loaded."""
+    setting = models[0].setting
+    if isinstance(config, PPOConfig):
+        policy, copies = models[0], config.rollout.decoder != "sharded"
+        sampler = replace(policy, whole=True) if copies else policy
+        num, most = config.ppo.rollout_batch_size, config.rollout.max_live_rows
+        length = _longest_prompt(config, models) + config.rollout.max_new_tokens
+        sampling = sampler.in_sampling(live_rows(num, most, setting.processes), length)
+        rollout = join(_at_rest(config, models, "rollout"), sampling)
+        if copies and policy.among > 1:
+            # Before the first rollout the copy is in float32, and compared with the policy. No optimizer exists yet.
+            copy = {"weights": sum(m.weight_bytes for m in models), "rollout copy": 4.0 * policy.shape.weights}
+            compared = join(setting.libraries, copy, fullest(model.copied_weights for model in models))
+            rollout = fullest([rollout, compared])
+        return [Phase("rollout", rollout)]
     if isinstance(config, SFTConfig) or not config.evaluation.num_normalization_samples:
         return []
-    policy = origins.held("SFT model", origins.start(config), setting, False, "model")
-    evaluation = config.evaluation
-    rows = -(-evaluation.num_normalization_samples // setting.processes)
-    live = min(rows, evaluation.max_live_rows or rows)
-    sampling = policy.in_sampling(live, max(config.data.max_length, evaluation.max_new_tokens))
-    return [Phase("normalisation", join(setting.libraries, {"weights": policy.weight_bytes}, sampling))]
+    model, evaluation = origins.held("SFT model", origins.start(config), setting, False, "model"), config.evaluation
+    live = live_rows(evaluation.num_normalization_samples, evaluation.max_live_rows, setting.processes)
+    sampling = model.in_sampling(live, max(config.data.max_length, evaluation.max_new_tokens))
+    return [Phase("normalisation", join(setting.libraries, {"weights": model.weight_bytes}, sampling))]
 
 
-def _rollout(config: PPOConfig, models: list[Held]) -> list[Phase]:
-    """Loading the models, and sampling.
-
-    If the policy is sharded, each process samples from a whole copy, unless the config says otherwise.
-    """
-    policy, copies = models[0], config.rollout.decoder != "sharded"
-    sampler = replace(policy, whole=True) if copies else policy
-    rows = -(-config.ppo.rollout_batch_size // policy.setting.processes)
-    live = min(rows, config.rollout.max_live_rows or rows)
-    sampling = sampler.in_sampling(live, _longest_prompt(config, models) + config.rollout.max_new_tokens)
-    return [
-        _load(models, sampler=sampler, copied=copies and policy.among > 1),
-        Phase("rollout", join(_static(config, models, "rollout"), sampling)),
-    ]
+def live_rows(num: int, most: int | None, processes: int) -> int:
+    """Responses that a process samples at the same time, of `num` in all."""
+    rows = -(-num // processes)
+    return min(rows, most or rows)
 
 
 def _passes(config: Stage, models: list[Held], batch: Batch, scored: Batch) -> list[Phase]:
     """In PPO scoring, of microbatches like `scored`; then the update, of those like `batch`."""
-    update = training_phases(_trained(models), batch, _static(config, models, "update"))
+    update = training_phases(_trained(models), batch, _at_rest(config, models, "update"))
     if not isinstance(config, PPOConfig):
         return update
     scoring = fullest(model.in_forward(scored) for model in models)
-    return [Phase("scoring", join(_static(config, models, "scoring"), scoring)), *update]
+    return [Phase("scoring", join(_at_rest(config, models, "scoring"), scoring)), *update]
 
 
 def training_phases(trained: Sequence[Held], batch: Batch, static: dict[str, float]) -> list[Phase]:
-    """The passes of an update, the sum of the gradients over the processes, and a checkpoint, beside `static`."""
+    """The passes and the step of an update, the sum of the gradients over the processes, and a checkpoint."""
     setting = trained[0].setting
     gradients = [model.gradient_bytes for model in trained]
     moments = []
     for number, model in enumerate(trained):
         # In a later microbatch all gradients exist. In the first one only those of the models before this one do.
-        moments.append(join(static, {"gradients": sum(gradients[:number])}, model.in_training(batch)))
+        moments.append(join({"gradients": sum(gradients[:number])}, model.in_training(batch)))
         if batch.num > 1:
-            moments.append(join(static, {"gradients": sum(gradients)}, model.in_training(batch.after_first)))
-    step = max(model.step_bytes for model in trained)
-    moments.append(join(static, {"gradients": sum(gradients), "step": step}))
-    phases = [Phase("update", fullest(moments))]
-    sums = max(model.communication_bytes for model in trained)
-    if sums:
+            moments.append(join({"gradients": sum(gradients)}, model.in_training(batch.after_first)))
+        moments.append({"gradients": sum(gradients), "step": model.step_bytes})
+    phases = [Phase("update", join(static, fullest(moments)))]
+    if sums := max(model.communication_bytes for model in trained):
         phases.append(Phase("sum of gradients", join(static, {"gradients": sum(gradients), "communication": sums})))
     if setting.saves and setting.device == "cpu":
         copy = sum(model.gradient_bytes + model.moment_bytes for model in trained)
         phases.append(Phase("checkpoint", join(phases[0].parts, {"checkpoint": copy})))
     return phases
-
-
-def _save(models: list[Held], static: dict[str, float]) -> Phase:
-    """The largest file of a trained model, beside `static`."""
-    return Phase("save", join(static, {"file": max(model.file_bytes for model in _trained(models))}))

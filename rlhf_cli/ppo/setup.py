@@ -33,8 +33,7 @@ from rlhf_cli.models.passes import set_up_passes
 from rlhf_cli.models.save import round_weights, save, save_trained, saved_dtype
 from rlhf_cli.models.shard import shard_for, shards, to_shard
 from rlhf_cli.models.vocabulary import require_same_tokens, require_template_tokens
-from rlhf_cli.plan.loaded import microbatch_tokens
-from rlhf_cli.plan.stages import name_of_reward
+from rlhf_cli.plan.stages import microbatch_tokens, name_of_reward
 from rlhf_cli.ppo.value_model import ValueStart, choose_value_model
 from rlhf_cli.processes.distributed import World, require_rows_for_all
 from rlhf_cli.processes.pass_loop import GradientSum

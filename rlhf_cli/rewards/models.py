@@ -33,8 +33,7 @@ from rlhf_cli.models.load import (
 from rlhf_cli.models.seq2seq import end_of_text
 from rlhf_cli.models.shard import prepare_for
 from rlhf_cli.packing import common_prefix, pack
-from rlhf_cli.plan.budget import CPU_TOKENS
-from rlhf_cli.plan.loaded import forward_tokens
+from rlhf_cli.plan.budget import CPU_TOKENS, forward_tokens
 from rlhf_cli.processes.pass_loop import over_pieces
 from rlhf_cli.processes.sharding import device_of, gathered
 from rlhf_cli.rewards.base import RewardSource, Samples, shown

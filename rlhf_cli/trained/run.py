@@ -24,7 +24,7 @@ from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.forward import is_packed, positions
 from rlhf_cli.models.frozen import frozen_policy
 from rlhf_cli.models.load import load_tokenizer, prepare
-from rlhf_cli.plan.loaded import forward_tokens
+from rlhf_cli.plan.budget import forward_tokens
 from rlhf_cli.run.artifacts import read_manifest, stage_directory
 from rlhf_cli.run.stale import working_directory
 

@@ -15,14 +15,13 @@ from transformers import LlamaForSequenceClassification
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.models import cost
 from rlhf_cli.plan import budget as budget_module
-from rlhf_cli.plan import loaded, memory
+from rlhf_cli.plan import memory, stages
 from rlhf_cli.plan.activations import activation_bytes
-from rlhf_cli.plan.budget import CPU_TOKENS, FEWEST_TOKENS, GPU_TOKENS, SHARE_OF_CPU, SHARE_OF_GPU
+from rlhf_cli.plan.budget import CPU_TOKENS, FEWEST_TOKENS, GPU_TOKENS, SHARE_OF_CPU, SHARE_OF_GPU, forward_tokens
 from rlhf_cli.plan.fit import plan_of
-from rlhf_cli.plan.loaded import forward_tokens, microbatch_tokens
 from rlhf_cli.plan.memory import Machine
 from rlhf_cli.plan.origins import ModelOrigins
-from rlhf_cli.plan.stages import planned_tokens
+from rlhf_cli.plan.stages import microbatch_tokens, planned_tokens
 from rlhf_cli.processes.distributed import World
 from stages import ppo, rm, sft
 from support.budget import CPU, llama
@@ -53,7 +52,7 @@ def chosen(tmp_path, monkeypatch):
     """A function: model, bytes of the machine, further arguments -> the tokens that `auto` chooses in its stage."""
 
     def choose(model, total, num_processes=1, **changes):
-        monkeypatch.setattr(loaded, "total_memory", lambda _: total)
+        monkeypatch.setattr(budget_module, "total_memory", lambda _: total)
         model.config.save_pretrained(tmp_path / "model")
         stage = "rm" if isinstance(model, LlamaForSequenceClassification) else "sft"
         base = {
@@ -133,7 +132,7 @@ def test_passes_without_gradients(monkeypatch):
     model = llama().requires_grad_(False)
     weights = sum(p.numel() for p in model.parameters())
     a_token = 4 * (3 * 176 + 4 * 64) + 4 * 500
-    monkeypatch.setattr(loaded, "total_memory", lambda _: (4 * weights + 500.5 * a_token) / SHARE_OF_CPU)
+    monkeypatch.setattr(budget_module, "total_memory", lambda _: (4 * weights + 500.5 * a_token) / SHARE_OF_CPU)
     assert forward_tokens(model, CPU, "float32") == 500
 
 
@@ -194,8 +193,8 @@ def test_a_run_chooses_what_its_plan_shows(name, make_model, judge, write_config
         tokens.append(planned_tokens(*arguments))
         raise Chosen
 
-    monkeypatch.setattr(loaded, "machine_of_run", lambda *_: machine)
-    monkeypatch.setattr(loaded, "planned_tokens", choose)
+    monkeypatch.setattr(stages, "machine_of_run", lambda *_: machine)
+    monkeypatch.setattr(stages, "planned_tokens", choose)
     with contextlib.suppress(Chosen):
         {"sft": sft, "rm": rm, "ppo": ppo}[stage].run(config, quiet=True)
     (one,) = plan_of(file, [], stage, machine, machine.memory, None)

@@ -75,12 +75,11 @@ def test_planned_peaks_are_within_15_percent_of_measured_ones(runs):
 def test_each_planned_phase_is_within_15_percent_of_the_measured_one(runs):
     """Not of models whose weights are held in fewer bits: the pages of their files are in the measured memory, too.
 
-    At 1 million parameters 20 MB are allowed: there loading and saving are hardly more than the libraries' fixed part.
+    At 1 million parameters 20 MB are allowed: there saving is hardly more than the libraries' fixed part.
     Some phases are planned too low, and no peak is there: benchmarks/PLAN.md names them.
     """
-    too_low = {f"100M-rm-sharded-bfloat16-2: {phase}" for phase in ("load", "normalisation")}
-    too_low |= {f"152k-rm-float32-1: {phase}" for phase in ("load", "normalisation", "save")}
-    too_low |= {f"25M-rm-long-8bit-1: {phase}" for phase in ("load", "save")}
+    too_low = {"100M-rm-sharded-bfloat16-2: normalisation", "25M-rm-long-8bit-1: save"}
+    too_low |= {f"152k-rm-float32-1: {phase}" for phase in ("normalisation", "save")}
     found, seen = {}, set()
     for case, row, plan in runs:
         measured = {} if case.kind in ("bfloat16", "nf4") else row.get("phases", {})
@@ -90,7 +89,7 @@ def test_each_planned_phase_is_within_15_percent_of_the_measured_one(runs):
                 size = measured[phase.name]
                 if is_far(phase.total, size) and (case.size != "1M" or abs(phase.total - size) >= 20e6):
                     found[f"{case.name}: {phase.name}"] = phase.total / size
-    assert seen >= {("sharded", "ppo", "save"), ("float32", "ppo", "load"), ("float32", "rm", "normalisation")}
+    assert seen >= {("sharded", "ppo", "save"), ("float32", "ppo", "rollout"), ("float32", "rm", "normalisation")}
     assert seen >= {("lora", stage, "save") for stage in ("rm", "ppo")}
     assert found.keys() == {name for name in too_low if name.partition("-")[0] in {case.size for case, _, _ in runs}}, (
         found
@@ -131,35 +130,33 @@ def test_an_8b_model_does_not_fit_a_24_gb_gpu_in_full_and_the_plan_says_what_doe
     text = run(*options).stdout
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "does not fit in\n1 x 24 GB GPU" in text
-    # The named change is enough.
-    (lora,) = plan(*options, "--set", "model.lora.r=16")
-    assert lora["fits"]
+    # The named change is enough. `auto` takes larger microbatches then.
+    same = ["--set", f"training.tokens_per_microbatch={sft['tokens_per_microbatch']}"]
+    for more in ([], same):
+        (lora,) = plan(*options, "--set", "model.lora.r=16", *more)
+        assert lora["fits"]
     assert lora["peak_bytes"] == peaks["model.lora.r=16"]
 
 
 def test_changes_are_compared_at_the_same_microbatches(shapes):
-    """With `auto` the freed memory goes to larger microbatches, which hides what a change saves."""
+    """With `auto` the freed memory goes to larger microbatches, which would hide what a change saves."""
     options = ["--gpus", 1, "--gpu-memory", "80GB", "--set", f"model.path={shapes / '8b'}"]
     (sft,) = plan("configs/hh/sft.yaml", *options)
-    changes = {" ".join(change["set"]): change for change in sft["changes"]}
-    lora, nf4 = changes["model.lora.r=16"], changes["model.lora.quantize=nf4"]
-    assert lora["peak_bytes"] == pytest.approx(nf4["peak_bytes"], rel=0.01)
+    peaks = {" ".join(change["set"]): change["peak_bytes"] for change in sft["changes"]}
     # 6.98 billion frozen linear weights in 4.5 bits instead of 16.
-    saved = lora["peak_bytes_at_same_tokens"] - nf4["peak_bytes_at_same_tokens"]
+    saved = peaks["model.lora.r=16"] - peaks["model.lora.quantize=nf4"]
     assert saved == pytest.approx(6.98e9 * (2 - 4.5 / 8), rel=0.05)
-    assert sft["tokens_per_microbatch"] < lora["tokens_per_microbatch"] < nf4["tokens_per_microbatch"]
-    text = run("configs/hh/sft.yaml", *options).stdout
-    assert f"{nf4['peak_bytes_at_same_tokens'] / 1e9:.1f} GB fits {nf4['tokens_per_microbatch']:>7,} tokens" in text
+    (lora,) = plan("configs/hh/sft.yaml", *options, "--set", "model.lora.r=16")
+    assert lora["tokens_per_microbatch"] > sft["tokens_per_microbatch"]
     # Weights, gradients and moments take 8 instead of 10 bytes a weight, and the passes need no 16-bit copies.
-    states = [changes[f"optimizer.precision={one}"]["peak_bytes_at_same_tokens"] for one in ("8bit", "bfloat16")]
+    states = [peaks[f"optimizer.precision={one}"] for one in ("8bit", "bfloat16")]
     assert states[0] - states[1] == pytest.approx(4 * 8.03e9, rel=0.05)
 
 
 def test_two_machines_may_share_within_each_or_among_all(shapes):
     options = ["--gpus", 16, "--gpu-memory", "80GB", "--set", f"model.path={shapes / '8b'}"]
     peaks = {
-        " ".join(change["set"]): change["peak_bytes_at_same_tokens"]
-        for change in plan("configs/hh/sft.yaml", *options)[0]["changes"]
+        " ".join(change["set"]): change["peak_bytes"] for change in plan("configs/hh/sft.yaml", *options)[0]["changes"]
     }
     assert list(peaks).index("distributed.shard=hybrid") + 1 == list(peaks).index("distributed.shard=true")
     # 16 bytes a weight among 8 or 16 GPUs.
@@ -180,6 +177,18 @@ def test_offloading_counts_the_optimizer_in_updates_and_frozen_models_in_scoring
     assert before["update"]["weights"] == pytest.approx(after["update"]["weights"] + frozen)
     saved = sum(before["rollout"].values()) - sum(after["rollout"].values())
     assert saved == pytest.approx(before["rollout"]["optimizer"] + frozen)
+
+
+def test_the_copy_of_a_sharded_policy_is_in_float32_while_it_is_compared(shapes):
+    machine = ["--gpus", 8, "--gpu-memory", "640GB", "--set", f"sft:model.path={shapes / '8b'}"]
+    for rows, copy in ((1, 4), (4096, 2)):  # With many responses their keys and values need more than that.
+        more = ["--set", "distributed.shard=true", "--set", f"ppo:rollout.max_live_rows={rows}"]
+        more += ["--set", "ppo:ppo.rollout_batch_size=32768", "--set", "ppo:ppo.minibatch_size=32768"]
+        (parts,) = [
+            phase["parts"] for phase in plan("configs/hh", *machine, *more)[2]["phases"] if phase["name"] == "rollout"
+        ]
+        assert parts["rollout copy"] == pytest.approx(copy * 8.03e9, rel=0.01)
+        assert ("keys and values" in parts) == (rows > 1)
 
 
 def test_the_update_holds_the_moving_average_and_the_models_of_a_full_kl(shapes):
@@ -209,6 +218,14 @@ def test_a_reward_model_of_adapters_shares_the_weights_of_the_policy_unless_it_i
         (reward,) = [model for model in models if model["name"] == "reward model"]
         sizes.append(reward["weight_bytes"])
     assert sizes[0] == 0 < sizes[1]
+
+
+def test_a_value_model_of_its_own_path_is_planned_with_its_own_size(shapes):
+    more = ["--set", f"ppo:value_model.path={shapes / '8b'}", "--set", "ppo:policy.lora.r=16"]
+    models = plan("configs/support", *more, "--set", "ppo:value_model.lora.r=16")[2]["models"]
+    (value,) = [model for model in models if model["name"] == "value model"]
+    assert value["parameters"] > 7e9
+    assert value["weight_bytes"] == pytest.approx(4 * value["parameters"], rel=0.01), "no weights of the policy"
 
 
 def test_threads_need_memory_and_do_not_change_the_microbatches():
@@ -262,7 +279,7 @@ RECIPES = {
 def test_each_recipe_fits_the_machine_that_it_is_for(shapes, recipe):
     size, gpus, memory = RECIPES[recipe]
     text = (ROOT / f"configs/{recipe}/sft.yaml").read_text(encoding="utf-8")
-    assert f"rlhf plan configs/{recipe} --gpus {gpus} --gpu-memory {memory}" in text
+    assert f"rlhf plan configs/{recipe} --gpus {gpus} --gpu-memory {memory} --rows 160800" in text
     machine = ["--gpus", gpus, "--gpu-memory", memory, "--set", f"sft:model.path={shapes / size}"]
     for stage in plan(f"configs/{recipe}", *machine):
         assert stage["fits"], stage["stage"]
@@ -289,7 +306,7 @@ def test_a_shipped_run_fits_this_machine_and_shows_its_length():
     text = run("configs/support").stdout
     assert text.count("fits in") == 3
     assert "520 optimizer steps, at most 1,597,440 tokens" in text
-    assert re.search(r"^  update +\d+  .*activations", text, re.MULTILINE)
+    assert re.search(r"^  update +\d+ MB  .*activations", text, re.MULTILINE)
 
 
 # --------------------------------------------------------------------------------------------- errors

@@ -85,7 +85,7 @@ def test_a_shape_has_the_counts_and_the_activations_of_the_real_model(name, lora
         add_lora(real, lora, "model.lora", seed=0)
     for precision in ("float32", "bfloat16"):
         shape = shape_of(config_of(name), is_classifier, precision, lora=lora)
-        assert shape.counts.base == base
+        assert shape.base == base
         assert shape.trained == sum(p.numel() for p in real.parameters() if p.requires_grad)
         assert shape.weights == sum(p.numel() for p in real.parameters())
         assert shape.largest == max(p.numel() for p in build.from_config(config).parameters())
@@ -101,7 +101,7 @@ def test_a_shape_has_the_counts_and_the_activations_of_the_real_model(name, lora
 
         # GPT-2's linear layers keep a little more for a few tokens than for many.
         rel = 0 if name != "gpt2" else 0.07
-        assert shape.counts.kept == pytest.approx((kept(8) - kept(4)) / (4 * ROW), rel=rel)
+        assert shape.kept == pytest.approx((kept(8) - kept(4)) / (4 * ROW), rel=rel)
         assert shape_of_loaded(real, precision) == shape
 
 
@@ -124,8 +124,8 @@ def test_a_pass_keeps_the_sums_of_adapted_experts_beside_the_weights():
         output = hidden_at(real, batch, torch.arange(len(batch.ids)))
     shape = shape_of(config_of("mixtral"), False, "float32", lora=lora)
     assert output.requires_grad
-    assert shape.counts.adapted_experts == shape.counts.experts == 4 * 4 * 3 * 96 * 64
-    assert sum(kept.values()) == pytest.approx(4 * shape.counts.adapted_experts, rel=0.1)
+    assert shape.adapted_experts == shape.experts == 4 * 4 * 3 * 96 * 64
+    assert sum(kept.values()) == pytest.approx(4 * shape.adapted_experts, rel=0.1)
 
 
 def test_counting_what_autograd_keeps_frees_it():
@@ -153,13 +153,13 @@ def test_the_cache_of_a_token_is_what_a_forward_pass_writes(name):
 def test_frozen_weights_are_counted_by_what_can_hold_them():
     shape = shape_of(config_of("llama"), False, "float32", frozen=["layers.0-1"])
     a_layer = 4 * 64 * 64 + 3 * 64 * 96
-    assert shape.counts.frozen == 2 * (a_layer + 2 * 64)
-    assert shape.counts.frozen_linear == 2 * a_layer
-    tables = shape_of(config_of("llama"), False, "float32", frozen=None).counts
+    assert shape.frozen == 2 * (a_layer + 2 * 64)
+    assert shape.frozen_linear == 2 * a_layer
+    tables = shape_of(config_of("llama"), False, "float32", frozen=None)
     assert tables.frozen_tables == 97 * 64
     assert tables.kept == 0
     tied = shape_of(config_of("llama tied"), False, "float32", frozen=None)
-    assert tied.counts.frozen_tables == 0
+    assert tied.frozen_tables == 0
 
 
 @pytest.mark.parametrize("kept", ["exact", "rounded"])
@@ -199,7 +199,7 @@ def test_llama_70b_has_its_published_size_and_takes_seconds():
     assert shape.weights == shape.trained == 70_553_706_496
     assert shape.cache == 2 * 80 * 8 * 128
     # Bytes of a layer and token in bfloat16, by hand: norms, projections, the rotation, attention and the gate.
-    assert 25 * 8192 < shape.counts.kept / 80 < 60 * 8192
+    assert 25 * 8192 < shape.kept / 80 < 60 * 8192
 
 
 def test_mixtral_8x7b_has_its_published_size_and_its_experts_are_parts_of_its_layers():
@@ -207,14 +207,14 @@ def test_mixtral_8x7b_has_its_published_size_and_its_experts_are_parts_of_its_la
     shape = shape_of(config, False, "float32")
     assert shape.weights == shape.trained == 46_702_792_704
     expert = 3 * 14336 * 4096
-    assert shape.counts.experts == 32 * 8 * expert
+    assert shape.experts == 32 * 8 * expert
     assert shape.largest_expert == 8 * 2 * 14336 * 4096
     assert shape.widest == 2 * 14336
     attention = 2 * 4096 * 4096 + 2 * 4096 * 1024
     assert shape.layer == 8 * expert + attention
     # Both experts of a token keep their input, gate and up projections, what these give, and their output.
     of_experts = 4 * 2 * (2 * 4096 + 4 * 14336)
-    assert of_experts < shape.counts.kept / 32 < of_experts + 4 * 12 * 4096
+    assert of_experts < shape.kept / 32 < of_experts + 4 * 12 * 4096
 
 
 def test_experts_stay_in_float32_whatever_the_optimizer_and_the_passes_hold():
@@ -257,14 +257,6 @@ def test_the_gradients_of_whole_models_are_summed_a_bucket_at_a_time():
     assert size["bfloat16"] == 2 * shape.weights
     assert Held("model", shape, Setting("cpu")).communication_bytes == 0
     assert Held("model", shape, Setting("cpu", 2, sharded=2)).communication_bytes == 0
-
-
-def test_weights_in_16_bits_are_read_one_after_the_other():
-    """The largest is in float32 beside them, or three copies of a layer to which adapters are added."""
-    shape = shape_of(config_of("llama"), False, "bfloat16", frozen=None)
-    for is_merged, more in ((False, shape.largest), (True, 3 * 64 * 96)):
-        held = Held("model", shape, Setting("cpu", half=True), kept="rounded", is_merged=is_merged)
-        assert held.read_bytes - held.weight_bytes == 4 * more
 
 
 def test_a_config_that_transformers_cannot_build_is_an_error():
