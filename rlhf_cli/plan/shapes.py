@@ -9,7 +9,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -135,7 +135,9 @@ def _built_shape(
     frozen: tuple[str, ...] | None,
     key: str,
 ) -> Shape:
-    def prepared(layers: int | None = None) -> PreTrainedModel:
+    lora = None if lora_text is None else Lora.model_validate_json(lora_text)
+
+    def plain(layers: int | None = None) -> PreTrainedModel:
         try:
             config = kind.from_dict(json.loads(text))
         except Exception as error:
@@ -146,7 +148,10 @@ def _built_shape(
             if getattr(inner, "layer_types", None):
                 with contextlib.suppress(AttributeError):  # some families compute it from the number
                     inner.layer_types = inner.layer_types[:layers]
-        model = built(config, is_classifier, key)
+        return built(config, is_classifier, key)
+
+    def shape(layers: int | None = None) -> Shape:
+        model = plain(layers)
         if frozen is None:
             model.requires_grad_(False)
         else:
@@ -155,20 +160,18 @@ def _built_shape(
             from rlhf_cli.models.adapters import add_lora
 
             add_lora(model, lora, f"{key}.lora", seed=0)
-        return model
+        return _shape_of(model, fake_activation_bytes(model, precision, key))
 
-    lora = None if lora_text is None else Lora.model_validate_json(lora_text)
-    model = prepared()
-    layers: int = model.config.get_text_config().num_hidden_layers
+    whole = plain()
+    layers: int = whole.config.get_text_config().num_hidden_layers
     names_layers = lora is not None and any("." in target for target in lora.target_modules or ())
     if layers > 2 and not frozen and not names_layers:
-        # If all layers are alike, each keeps as much as the second one.
-        one, two = prepared(1), prepared(2)
-        of_layer = two.num_parameters() - one.num_parameters()
-        if one.num_parameters() + (layers - 1) * of_layer == model.num_parameters():
-            first, both = (fake_activation_bytes(few, precision, key) for few in (one, two))
-            return _shape_of(model, first + (layers - 1) * (both - first))
-    return _shape_of(model, fake_activation_bytes(model, precision, key))
+        # If all layers are alike, each adds as much as the second one.
+        of_one, of_two = astuple(shape(1)), astuple(shape(2))
+        found = Shape(*(one + (layers - 1) * (two - one) for one, two in zip(of_one, of_two, strict=True)))
+        if found.base == whole.num_parameters():
+            return found
+    return shape()
 
 
 def built(config: PreTrainedConfig, is_classifier: bool, key: str) -> PreTrainedModel:
