@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,19 +16,18 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
-from rlhf_cli.data.answers import answer_encoder, labelled_pairs
-from rlhf_cli.data.encode import Example, require_eos
+from rlhf_cli.data.answers import answer_encoder
+from rlhf_cli.data.encode import Example, Skipped, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, RowEncoder
 from rlhf_cli.data.paths import find_files
 from rlhf_cli.data.row_counts import Report
-from rlhf_cli.data.tokens import Tokenised, tokenise
 from rlhf_cli.data.views import StageRows, rm_rows, seen_rows, sft_rows
 from rlhf_cli.errors import DataError, UserError
 from rlhf_cli.models.load import load_tokenizer
 from rlhf_cli.run.artifacts import model_directory
 
 SAMPLE = 1000
-"""Rows whose mean length counts for all."""
+"""Rows that are tokenised, drawn at random from all."""
 
 
 @dataclass(frozen=True)
@@ -115,29 +115,34 @@ def training_rows(config: SFTConfig | RMConfig, configs: Mapping[str, Stage], gi
 
 
 def _read(config: SFTConfig | RMConfig, configs: Mapping[str, Stage]) -> TrainingRows:
-    """The rows of local files as the stage tokenises them, or only counted. Raises DataError as the stage would."""
+    """Count the rows of local files, and tokenise some of them. Raises DataError as the stage would."""
     spec = sft_rows(config) if isinstance(config, SFTConfig) else rm_rows(config)
     pairs_up = isinstance(config, RMConfig) and config.is_pairwise and spec.purpose == "rm scores"
-    if (encoder := _encoder(config, configs, spec)) is not None:
-        found: Tokenised[Any] = tokenise(encoder)
-        train = labelled_pairs(found, config.seed).train if pairs_up else found.train
-        some = [[row.ids] if isinstance(row, Example) else row.sequences for row in train[:: -(-len(train) // SAMPLE)]]
-        tokens = fmean(sum(map(len, sequences)) for sequences in some)
-        return TrainingRows(len(train), "counted in the data files", fmean(map(len, some)), tokens)
-    report, num, answers = Report(), 0, 0
+    report, rng, num, answers = Report(), random.Random(0), 0, 0
     scores: list[float] = []
-    for _, seen in seen_rows(spec, report, only="train"):
+    sample: list[Any] = []
+    for number, (_, seen) in enumerate(seen_rows(spec, report, only="train"), 1):
         num += len(seen.scores) or 1  # The stage takes each scored answer by itself.
         answers += len(seen.answers)
         scores += seen.scores if pairs_up else ()
+        if len(sample) < SAMPLE:
+            sample.append(seen.row)
+        elif (at := rng.randrange(number)) < SAMPLE:
+            sample[at] = seen.row
     if not num:
         raise report.nothing_left(spec.role, "train", spec.length_key, None)
+    sequences, basis = answers / num, "counted in the data files"
     if pairs_up:
         middle = (min(scores) + max(scores)) / 2
-        num = sum(score > middle for score in scores)
-        answers = 2 * num
-    drops = ", too long ones included" if config.data.truncation == "drop" else ""
-    return TrainingRows(num, f"counted in the data files{drops}", answers / num)
+        num, sequences = sum(score > middle for score in scores), 2.0
+    encoder = _encoder(config, configs, spec)
+    items = [] if encoder is None else list(encoder.encode(sample))
+    kept = [item for item in items if not isinstance(item, Skipped)]
+    if not kept:
+        drops = ", too long ones included" if config.data.truncation == "drop" else ""
+        return TrainingRows(num, basis + drops, sequences)
+    tokens = fmean(sum(map(len, [item.ids] if isinstance(item, Example) else item.sequences)) for item in kept)
+    return TrainingRows(round(num * len(kept) / len(items)), basis, sequences, tokens * (1 + pairs_up))
 
 
 def _encoder(

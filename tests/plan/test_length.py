@@ -70,14 +70,14 @@ def test_rows_and_tokens_are_those_that_the_stage_trains_on(data, tokenizer, mak
     assert length_lines(schedule)[-1].startswith("  time: about ")
 
 
-def test_the_mean_length_of_many_rows_is_that_of_some(data, make_model, monkeypatch):
+def test_of_many_rows_a_sample_is_tokenised(data, make_model, monkeypatch):
     config = sft(str(data["demonstrations"]), str(make_model("llama")), max_length=24, test_fraction=0)
     exact = training_rows(config, {}, None)
     monkeypatch.setattr(plan_length, "SAMPLE", 12)
     about = training_rows(config, {}, None)
-    assert about.num == exact.num
+    assert about.num == pytest.approx(exact.num, rel=0.4)
     assert about.tokens == pytest.approx(exact.tokens, rel=0.2)
-    assert about.tokens != exact.tokens
+    assert (about.num, about.tokens) != (exact.num, exact.tokens)
 
 
 def test_without_a_tokenizer_rows_are_counted_as_full(data):
