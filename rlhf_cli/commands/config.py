@@ -8,7 +8,7 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -41,7 +41,13 @@ def check(
 ) -> None:
     """Read config files and report every mistake."""
     problems, loaded = [], list[tuple[Path, str, Stage]]()
-    for file in _expand(files):
+    expanded: list[Path] = []
+    for file in files:
+        inside = (sorted(file.glob("*.yaml")) or sorted(file.glob("*/*.yaml"))) if file.is_dir() else []
+        if file.is_dir() and not inside:
+            raise ConfigError(f"{file}: contains no .yaml file")
+        expanded += inside or [file]
+    for file in expanded:
         try:
             name = stage_of(file, stage)
             loaded.append((file, name, load_stage_config(name, file, overrides or [])))
@@ -77,16 +83,6 @@ def schema(
         say(json.dumps(config_schema(CONFIGS[known_stage(stage)]), indent=2))
     else:
         say(json.dumps({name: config_schema(config) for name, config in CONFIGS.items()}, indent=2))
-
-
-def _expand(files: Sequence[Path]) -> list[Path]:
-    found = []
-    for file in files:
-        inside = (sorted(file.glob("*.yaml")) or sorted(file.glob("*/*.yaml"))) if file.is_dir() else []
-        if file.is_dir() and not inside:
-            raise ConfigError(f"{file}: contains no .yaml file")
-        found += inside or [file]
-    return found
 
 
 # ------------------------------------------------------------------------------------------- docs

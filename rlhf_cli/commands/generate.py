@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from rlhf_cli.data.records import Prompt, Record
     from rlhf_cli.processes.distributed import World
     from rlhf_cli.rewards.base import RewardSource
-    from rlhf_cli.rollout.distribution import Response
     from rlhf_cli.trained.model import RewardSet, TrainedLanguageModel
 
 
@@ -160,32 +159,30 @@ class Generator:
                 continue
             rows += [PromptRow(speaker.form.row_text(speaker.tokenizer, prompt), ids, prompt)] * count
             counters += [(number, k) for k in range(count)]
-        found = self._scored(rows, self._responses(rows, counters)) if rows else []
+        found = self._drawn(rows, counters) if rows else []
         best = iter(_best(found[first : first + count]) for first in range(0, len(found), count))
         return [refused[number] if number in refused else next(best) for number, _ in numbered]
 
-    def _responses(self, rows: Sequence[PromptRow], counters: Sequence[tuple[int, int]]) -> list[Response]:
+    def _drawn(self, rows: Sequence[PromptRow], counters: Sequence[tuple[int, int]]) -> list[OutputRow]:
+        """A response to each prompt, with its score if there are rewards."""
         import torch
 
+        from rlhf_cli.rewards.sources import samples_of, total_score
         from rlhf_cli.seeding import generator
 
         options, speaker, longest = self.options, self.speaker, self.speaker.max_new_tokens
         limits = [min(longest, speaker.room(row.ids)) for row in rows]
         draws = [torch.rand(longest, generator=generator(options.seed, "generate", *c)) for c in counters]
-        return speaker.respond(
+        responses = speaker.respond(
             [row.ids for row in rows],
             torch.stack(draws),  # [B, R]
             limits=limits if min(limits) < longest else None,
             max_live_rows=options.batch_size,
         )
-
-    def _scored(self, rows: Sequence[PromptRow], responses: Sequence[Response]) -> list[OutputRow]:
-        from rlhf_cli.rewards.sources import samples_of, total_score
-
-        texts = list(map(self.speaker.text, responses))
+        texts = list(map(speaker.text, responses))
         found: list[OutputRow] = [{"response": t, "ended": r.ended} for t, r in zip(texts, responses, strict=True)]
         if self.rewards:
-            samples = samples_of(self.rewards, self.speaker.tokenizer, rows, texts, responses)
+            samples = samples_of(self.rewards, speaker.tokenizer, rows, texts, responses)
             for columns, score in zip(found, total_score(self.rewards, samples).total.tolist(), strict=True):
                 columns["score"] = score
         return found

@@ -297,7 +297,10 @@ def bind(host: str | None, port: int) -> socket.socket:
     """
     place = host or "127.0.0.1"
     try:
-        return socket.create_server((place, port), family=socket.AF_INET6 if ":" in place else socket.AF_INET)
+        listener = socket.create_server((place, port), family=socket.AF_INET6 if ":" in place else socket.AF_INET)
+        # Connections inherit it: one whose client has vanished is closed, and does not count any more.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        return listener
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         reason = str(reason).partition(" (while attempting")[0]  # create_server repeats the address

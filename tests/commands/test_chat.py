@@ -274,6 +274,10 @@ def test_what_is_not_there_gets_one_line(finished: Path, chat_model: Path, tmp_p
     shutil.copytree(finished / "run" / "sft", tmp_path / "run" / "sft")
     run = tmp_path / "run"
     assert chat(run, lines="").stderr.startswith("sft: ")
+    found = find_model(str(run))
+    assert found.run is not None
+    assert found.run.sft is not None
+    assert found.rollout().max_new_tokens == found.run.sft.evaluation.max_new_tokens, "as the samples of SFT"
     assert "stage ppo is not finished" in one_error(chat(run, "--stage", "ppo", lines="hi\n"))
     assert "no stage is finished" in one_error(chat(tmp_path, lines="hi\n"))
     for of_rm in ((finished / "run" / "rm",), (finished / "run", "--stage", "rm")):

@@ -286,6 +286,7 @@ def test_a_request_beyond_the_open_connections_gets_503(reward_model, monkeypatc
         for connection in idle:
             connection.close()
         until(lambda: talk(at.port, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")[0] == 200)
+        assert at.server.listener.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), "vanished clients are noticed"
 
 
 @pytest.mark.parametrize("key", ["query", "prompts"])
