@@ -55,7 +55,6 @@ BASE = {
 KV = {**BASE, "num_key_value_heads": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 16}
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
 WINDOWED = {**KV, "sliding_window": WINDOW}
 HALF = {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
 
@@ -212,8 +211,6 @@ SAMPLED = {
         | {"use_mamba_kernels": False},
         PADDED,
     ),
-    "bamba": ("bamba", {**KV, **MAMBA, "attn_layer_indices": [1]}, PADDED),
-    "lfm2": ("lfm2", {**KV, "layer_types": ["conv", "full_attention"]}, PADDED),
     "qwen3_next": (
         "qwen3_next",
         {**KV, **SHARED_EXPERT, "num_hidden_layers": 4, "head_dim": 8}
@@ -221,12 +218,6 @@ SAMPLED = {
         | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
         PADDED,
     ),
-    "granitemoehybrid": (
-        "granitemoehybrid",
-        {**KV, **MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 2, "shared_intermediate_size": 32},
-        PADDED,
-    ),
-    "falcon_h1": ("falcon_h1", {**KV, **MAMBA, "mamba_d_ssm": 64}, PADDED),
     "mamba": ("mamba", {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, PADDED),
     "bart": (
         "bart",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import math
 import random
 import re
@@ -28,13 +26,6 @@ FIXTURES = TESTS / "fixtures" / "rewards"
 
 
 # ------------------------------------------------------------------------------------------ examples
-
-
-@pytest.mark.parametrize("module", ["base", "rules", "models", "endpoint", "functions"])
-def test_the_examples_of_the_docstrings_run(module):
-    found = importlib.import_module(f"rlhf_cli.rewards.{module}")
-    failed, _ = doctest.testmod(found)
-    assert not failed
 
 
 # --------------------------------------------------------------------------------------------- rules

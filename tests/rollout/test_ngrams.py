@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, NoRepeatNGramLogitsProcessor
 
 from rlhf_cli.models.load import load_policy, prepare
-from rlhf_cli.rollout import distribution
 from rlhf_cli.rollout.distribution import Response, Sampling, allowed_logits
 from rlhf_cli.rollout.sampling import draw, draw_uniforms, sample
 from rlhf_cli.tensor_ops import token_logprobs
@@ -72,10 +70,6 @@ def logits_of(model, responses):
             for prompt, r in zip(PROMPTS, responses, strict=True)
         ]
     )
-
-
-def test_doctests():
-    assert doctest.testmod(distribution).failed == 0
 
 
 @pytest.mark.parametrize(("size", "max_live_rows"), [(1, None), (2, 2), (3, None)])

@@ -6,7 +6,6 @@ import pytest
 from huggingface_hub import ModelCard
 
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.run.model_card import Origin, base_model, card, license_of
 
@@ -73,21 +72,6 @@ def test_a_local_model_is_no_base_model_and_no_figures_give_no_index(tmp_path):
     assert "The score" not in found.text
 
 
-def test_before_and_after_stand_in_the_card_of_the_policy_alone(tmp_path):
-    keys = {
-        "data": {"train": str(tmp_path / "p.jsonl")},
-        "rewards": [{"type": "length", "target": 10}],
-        "rollout": {"max_new_tokens": 8},
-        "ppo": {"num_iterations": 1, "rollout_batch_size": 2, "minibatch_size": 2},
-    }
-    config = config_of(tmp_path, PPOConfig, **keys)
-    metrics = {"sft/gold": 1.0, "ppo/gold": 2.5, "sft/kl": 0.0, "ppo/kl": 3.0}
-    assert "| gold | 1 | 2.5 |" in card("ppo", "model", config, metrics, VERSIONS, None)
-    value = card("ppo", "value_model", config, metrics, VERSIONS, None)
-    assert "| gold |" not in value
-    assert "predicts the return" in value
-
-
 @pytest.fixture
 def finished_sft(tmp_path):
     """A run with the manifest of an SFT stage that started from a hub model."""
@@ -117,12 +101,6 @@ def test_later_stages_name_the_base_model_of_the_sft_stage(tmp_path, finished_sf
     assert found.library_name == "peft"
     commands = [line.split()[1] for line in text.splitlines() if line.startswith("rlhf ")]
     assert commands == ["sft", "rm", "eval", "report"]
-
-
-def test_a_model_made_from_scratch_has_no_base_model(tmp_path, finished_sft):
-    data = {"train": str(tmp_path / "own.jsonl")}
-    config = config_of(tmp_path, RMConfig, data=data, training=TRAINING)
-    assert base_model(config, finished_sft(None)) is None
 
 
 def test_the_licence_is_that_of_the_base_models_card(tmp_path, finished_sft):
