@@ -405,6 +405,18 @@ def test_kl_full_survives_extreme_logits():
 # ---- rewards, returns and advantages
 
 
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_dense_rewards_are_added_at_real_tokens_only(garbage):
+    batch, mask = response_batch(["kl", "dense"])
+    score = draw(4, seed=5)
+    wide, wide_mask = padded_with(batch, mask, garbage)
+    dense = wide["dense"].requires_grad_()
+    actual = token_rewards(score, wide["kl"], wide_mask, kl_coef=0.1, dense=dense)
+    assert not actual.requires_grad
+    close(actual[:, :5], token_rewards(score, batch["kl"], mask, kl_coef=0.1) + batch["dense"].where(mask, 0))
+    assert (actual[~wide_mask] == 0).all()
+
+
 @pytest.mark.parametrize("garbage", [0.0, *GARBAGE])
 def test_value_lambda_is_the_lambda_of_the_returns_only(garbage):
     batch, mask = response_batch(["rewards", "values"])
