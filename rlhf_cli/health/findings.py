@@ -21,12 +21,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import CodeType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_cli.config.stage import STAGES
+
+if TYPE_CHECKING:
+    import jinja2
 
 FIGURE = re.compile(r"(?<![\w.'])(?:(?:sft|rm|ppo)\.\w[\w.]*|[a-z]+/\w+(?:\.\w+)?)")
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-\d+)?")
@@ -56,7 +58,7 @@ class Sign:
         names = {"run": run, "limit": first_number(self.when)}
 
         def value(expression: str) -> Any:
-            return eval(_compiled(expression), names)
+            return _compiled(expression)(names)
 
         if value(self.when):
             yield value(self.weight), FIELD.sub(lambda field: format(value(field[1]), field[2] or ""), self.text)
@@ -70,8 +72,18 @@ def first_number(condition: str) -> float | None:
 
 
 @functools.cache
-def _compiled(expression: str) -> CodeType:
-    return compile(FIGURE.sub(r"run['\g<0>']", expression), expression, "eval")
+def _compiled(expression: str) -> Callable[[Mapping[str, Any]], Any]:
+    """A function of the names in an expression, which has the notation of Jinja."""
+    return _environment().compile_expression(FIGURE.sub(r"run['\g<0>']", expression), undefined_to_none=False)
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    import jinja2
+
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
+    environment.globals.update(abs=abs, max=max, min=min, len=len, repr=repr, words=str.split, strip=str.strip)
+    return environment
 
 
 def shows(when: str, text: str) -> Sign:

@@ -315,8 +315,7 @@ OTHER_POLICY = (
 )
 SATURATED = (
     f", over {PERSIST} iterations. The reward no longer distinguishes the responses, and whitening amplifies its noise "
-    f"to "
-    "the size that its signal had."
+    "to the size that its signal had."
 )
 KL_ESTIMATE = (
     "{' As a penalty in the reward it now pays the policy.' if run.kl_in_reward else ''} A KL is never negative. Its "

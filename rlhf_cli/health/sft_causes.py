@@ -112,15 +112,15 @@ CAUSES = (
         "Read a few demonstrations (`rlhf data show`), and leave out canned answers, refusals and placeholders, or "
         "keep a few of each (data.deduplicate skips rows that are wholly the same)",
         shows(
-            "sft.frequent_share > 0.2 and len(str.split(sft.answer)) >= 4",  # "yes" may be right as often. Good: 0
+            "sft.frequent_share > 0.2 and len(words(sft.answer)) >= 4",  # "yes" may be right as often. Good: 0
             "{sft.frequent_share:.0%} of the training demonstrations have one of {sft.frequent_answers:.0f} answers "
-            "(limit {limit:.0%}); {sft.answer_share:.0%} have {repr('%.60s' % str.strip(sft.answer))}.",
+            "(limit {limit:.0%}); {sft.answer_share:.0%} have {repr('%.60s' % strip(sft.answer))}.",
         ),
         # If the others are four times as long.
         shows(
-            "sft.answer_share > 0.5 and sft.other_words > 4 * len(str.split(sft.answer)) and not "
-            "(sft.frequent_share > 0.2 and len(str.split(sft.answer)) >= 4)",
-            "{sft.answer_share:.0%} of the training demonstrations have the answer {repr(str.strip(sft.answer))} "
+            "sft.answer_share > 0.5 and sft.other_words > 4 * len(words(sft.answer)) and not "
+            "(sft.frequent_share > 0.2 and len(words(sft.answer)) >= 4)",
+            "{sft.answer_share:.0%} of the training demonstrations have the answer {repr(strip(sft.answer))} "
             "(limit {limit:.0%}); the others have {sft.other_words:.0f} words on average.",
         ),
         explains=("sft_underfit", "sft_memorised", "sft_ignores_prompts", *LATER),
