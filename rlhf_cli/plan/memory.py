@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rlhf_cli.config.models import Lora, Quantization
 from rlhf_cli.kernels.head import CHUNK, MOST_LOGITS
@@ -18,9 +18,6 @@ from rlhf_cli.processes.sharding import LARGEST_FILE
 if TYPE_CHECKING:
     from rlhf_cli.plan.shapes import Shape
 
-Kept = Literal["float32", "exact", "rounded"]
-"""How frozen weights are held if the passes compute in bfloat16: in float32; in bfloat16 if their file has them so; in
-bfloat16 in any case (`rlhf_cli.models.frozen`)."""
 BYTES_OF_NF4: dict[Quantization, float] = {"nf4": 0.5 + 4 / 64, "nf4_double": 0.5 + 1 / 64 + 4 / (64 * 256)}
 """Bytes of a number in 4 bits, with the scales of the blocks of 64 and of the 256 blocks of scales."""
 STATES: dict[str, tuple[float, float, float]] = {
@@ -103,8 +100,6 @@ class Batch:
     """Most tokens of a microbatch that is not the first of its step; None: as many as the first may have."""
     logits_copies: float = 2.0
     """Tensors of the size of the logits that exist together: the logits and their gradient."""
-    is_chunked: bool = True
-    """Whether large logits are computed a chunk at a time (`linear_logprobs`)."""
 
     @property
     def after_first(self) -> Batch:
@@ -150,7 +145,8 @@ class Held:
     setting: Setting
     lora: Lora | None = None
     """The adapters that are trained."""
-    kept: Kept = "float32"
+    is_trained: bool = True
+    """Whether its weights or adapters are; otherwise it is only read."""
     stored: int = 4
     """Bytes of a number in its file."""
     is_merged: bool = False
@@ -159,10 +155,6 @@ class Held:
     """Whether its frozen weights are those of the policy, so that only its adapters and its head count."""
     whole: bool = False
     """Whether `distributed.shard` leaves it whole (`distributed.keep_whole`)."""
-
-    @property
-    def is_trained(self) -> bool:
-        return self.kept != "rounded"
 
     @property
     def among(self) -> int:
@@ -182,8 +174,8 @@ class Held:
 
     @property
     def holds_half(self) -> bool:
-        """Whether frozen weights that are numbers of 16 bits in the file stay so."""
-        return self.setting.half and self.kept != "float32" and self.stored == 2
+        """Whether frozen weights that are numbers of 16 bits in the file stay so (`rlhf_cli.models.frozen`)."""
+        return self.setting.half and not (self.is_trained and self.lora is None) and self.stored == 2
 
     # ----------------------------------------------------------------------------- what does not depend on a batch
 
@@ -199,7 +191,7 @@ class Held:
         trained = self._state_bytes(0)
         if self.shares:
             return trained / self.among
-        of_linear = 2 if self.holds_half or (self.setting.half and self.kept == "rounded") else 4
+        of_linear = 2 if self.holds_half or (self.setting.half and not self.is_trained) else 4
         of_tables = 2 if self.holds_half else 4
         rest = shape.frozen - shape.frozen_linear - shape.frozen_tables
         frozen = (shape.frozen_linear - four_bit) * of_linear + shape.frozen_tables * of_tables + rest * 4
@@ -212,7 +204,7 @@ class Held:
     def _num_merged(self) -> float:
         """Numbers of frozen layers that are kept exactly and got adapters when they were read: float32 numbers."""
         shape = self.shape
-        is_exact = self.is_merged and self.kept == "exact"
+        is_exact = self.is_merged and self.is_trained and self.lora is not None
         return shape.frozen_linear - shape.has_head * shape.vocabulary * shape.hidden if is_exact else 0.0
 
     @property
@@ -329,8 +321,8 @@ class Held:
         if not self.shape.has_head:
             return 0.0
         numbers = batch.targets * self.shape.vocabulary
-        if batch.is_chunked and numbers > MOST_LOGITS:
-            return 3 * 4 * CHUNK
+        if batch.logits_copies <= Batch.logits_copies and numbers > MOST_LOGITS:
+            return 3 * 4 * CHUNK  # one chunk at a time (`linear_logprobs`)
         return batch.logits_copies * numbers * self.setting.number
 
     def _gathered(self, *, trains: bool) -> tuple[float, float]:
@@ -359,6 +351,6 @@ class Held:
         if not setting.half or (setting.states == "bfloat16" and self.lora is None):
             return {}
         in_float32 = shape.linear
-        if self.kept == "rounded" or self.holds_half:
+        if not self.is_trained or self.holds_half:
             in_float32 -= shape.frozen_linear - self._num_merged
         return {"16-bit copies": 2 * in_float32 / (shape.layers if setting.checkpointing else 1)}

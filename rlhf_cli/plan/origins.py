@@ -16,7 +16,7 @@ from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.hub import is_local
 from rlhf_cli.models.check import reason_of
-from rlhf_cli.plan.memory import Held, Kept, Setting
+from rlhf_cli.plan.memory import Held, Setting
 from rlhf_cli.plan.shapes import shape_of, shape_of_loaded
 from rlhf_cli.run.artifacts import is_adapter, model_directory
 
@@ -58,12 +58,11 @@ class ModelOrigins:
         `key` is the section that messages name. Raises ConfigError if the model cannot be built.
         """
         lora, frozen = (None, None) if trained is None else (trained.lora, trained.freeze)
-        kept: Kept = "rounded" if trained is None else "float32" if lora is None else "exact"
         if name in self.models:
             shape = shape_of_loaded(self.models[name], self.precision)
         else:
             shape = shape_of(origin.config, is_classifier, setting.precision, lora, frozen, key)
-        return Held(name, shape, setting, lora, kept, origin.stored, origin.has_adapters, shares, whole)
+        return Held(name, shape, setting, lora, trained is not None, origin.stored, origin.has_adapters, shares, whole)
 
     def start(self, config: Stage) -> ModelOrigin:
         """The model that a stage trains; in PPO the policy."""

@@ -211,7 +211,7 @@ def _batch(config: Stage, models: list[Held], num_rows: int, tokens: int) -> Bat
     size = min(max(tokens, longest), total)
     num = -(-rows * total // (at_once * size))
     later = _later_tokens(size, rows * total / at_once, longest)
-    return Batch(size, round(size * targets / total), num, later, copies, copies == Batch.logits_copies)
+    return Batch(size, round(size * targets / total), num, later, copies)
 
 
 def _later_tokens(first: int, total: float, longest: int) -> int:

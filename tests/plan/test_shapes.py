@@ -178,7 +178,8 @@ def test_adapters_are_counted_as_they_are_read(kept, tmp_path):
     source = from_path(str(tmp_path / "adapter"), None, "policy.path")
     shape = shape_of(source.config, False, "bfloat16", frozen=None)
     setting = Setting("cpu", half=True)
-    held = Held("policy", shape, setting, kept=kept, stored=source.stored, is_merged=source.has_adapters)
+    trained = {"lora": Lora(r=2)} if kept == "exact" else {"is_trained": False}
+    held = Held("policy", shape, setting, **trained, stored=source.stored, is_merged=source.has_adapters)
     assert held.weight_bytes == sum(p.nbytes for p in real.parameters())
     layers = sum(p.numel() for p in real.model.layers.parameters() if p.ndim == 2)
     assert held.copied_weights == {"16-bit copies": 2 * layers * (kept == "exact")}
@@ -227,7 +228,7 @@ def test_experts_stay_in_float32_whatever_the_optimizer_and_the_passes_hold():
     assert held.gradient_bytes == 2 * others + 4 * experts
     assert held.moment_bytes == 4 * others + 8 * experts
     frozen = shape_of(config_of("mixtral"), False, "bfloat16", frozen=None)
-    assert Held("model", frozen, half, kept="rounded").weight_bytes > 4 * experts
+    assert Held("model", frozen, half, is_trained=False).weight_bytes > 4 * experts
 
 
 def test_a_step_of_8_bit_adamw_computes_a_weight_in_float32_on_a_cpu():
