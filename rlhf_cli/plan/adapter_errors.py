@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -40,11 +40,11 @@ def require_adapters(config: Stage, stages: Mapping[str, Stage] | None = None, *
     starts = [partial(origins.start, config)]
     if model.lora is not None:
         _require(f"{section}.lora", model.lora, base, starts, isinstance(config, RMConfig), here=here)
-    if isinstance(config, PPOConfig) and config.ppo.has_value_model and config.value_model.lora is not None:
+    if isinstance(config, PPOConfig) and config.ppo.has_value_model and (lora := config.value_model.lora) is not None:
         value = config.value_model
         starts = [*(starts if value.path is None else []), partial(origins.value_model, config)]
         base = base if value.path is None else BaseModel(value.path)
-        _require("value_model.lora", value.lora, base, starts, True, here=here)
+        _require("value_model.lora", lora, base, starts, True, here=here)
     for directory in filter(is_adapter, (model_directory(path) for path, _ in config.inputs.values())):
         from rlhf_cli.models.adapter_files import read_adapter
         from rlhf_cli.models.adapters import import_peft
@@ -55,7 +55,13 @@ def require_adapters(config: Stage, stages: Mapping[str, Stage] | None = None, *
 
 
 def _require(
-    key: str, lora: Lora, base: BaseModel, starts: list[Callable[[], ModelOrigin]], is_classifier: bool, *, here: bool
+    key: str,
+    lora: Lora,
+    base: BaseModel,
+    starts: Sequence[Callable[[], ModelOrigin]],
+    is_classifier: bool,
+    *,
+    here: bool,
 ) -> None:
     """Raise what is wrong with adapters on each of the models that they may be trained on: only the run can tell."""
     if here:

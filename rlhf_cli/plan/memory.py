@@ -350,7 +350,7 @@ class Held:
             return {"dequantized": 4.0 * shape.hidden * shape.widest}
         if not setting.half or (setting.states == "bfloat16" and self.lora is None):
             return {}
-        in_float32 = shape.linear
+        in_float32 = float(shape.linear)
         if not self.is_trained or self.holds_half:
             in_float32 -= shape.frozen_linear - self._num_merged
         return {"16-bit copies": 2 * in_float32 / (shape.layers if setting.checkpointing else 1)}

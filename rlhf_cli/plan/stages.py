@@ -294,7 +294,7 @@ def _sampling(config: Stage, models: list[Held], origins: ModelOrigins) -> list[
             compared = join(setting.libraries, copy, fullest(model.copied_weights for model in models))
             rollout = fullest([rollout, compared])
         return [Phase("rollout", rollout)]
-    if isinstance(config, SFTConfig) or not config.evaluation.num_normalization_samples:
+    if not isinstance(config, RMConfig) or not config.evaluation.num_normalization_samples:
         return []
     model, evaluation = origins.held("SFT model", origins.start(config), setting, False, "model"), config.evaluation
     live = live_rows(evaluation.num_normalization_samples, evaluation.max_live_rows, setting.processes)
