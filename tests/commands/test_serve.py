@@ -112,6 +112,8 @@ def test_a_request_that_cannot_be_answered_is_status_400_in_one_line(model: Spea
         ({"n": 2}, "n is not supported by this server. Remove the field"),
         ({"logprobs": 3}, "logprobs is not supported"),
         ({"tools": [{"type": "function"}]}, "tools is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"top_p": 2}, "top_p: Input should be less than or equal to 1"),
         ({"temprature": 1}, "temprature is not supported"),
         ({"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
         ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
