@@ -12,8 +12,12 @@ import torch
 
 from rlhf_cli.errors import RewardError
 from rlhf_cli.ppo import scores
-from rlhf_cli.processes import pass_loop
-from support.compare import same_runs
+from rlhf_cli.ppo.scores import or_failure
+from rlhf_cli.processes import distributed, pass_loop
+from rlhf_cli.rewards import models, sources
+from rlhf_cli.rewards.base import Samples
+from rlhf_cli.rewards.models import RewardModel
+from support.compare import same_runs, same_weights
 from support.runs import run_forked
 from support.tiny import merged, read_jsonl
 from support.worlds import in_each_process
@@ -190,3 +194,95 @@ def test_processes_meet_after_each_scored_rollout_and_fail_together(monkeypatch,
     sampled, scored = ([i for i, (event, _) in enumerate(events) if event == name] for name in ("sampled", "scored"))
     assert sampled[2] > scored[1], "both have scored the first rollout before one samples the second"
     assert sampled[4] > scored[3]
+
+
+def test_processes_fail_together_if_the_first_of_two_sharded_reward_models_fails_on_one(monkeypatch):
+    """The others then make the passes of the second one, which are collective operations."""
+    worlds: dict[int, Any] = {}
+
+    def world():
+        return worlds[threading.get_ident()]
+
+    class Fails(RewardModel):
+        def _sequences(self, samples):  # noqa: ARG002
+            if self.name == "first" and world().rank == 1:
+                raise RewardError("its chat template failed")
+            return [0], [[1]]
+
+    def passes(model, sequences, *_, **__):
+        assert world().gather(id(model)) == [id(model)] * 2, "all processes make the passes of the same model"
+        return torch.zeros(len(sequences)), None
+
+    monkeypatch.setattr(sources, "is_sharded", lambda _: True)
+    monkeypatch.setattr(models, "scores_and_features", passes)
+    settings: Any = {
+        "tokenizer": SimpleNamespace(eos_token=None),
+        "reads_policy_tokens": False,
+        "reads_prompt": True,
+        "template": "chat",
+    }
+    settings |= {"label": 0, "as_probability": False, "mean": 0.0, "std": 1.0, "precision": "float32"}
+    rewards = [Fails(name=name, model=torch.nn.Module(), **settings) for name in ("first", "second")]
+
+    def program(this):
+        worlds[threading.get_ident()] = this
+        distributed.at_step("ppo step 7")
+        with pytest.raises(RewardError, match=r"^ppo step 7, process 1 of 2: its chat template failed$"):
+            or_failure(
+                this, lambda: or_failure(this, lambda: sources.total_score(rewards, Samples([], ["a"], [], [], [], [])))
+            )
+        return True
+
+    assert in_each_process(2, program) == [True, True]
+
+
+FAILS = """
+import os
+calls = 0
+
+def score(prompts, responses, rows):
+    global calls
+    calls += 1
+    if os.path.exists("{flag}") and calls == 4:  # one evaluation and two iterations were scored
+        raise ValueError("no more")
+    return [len(response) / 10 for response in responses]
+"""
+
+
+@pytest.mark.slow
+def test_a_sharded_run_of_two_processes_resumes_on_four(pipeline, write_config, run_stage, tmp_path):
+    """With moments, the moving average, recent rollouts and score statistics."""
+    root, flag = pipeline("llama"), tmp_path / "flag"
+    (tmp_path / "reward.py").write_text(FAILS.format(flag=flag))
+    changes = merged(
+        {
+            "policy": {"path": str(root / "sft")},
+            "rewards": [
+                {"type": "reward_model", "path": str(root / "rm")},
+                {"type": "function", "function": f"{tmp_path}/reward.py:score"},
+            ],
+            **LEARNS,
+        },
+        {
+            "ppo": {
+                "rollout_batch_size": 8,
+                "minibatch_size": 4,
+                "ema_decay": 0.9,
+                "num_rollouts_per_update": 2,
+                "score_normalization": "running",
+            },
+            "checkpoints": {"every_steps": 1},
+        },
+    )
+    run_stage("ppo", tmp_path / "one", **changes)
+    flag.touch()
+    config = write_config("ppo", tmp_path / "two", **merged(changes, SHARDED))
+    with pytest.raises(AssertionError, match="no more"):
+        run_forked(2, "ppo", config)
+    flag.unlink()
+    [*_, newest] = sorted((tmp_path / "two/.ppo.checkpoints").glob("step-*"))
+    assert newest.name == "step-00000002"
+    assert len(list(newest.glob("state-*-of-00002.safetensors"))) == 2
+    run_forked(4, "ppo", config)
+    assert len(read_jsonl(tmp_path / "two/ppo/metrics.jsonl")) == 3
+    same_weights(tmp_path / "one/ppo", tmp_path / "two/ppo")
