@@ -23,6 +23,7 @@ from support.tiny import write_jsonl
 
 TRAINING = {"training": {"num_epochs": 2, "minibatch_size": 4}, "optimizer": {"learning_rate": 1e-3}}
 HALF = {"select": "0/3,1/3", "weight": 2.5}
+ANSWERS = [{"prompt": f"say {n}", "responses": ["one", "two", "three"], "scores": [1, 2, n]} for n in range(40)]
 LABELLED = [{"text": f"{'word ' * (n % 9 + 1)}{n}", "label": n % 3 // 2} for n in range(60)]
 
 
@@ -91,11 +92,12 @@ def test_without_a_tokenizer_rows_are_counted_as_full(data):
     assert length_lines(length_of("rm", {"rm": config}, schedule.tokens / 3600, None))[-1] == "  time: at most 1:00:00"
 
 
-@pytest.mark.parametrize("kind", ["demonstrations", "preferences", "scored", "labels"])
+@pytest.mark.parametrize("kind", ["demonstrations", "preferences", "answers", "labels"])
 def test_rows_are_counted_without_a_tokenizer(data, tmp_path, kind, tokenizer, make_model):
-    path = data[kind] if kind in data else write_jsonl(tmp_path / "labelled.jsonl", LABELLED)
+    rows = {"answers": ANSWERS, "labels": LABELLED}
+    path = data[kind] if kind in data else write_jsonl(tmp_path / "rows.jsonl", rows[kind])
     make = sft if kind == "demonstrations" else rm
-    loss = ["mse"] if kind == "scored" else []
+    loss = ["mse"] if kind == "answers" else []
     plain, full = (
         make(str(path), model, *loss, max_length=500) for model in ("nobody/nothing", str(make_model("llama")))
     )
