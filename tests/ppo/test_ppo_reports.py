@@ -51,6 +51,20 @@ class Counting(World):
 EXCHANGED: list = []
 
 
+def test_processes_with_different_numbers_of_reference_chunks_exchange_the_same_number_of_times(start):
+    """17 samples, 8 at a time over both processes: three chunks on the first one and two on the second."""
+    counts, scored = [], []
+    with start(ppo={"score_normalization": "reference", "num_reference_samples": 17}) as setup:
+        for rank in (0, 1):
+            EXCHANGED.clear()
+            stage = SimpleNamespace(world=Counting(rank, 2, CPU), display=setup.stage.display)
+            measure_reference(replace(setup, stage=stage), ScoreScale(setup.config.ppo))
+            counts.append(len(EXCHANGED))
+            scored.append([len(call["responses"]) for call in reward_calls(setup)[sum(map(len, scored)) :]])
+    assert counts[0] == counts[1] > 0
+    assert scored == [[4, 4, 1], [4, 4]], "as many at a time as in training: a larger batch might not fit into memory"
+
+
 def test_an_evaluation_takes_as_many_rows_at_a_time_as_training(start, data):
     with start(data={"test": str(data["prompts"])}, evaluation={"num_prompts": 20}) as setup:
         stage = SimpleNamespace(world=World(0, 2, CPU), display=setup.stage.display)

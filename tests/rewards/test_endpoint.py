@@ -14,13 +14,16 @@ from dataclasses import replace
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
+from typer.testing import CliRunner
 
+from rlhf_cli.cli import app
 from rlhf_cli.config.rewards import Reward, named_rewards
 from rlhf_cli.errors import ConfigError, DataError, RewardError
 from rlhf_cli.processes.signals import StopRequests, stop_requested
 from rlhf_cli.rewards import endpoint, http_client
 from rlhf_cli.rewards.http_client import JSONClient
 from rlhf_cli.rewards.sources import check_rows, load_rewards, total_score
+from rlhf_cli.run.checkpoint_files import last_step
 from support.rewards import CPU, asks, batch, lengths, source_of
 
 # ------------------------------------------------------------------------------------------ endpoints
@@ -303,6 +306,28 @@ def test_a_pause_is_printed_once_and_a_signal_ends_it(scripted, capsys, monkeypa
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"{server.url} answered 429: ''; trying again in 600 s"
     assert source.num_errors == 0
+
+
+def test_a_signal_during_a_pause_saves_the_run(scripted, make_model, tmp_path, write_config):
+    """The server answers the first iteration, and then asks for ten minutes."""
+    calls = itertools.count()
+
+    def play(number, body):
+        if next(calls) < 2:
+            return lengths(number, body)
+        threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+        return 503, {"Retry-After": "600"}, b""
+
+    reward = {"type": "http", "url": scripted(play).url}
+    changes = {"policy": {"path": str(make_model("llama"))}, "ppo": {"num_iterations": 4}, "rewards": [reward]}
+    changes["data"] = {"test": None, "test_fraction": 0.0}
+    config = write_config("ppo", tmp_path, **changes)
+    result = CliRunner().invoke(app, ["ppo", "--config", str(config), "--quiet"])
+    assert result.exit_code == 143, result.output
+    assert "SIGTERM" in result.stderr
+    assert "stopped in a pause" in result.stderr
+    assert "To resume: " in result.stderr
+    assert last_step(tmp_path, "ppo") == 2
 
 
 def test_an_unencrypted_token_is_a_note(monkeypatch):

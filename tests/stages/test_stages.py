@@ -157,6 +157,20 @@ def test_an_encoder_is_trained_as_reward_model_and_scores_a_llama(pipeline, word
     assert value["architectures"] == ["LlamaForSequenceClassification"]
 
 
+def test_label_selects_the_logit_of_a_classifier(pipeline, word_piece, run_stage, tmp_path):
+    model = encoder(tmp_path / "two", word_piece, 2, id2label={0: "bad", 1: "good"}, label2id={"bad": 0, "good": 1})
+    policy = {"path": str(pipeline("llama") / "sft")}
+    rewards = [{"type": "reward_model", "path": str(tmp_path / "two")}]
+    for label in (None, "great"):
+        with pytest.raises(ConfigError, match="bad, good"):
+            run_stage("ppo", tmp_path / "refused", policy=policy, rewards=[{**rewards[0], "label": label}])
+    run_stage("ppo", tmp_path, policy=policy, rewards=[{**rewards[0], "label": "good"}])
+    example = json.loads((tmp_path / "ppo/evaluation.json").read_text())["examples"][0]
+    with torch.no_grad():
+        logits = model(**word_piece(example["prompt"] + example["sft"]["reply"], return_tensors="pt")).logits[0]
+    assert example["sft"]["score"] == pytest.approx(logits[1].item(), abs=1e-5)
+
+
 def test_a_long_text_is_cut_to_the_positions_of_roberta(word_piece, tmp_path):
     """RoBERTa's 130 positions hold 128 tokens: the first position is pad_token_id + 1."""
     torch.manual_seed(0)
