@@ -160,8 +160,7 @@ def same_word(run: History) -> Iterator[Seen]:
             f"{now:.0%} of the responses contain the word {word!r}, and {now - rises_of[word]:.0%} did at the start "
             f"(limit {SAME_WORD:.0%} for {PERSIST} iterations). response/distinct_2 is {distinct:.3g}, "
             f"{distinct / start:.0%} of the {start:.3g} at the start (limit {SAME_WORD_DISTINCT_2:.0%}). The policy "
-            f"may "
-            "have found a word that the reward likes in any response.",
+            "may have found a word that the reward likes in any response.",
         )
 
 
