@@ -34,10 +34,10 @@ PACE = ("data", "step", "rollout", "scoring", "reward", "update")
 """The phases of a step or an iteration whose seconds are in metrics.jsonl."""
 FUNCTIONS = {
     # The innermost function that is at work gives the phase.
-    "sft": {"stages.sft": {"_accumulate": "update"}, "rlhf_cli.training.loop.Loop": {"save": "save"}},
+    "sft": {"stages.sft": {"_accumulate": "update"}, "rlhf_cli.training.supervised.Loop": {"save": "save"}},
     "rm": {
         "stages.rm": {"_accumulate": "update", "samples_of_sft": "normalisation", "_model": "load"},
-        "rlhf_cli.training.loop.Loop": {"save": "save"},
+        "rlhf_cli.training.supervised.Loop": {"save": "save"},
     },
     "ppo": {
         "stages.ppo": {

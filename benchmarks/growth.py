@@ -45,7 +45,7 @@ from rlhf_cli.rewards.models import score_sequences
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import cut_responses
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
-from rlhf_cli.rollout.scoring import Models, response_logprobs, response_values
+from rlhf_cli.rollout.token_scores import Models, response_logprobs, response_values
 from rlhf_cli.training.loss_scale import LossScale
 from rlhf_cli.training.optimizer import build_stepper
 

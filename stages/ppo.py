@@ -86,7 +86,7 @@ from rlhf_cli.rewards.score import Limits, ScoreScale, shaped_score
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import RolloutBatch, collect
 from rlhf_cli.rollout.sampling import draw_uniforms
-from rlhf_cli.rollout.scoring import TokenScores, response_values, score_tokens
+from rlhf_cli.rollout.token_scores import TokenScores, response_values, score_tokens
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.tensor_ops import totals
 

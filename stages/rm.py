@@ -115,8 +115,8 @@ from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.seeding import derived_seed
 from rlhf_cli.tensor_ops import totals
 from rlhf_cli.training.best import Best, require_held_out
-from rlhf_cli.training.loop import Loop
 from rlhf_cli.training.speed import Speed
+from rlhf_cli.training.supervised import Loop
 
 OF_PAIRS = ("loss/rm", "rm/accuracy", "eval/accuracy", "rm/margin", "speed/step_tokens_per_s")
 SHOWN: dict[RewardModelLoss, tuple[str, ...]] = {

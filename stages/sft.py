@@ -61,13 +61,13 @@ from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.pass_loop import GradientSum
 from rlhf_cli.report.progress import Display
 from rlhf_cli.rollout.questions import Questions
-from rlhf_cli.rollout.scoring import scored_targets
+from rlhf_cli.rollout.token_scores import scored_targets
 from rlhf_cli.run.artifacts import model_directory
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.tensor_ops import totals
 from rlhf_cli.training.best import Best, require_held_out
-from rlhf_cli.training.loop import Loop
 from rlhf_cli.training.speed import Speed
+from rlhf_cli.training.supervised import Loop
 
 SHOWN = ("loss/sft", "eval/loss", "sft/grad_norm", "sft/learning_rate", "speed/step_tokens_per_s")
 """The figures beside the progress, the most important first."""

@@ -11,7 +11,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from rlhf_cli.algorithms.rates import wilson_interval
+from rlhf_cli.algorithms.counts import wilson_interval
 
 
 def newcombe_interval(after: Tensor, before: Tensor) -> tuple[float, float]:

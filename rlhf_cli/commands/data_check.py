@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from rlhf_cli.algorithms.rates import wilson_interval
+from rlhf_cli.algorithms.counts import wilson_interval
 from rlhf_cli.commands.options import SOURCE_HELP, For, Format, Keys, OnBadRow, SourceOptions
 from rlhf_cli.commands.output import batched
 from rlhf_cli.config.by_stage import load_stage_config, stage_of

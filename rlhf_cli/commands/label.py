@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf_cli.algorithms.rates import cohen_kappa, wilson_interval
+from rlhf_cli.algorithms.counts import cohen_kappa, wilson_interval
 from rlhf_cli.commands.options import SOURCE_HELP, OnBadRow, RestartOut, SourceOptions
 from rlhf_cli.commands.output import (
     Dropped,

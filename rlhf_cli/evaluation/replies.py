@@ -34,8 +34,8 @@ from rlhf_cli.rewards.sources import load_rewards, samples_of, total_score
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import collect
 from rlhf_cli.rollout.sampling import draw_uniforms
-from rlhf_cli.rollout.scoring import Models
 from rlhf_cli.rollout.speaker import Speaker
+from rlhf_cli.rollout.token_scores import Models
 from rlhf_cli.trained.run import Run
 
 ROWS = 512

@@ -27,7 +27,7 @@ from rlhf_cli.rewards.sources import samples_of, total_score
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import RolloutBatch, collect
 from rlhf_cli.rollout.sampling import draw_uniforms, response_text
-from rlhf_cli.rollout.scoring import Models
+from rlhf_cli.rollout.token_scores import Models
 from rlhf_cli.tensor_ops import pad_rows
 
 T = TypeVar("T")

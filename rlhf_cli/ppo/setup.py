@@ -45,7 +45,7 @@ from rlhf_cli.rewards.sources import check_rows, load_rewards
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.offload import Offload
 from rlhf_cli.rollout.sampling import generation_settings, sampling_of
-from rlhf_cli.rollout.scoring import Models
+from rlhf_cli.rollout.token_scores import Models
 from rlhf_cli.run.artifacts import model_directory
 from rlhf_cli.run.checkpoint_files import GRADES
 from rlhf_cli.run.stage_run import StageRun

@@ -25,7 +25,7 @@ from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.pass_loop import GradientSum, over_pieces
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import cut_responses, gather_responses, padded_rows
-from rlhf_cli.rollout.scoring import TokenScores, score_tokens
+from rlhf_cli.rollout.token_scores import TokenScores, score_tokens
 from rlhf_cli.seeding import generator
 from rlhf_cli.tensor_ops import length_mask, pad_rows, totals
 

@@ -223,7 +223,7 @@ def load_reward_source(
     normalize = reward.normalize and mean is not None and std is not None and reward.output == "logit"
     make: Callable[..., RewardModel] = RewardModel
     if reward.steps is not None:
-        from rlhf_cli.rewards.steps import StepModel
+        from rlhf_cli.rewards.process_reward import StepModel
 
         assert policy_tokenizer is not None
         make = partial(StepModel, steps=reward.steps, policy_tokenizer=policy_tokenizer)

@@ -20,7 +20,7 @@ from rlhf_cli.processes.pass_loop import over_pieces
 from rlhf_cli.processes.sharding import device_of
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.sampling import sample
-from rlhf_cli.rollout.scoring import (
+from rlhf_cli.rollout.token_scores import (
     Models,
     reference,
     response_logprobs,

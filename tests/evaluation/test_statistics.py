@@ -20,8 +20,8 @@ from rlhf_cli.algorithms.comparison import (
     length_controlled_interval,
     length_controlled_win_rate,
 )
+from rlhf_cli.algorithms.counts import cohen_kappa
 from rlhf_cli.algorithms.overoptimization import fit_gold_curve
-from rlhf_cli.algorithms.rates import cohen_kappa
 from rlhf_cli.algorithms.statistics import (
     distinct_n,
     distinct_n_interval,

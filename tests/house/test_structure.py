@@ -32,7 +32,7 @@ FLOORS = {
     "rlhf_cli.models": 3,
     "rlhf_cli.run.stage_run": 5,
     "rlhf_cli.run": 3,
-    "rlhf_cli.training.loop": 6,
+    "rlhf_cli.training.supervised": 6,
     "rlhf_cli.training": 4,
     "rlhf_cli.decoders": 4,
     "rlhf_cli.plan": 4,

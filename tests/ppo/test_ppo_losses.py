@@ -26,7 +26,7 @@ from rlhf_cli.ppo.update import KLCoefs, UpdateBatch
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.rollout import collect
 from rlhf_cli.rollout.sampling import draw_uniforms
-from rlhf_cli.rollout.scoring import Models
+from rlhf_cli.rollout.token_scores import Models
 from stages import ppo as ppo_stage
 from support.compare import grads, same_gradients
 from support.oracles import KL_COEF, POLICY_KL_COEF, Case, slow_losses

@@ -18,7 +18,7 @@ from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.data.row_counts import DUPLICATE, Report
 from rlhf_cli.errors import DataError
-from rlhf_cli.training.loop import warnings
+from rlhf_cli.training.supervised import warnings
 from stages import ppo, rm, sft
 from support.tiny import encoder, write_jsonl
 
