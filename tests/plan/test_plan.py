@@ -221,8 +221,9 @@ def test_a_reward_model_of_adapters_shares_the_weights_of_the_policy_unless_it_i
 
 
 def test_a_value_model_of_its_own_path_is_planned_with_its_own_size(shapes):
-    more = ["--set", f"ppo:value_model.path={shapes / '8b'}", "--set", "ppo:policy.lora.r=16"]
-    models = plan("configs/support", *more, "--set", "ppo:value_model.lora.r=16")[2]["models"]
+    texts = [f"value_model.path={shapes / '8b'}", "policy.lora.r=16", "value_model.lora.r=16"]
+    texts.append("rewards=[{type: length, target: 10}]")
+    models = plan("configs/support", *(word for text in texts for word in ("--set", f"ppo:{text}")))[2]["models"]
     (value,) = [model for model in models if model["name"] == "value model"]
     assert value["parameters"] > 7e9
     assert value["weight_bytes"] == pytest.approx(4 * value["parameters"], rel=0.01), "no weights of the policy"
@@ -306,7 +307,14 @@ def test_a_shipped_run_fits_this_machine_and_shows_its_length():
     text = run("configs/support").stdout
     assert text.count("fits in") == 3
     assert "520 optimizer steps, at most 1,597,440 tokens" in text
+    trained = {model["name"]: model["trained"] > 0 for model in plan("configs/support")[2]["models"]}
+    assert trained == {"policy": True, "value model": True, "reference policy": False, "reward model": False}
     assert re.search(r"^  update +\d+ MB  .*activations", text, re.MULTILINE)
+
+
+def test_an_override_without_a_prefix_is_for_the_stages_that_are_planned():
+    (rm,) = plan("configs/support/rm.yaml", "--set", "loss=logexp")  # a key that the sft.yaml beside it cannot have
+    assert rm["fits"]
 
 
 # --------------------------------------------------------------------------------------------- errors
