@@ -332,10 +332,15 @@ def test_a_signal_during_a_pause_saves_the_run(scripted, make_model, tmp_path, w
 
 def test_an_unencrypted_token_is_a_note(monkeypatch):
     monkeypatch.setenv("RLHF_TEST_TOKEN", "x")
-    for url, said in (("http://example.org/s", True), ("https://example.org/s", False), ("http://127.0.0.1:1/", False)):
+    for url, said in (
+        ("http://example.org/s?name=hidden", True),
+        ("https://example.org/s", False),
+        ("http://127.0.0.1:1/", False),
+    ):
         reward = TypeAdapter(Reward).validate_python({"type": "http", "url": url, "api_key_env": "RLHF_TEST_TOKEN"})
         notes = load_rewards(named_rewards([reward], "none", 0.1), "none", None, CPU, "float32")[1]
         assert bool(notes) == said
+        assert "hidden" not in str(notes)
 
 
 def test_proxies_are_not_used_for_this_machine(scripted, monkeypatch):
