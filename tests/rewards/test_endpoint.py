@@ -50,6 +50,11 @@ def test_request_and_answer(scripted, monkeypatch):
     assert server.requests[1]["labels"] == ["x", None, 7]
 
 
+def test_a_bare_list_is_accepted(scripted):
+    server = scripted(lambda *_: (200, {}, [1, 2.5, 0]))
+    assert asks(server).score(batch(["a", "b", "c"])).tolist() == [1.0, 2.5, 0.0]
+
+
 def test_texts_are_sent_in_batches_and_scores_keep_their_order(scripted):
     """The first three requests wait for each other, so the server sees them at the same time."""
     rng, together = random.Random(0), threading.Barrier(3, timeout=120)
