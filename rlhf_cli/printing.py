@@ -1,7 +1,7 @@
 """Printing text that may come from a file or a server: control characters appear as their escapes.
 
-A prompt or a manifest can contain sequences that clear a terminal, change its title or hide what follows. `say` and
-`rlhf_cli.report.progress` are the only ways to print, which tests/house/test_house.py checks.
+A prompt or a manifest can contain sequences that clear a terminal, change its title or hide what follows. So print by
+`say` or `rlhf_cli.report.progress`; ruff refuses `print` in the package.
 """
 
 from __future__ import annotations
