@@ -10,6 +10,7 @@ import pytest
 from rlhf_cli.processes.environment import DEFAULTS
 
 os.environ.update(DEFAULTS, HF_HUB_OFFLINE="1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny matrices are slower on several
 
 
 def pytest_configure(config: pytest.Config) -> None:
