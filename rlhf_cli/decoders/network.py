@@ -49,7 +49,7 @@ class Layer:
 class Network:
     """A model as functions of tensors."""
 
-    weights: Weights
+    weights: NetworkWeights
     """All that the functions read."""
     embed: Callable[[Tensor, Tensor], Tensor]
     """Token ids [N] and their positions [N] -> [N, hidden]."""
@@ -104,7 +104,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------- reading a model
 
 
-class Weights(list[Tensor]):
+class NetworkWeights(list[Tensor]):
     """The weights of a network, and functions that read them from this list when they are called.
 
     So a step that was recorded with other weights in the list (recorded.py) computes with those that it is given.
@@ -201,7 +201,7 @@ def _read_llama(model: Any, longest: int) -> Network:
         raise UnsupportedError(f"its rotary embedding ({rope}) changes with the length of the text")
     head_dim = backbone.layers[0].self_attn.head_dim
     device = next(model.parameters()).device
-    weights = Weights()
+    weights = NetworkWeights()
     embed = weights.embedding(backbone.embed_tokens)
     positions = torch.arange(longest, device=device)[None]
     cos, sin = (x[0, :, : head_dim // 2] for x in backbone.rotary_emb(torch.zeros(1, device=device), positions))
@@ -239,7 +239,7 @@ def _read_llama(model: Any, longest: int) -> Network:
 
 def _read_gpt2(model: Any) -> Network:
     config, backbone = model.config, model.transformer
-    weights = Weights()
+    weights = NetworkWeights()
     token, position = weights.embedding(backbone.wte), weights.embedding(backbone.wpe)
 
     def layer(block: Any) -> Layer:

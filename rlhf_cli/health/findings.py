@@ -1,6 +1,6 @@
 """What can be wrong with a run: the rows of the tables of rules, and what they find. Does not import torch.
 
-A row has a name, what to try, and signs. The same kind of row serves while a run is running (`rules.py` reads a
+A row has a name, what to try, and signs. The same kind of row serves while a run is running (`ppo_rules.py` reads a
 `History`) and after it (`sft_causes.py`, `rm_causes.py` and `ppo_causes.py` read an `Evidence`). What health said while
 the run was running is evidence for the latter.
 

@@ -10,8 +10,8 @@ from functools import partial
 
 from rlhf_cli.health.evidence import Evidence
 from rlhf_cli.health.findings import Seen, cause, said, shows, supports
+from rlhf_cli.health.ppo_rules import KL_RUNAWAY, MOVED
 from rlhf_cli.health.rm_causes import JUDGE, OTHER_WORDS, SHIFTED
-from rlhf_cli.health.rules import KL_RUNAWAY, MOVED
 from rlhf_cli.health.sft_causes import UNKNOWN_WORDS, dropped
 
 PROMPTS = "a finished PPO stage, and its prompts"

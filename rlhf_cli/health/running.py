@@ -4,10 +4,10 @@ A finding has a name, a message with its numbers and the rule, and advice. `stop
 data: a ratio that is not 1 or a KL that is not 0 before any training, and NaN or infinite metrics. Everything else is a
 `warning`, because it may be intended.
 
-The rules are in `rules.py`, the one before the first iteration in `baselines.py`. A limit is relative to the run's own
-first iterations, unless there is a natural one. Most must be passed for several iterations, so that one unusual batch
-gives no warning; a value far beyond is reported immediately. The limits are set between good runs and runs that were
-made bad on purpose.
+The rules are in `ppo_rules.py`, the one before the first iteration in `baselines.py`. A limit is relative to the run's
+own first iterations, unless there is a natural one. Most must be passed for several iterations, so that one unusual
+batch gives no warning; a value far beyond is reported immediately. The limits are set between good runs and runs that
+were made bad on purpose.
 Good: the shop-support task over seeds and 50 to 200 iterations, and in bfloat16; the stories, sentiment and HH tasks.
 Bad: the shop-support task with kl_coef 0, 10 and 50 times the learning rate, 16 ppo_epochs, and rewards for length, for
 brevity, or equal for all responses.
@@ -26,7 +26,7 @@ from typing import Any
 from rlhf_cli.health.baselines import WEAK_REWARD_ADVICE, weak_reward
 from rlhf_cli.health.findings import Finding, Rule
 from rlhf_cli.health.history import LARGEST, History
-from rlhf_cli.health.rules import EVALUATION, STOPS, WARNINGS
+from rlhf_cli.health.ppo_rules import EVALUATION, STOPS, WARNINGS
 
 REPEAT = 10
 """Iterations after which a warning may be given again ..."""

@@ -17,8 +17,8 @@ from rlhf_cli.data.batches import ahead
 from rlhf_cli.data.splits import Drawn, HeldOutRows
 from rlhf_cli.files import json_rows
 from rlhf_cli.health.findings import Finding
+from rlhf_cli.health.ppo_rules import MEMORISES, memorises
 from rlhf_cli.health.recap import findings_of
-from rlhf_cli.health.rules import MEMORISES, memorises
 from rlhf_cli.models.passes import Passes
 from rlhf_cli.report.progress import epochs
 from rlhf_cli.run.checkpoint import Weights

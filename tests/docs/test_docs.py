@@ -22,7 +22,7 @@ from rlhf_cli.cli import app
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.explain import alternatives, fields_of, options_of
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.health.rules import EVALUATION, STOPS, WARNINGS
+from rlhf_cli.health.ppo_rules import EVALUATION, STOPS, WARNINGS
 from support.paths import ROOT, TESTS
 
 MOVED = ["COSTS", "FORMULAS", "KL", "PLAN", "SCALE", "TESTS", "TUNING"]

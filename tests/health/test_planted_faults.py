@@ -15,8 +15,8 @@ import pytest
 from rlhf_cli.commands import diagnose
 from rlhf_cli.health.evidence import Evidence
 from rlhf_cli.health.findings import FIELD, FIGURE, Rule, Sign, first_number
+from rlhf_cli.health.ppo_rules import STOPS, WARNINGS
 from rlhf_cli.health.ranking import CAUSES, gather, not_judged, rank
-from rlhf_cli.health.rules import STOPS, WARNINGS
 from rlhf_cli.health.running import WATCHED
 from support.faults import EVERYTHING, FAULTS, OF_THE_TEST, RECORDED, make_run
 from support.paths import ROOT
