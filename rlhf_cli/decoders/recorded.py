@@ -27,7 +27,7 @@ def recorded(function: Callable[..., Any], *examples: tuple[Any, ...]) -> Callab
     are constants of the graph. So give examples that differ in all that may vary.
     """
 
-    def named(*inputs: Any) -> Any:  # torch.jit.trace asks for a name, which a partial has not
+    def named(*inputs: Any) -> Any:  # torch.jit.trace asks for a name, and a partial has none
         return function(*inputs)
 
     try:

@@ -276,8 +276,8 @@ class _LiveRows:
     def draw(self, logits: Tensor) -> None:
         """Draw the next token of each live row and note which rows it ends."""
         assert self.stop_mask is not None
-        draw, note = _without_python(logits.shape[1], self.sampling.temperature, logits.device.type)
-        self.new_ids, logprobs, stopped_mask = draw(logits, self.uniforms, self.at, self.stop_mask)
+        draw_next, note = _without_python(logits.shape[1], self.sampling.temperature, logits.device.type)
+        self.new_ids, logprobs, stopped_mask = draw_next(logits, self.uniforms, self.at, self.stop_mask)
         if self.tokenizer is not None and self.sampling.stop_strings:
             self._find_stop_strings(self.tokenizer, stopped_mask)
         if self.ngrams:
