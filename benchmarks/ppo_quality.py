@@ -40,8 +40,8 @@ from rlhf_cli.data.batches import Budget, chunks
 from rlhf_cli.data.encode import RowText
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Prompt
+from rlhf_cli.models.cost import CPU_TOKENS
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
-from rlhf_cli.plan.budget import CPU_TOKENS
 from rlhf_cli.processes.environment import set_up_process
 from rlhf_cli.rewards.base import RewardSource, Samples
 from rlhf_cli.rewards.functions import load_function

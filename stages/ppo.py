@@ -53,7 +53,6 @@ from rlhf_cli.algorithms.value import value_loss
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_update import PPO
 from rlhf_cli.models.passes import recomputing
-from rlhf_cli.plan.adapter_errors import require_adapters
 from rlhf_cli.ppo.carried import Carried
 from rlhf_cli.ppo.health import report_iteration, report_start
 from rlhf_cli.ppo.metrics import SHOWN, count_rollout, count_update, failed_batch, iteration_metrics, log_samples
@@ -93,7 +92,7 @@ from rlhf_cli.tensor_ops import totals
 
 def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> None:
     """Run the stage."""
-    with StageRun("ppo", config, quiet=quiet, restart=restart, check=require_adapters) as stage:
+    with StageRun("ppo", config, quiet=quiet, restart=restart) as stage:
         num_iterations = config.ppo.num_iterations
         setup = load_setup(config, stage)
         stage.display.block("plan", plan(setup))

@@ -102,8 +102,6 @@ from rlhf_cli.models.passes import set_up_training
 from rlhf_cli.models.save import base_of, round_as_saved, save_of_stage
 from rlhf_cli.models.shard import shard_for, shards
 from rlhf_cli.packing import SHORTEST_PREFIX, common_prefix
-from rlhf_cli.plan.adapter_errors import require_adapters
-from rlhf_cli.plan.stages import microbatch_tokens
 from rlhf_cli.processes.distributed import World, require_rows_for_all
 from rlhf_cli.processes.pass_loop import GradientSum
 from rlhf_cli.report.progress import Display
@@ -145,7 +143,7 @@ class TokenRows:
 
 def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None:
     """Run the stage: the steps of the module's docstring, in their order."""
-    with StageRun("rm", config, quiet=quiet, restart=restart, check=require_adapters) as stage:
+    with StageRun("rm", config, quiet=quiet, restart=restart) as stage:
         world = stage.world
         if not shards(config):
             require_rows_for_all(world, config.training.minibatch_size, "training.minibatch_size")
@@ -203,7 +201,7 @@ def _train(
     model = _model(config, stage)
 
     # 4. Training.
-    passes = set_up_training(model, config, world.device, microbatch_tokens(config, {"reward model": model}, world))
+    passes = set_up_training(model, config, world.device, stage.microbatch_tokens({"reward model": model}))
     loop: Loop[Item] = Loop(
         stage,
         config,

@@ -55,8 +55,6 @@ from rlhf_cli.models.save import base_of, round_as_saved, save_of_stage
 from rlhf_cli.models.seq2seq import require_one_answer
 from rlhf_cli.models.shard import shard_for, shards
 from rlhf_cli.models.vocabulary import add_tokens, embed_tokens
-from rlhf_cli.plan.adapter_errors import require_adapters
-from rlhf_cli.plan.stages import microbatch_tokens
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.pass_loop import GradientSum
 from rlhf_cli.report.progress import Display
@@ -77,7 +75,7 @@ HIGH_LOSS = "high_loss"
 
 def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> None:
     """Run the stage: the steps of the module's docstring, in their order."""
-    with StageRun("sft", config, quiet=quiet, restart=restart, check=require_adapters) as stage:
+    with StageRun("sft", config, quiet=quiet, restart=restart) as stage:
         world, display = stage.world, stage.display
 
         # 1. The model. A new tokenizer is trained on the rows.
@@ -99,7 +97,7 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         questions = Questions(shown, model, tokenizer, config, stage)
 
         # 3. Training.
-        passes = set_up_training(model, config, world.device, microbatch_tokens(config, {"model": model}, world))
+        passes = set_up_training(model, config, world.device, stage.microbatch_tokens({"model": model}))
 
         best = Best("eval/loss" if config.evaluation.keep_best else None, lower=True)
         require_held_out(best, held_out.watched)

@@ -13,8 +13,6 @@ import typer
 from rlhf_cli.commands.options import NumProcesses, Quiet, Threads
 from rlhf_cli.commands.rounds import Rounds, show
 from rlhf_cli.config.by_stage import load_stage_config, overrides_for, split_prefix
-from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.program import command, set_options
@@ -126,9 +124,7 @@ def pipeline(
 def require_lora(stage: str, configs: Mapping[str, Stage], *, here: bool = True) -> None:
     """`require_adapters` for a stage of a run with these configs. Imports torch only if the stage trains adapters."""
     config = configs[stage]
-    assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
-    models = (config.policy, config.value_model) if isinstance(config, PPOConfig) else (config.model,)
-    if any(model.lora is not None for model in models):
+    if config.trains_adapters:
         from rlhf_cli.plan.adapter_errors import require_adapters
 
         require_adapters(config, {name: other for name, other in configs.items() if name != stage}, here=here)

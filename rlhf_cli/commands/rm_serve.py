@@ -65,6 +65,7 @@ class RewardModelOptions:
         self, path: str, tokenizer: PreTrainedTokenizerBase | None, *, keep_special: bool
     ) -> tuple[RewardModel, list[str]]:
         """The model at `path`, ready to score, and notes for the user. Raises ConfigError for an invalid template."""
+        from rlhf_cli.plan.budget import forward_budget
         from rlhf_cli.processes import distributed
         from rlhf_cli.rewards.models import load_reward_source
 
@@ -83,9 +84,11 @@ class RewardModelOptions:
         except ValidationError as error:
             raise ConfigError(f"--template: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
         device = distributed.start(self.device).device
-        return load_reward_source(
+        source, notes = load_reward_source(
             reward, path, tokenizer, device, "auto", name=self.model, key="--model", keep_special=keep_special
         )
+        source.budget = forward_budget(source.model, device, "auto")
+        return source, notes
 
 
 @dataclass(frozen=True)

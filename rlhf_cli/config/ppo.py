@@ -311,6 +311,11 @@ class PPOConfig(Stage):
         """Every reward model by its key, members of ensembles too."""
         return {source.key: source.reward for source in self.named_rewards if isinstance(source.reward, ModelReward)}
 
+    def name_of_reward(self, key: str) -> str:
+        """What the plan calls a reward model: with its number if there are several."""
+        number = next(number for number, source in enumerate(self.named_rewards, 1) if source.key == key)
+        return "reward model" if len(self.reward_models) == 1 else f"reward model {number}"
+
     @property
     def sources(self) -> dict[str, DataSource]:
         data, ptx = self.data, self.ptx.train if self.ptx is not None else None

@@ -210,6 +210,11 @@ class Stage(Section):
         """Stages of the same run that must be finished before this one."""
         return ()
 
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether the stage trains LoRA adapters on one of its models."""
+        return any(getattr(section, "lora", None) is not None for _, section in self)
+
     def stage_model(self, path: str | None, stage: str) -> str:
         """`path`, or the directory of the run's own `stage` if `path` is None."""
         return path if path is not None else f"{self.artifacts}/{stage}"

@@ -9,22 +9,12 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_cli.models.cost import total_memory
-from rlhf_cli.models.forward import compute_dtype
+from rlhf_cli.data.batches import Budget
+from rlhf_cli.models.cost import CPU_TOKENS, total_memory
+from rlhf_cli.models.forward import compute_dtype, is_packed
 from rlhf_cli.plan.memory import Batch, Held, Machine, Phase, Setting
 from rlhf_cli.plan.shapes import shape_of_loaded
 
-CPU_TOKENS = 2048
-"""Most tokens per microbatch that `auto` chooses on a CPU. Processor time per token of a forward and backward
-pass on one Zen 5 core, relative to the fastest, with rows of 90 tokens on average (benchmarks/microbatches.py,
-docs/speed.md):
-
-    tokens per microbatch    256    512   1024   2048   4096   8192  16384
-    1 M parameters          1.91   1.41   1.21   1.03   1.00   1.00   1.23
-    23 M parameters         1.19   1.09   1.02   1.00   1.01
-
-With fewer tokens the fixed cost of each operation shows. With many more, the allocator returns large tensors to the
-system and requests them again. Where the times are equal, the smaller memory decides."""
 CPU_BYTES = 300e6
 """Memory for activations and logits that `auto` chooses on a CPU. It never chooses less than half of CPU_TOKENS for
 this: that costs the larger model above 2 % of its time and saves a third of the memory in its PPO."""
@@ -76,8 +66,8 @@ def most_tokens(need: Callable[[int], float], room: float, limit: int) -> int:
     return bisect_right(range(1, limit + 1), room, key=need)
 
 
-def forward_tokens(model: PreTrainedModel, device: torch.device, precision: str) -> int:
-    """Maximum tokens per pass without gradients of a model that is alone in memory."""
+def forward_budget(model: PreTrainedModel, device: torch.device, precision: str) -> Budget:
+    """The size of a pass without gradients of a model that is alone in memory."""
     setting = Setting(device.type, half=compute_dtype(device, precision) != torch.float32)
     held = Held("model", shape_of_loaded(model, precision), setting)
 
@@ -85,7 +75,8 @@ def forward_tokens(model: PreTrainedModel, device: torch.device, precision: str)
         batch = Batch(tokens, tokens, 1)
         return [Phase("scoring", {"weights": held.weight_bytes} | held.in_forward(batch))]
 
-    return auto_tokens(phases, machine_of_run(device, 1), setting)
+    tokens = auto_tokens(phases, machine_of_run(device, 1), setting)
+    return Budget(tokens, padded=not is_packed(model), parts=int(device.type == "cpu"))
 
 
 def machine_of_run(device: torch.device, num_processes: int) -> Machine:

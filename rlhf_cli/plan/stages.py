@@ -142,7 +142,7 @@ def _models_of_ppo(config: PPOConfig, origins: ModelOrigins, setting: Setting) -
         frozen.append(origins.held("reference policy", origin, setting, False, "ref_policy", whole=is_whole))
     rewards = list(config.reward_models.items())
     for key, reward in rewards:
-        name = name_of_reward(config, key)
+        name = config.name_of_reward(key)
         origin, shares = origins.reward_model(config, reward, key), _shares(config, key, origins, setting)
         frozen.append(origins.held(name, origin, setting, True, key, shares=shares, whole="rewards" in whole))
     if config.ppo.has_value_model and value.init != "shared":
@@ -160,14 +160,8 @@ def _shares(config: PPOConfig, reward: str | None, origins: ModelOrigins, settin
     """Whether a reward model, given by its key, may share the policy's weights, or (None) what starts as the policy.
     Nothing shares in a sharded run."""
     return setting.sharded == 1 and (
-        reward is None or origins.shares_backbone(config, reward, name_of_reward(config, reward))
+        reward is None or origins.shares_backbone(config, reward, config.name_of_reward(reward))
     )
-
-
-def name_of_reward(config: PPOConfig, key: str) -> str:
-    """What the plan calls a reward model: with its number if there are several."""
-    number = next(number for number, source in enumerate(config.named_rewards, 1) if source.key == key)
-    return "reward model" if len(config.reward_models) == 1 else f"reward model {number}"
 
 
 # ------------------------------------------------------------------------------------------------ microbatches

@@ -33,7 +33,6 @@ from rlhf_cli.models.passes import set_up_passes
 from rlhf_cli.models.save import round_weights, save, save_trained, saved_dtype
 from rlhf_cli.models.shard import shard_for, shards, to_shard
 from rlhf_cli.models.vocabulary import require_same_tokens, require_template_tokens
-from rlhf_cli.plan.stages import microbatch_tokens, name_of_reward
 from rlhf_cli.ppo.value_model import ValueStart, choose_value_model
 from rlhf_cli.processes.distributed import World, require_rows_for_all
 from rlhf_cli.processes.pass_loop import GradientSum
@@ -354,19 +353,18 @@ def _budget(config: PPOConfig, stage: StageRun, models: Models, rewards: Sequenc
     """The size of a microbatch: as configured, or what fits into memory beside all models."""
     named = {"policy": models.policy, "reference policy": models.ref_policy, "value model": models.value_model}
     reward_models = [
-        (name_of_reward(config, named.key), source)
+        (config.name_of_reward(named.key), source)
         for named, source in zip(config.named_rewards, rewards, strict=True)
         if isinstance(source, RewardModel)
     ]
     named |= {name: source.model for name, source in reward_models}
     loaded = {name: model for name, model in named.items() if model is not None}
-    stage.tokens_per_microbatch = microbatch_tokens(config, loaded, stage.world)
     padded = not all(is_packed(model) for model in (models.policy, models.value_model) if model is not None)
     # A value model is a second pass over the same rows, for a second thread.
     parts = 1 if models.value_model is not None else 2
     parts = parts if stage.world.device.type == "cpu" else 0
     fewest = part_tokens(sum(weight.numel() for weight in models.policy.parameters()))
-    budget = Budget(stage.tokens_per_microbatch, config.ppo.microbatch_size, padded, parts, fewest)
+    budget = Budget(stage.microbatch_tokens(loaded), config.ppo.microbatch_size, padded, parts, fewest)
     for _, source in reward_models:
         source.budget = replace(budget, padded=not is_packed(source.model))
     return budget

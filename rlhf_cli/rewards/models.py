@@ -18,7 +18,8 @@ from rlhf_cli.data.batches import Budget, in_order
 from rlhf_cli.data.records import Message
 from rlhf_cli.data.special_tokens import SpecialTokens, special_tokens_of
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.forward import autocast, hidden_at, is_packed, positions, shares_prefixes
+from rlhf_cli.models.cost import CPU_TOKENS
+from rlhf_cli.models.forward import autocast, hidden_at, positions, shares_prefixes
 from rlhf_cli.models.frozen import hold_frozen, is_held
 from rlhf_cli.models.heads import reads_last_token, scalar_scores
 from rlhf_cli.models.load import (
@@ -33,7 +34,6 @@ from rlhf_cli.models.load import (
 from rlhf_cli.models.seq2seq import end_of_text
 from rlhf_cli.models.shard import prepare_for
 from rlhf_cli.packing import common_prefix, pack
-from rlhf_cli.plan.budget import CPU_TOKENS, forward_tokens
 from rlhf_cli.processes.pass_loop import over_pieces
 from rlhf_cli.processes.sharding import device_of, gathered
 from rlhf_cli.rewards.base import RewardSource, Samples, shown
@@ -242,9 +242,6 @@ def load_reward_source(
         std=float(std or 1.0) if normalize else 1.0,
         precision=precision,
         keep_special=keep_special,
-        budget=Budget(
-            forward_tokens(model, device, precision), padded=not is_packed(model), parts=int(device.type == "cpu")
-        ),
     )
     return source, [note for note in notes if note]
 

@@ -39,9 +39,10 @@ from rlhf_cli.training.loss_scale import LossScale
 from rlhf_cli.training.speed import Speed
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from rlhf_cli.report.trackers import Trackers
 
-Check = Callable[[Any], None]
 ADVICE_ON_BAD_STEPS = (
     "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or look in the batch for values that are not "
     "finite or are outliers"
@@ -55,9 +56,7 @@ class StageRun:
     resumed: `resume` restores the state of the last checkpoint, and `finish_step` writes the next one when it is due.
     """
 
-    def __init__(
-        self, stage: str, config: Stage, *, quiet: bool = False, restart: bool = False, check: Check = lambda _: None
-    ):
+    def __init__(self, stage: str, config: Stage, *, quiet: bool = False, restart: bool = False):
         self.stage, self.config, self.restart = stage, config, restart
         require_inputs(config)
         distributed.at_step(f"{stage} start")
@@ -66,7 +65,7 @@ class StageRun:
         distributed.name_checkpoint(
             partial(checkpoint_files.last_step_in_words, config.artifacts, stage), self._keep_end
         )
-        self.world.of_main(lambda: check(config))  # nothing is written yet
+        self.world.of_main(self._require_adapters)  # nothing is written yet
         self.identity = self.world.of_main(lambda: identity(config))  # one process reads all data and models
         self.display = Display(stage, quiet=quiet, silent=not self.world.is_main)
         self.directory: Path = artifacts.partial_directory(config.artifacts, stage)
@@ -82,7 +81,7 @@ class StageRun:
         self.loss_scale = LossScale(self.world.device, config.precision)
         self.speed = Speed(stage, self.world)
         self.tokens_per_microbatch: int | None = None
-        """Set once the model is loaded; named in the message when memory runs out."""
+        """Set by `microbatch_tokens`; named in the message when memory runs out."""
         self._last_checkpoint = time.monotonic()
         self._saved_step = 0
         self._is_due = False
@@ -145,6 +144,29 @@ class StageRun:
         return str(path).startswith((str(self.directory), str(self.checkpoints_directory)))
 
     # ------------------------------------------------------------------------------------ start and resume
+
+    def _require_adapters(self) -> None:
+        """Raise now what is wrong with adapters, and not after models and rows are loaded."""
+        reads = any(artifacts.is_adapter(artifacts.model_directory(path)) for path, _ in self.config.inputs.values())
+        if self.config.trains_adapters or reads:
+            from rlhf_cli.plan.adapter_errors import require_adapters
+
+            require_adapters(self.config)
+
+    def microbatch_tokens(self, models: Mapping[str, PreTrainedModel]) -> int:
+        """Maximum tokens of a microbatch: as configured, or what `auto` chooses for the models (plan/budget.py).
+
+        `models` are by the names that the plan gives them, each on its device.
+        """
+        config = self.config
+        assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
+        given = (config.ppo if isinstance(config, PPOConfig) else config.training).tokens_per_microbatch
+        if given == "auto":
+            from rlhf_cli.plan.stages import microbatch_tokens
+
+            given = microbatch_tokens(config, models, self.world)
+        self.tokens_per_microbatch = given
+        return given
 
     def _lock_and_open(self) -> None:
         try:

@@ -21,10 +21,10 @@ from rlhf_cli.data.splits import Drawn, held_out_rows
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import sft_rows
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.models.forward import is_packed, positions
+from rlhf_cli.models.forward import positions
 from rlhf_cli.models.frozen import frozen_policy
 from rlhf_cli.models.load import load_tokenizer, prepare
-from rlhf_cli.plan.budget import forward_tokens
+from rlhf_cli.plan.budget import forward_budget
 from rlhf_cli.run.artifacts import read_manifest, stage_directory
 from rlhf_cli.run.stale import working_directory
 
@@ -74,8 +74,7 @@ class Run:
 
     def budget(self, model: PreTrainedModel, precision: str) -> Budget:
         """How many tokens the model takes in one pass without gradients."""
-        parts = 1 if self.device.type == "cpu" else 0
-        return Budget(forward_tokens(model, self.device, precision), padded=not is_packed(model), parts=parts)
+        return forward_budget(model, self.device, precision)
 
     def demonstrations(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Drawn[Example]:
         """The held-out rows of the sft stage, encoded for a model; empty without that stage."""

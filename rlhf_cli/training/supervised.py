@@ -78,7 +78,6 @@ class Loop(Generic[T]):
         self.held_out, self._evaluate, self._save = held_out, evaluate, save
         self.shown = tuple(map(self._named, shown))
         self._after_evaluation = after_evaluation
-        stage.tokens_per_microbatch = passes.budget.tokens
         stage.speed.peak_flops = passes.peak_flops
         for line in [self._plan(num_rows, mean_length), *passes.lines, *float32_moments(config.optimizer, model)]:
             stage.display.note(line)

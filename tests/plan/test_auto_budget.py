@@ -14,10 +14,11 @@ from transformers import LlamaForSequenceClassification
 
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.models import cost
+from rlhf_cli.models.cost import CPU_TOKENS
 from rlhf_cli.plan import budget as budget_module
 from rlhf_cli.plan import memory, stages
 from rlhf_cli.plan.activations import activation_bytes
-from rlhf_cli.plan.budget import CPU_TOKENS, FEWEST_TOKENS, GPU_TOKENS, SHARE_OF_CPU, SHARE_OF_GPU, forward_tokens
+from rlhf_cli.plan.budget import FEWEST_TOKENS, GPU_TOKENS, SHARE_OF_CPU, SHARE_OF_GPU, forward_budget
 from rlhf_cli.plan.fit import plan_of
 from rlhf_cli.plan.memory import Machine
 from rlhf_cli.plan.origins import ModelOrigins
@@ -133,7 +134,7 @@ def test_passes_without_gradients(monkeypatch):
     weights = sum(p.numel() for p in model.parameters())
     a_token = 4 * (3 * 176 + 4 * 64) + 4 * 500
     monkeypatch.setattr(budget_module, "total_memory", lambda _: (4 * weights + 500.5 * a_token) / SHARE_OF_CPU)
-    assert forward_tokens(model, CPU, "float32") == 500
+    assert forward_budget(model, CPU, "float32").tokens == 500
 
 
 def test_the_memory_limit_of_a_container_is_used(monkeypatch, tmp_path):
