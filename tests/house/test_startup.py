@@ -143,7 +143,7 @@ def test_a_command_sets_its_environment_before_torch_is_imported_and_keeps_user_
 COLD = """
 import json, os, signal, sys, threading, time, traceback
 from pathlib import Path
-import torch
+import peft, torch  # peft takes a second, which each of ten commands would wait for
 from rlhf_cli import cli
 from rlhf_cli.kernels import linear
 

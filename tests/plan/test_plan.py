@@ -50,10 +50,10 @@ def plan(*arguments):
     return json.loads(run(*arguments, "--json").stdout)["stages"]
 
 
-LARGER = pytest.param(("100M", "300M"), marks=pytest.mark.slow, id="larger")
+OTHERS = pytest.param(("152k", "1M", "100M", "300M"), marks=pytest.mark.slow, id="others")
 
 
-@pytest.fixture(scope="module", params=[pytest.param(("152k", "1M", "25M"), id="small"), LARGER])
+@pytest.fixture(scope="module", params=[pytest.param(("25M",), id="25M"), OTHERS])
 def runs(request, benchmark, tmp_path_factory):
     """The recorded runs of some sizes of models, each with its plan: (case, row, plan)."""
     folder = tmp_path_factory.mktemp("runs")
@@ -291,7 +291,10 @@ def test_each_recipe_fits_the_machine_that_it_is_for(shapes, recipe):
             assert (stage["phases"][0]["name"] == "normalisation") == (recipe != "hh-70b")
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-360m", "qwen3-0.6b", "pythia-160m"])
+LARGER = [pytest.param(name, marks=pytest.mark.slow) for name in ("smollm2-360m", "qwen3-0.6b")]
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "pythia-160m", *LARGER])
 def test_each_small_recipe_fits_a_laptop_of_16_gb_and_8_cores(name, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     small_models = importlib.import_module("small_models")
