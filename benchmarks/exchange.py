@@ -29,7 +29,7 @@ from functools import partial
 import torch
 
 from rlhf_cli.data.encoders import PromptRow
-from rlhf_cli.data.records import Prompt
+from rlhf_cli.data.records import Record
 from rlhf_cli.ppo.update import TENSORS, UpdateBatch, from_all_processes, merge, select
 from rlhf_cli.processes import distributed
 from rlhf_cli.processes.distributed import World
@@ -101,7 +101,7 @@ def share(num_responses: int, num_tokens: int, world: World) -> UpdateBatch:
     count = len(world.shard(range(num_responses)))
     ids = torch.randint(50_000, (count, num_tokens)).tolist()
     responses = [Response(row, torch.randn(num_tokens).tolist(), True) for row in ids]
-    prompts = [PromptRow("a prompt", list(range(64)), Prompt("a prompt", f"row {i}", {})) for i in range(count)]
+    prompts = [PromptRow("a prompt", list(range(64)), Record("a prompt", f"row {i}")) for i in range(count)]
     tensors = {name: torch.randn(count, num_tokens) for name in TENSORS}
     tensors["response_mask"] = torch.ones(count, num_tokens, dtype=torch.bool)
     return UpdateBatch(prompts, responses, **tensors)

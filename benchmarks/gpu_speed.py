@@ -36,7 +36,7 @@ import stages.sft
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.encode import Example
-from rlhf_cli.data.records import Ranking
+from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.rollout.distribution import Sampling
@@ -114,7 +114,7 @@ class Bench:
         """The same for the RM stage, on pairs whose prompt is half of the text."""
         plan, size, model = self.plan, self.size, self.inputs.model(LlamaForSequenceClassification).train()
         lengths = self.lengths(plan.rows // 2)
-        row, ids = Ranking("", ("a", "b"), ""), self.inputs.ids
+        row, ids = Record("", "", (Answer("a"), Answer("b"))), self.inputs.ids
         batch = []
         for i, n in enumerate(lengths):
             prompt, answers = ids(n // 2, i), [ids(n - n // 2, i + k) for k in (1, 2)]

@@ -32,7 +32,7 @@ from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.encoders import PromptRow
-from rlhf_cli.data.records import Prompt
+from rlhf_cli.data.records import Record
 from rlhf_cli.models.forward import is_packed
 from rlhf_cli.models.load import prepare
 from rlhf_cli.plan.budget import auto_tokens, machine_of_run
@@ -208,7 +208,7 @@ def scoring(point: Point) -> Callable[[], None]:
     """Run ref_policy, value model and reward model over the same responses."""
     policy, value_model, reward_model = llama(point), classifier(point), classifier(point)
     models = Models(policy, policy, value_model)
-    prompts = [PromptRow("", ids, Prompt("", "")) for ids in point.prompts]
+    prompts = [PromptRow("", ids, Record("", "")) for ids in point.prompts]
     responses = [Response(ids, [0.0] * len(ids), False) for ids in point.responses]
     whole = [p.ids + r.ids for p, r in zip(prompts, responses, strict=True)]
     budget = automatic_budget(policy, torch.device("cpu"), "float32")

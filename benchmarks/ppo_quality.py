@@ -39,7 +39,7 @@ from rlhf_cli.config.rewards import OWN_REWARD_MODEL
 from rlhf_cli.data.batches import Budget, chunks
 from rlhf_cli.data.encode import RowText
 from rlhf_cli.data.encoders import PromptRow
-from rlhf_cli.data.records import Prompt
+from rlhf_cli.data.records import Record
 from rlhf_cli.models.cost import CPU_TOKENS
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
 from rlhf_cli.processes.environment import set_up_process
@@ -175,7 +175,7 @@ def measure(policy_path: Path, run: Path, draws: int, num_prompts: int | None = 
     sampling = Sampling(temperature=config["rollout"]["temperature"], stop=frozenset(stop_ids(ref_policy, tokenizer)))
     reward_model = load_reward(run, tokenizer)
     judge = load_function(config["evaluation"]["gold"])
-    rows = [Prompt(row["prompt"], "", row) for row in read_rows(data_file(config, "test"))]
+    rows = [Record(row["prompt"], "", columns=row) for row in read_rows(data_file(config, "test"))]
     rows = rows[: num_prompts or config["evaluation"]["num_prompts"]]
     prompts = [
         PromptRow(row.prompt, ids, row) for row, ids in zip(rows, RowText(tokenizer).prompt_ids(rows), strict=True)
@@ -246,7 +246,7 @@ def check_same_task(run: Path, config: dict[str, Any], trl: dict[str, Any]) -> N
     """Raise SystemExit unless TRL trained on our tokens, its reward model gave our scores and its ratio was 1."""
     tokenizer = load_tokenizer(str(run / "sft" / "model"))
     with gzip.open(data_file(config, "train"), "rt", encoding="utf-8") as file:
-        rows = [Prompt(json.loads(line)["prompt"], "") for line in file]
+        rows = [Record(json.loads(line)["prompt"], "") for line in file]
     ids = RowText(tokenizer).prompt_ids(rows)
     if hashlib.sha256(json.dumps(ids).encode()).hexdigest() != trl["prompts"]:
         raise SystemExit(f"{run}: TRL's training prompts have different tokens from ours")

@@ -37,7 +37,7 @@ from rlhf_cli.data.batches import Budget, deal, stream
 from rlhf_cli.data.encode import Example, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.reading import records
-from rlhf_cli.data.records import Demonstration
+from rlhf_cli.data.records import Record
 from rlhf_cli.data.row_counts import Report
 from rlhf_cli.data.splits import Drawn, held_out_rows
 from rlhf_cli.data.table import Table
@@ -234,7 +234,7 @@ def _evaluate(
 # --------------------------------------------------------------------------------- 1. model and tokenizer
 
 
-def _demonstrations(config: SFTConfig, side: str) -> Iterator[Demonstration]:
+def _demonstrations(config: SFTConfig, side: str) -> Iterator[Record]:
     """The demonstrations of one side, in the order of the data."""
     for _, record in records(config.data, "sft", Report(), prompt_words=config.data.prompt_words, only=side):
         row = demonstration(record)

@@ -37,15 +37,12 @@ from rlhf_cli.data.records import Record
 from rlhf_cli.data.row_counts import DUPLICATE, MANY_SKIPPED, Report
 from rlhf_cli.data.splits import SIDES
 from rlhf_cli.data.views import (
-    SeenRow,
     StageRows,
-    demonstrations_of,
     ppo_rows,
     probe_rows,
     ptx_rows,
     rm_purpose,
     rm_rows,
-    see,
     sft_rows,
 )
 from rlhf_cli.data.words import glued
@@ -266,12 +263,12 @@ class Side:
         if is_held_out and key:
             self.places.append((hash(key), record.where))
 
-    def add(self, seen: SeenRow, measured: Measured, spec: StageRows) -> None:
+    def add(self, seen: Record, measured: Measured, spec: StageRows) -> None:
         """Count the lengths of a row, and what is remarkable about its texts."""
         if measured.special_token is not None:
-            self.special.add(seen.record.where, measured.special_token)
+            self.special.add(seen.where, measured.special_token)
         if (pair := next(filter(None, _glued(seen, spec)), None)) is not None:
-            self.glued.add(seen.record.where, pair)
+            self.glued.add(seen.where, pair)
         self._length("prompt", measured.prompt)
         totals = [measured.prompt + length for length in measured.answers] or [measured.prompt]
         if measured.answers:
@@ -325,14 +322,13 @@ class Side:
         return {"rows": len(leaking), "prompts": len({key for key, _ in leaking}), "first": first}
 
 
-def _glued(seen: SeenRow, spec: StageRows) -> Iterator[str | None]:
+def _glued(seen: Record, spec: StageRows) -> Iterator[str | None]:
     """`words.glued` of the prompt, as its template writes it, and each answer. A chat template separates the two."""
-    record = seen.record
-    if record.messages or spec.template == "chat":
+    if seen.messages or spec.template == "chat":
         return
     before, _, after = (spec.template or "{prompt}").partition("{prompt}")
-    for answer in seen.answers:
-        yield glued(before + record.prompt + after, answer)
+    for answer in seen.texts:
+        yield glued(before + seen.prompt + after, answer)
 
 
 # ------------------------------------------------------------------------------------------- measures
@@ -351,35 +347,35 @@ class Measured:
     """A special token in the row's own text."""
 
 
-def in_words(rows: Sequence[SeenRow]) -> list[Measured]:
+def in_words(rows: Sequence[Record]) -> list[Measured]:
     """Lengths in words, separated by blanks. Length limits are in tokens, so no row is skipped for its length."""
     return [
         Measured(
-            len(seen.record.prompt.split()),
-            [len(answer.split()) for answer in seen.answers],
+            len(seen.prompt.split()),
+            [len(text.split()) for text in seen.texts],
             kept=len(seen.scores) or 1,
         )
         for seen in rows
     ]
 
 
-def in_tokens(encoder: RowEncoder, rows: Sequence[SeenRow]) -> list[Measured]:
+def in_tokens(encoder: RowEncoder, rows: Sequence[Record]) -> list[Measured]:
     """Lengths in tokens, EOS included, of the sequences that the stage's encoder makes."""
     from rlhf_cli.data.answers import AnswerEncoder
 
     found = []
-    for seen, sequences in zip(rows, encoder.sequences([seen.row for seen in rows]), strict=True):
+    for seen, sequences in zip(rows, encoder.sequences(rows), strict=True):
         if encoder.stage_rows.purpose == "ppo":
             answers = []
         elif isinstance(encoder, AnswerEncoder):
-            each = zip(demonstrations_of(seen), sequences, strict=True)
+            each = zip(seen.each(), sequences, strict=True)
             answers = [encoder.answer_length(row, tokens) for row, tokens in each]
         else:
             answers = [sum(mask) for _, mask in sequences]  # SFT learns every assistant turn
         prompt = len(sequences[-1][0]) - (answers[-1] if answers else 0)
-        items = list(encoder.items(seen.row, sequences))
+        items = list(encoder.items(seen, sequences))
         skipped = tuple(item for item in items if isinstance(item, Skipped))
-        found.append(Measured(prompt, answers, len(items) - len(skipped), skipped, encoder.special_token_in(seen.row)))
+        found.append(Measured(prompt, answers, len(items) - len(skipped), skipped, encoder.special_token_in(seen)))
     return found
 
 
@@ -436,7 +432,7 @@ class Check(Report):
     def _name(self, side: str) -> str:
         return side if self._role == "data" else self._role.removeprefix("data.")
 
-    def count(self, spec: StageRows, measure: Callable[[Sequence[SeenRow]], list[Measured]]) -> None:
+    def count(self, spec: StageRows, measure: Callable[[Sequence[Record]], list[Measured]]) -> None:
         """Read the rows of a stage and count them. Raises DataError for a source that cannot be read at all."""
         self._role = spec.role
         # A weight above 1 would read the same rows again. Duplicates are counted here, see `_views`.
@@ -450,7 +446,7 @@ class Check(Report):
                     self.skip(name, skipped.reason, skipped.needs)
             self.progress(sum(side.read for side in self.sides.values()))
 
-    def _views(self, rows: Rows, spec: StageRows) -> Iterator[tuple[str, SeenRow]]:
+    def _views(self, rows: Rows, spec: StageRows) -> Iterator[tuple[str, Record]]:
         """(name of the side, row) of the rows that the stage would encode; the others are counted."""
         for side, record in records(rows, spec.purpose, self, prompt_words=spec.prompt_words, role=spec.role):
             name, digest = self._name(side), row_digest(record)
@@ -458,12 +454,12 @@ class Check(Report):
             is_new = digest not in counts.digests
             counts.digests.add(digest)
             try:
-                seen = see(record, spec, side)
+                seen = spec.view(record, side)
             except DataError as error:
                 self.bad_row(spec.rows, side, error)
                 continue
             counts.read += 1
-            if isinstance(seen, SeenRow):
+            if not isinstance(seen, Skipped):
                 counts.register(record, is_new=is_new, is_held_out=name in ("validation", "test"))
             if spec.rows.deduplicate and not is_new:
                 self.skip(name, DUPLICATE)

@@ -23,11 +23,12 @@ from rlhf_cli.commands.data_check import rows_of_source
 from rlhf_cli.commands.options import For, Quiet, Source, SourceOptions
 from rlhf_cli.commands.output import json_line, new_file, prompt_column
 from rlhf_cli.config.data import DataSource, Rows
+from rlhf_cli.data.encode import Skipped
 from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
 from rlhf_cli.data.records import Record, shown_name, turns_of
 from rlhf_cli.data.row_counts import Report
 from rlhf_cli.data.rows import Row
-from rlhf_cli.data.views import SeenRow, StageRows, demonstrations_of, see, seen_rows
+from rlhf_cli.data.views import StageRows, seen_rows
 from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.report.progress import Display
 
@@ -68,15 +69,14 @@ def data_convert(
         new_file(out) as file,
         _parquet(file) if lower.endswith(".parquet") else _lines(file, is_packed=lower.endswith(".gz")) as write,
     ):
-        for side, seen in seen_rows(part, report):
-            record = seen.record
+        for side, record in seen_rows(part, report):
             report.kept[side] += 1
             if not number:
                 lost = [name for name in _lost(record, part, report) if name not in keep]
-            for row in written_rows(seen, part.purpose, report.kinds[part.rows.train[0].path]):
+            for row in written_rows(record, part.purpose, report.kinds[part.rows.train[0].path]):
                 row |= {name: _column(record, name) for name in keep}
                 if not number:
-                    _require_same(row, seen, part.purpose, keep)
+                    _require_same(row, record, part.purpose, keep)
                 write(record.where, row)
                 number += 1
         if not number:
@@ -99,55 +99,51 @@ def _lost(record: Record, part: StageRows, report: Report) -> list[str]:
     return [name for name, value in record.columns.items() if name not in kept and value != record.prompt]
 
 
-def _require_same(row: dict[str, Any], seen: SeenRow, purpose: Purpose, keep: Sequence[str]) -> None:
+def _require_same(row: dict[str, Any], seen: Record, purpose: Purpose, keep: Sequence[str]) -> None:
     """Raise ConfigError if a column of `keep` changes how the first row is read."""
-    where, source = seen.record.where, DataSource(path="out.jsonl")
+    where, source = seen.where, DataSource(path="out.jsonl")
     problem = "the row would be read differently"
     try:
         written = Row(row, where)
         format_ = recognise(written, source, purpose)
         problem = f"the row would be read as {format_.name}, with another meaning"
-        again = see(read_record(written, format_, source), StageRows(Rows(train=[source]), purpose), "test")
+        again = StageRows(Rows(train=[source]), purpose).view(read_record(written, format_, source), "test")
+        same = not isinstance(again, Skipped) and _meaning(again, again) == _meaning(seen, again)
     except DataError as error:
-        problem = str(error)
-        again = None
-    num = len(again.answers) if isinstance(again, SeenRow) else 0
-    if not isinstance(again, SeenRow) or _meaning(again, num) != _meaning(seen, num):
+        problem, same = str(error), False
+    if not same:
         raise ConfigError(f"--keep: {where} with {', '.join(keep)}: {problem}. Remove the column that our formats use")
 
 
-def _meaning(seen: SeenRow, num: int) -> tuple[Any, ...]:
+def _meaning(row: Record, written: Record) -> tuple[Any, ...]:
     """Everything that must be equal when a row is read back. Of scored answers, one row holds only the first."""
-    record = seen.record
-    ended = [row.ended for row in demonstrations_of(seen)]
-    return record.prompt, record.messages, record.key, seen.answers[:num], seen.scores[:num], ended[:num]
+    return row.prompt, row.messages, row.key, row.answers[: len(written.answers)]
 
 
-def written_rows(seen: SeenRow, purpose: Purpose, format: str) -> list[dict[str, Any]]:
+def written_rows(record: Record, purpose: Purpose, format: str) -> list[dict[str, Any]]:
     """A row of `format` in our own columns; scored answers give one row each.
 
     A plain text has no prompt and stays a text, because the whole text identifies the row. Rows with a column `ended`
     keep it, for the answers that are written.
     """
-    record, is_text = seen.record, format in ("text", "labelled")
+    is_text = format in ("text", "labelled")
     rows: list[dict[str, Any]]
     prompt: dict[str, Any] = {"prompt": prompt_column(record)}
     if purpose == "ppo":
         return [{"text": record.key} if is_text else prompt]
     if is_text:
-        labels = [{"label": score} for score in seen.scores] or [{}]
-        return [{"text": answer} | label for answer, label in zip(seen.answers, labels, strict=True)]
-    each = demonstrations_of(seen)
-    answers = [turns_of(row.messages[-1:]) if row.messages else row.response for row in each]
-    ended: list[Any] = [row.ended for row in each]
+        labels = [{"label": score} for score in record.scores] or [{}]
+        return [{"text": answer} | label for answer, label in zip(record.texts, labels, strict=True)]
+    answers = [turns_of(row.turns[-1:]) if row.messages else row.response for row in record.each()]
+    ended: list[Any] = [answer.ended for answer in record.answers]
     if purpose == "rm pairs":
         own = {"answers": answers} if format in RANKS else {"chosen": answers[0], "rejected": answers[1]}
         rows, ended = [prompt | own], [ended]
     elif purpose == "rm scores":
-        pairs = zip(answers, seen.scores, strict=True)
+        pairs = zip(answers, record.scores, strict=True)
         rows = [prompt | {"response": answer, "score": score} for answer, score in pairs]
     elif format == "messages":
-        rows = [{"messages": turns_of(each[0].messages)}]
+        rows = [{"messages": turns_of(record.turns)}]
     else:
         rows = [prompt | {"response": answers[0]}]
     if not _says_ended(record):

@@ -23,11 +23,11 @@ from rlhf_cli.data.encode import (
 from rlhf_cli.data.encoders import NO_LIMITS
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.reading import records
-from rlhf_cli.data.records import Prompt, Record, shown_name
+from rlhf_cli.data.records import Record, shown_name
 from rlhf_cli.data.row_counts import Report
 from rlhf_cli.data.row_sources import read_rows
 from rlhf_cli.data.rows import BadRow, Row
-from rlhf_cli.data.views import SeenRow, StageRows, demonstrations_of, see
+from rlhf_cli.data.views import StageRows
 from rlhf_cli.errors import DataError
 from rlhf_cli.printing import printable
 from rlhf_cli.report.progress import Console
@@ -113,28 +113,28 @@ def _numbered(screen: RowPrinter, part: StageRows, number: int) -> Record:
 
 def _show(screen: RowPrinter, record: Record, part: StageRows, tokenizer: PreTrainedTokenizerBase | None) -> None:
     try:
-        seen = see(record, part, "train")
+        seen = part.view(record, "train")
     except DataError as error:
         screen.bad(str(error))
         return
     if isinstance(seen, Skipped):
         screen.title(record.where, f"skipped: {seen.reason}")
-        for text in (record.prompt, *(answer.text for answer in record.answers)):
+        for text in (record.prompt, *record.texts):
             screen.body([(text, False, False)])
     elif tokenizer is None:
-        for number, answer in enumerate(seen.answers or ("",)):
+        for number, answer in enumerate(seen.texts or ("",)):
             screen.title(record.where, _name(seen, part, number))
             screen.body([("" if number else record.prompt, False, False), (answer, True, False)])
     else:
         _show_tokens(screen, seen, part, tokenizer)
 
 
-def _show_tokens(screen: RowPrinter, seen: SeenRow, part: StageRows, tokenizer: PreTrainedTokenizerBase) -> None:
+def _show_tokens(screen: RowPrinter, seen: Record, part: StageRows, tokenizer: PreTrainedTokenizerBase) -> None:
     """Print a row's prompt, or each of its answers behind its prompt, which is written out once."""
     first: list[int] = []
     for number, (ids, target_mask, text) in enumerate(_encoded(seen, part, tokenizer)):
         before = len(ids) - last_run(target_mask)
-        screen.title(seen.record.where, ", ".join(filter(None, (_name(seen, part, number), text))))
+        screen.title(seen.where, ", ".join(filter(None, (_name(seen, part, number), text))))
         found = pieces(tokenizer, ids, target_mask)
         if number == 0:
             first = ids[:before]
@@ -145,18 +145,18 @@ def _show_tokens(screen: RowPrinter, seen: SeenRow, part: StageRows, tokenizer: 
 
 
 def _encoded(
-    seen: SeenRow, part: StageRows, tokenizer: PreTrainedTokenizerBase
+    seen: Record, part: StageRows, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[list[int], list[bool], str]]:
     """For each sequence of a row its ids, which of them are targets, and a description of both."""
     text = RowText(tokenizer, part.template, part.keep_special)
     limits, bos = part.limits or NO_LIMITS, tokenizer.bos_token_id
-    if isinstance(seen.row, Prompt):
-        (ids,) = text.prompt_ids([seen.row])
+    if part.purpose == "ppo":
+        (ids,) = text.prompt_ids([seen])
         cut = fit_prompt(ids, limits, bos)
         kept = ids if isinstance(cut, Skipped) else cut
         yield kept, [False] * len(kept), _tokens(ids, kept, cut)
         return
-    for ids, answer in text.answer_ids(demonstrations_of(seen), start=part.purpose == "sft"):
+    for ids, answer in text.answer_ids(seen.each(), start=part.purpose == "sft"):
         fitting = fit(ids, answer, limits, bos)
         kept, target_mask = (ids, answer) if isinstance(fitting, Skipped) else fitting
         if part.purpose != "sft":
@@ -173,7 +173,7 @@ def _tokens(ids: list[int], kept: list[int], fitting: object) -> str:
     return f"{len(kept)} tokens" if len(kept) == len(ids) else f"{len(kept)} tokens, cut from {len(ids)}"
 
 
-def _name(seen: SeenRow, part: StageRows, number: int) -> str:
+def _name(seen: Record, part: StageRows, number: int) -> str:
     if part.purpose == "rm pairs":
         names = (
             ("chosen", "rejected") if len(seen.answers) == 2 else [f"rank {n}" for n in range(1, 1 + len(seen.answers))]

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from rlhf_cli.config.ppo import Rollout
     from rlhf_cli.data.encoders import PromptRow
-    from rlhf_cli.data.records import Prompt, Record
+    from rlhf_cli.data.records import Record
     from rlhf_cli.processes.distributed import World
     from rlhf_cli.rewards.base import RewardSource
     from rlhf_cli.trained.model import RewardSet, TrainedLanguageModel
@@ -139,7 +139,7 @@ class Generator:
         if rewards is not None:
             self.rewards, _ = rewards.load(speaker.tokenizer, device, source.precision)
 
-    def respond(self, numbered: Sequence[tuple[int, Prompt]]) -> list[Outcome]:
+    def respond(self, numbered: Sequence[tuple[int, Record]]) -> list[Outcome]:
         """The columns `response`, `ended` and `score` of each prompt, or why it has none. The numbers identify draws.
 
         Raises RewardError if a score cannot be computed, RunError if a score is NaN.

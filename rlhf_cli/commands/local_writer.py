@@ -8,7 +8,7 @@ from rlhf_cli.commands.output import batched
 from rlhf_cli.commands.writer import Failure, Request, WriterOptions, Written
 from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.data.encode import require_eos
-from rlhf_cli.data.records import Prompt, transcript
+from rlhf_cli.data.records import Record, transcript
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
 from rlhf_cli.processes.distributed import start
 from rlhf_cli.rollout.prompt_form import PromptForm
@@ -62,6 +62,6 @@ class LocalWriter:
         messages = request.messages
         text = messages[0].content if len(messages) == 1 else transcript(messages)
         try:
-            return self.speaker.encode(Prompt(text, "a prompt", messages=messages))
+            return self.speaker.encode(Record(text, "a prompt", messages=messages))
         except PromptRefused as error:
             return Failure(str(error))

@@ -31,8 +31,8 @@ from rlhf_cli.commands.output import (
     with_columns,
 )
 from rlhf_cli.commands.rm_serve import RewardModelOptions
-from rlhf_cli.data.records import Answer, Record, Scored
-from rlhf_cli.data.views import answered, ranking
+from rlhf_cli.data.records import Answer, Record
+from rlhf_cli.data.views import ranking
 from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.report.progress import Console, Display
 from rlhf_cli.run.artifacts import model_directory, read_manifest_or_none, reward_model_stage
@@ -112,7 +112,7 @@ def _score_typed(options: RewardModelOptions, *, quiet: bool) -> None:
             continue
         if prompt and template is None and not prompt[-1].isspace() and not answer[0].isspace():
             answer = f" {answer}"  # as answers begin in rows whose prompt ends with a word
-        record = Record(f"line {number}", prompt, (Answer(answer),), prompt or answer)
+        record = Record(prompt, f"line {number}", (Answer(answer),), prompt or answer)
         (score,) = model.score(as_samples(model, [record], template)).tolist()
         text = f"{score:.3f}\n".encode() if is_terminal else json_line(scored_row(record, [score]))
         sys.stdout.buffer.write(text)
@@ -145,7 +145,7 @@ def as_samples(model: RewardModel, records: Sequence[Record], template: str | No
 
     text = RowText(model.tokenizer, template, model.keep_special)
     pairs = [(record, answer) for record in records for answer in record.answers]
-    rows = [answered(Scored(r.prompt, a.text, 0.0, r.where, r.messages, a.ended), a.text) for r, a in pairs]
+    rows = [row for record in records for row in record.each()]
     if reads_last_token(model.model):
         encoded = text.answer_ids(rows, start=False)
         ids = [ids for ids, _ in encoded]
@@ -169,14 +169,14 @@ def as_samples(model: RewardModel, records: Sequence[Record], template: str | No
 
 def scored_row(record: Record, scores: Sequence[float]) -> OutputRow:
     """The row with the scores of its answers. A preference pair has its better answer under `chosen`."""
-    texts = [text_of(record, answer.text) for answer in record.answers]
+    texts = [text_of(record, text) for text in record.texts]
     prompt = prompt_column(record)
     if len(texts) == 1:
         return with_columns(record, {"prompt": prompt, "response": texts[0], "score": scores[0]})
     ranked = ranking(record)
     if len(texts) > 2 or ranked is None:
         return with_columns(record, {"prompt": prompt, "responses": texts, "scores": list(scores)})
-    best = [answer.text for answer in record.answers].index(ranked.chosen)
+    best = record.texts.index(ranked.response)
     pair = {"prompt": prompt, "chosen": texts[best], "rejected": texts[1 - best]}
     return record.columns | pair | {"chosen_score": scores[best], "rejected_score": scores[1 - best]}
 
@@ -208,7 +208,7 @@ class _Summary:
                 self.targets.append((scores[0], target))
             return
         number = {answer.text: n for n, answer in reversed(list(enumerate(record.answers)))}
-        order = [number[text] for text in ranked.answers]
+        order = [number[text] for text in ranked.texts]
         self.of_rankings += [scores[n] for n in order]
         self.sizes.append(len(order))
         self.longer.append(longer_wins([ids[n] for n in order]))

@@ -28,7 +28,7 @@ from starlette.routing import Route
 
 from rlhf_cli.commands.options import Device, Host, Quantized, StageOfRun, TokenEnv
 from rlhf_cli.commands.serving import JSONLine, Put, Refused, Server, bind, required_token
-from rlhf_cli.data.records import Message, Prompt
+from rlhf_cli.data.records import Message, Record
 from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.printing import say
 from rlhf_cli.program import command
@@ -195,7 +195,7 @@ class _TextAsk(_Ask):
     def ids(self, speaker: Speaker) -> list[int]:
         from rlhf_cli.data.encode import RowText
 
-        return RowText(speaker.tokenizer, keep_special=True).prompt_ids([Prompt(self.prompt, "the prompt")])[0]
+        return RowText(speaker.tokenizer, keep_special=True).prompt_ids([Record(self.prompt, "the prompt")])[0]
 
 
 Ask = _ChatAsk | _TextAsk

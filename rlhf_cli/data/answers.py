@@ -11,17 +11,16 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.data.encode import Skipped, encode_for_classifier, fit, last_run, too_short
 from rlhf_cli.data.encoders import RowEncoder, Tokens
-from rlhf_cli.data.records import Demonstration, Ranking, Scored
+from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.data.splits import SIDES
 from rlhf_cli.data.table import Table
 from rlhf_cli.data.tokens import Tokenised
-from rlhf_cli.data.views import StageRows, answered, pairs_of_labels
+from rlhf_cli.data.views import StageRows, pairs_of_labels
 from rlhf_cli.errors import DataError
 from rlhf_cli.packing import common_prefix
 from rlhf_cli.seeding import generator
 
-V = TypeVar("V")
 T = TypeVar("T")
 
 
@@ -41,7 +40,7 @@ class RankedIds:
     """Answers to one prompt as token sequences, best first. A preference pair has two."""
 
     answers: list[list[int]]
-    row: Ranking
+    row: Record
 
     @property
     def sequences(self) -> list[list[int]]:
@@ -50,7 +49,7 @@ class RankedIds:
     @property
     def lengths(self) -> list[int]:
         """The `reply_length` of each answer."""
-        return [reply_length(answer) for answer in self.row.answers]
+        return [reply_length(answer) for answer in self.row.texts]
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class ScoredIds:
 
     ids: list[int]
     score: float
-    row: Scored
+    row: Record
 
     @property
     def sequences(self) -> list[list[int]]:
@@ -82,7 +81,7 @@ class TargetScale:
         return (score - self.mean) / self.std
 
 
-class AnswerEncoder(RowEncoder[V, T], Generic[V, T]):
+class AnswerEncoder(RowEncoder[T], Generic[T]):
     """What rankings and scored answers share: each answer becomes one sequence, prompt, answer and EOS.
 
     A causal model is read at its last token, so a sequence is cut between prompt and answer as in SFT. An encoder
@@ -96,14 +95,18 @@ class AnswerEncoder(RowEncoder[V, T], Generic[V, T]):
     def settings(self) -> dict[str, Any]:
         return super().settings() | {"reads last token": self.reads_last_token}
 
-    def encode_rows(self, rows: Sequence[Demonstration]) -> list[Tokens]:
+    def sequences(self, rows: Sequence[Record]) -> list[list[Tokens]]:
+        found = iter(self.encode_rows([one for row in rows for one in row.each()]))
+        return [[next(found) for _ in row.answers] for row in rows]
+
+    def encode_rows(self, rows: Sequence[Record]) -> list[Tokens]:
         """The uncut sequence of each row with one answer. An encoder model's sequences have an empty mask."""
         if self.reads_last_token:
             return self.text.answer_ids(rows, start=False)
         texts = [self.text.whole(row, marked=True) for row in rows]
         return [(ids, []) for ids in encode_for_classifier(self.tokenizer, texts, None)]
 
-    def answer_length(self, row: Demonstration, tokens: Tokens) -> int:
+    def answer_length(self, row: Record, tokens: Tokens) -> int:
         """Tokens of the last answer. Of an encoder model's sequence, everything after the prompt."""
         ids, answer_mask = tokens
         if answer_mask:
@@ -111,7 +114,7 @@ class AnswerEncoder(RowEncoder[V, T], Generic[V, T]):
         text = self.text.prompt(row, marked=True)
         return len(ids) - len(special_tokens_of(self.tokenizer).encode([text], add_special_tokens=False)[0])
 
-    def cut(self, row: Demonstration, tokens: Tokens) -> list[int] | Skipped:
+    def cut(self, row: Record, tokens: Tokens) -> list[int] | Skipped:
         """A sequence within the length limits."""
         ids, answer_mask = tokens
         limits = self.limits
@@ -129,18 +132,13 @@ class AnswerEncoder(RowEncoder[V, T], Generic[V, T]):
         return encode_for_classifier(self.tokenizer, [text], limits.max_length, limits.truncation)[0]
 
 
-class RankingEncoder(AnswerEncoder[Ranking, RankedIds]):
+class RankingEncoder(AnswerEncoder[RankedIds]):
     """Preference pairs and rankings, for the pairwise losses."""
 
     kind = RankedIds
 
-    def sequences(self, rows: Sequence[Ranking]) -> list[list[Tokens]]:
-        found = iter(self.encode_rows([answered(row, answer) for row in rows for answer in row.answers]))
-        return [[next(found) for _ in row.answers] for row in rows]
-
-    def items(self, row: Ranking, sequences: Sequence[Tokens]) -> list[RankedIds | Skipped]:
-        pairs = zip(row.answers, sequences, strict=True)
-        cut = [self.cut(answered(row, answer), tokens) for answer, tokens in pairs]
+    def items(self, row: Record, sequences: Sequence[Tokens]) -> list[RankedIds | Skipped]:
+        cut = [self.cut(one, tokens) for one, tokens in zip(row.each(), sequences, strict=True)]
         skipped = [each for each in cut if isinstance(each, Skipped)]
         if skipped:
             return [replace(skipped[0], needs=self._needs(skipped, [ids for ids, _ in sequences]))]
@@ -159,20 +157,17 @@ class RankingEncoder(AnswerEncoder[Ranking, RankedIds]):
         return max(*needs, common_prefix(uncut) + 1) if self.limits.truncation == "right" else max(needs)
 
 
-class ScoreEncoder(AnswerEncoder[list[Scored], ScoredIds]):
+class ScoreEncoder(AnswerEncoder[ScoredIds]):
     """Scored or labelled answers, each by itself, for the pointwise losses."""
 
     kind = ScoredIds
 
-    def sequences(self, rows: Sequence[list[Scored]]) -> list[list[Tokens]]:
-        found = iter(self.encode_rows([answered(one, one.response) for row in rows for one in row]))
-        return [[next(found) for _ in row] for row in rows]
-
-    def items(self, row: list[Scored], sequences: Sequence[Tokens]) -> list[ScoredIds | Skipped]:
+    def items(self, row: Record, sequences: Sequence[Tokens]) -> list[ScoredIds | Skipped]:
         items: list[ScoredIds | Skipped] = []
-        for one, tokens in zip(row, sequences, strict=True):
-            ids = self.cut(answered(one, one.response), tokens)
-            items.append(ids if isinstance(ids, Skipped) else ScoredIds(ids, one.score, one))
+        # Nothing reads the columns of a score, and each of a row's answers would store all of them.
+        for one, score, tokens in zip(replace(row, columns={}).each(), row.scores, sequences, strict=True):
+            ids = self.cut(one, tokens)
+            items.append(ids if isinstance(ids, Skipped) else ScoredIds(ids, score, one))
         return items
 
 
@@ -191,7 +186,7 @@ class LabelledPairs(Sequence[RankedIds]):
             return [self[i] for i in range(*index.indices(len(self)))]
         higher, lower = (self.items[i] for i in self.pairs[index])
         texts = (higher.row.prompt + higher.row.response, lower.row.prompt + lower.row.response)
-        return RankedIds([higher.ids, lower.ids], Ranking("", texts, higher.row.where))
+        return RankedIds([higher.ids, lower.ids], Record("", higher.row.where, tuple(map(Answer, texts)), ranked=True))
 
 
 def _equal(uncut: Sequence[list[int]]) -> Skipped:
@@ -203,7 +198,7 @@ def _equal(uncut: Sequence[list[int]]) -> Skipped:
 
 def answer_encoder(
     tokenizer: PreTrainedTokenizerBase, stage_rows: StageRows, *, reads_last_token: bool
-) -> AnswerEncoder[Any, Any]:
+) -> AnswerEncoder[Any]:
     """The encoder for the purpose of `stage_rows`: rankings or scored answers."""
     kind = RankingEncoder if stage_rows.purpose == "rm pairs" else ScoreEncoder
     return kind(tokenizer, stage_rows, reads_last_token=reads_last_token)

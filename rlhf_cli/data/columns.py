@@ -292,9 +292,9 @@ def record(
     if isinstance(flags, list) and len(flags) == len(answers) and all(isinstance(flag, bool) for flag in flags):
         answers = tuple(replace(answer, ended=flag) for answer, flag in zip(answers, flags, strict=True))
     if isinstance(said, str):
-        return Record(row.where, said, answers, said, ranked, undesirable, (), row.values)
+        return Record(said, row.where, answers, said, ranked, undesirable, (), row.values)
     key = json.dumps(turns_of(said), sort_keys=True)
-    return Record(row.where, transcript(said), answers, key, ranked, undesirable, said, row.values)
+    return Record(transcript(said), row.where, answers, key, ranked, undesirable, said, row.values)
 
 
 # ------------------------------------------------------------------------------------------------ numbers

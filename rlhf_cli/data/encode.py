@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking
+from rlhf_cli.data.records import Message, Record
 from rlhf_cli.data.special_tokens import SpecialTokens, cut_behind_eos, special_tokens_of
 from rlhf_cli.errors import ArtifactError, DataError
 
@@ -130,11 +130,6 @@ def require_eos(tokenizer: PreTrainedTokenizerBase, path: str) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def before_answer(row: Demonstration | Prompt) -> tuple[Message, ...]:
-    """The messages of a conversation before its last answer. Empty for other rows."""
-    return row.messages if isinstance(row, Prompt) else row.messages[:-1]
-
-
 def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise DataError if the tokenizer has no chat template for `prompt_template: chat`."""
     if not tokenizer.chat_template:
@@ -156,18 +151,18 @@ class RowText:
         """What marks special tokens in the rows' own text, for `SpecialTokens.encode`. None if they stay special."""
         return None if self.keep_special else special_tokens_of(self.tokenizer)
 
-    def is_chat(self, row: Demonstration | Prompt | Ranking) -> bool:
+    def is_chat(self, row: Record) -> bool:
         """Whether a row is written in the chat template: a conversation is, if the tokenizer has one."""
         template = self.template
         return bool(row.messages) and (template == "chat" or (template is None and bool(self.tokenizer.chat_template)))
 
     # --------------------------------------------------------------------------------------------- text
 
-    def prompt(self, row: Demonstration | Prompt, *, marked: bool = False) -> str:
+    def prompt(self, row: Record, *, marked: bool = False) -> str:
         """What comes before the answer. A text to be encoded has the special tokens of the row's own text `marked`."""
         marks = self.marks if marked else None
         if self.is_chat(row):
-            return chat_text(self.tokenizer, before_answer(row), marks, generation=True)
+            return chat_text(self.tokenizer, row.messages, marks, generation=True)
         if self.template == "chat":
             require_chat_template(self.tokenizer)
             return chat_text(self.tokenizer, [Message("user", row.prompt)], marks, generation=True)
@@ -176,17 +171,17 @@ class RowText:
             return before + row.prompt + after
         return marks.join(marks.join(before, marks.protect(row.prompt)), after)
 
-    def whole(self, row: Demonstration, *, marked: bool = False) -> str:
+    def whole(self, row: Record, *, marked: bool = False) -> str:
         """Prompt and response as one text, for a model that tokenises the two together."""
         marks = self.marks if marked else None
         if self.is_chat(row):
-            return chat_text(self.tokenizer, row.messages, marks, generation=False)
+            return chat_text(self.tokenizer, row.turns, marks, generation=False)
         prompt = self.prompt(row, marked=marked)
         return prompt + row.response if marks is None else marks.join(prompt, marks.protect(row.response))
 
     # ---------------------------------------------------------------------------------------------- ids
 
-    def prompt_ids(self, rows: Sequence[Demonstration | Prompt], *, start: bool = True) -> list[list[int]]:
+    def prompt_ids(self, rows: Sequence[Record], *, start: bool = True) -> list[list[int]]:
         """The ids that a response to each row follows, the same that SFT has before the row's last answer.
 
         Prompts have no EOS, which some tokenizers append by themselves (T5, some Llamas). With `start`, an empty prompt
@@ -200,15 +195,17 @@ class RowText:
         found = []
         for n, row in enumerate(rows):
             if n not in texts:
-                found.append(self._turns(before_answer(row), row.where)[0])
+                found.append(self._turns(row.messages, row.where)[0])
                 continue
             ids = ids_of[texts[n]]
             bare = ids[:-1] if len(ids) > 1 and ids[-1] == eos else [*ids]
             found.append(bare or ([int(eos if bos is None else bos)] if start else []))
         return found
 
-    def answer_ids(self, rows: Sequence[Demonstration], *, start: bool = True) -> list[tuple[list[int], list[bool]]]:
-        """(ids, answer mask) of each row. The mask includes EOS, and of a conversation every assistant turn.
+    def answer_ids(self, rows: Sequence[Record], *, start: bool = True) -> list[tuple[list[int], list[bool]]]:
+        """(ids, answer mask) of each row with its first answer.
+
+        The mask includes EOS, and of a conversation every assistant turn.
 
         The ids of the prompt are those that a rollout starts from, and the answer has the rest of the whole text's ids.
         If the tokenizer merges characters across the boundary, the answer is encoded by itself instead, because a
@@ -230,7 +227,7 @@ class RowText:
             if whole[: len(prompt)] != prompt or not answer:
                 text = row.response if self.keep_special else special.protect(row.response)
                 answer = special.encode([text], add_special_tokens=False)[0]
-            answer = [*answer, eos] if row.ended else answer
+            answer = [*answer, eos] if row.answers[0].ended else answer
             found.append((prompt + answer, [False] * len(prompt) + [True] * len(answer)))
         return found
 
@@ -270,9 +267,10 @@ class RowText:
             answer_mask += [kind == "answer"] * len(part)
         return ids, answer_mask
 
-    def _conversation(self, row: Demonstration) -> tuple[list[int], list[bool]]:
-        ids, answer_mask = self._turns(row.messages, row.where, ended=row.ended)
-        if not row.ended:
+    def _conversation(self, row: Record) -> tuple[list[int], list[bool]]:
+        ended = row.answers[0].ended
+        ids, answer_mask = self._turns(row.turns, row.where, ended=ended)
+        if not ended:
             return ids, answer_mask
         eos = int(self.tokenizer.eos_token_id)
         before = len(ids) - last_run(answer_mask)

@@ -19,14 +19,13 @@ from rlhf_cli.data.encode import (
     require_chat_template,
     training_example,
 )
-from rlhf_cli.data.records import Demonstration, Prompt
+from rlhf_cli.data.records import Record
 from rlhf_cli.data.special_tokens import special_tokens_of
-from rlhf_cli.data.views import StageRows, texts_of
+from rlhf_cli.data.views import StageRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-V = TypeVar("V")
 T = TypeVar("T")
 
 Tokens = tuple[list[int], list[bool]]
@@ -40,11 +39,11 @@ class PromptRow:
 
     text: str
     ids: list[int]
-    row: Prompt
+    row: Record
 
 
-class RowEncoder(Generic[V, T]):
-    """Encodes rows of one kind `V` to items of one kind `T`."""
+class RowEncoder(Generic[T]):
+    """Encodes the rows that a stage sees to items of one kind `T`."""
 
     kind: type[T]
 
@@ -55,22 +54,23 @@ class RowEncoder(Generic[V, T]):
         if stage_rows.template == "chat":
             require_chat_template(tokenizer)
 
-    def sequences(self, rows: Sequence[V]) -> list[list[Tokens]]:
+    def sequences(self, rows: Sequence[Record]) -> list[list[Tokens]]:
         """The uncut token sequences of each row."""
         raise NotImplementedError
 
-    def items(self, row: V, sequences: Sequence[Tokens]) -> Iterable[T | Skipped]:
+    def items(self, row: Record, sequences: Sequence[Tokens]) -> Iterable[T | Skipped]:
         """The items of a row within the length limits, or the reasons to skip them."""
         raise NotImplementedError
 
-    def encode(self, rows: Sequence[V]) -> Iterator[T | Skipped]:
+    def encode(self, rows: Sequence[Record]) -> Iterator[T | Skipped]:
         """The items of all rows, in order."""
         for row, sequences in zip(rows, self.sequences(rows), strict=True):
             yield from self.items(row, sequences)
 
-    def special_token_in(self, row: V) -> str | None:
+    def special_token_in(self, row: Record) -> str | None:
         """The first special token in the row's own text, or None."""
-        return special_tokens_of(self.tokenizer).first_in(texts_of(row))  # type: ignore[arg-type]  # V is a view.
+        before = [message.content for message in row.messages] or [row.prompt]
+        return special_tokens_of(self.tokenizer).first_in([*before, *row.texts])
 
     def settings(self) -> dict[str, Any]:
         """Every option besides the tokenizer that decides the items: part of the token cache's key."""
@@ -86,29 +86,29 @@ class RowEncoder(Generic[V, T]):
         }
 
 
-class DemonstrationEncoder(RowEncoder[Demonstration, Example]):
+class DemonstrationEncoder(RowEncoder[Example]):
     """Demonstrations to training sequences of SFT. The prompt is no target of the loss unless `learn_all` is set."""
 
     kind = Example
 
-    def sequences(self, rows: Sequence[Demonstration]) -> list[list[Tokens]]:
+    def sequences(self, rows: Sequence[Record]) -> list[list[Tokens]]:
         return [[tokens] for tokens in self.text.answer_ids(rows)]
 
-    def items(self, row: Demonstration, sequences: Sequence[Tokens]) -> list[Example | Skipped]:
+    def items(self, row: Record, sequences: Sequence[Tokens]) -> list[Example | Skipped]:
         ((ids, answer_mask),) = sequences
         bos, learn_all = self.tokenizer.bos_token_id, self.stage_rows.learn_all
         return [training_example(ids, answer_mask, row.where, self.limits, bos, learn_all=learn_all)]
 
 
-class PromptEncoder(RowEncoder[Prompt, PromptRow]):
+class PromptEncoder(RowEncoder[PromptRow]):
     """Prompts to the token ids that a rollout starts from."""
 
     kind = PromptRow
 
-    def sequences(self, rows: Sequence[Prompt]) -> list[list[Tokens]]:
+    def sequences(self, rows: Sequence[Record]) -> list[list[Tokens]]:
         return [[(ids, [])] for ids in self.text.prompt_ids(rows)]
 
-    def items(self, row: Prompt, sequences: Sequence[Tokens]) -> list[PromptRow | Skipped]:
+    def items(self, row: Record, sequences: Sequence[Tokens]) -> list[PromptRow | Skipped]:
         ((ids, _),) = sequences
         kept = fit_prompt(ids, self.limits, self.tokenizer.bos_token_id)
         if isinstance(kept, Skipped):

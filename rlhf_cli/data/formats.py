@@ -81,7 +81,7 @@ def read_text(row: Row, prompt_words: int, *, labelled: bool = False) -> Record:
     if not rest.strip():
         start, rest = "", full_text
     score = column_number(row, first_key(row, LABEL_KEYS)) if labelled else None
-    return Record(row.where, start, (Answer(rest, score),), full_text, columns=row.values)
+    return Record(start, row.where, (Answer(rest, score),), full_text, columns=row.values)
 
 
 def first_words(text: str, count: int) -> tuple[str, str]:

@@ -1,14 +1,14 @@
-"""The types of a row: a Record in any format, and what each stage sees of it.
+"""A Record: a row of any format, and what a stage sees of it.
 
-`rlhf_cli.data.formats` reads a row into a Record: a prompt and its answers. `rlhf_cli.data.views` turns a Record into a
-Demonstration (SFT), a Ranking or Scored answers (RM), or a Prompt (PPO).
+`rlhf_cli.data.formats` reads a row into a Record, and `rlhf_cli.data.views` leaves what a stage uses of it: the best
+answer (SFT), different answers from best to worst or answers with scores (RM), or the prompt (PPO).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhf_cli.errors import DataError
@@ -42,87 +42,50 @@ class Answer:
 
 @dataclass(frozen=True)
 class Record:
-    """A row: a prompt and any number of answers to it."""
+    """A row: a prompt and any number of answers to it. `StageRows.view` leaves the answers that a stage uses."""
 
+    prompt: str
+    """Empty if the row has none (plain text). For a conversation, the `transcript` of `messages`."""
     where: str
     """`file:line` or `file row n`, for messages."""
-    prompt: str
-    """Empty if the row has none (plain text)."""
-    answers: tuple[Answer, ...]
+    answers: tuple[Answer, ...] = ()
     """Empty for a prompt alone."""
-    key: str
+    key: str = ""
     """The text that splits hash: the prompt, or the whole text if there is no prompt."""
     ranked: bool = False
     """The answers are in order, best first."""
     undesirable: bool = False
     """The row marks its answer as a bad one (KTO). SFT must not imitate it."""
     messages: tuple[Message, ...] = ()
-    """Every turn of a conversation before the answer. `prompt` is then its `transcript`, and each answer's text is a
-    space and the assistant's words."""
+    """Every turn of a conversation before the answers. Each answer's text is a space and the assistant's words."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """All columns of the row in its file."""
-
-
-@dataclass(frozen=True)
-class Demonstration:
-    """A prompt and the response to learn, or a conversation. SFT learns every assistant turn of it."""
-
-    prompt: str
-    response: str
-    where: str
-    messages: tuple[Message, ...] = ()
-    """Every turn of a conversation, the answer last."""
-    ended: bool = True
-    """See `Answer.ended`."""
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """At least two different answers to one prompt, best first."""
-
-    prompt: str
-    answers: tuple[str, ...]
-    where: str
+    """All columns of the row in its file, which reward functions receive too."""
     margin: float = 0.0
     """How much better the first answer is than the last, in the data's own unit (Touvron et al. 2023)."""
-    columns: dict[str, Any] = field(default_factory=dict)
-    messages: tuple[Message, ...] = ()
-    """Every turn of a conversation before the answers."""
-    cut: tuple[str, ...] = ()
-    """The answers that have not `Answer.ended`."""
 
     @property
-    def chosen(self) -> str:
-        return self.answers[0]
+    def texts(self) -> tuple[str, ...]:
+        """The text of each answer."""
+        return tuple(answer.text for answer in self.answers)
 
     @property
-    def rejected(self) -> str:
-        return self.answers[-1]
+    def scores(self) -> tuple[float, ...]:
+        """The scores of the answers that have one."""
+        return tuple(answer.score for answer in self.answers if answer.score is not None)
 
+    @property
+    def response(self) -> str:
+        """The text of the first answer, or of the only one."""
+        return self.answers[0].text
 
-@dataclass(frozen=True)
-class Scored:
-    """A response and its score. 0.0 is a score."""
+    @property
+    def turns(self) -> tuple[Message, ...]:
+        """The whole conversation with the first answer; empty for other rows."""
+        return (*self.messages, Message("assistant", self.response.removeprefix(" "))) if self.messages else ()
 
-    prompt: str
-    response: str
-    score: float
-    where: str
-    messages: tuple[Message, ...] = ()
-    """Every turn of a conversation before the response."""
-    ended: bool = True
-    """See `Answer.ended`."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt, and the columns of its row, which reward functions receive too."""
-
-    prompt: str
-    where: str
-    columns: dict[str, Any] = field(default_factory=dict)
-    messages: tuple[Message, ...] = ()
-    """Every turn of a conversation before its last answer."""
+    def each(self) -> list[Record]:
+        """The row once with each of its answers alone."""
+        return [replace(self, answers=(answer,)) for answer in self.answers]
 
 
 # -------------------------------------------------------------------------------------------- helpers

@@ -77,7 +77,7 @@ class Report:
 
         None if no item was skipped for its length. Items skipped for other reasons do not count.
 
-        >>> report = Report(kept=Counter(train=1), needs={"train": Counter({30: 8, 50: 2})})
+        >>> report = Report(kept=Counter(train=10), needs={"train": Counter({30: 8, 50: 2})})
         >>> report.length_for("train"), report.length_for("train", 0.8)
         (50, 30)
         """

@@ -15,8 +15,10 @@ from pathlib import PurePosixPath
 from typing import Any, Generic, TypeVar
 
 from rlhf_cli.config.data import DataSource, Rows
+from rlhf_cli.data.encode import Example
 from rlhf_cli.data.formats import Purpose
 from rlhf_cli.data.paths import find_files, shown_path
+from rlhf_cli.data.records import Record
 from rlhf_cli.seeding import derived_seed
 
 SIDES = ("train", "validation", "test")
@@ -85,7 +87,7 @@ class Drawn(list[T]):
     """
 
     def __init__(self, rows: Sequence[T], most: int, seed: int, sources: Sequence[DataSource] = ()):
-        """`rows` are examples, rankings, scored answers or prompts; `sources` are where they come from."""
+        """`rows` are examples, or items with the Record that they come from; `sources` are where they come from."""
         self.total = len(rows)
         numbers = list(range(self.total))
         if self.total > most:
@@ -144,11 +146,14 @@ def held_out_rows(found: Any, data: Rows, most: int, seed: int) -> HeldOutRows[A
     )
 
 
-def _content(row: Any) -> str:
+def _content(item: Any) -> str:
     """What a row says, without where it stands: its prompt, messages and answers, or the tokens of an example."""
-    row = getattr(row, "row", row)
-    names = ("prompt", "messages", "answers", "response", "score", "ids")
-    return repr([getattr(row, name, None) for name in names] if hasattr(row, "where") else row)
+    row = getattr(item, "row", item)
+    if isinstance(row, Record):
+        ranked = row.texts if row.ranked else None
+        text, score = (row.response, row.answers[0].score) if row.answers and not row.ranked else (None, None)
+        return repr([row.prompt, row.messages, ranked, text, score, None])
+    return repr([None, None, None, None, None, row.ids] if isinstance(row, Example) else row)
 
 
 def _source_names(sources: Sequence[DataSource]) -> dict[str, str]:

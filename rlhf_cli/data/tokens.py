@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -31,6 +31,7 @@ from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.encode import Skipped
 from rlhf_cli.data.encoders import RowEncoder
 from rlhf_cli.data.paths import data_fingerprint
+from rlhf_cli.data.records import Record
 from rlhf_cli.data.row_counts import Report
 from rlhf_cli.data.splits import SIDES
 from rlhf_cli.data.table import Table, TableWriter
@@ -39,7 +40,6 @@ from rlhf_cli.errors import DataError
 from rlhf_cli.files import cache_root, digest_file
 
 T = TypeVar("T")
-V = TypeVar("V")
 
 CHUNK = 1000
 """Rows encoded at a time: enough for the tokenizer to use every core."""
@@ -65,7 +65,7 @@ class Tokenised(Generic[T]):
     """The share of the training items that are not used."""
 
 
-def tokenise(encoder: RowEncoder[V, T], *, longest: int | None = None) -> Tokenised[T]:
+def tokenise(encoder: RowEncoder[T], *, longest: int | None = None) -> Tokenised[T]:
     """Encode the rows of a stage, or take them from the cache.
 
     `longest` is the longest sequence that the model takes, for the advice in warnings.
@@ -95,7 +95,7 @@ def cache_directory() -> Path:
     return cache_root() / FOLDER
 
 
-def _build(entry: Path, encoder: RowEncoder[V, T], longest: int | None) -> Report:
+def _build(entry: Path, encoder: RowEncoder[T], longest: int | None) -> Report:
     """Read and encode the rows into the folder `entry`."""
     report = Report()
     partial = entry.with_name(f"{entry.name}.partial")
@@ -119,16 +119,16 @@ def _build(entry: Path, encoder: RowEncoder[V, T], longest: int | None) -> Repor
     return report
 
 
-def _write_tables(folder: Path, encoder: RowEncoder[V, T], report: Report, longest: int | None) -> None:
+def _write_tables(folder: Path, encoder: RowEncoder[T], report: Report, longest: int | None) -> None:
     """Write the items of each side as an Arrow file. Raises DataError if every row of a side was skipped."""
     spec = encoder.stage_rows
     writers = {side: TableWriter(folder / f"{side}.arrow", encoder.kind) for side in SIDES}
-    for side, rows in _by_side((side, seen.row) for side, seen in seen_rows(spec, report)):
+    for side, rows in _by_side(seen_rows(spec, report)):
         items = []
         if not spec.keep_special:
-            found = [token for row in rows if (token := encoder.special_token_in(row)) is not None]  # type: ignore[arg-type]
+            found = [token for row in rows if (token := encoder.special_token_in(row)) is not None]
             report.add_special(side, found)
-        for item in encoder.encode(rows):  # type: ignore[arg-type]  # The rows are those of the encoder's purpose.
+        for item in encoder.encode([replace(row, key="") for row in rows]):  # the prompt again, in most rows
             if isinstance(item, Skipped):
                 report.skip(side, item.reason, item.needs)
             else:
@@ -141,9 +141,9 @@ def _write_tables(folder: Path, encoder: RowEncoder[V, T], report: Report, longe
             raise report.nothing_left(spec.role, side, spec.length_key, longest)
 
 
-def _by_side(stream: Iterable[tuple[str, V]]) -> Iterator[tuple[str, list[V]]]:
+def _by_side(stream: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, list[Record]]]:
     """Chunks of at most CHUNK rows of one side, in order within each side."""
-    waiting: dict[str, list[V]] = {side: [] for side in SIDES}
+    waiting: dict[str, list[Record]] = {side: [] for side in SIDES}
     for side, row in stream:
         waiting[side].append(row)
         if len(waiting[side]) == CHUNK:
@@ -221,7 +221,7 @@ def _remove_old(root: Path) -> None:
 # -------------------------------------------------------------------------------------------- the key
 
 
-def _key(encoder: RowEncoder[V, T]) -> str:
+def _key(encoder: RowEncoder[T]) -> str:
     spec = encoder.stage_rows
     sources = [*spec.rows.train, *(spec.rows.validation or []), *(spec.rows.test or [])]
     facts = {

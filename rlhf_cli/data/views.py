@@ -1,7 +1,7 @@
 """What each stage sees of a row. The stages and `rlhf data check` read rows through the same views.
 
 `rlhf_cli.data.formats` turns a row of any format into a Record. `StageRows` says which rows a stage reads and with
-which options. Its `view` turns a Record into a Demonstration (SFT), a Ranking or Scored answers (RM) or a Prompt (PPO).
+which options. Its `view` leaves the answers that the stage uses.
 """
 
 from __future__ import annotations
@@ -17,25 +17,13 @@ from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.encode import Limits, Skipped
 from rlhf_cli.data.formats import Purpose
 from rlhf_cli.data.reading import first_format, records
-from rlhf_cli.data.records import (
-    ASSISTANT,
-    SPEAKERS,
-    Demonstration,
-    Message,
-    Prompt,
-    Ranking,
-    Record,
-    Scored,
-    number,
-)
+from rlhf_cli.data.records import ASSISTANT, SPEAKERS, Answer, Record, number
 from rlhf_cli.data.row_counts import Report
 from rlhf_cli.errors import DataError
 
 if TYPE_CHECKING:
     import torch
 
-Viewed = Demonstration | Ranking | list[Scored] | Prompt
-"""A row as one stage sees it."""
 BLANK = "an answer is blank"
 """The reason to skip a row with an answer of white space, such as HH-RLHF has: SFT would learn to end at once, and the
 reward model to prefer it."""
@@ -61,8 +49,9 @@ class StageRows:
     keep_special: bool = False
     """Special tokens in the rows' text stay special (`data.special_tokens: keep`)."""
 
-    def view(self, record: Record, side: str) -> Viewed | Skipped:
-        """What the stage sees of a record. Raises DataError for a bad row."""
+    def view(self, record: Record, side: str) -> Record | Skipped:
+        """The record with the answers that the stage uses. Raises DataError for a bad row."""
+        found: Record | None
         if self.purpose == "ppo":
             if not record.prompt and record.key.strip() and self.prompt_words:
                 return Skipped(f"a text of at most {self.prompt_words} words (data.prompt_words)")
@@ -73,25 +62,18 @@ class StageRows:
                 )
             return prompt(record)
         if self.purpose == "sft":
-            found: Viewed | None = demonstration(record)
-            reason = "no answer to learn from"
+            found, reason = demonstration(record), "no answer to learn from"
         elif self.purpose == "rm scores":
-            found, reason = scored(record) or None, "no answer with a score"
+            found, reason = scored(record), "no answer with a score"
         else:
-            found, reason = self._ranking(record, side)
+            if self.role == "data.probes" and not isinstance(record.columns.get("probe"), str):
+                raise DataError(f"{record.where}: a row of data.probes needs a text column `probe`, the probe's name")
+            found = ranking(record, margin_column=self.margin_column if side == "train" else None)
+            all_equal = len({*record.texts}) == 1 < len(record.answers)
+            reason = "its answers are equal" if all_equal else "no answer is better than another"
         if found is None:
             return Skipped(reason)
-        return found if all(answer.strip() for answer in answers_of(found)) else Skipped(BLANK)
-
-    def _ranking(self, record: Record, side: str) -> tuple[Ranking | None, str]:
-        """The ranking of a record, or None and the reason."""
-        if self.role == "data.probes" and not isinstance(record.columns.get("probe"), str):
-            raise DataError(f"{record.where}: a row of data.probes needs a text column `probe`, the probe's name")
-        margin_column = self.margin_column if side == "train" else None
-        texts = {answer.text for answer in record.answers}
-        all_equal = len(texts) == 1 < len(record.answers)
-        reason = "its answers are equal" if all_equal else "no answer is better than another"
-        return ranking(record, margin_column=margin_column), reason
+        return found if all(text.strip() for text in found.texts) else Skipped(BLANK)
 
 
 # --------------------------------------------------------------------------------- the rows of each stage
@@ -170,29 +152,25 @@ def rm_purpose(source: DataSource) -> Purpose:
 # --------------------------------------------------------------------------------------------- one record
 
 
-def demonstration(record: Record) -> Demonstration | None:
-    """The best answer of a record, for SFT.
+def demonstration(record: Record) -> Record | None:
+    """The record with its best answer, for SFT.
 
     Ranked answers: the first. Scored answers: the one with the highest score, the first of ties. Otherwise the first
     answer. None if there is no answer, or the row marks its answer as undesirable.
 
-    >>> from rlhf_cli.data.records import Answer
-    >>> demonstration(Record("file:1", "1+1=", (Answer("3", 0.0), Answer("2", 1.0)), "1+1=")).response
+    >>> demonstration(Record("1+1=", "file:1", (Answer("3", 0.0), Answer("2", 1.0)))).response
     '2'
     """
     if not record.answers or record.undesirable:
         return None
     answer = record.answers[0]
-    if not record.ranked and len(record.answers) > 1:
+    if not record.ranked:
         answer = max(record.answers, key=lambda a: -math.inf if a.score is None else a.score)
-    messages = record.messages
-    if messages:
-        messages = (*messages, Message("assistant", answer.text.removeprefix(" ")))
-    return Demonstration(record.prompt, answer.text, record.where, messages, answer.ended)
+    return replace(record, answers=(replace(answer, score=None),), ranked=False)
 
 
-def ranking(record: Record, *, margin_column: str | None = None) -> Ranking | None:
-    """The different answers of a record from best to worst, or None if no answer is better than another.
+def ranking(record: Record, *, margin_column: str | None = None) -> Record | None:
+    """The record with its different answers from best to worst, or None if no answer is better than another.
 
     Ranked answers keep their order. Other answers are sorted by score, and answers without a score are skipped.
     A text that occurs twice keeps its best rank. Of several answers with equal scores only the first in the row is
@@ -201,102 +179,54 @@ def ranking(record: Record, *, margin_column: str | None = None) -> Ranking | No
     `margin_column` names the column that says how much better the best answer is.
     Raises DataError if that is not a number.
 
-    >>> from rlhf_cli.data.records import Answer
-    >>> ranking(Record("file:1", "1+1=", (Answer("3", 0.0), Answer("2", 1.0), Answer("4", 0.0)), "1+1=")).answers
+    >>> ranking(Record("1+1=", "file:1", (Answer("3", 0.0), Answer("2", 1.0), Answer("4", 0.0)))).texts
     ('2', '3')
     """
     answers = record.answers
     if not record.ranked:
         with_scores = [(answer.score, answer) for answer in answers if answer.score is not None]
         answers = tuple(answer for _, answer in sorted(with_scores, key=lambda item: -item[0]))
-    texts: list[str] = []
+    kept: list[Answer] = []
     seen: set[str] = set()
     score = None
     for answer in answers:
         tied = not record.ranked and answer.score == score
         if answer.text not in seen and not tied:
-            texts.append(answer.text)
+            kept.append(replace(answer, score=None))
             score = answer.score
         seen.add(answer.text)
-    if len(texts) < 2:
+    if len(kept) < 2:
         return None
     margin = number(record.columns.get(margin_column), margin_column, record.where) if margin_column else 0.0
-    cut = tuple(answer.text for answer in answers if not answer.ended)
-    return Ranking(record.prompt, tuple(texts), record.where, margin, record.columns, record.messages, cut)
+    return replace(record, answers=tuple(kept), ranked=True, margin=margin)
 
 
-def scored(record: Record) -> list[Scored]:
-    """The answers of a record that have a score."""
-    return [
-        Scored(record.prompt, answer.text, answer.score, record.where, record.messages, answer.ended)
-        for answer in record.answers
-        if answer.score is not None
-    ]
+def scored(record: Record) -> Record | None:
+    """The record with the answers that have a score, or None if none has."""
+    answers = tuple(answer for answer in record.answers if answer.score is not None)
+    return replace(record, answers=answers, ranked=False) if answers else None
 
 
-def prompt(record: Record) -> Prompt:
-    """The prompt of a record. Raises DataError if it is blank, or the user's last turn in it is.
+def prompt(record: Record) -> Record:
+    """The record without answers. Raises DataError if its prompt is blank, or the user's last turn in it is.
 
     Plain text may have an empty prompt: the model then writes from nothing.
     """
     last_turn = record.prompt.removesuffix(ASSISTANT).rpartition(f"\n\n{SPEAKERS['user']}:")[2]
     if not record.key.strip() or (record.prompt and not last_turn.strip()):
         raise DataError(f"{record.where}: the prompt is empty, there is nothing to answer. Remove the row")
-    return Prompt(record.prompt, record.where, record.columns, record.messages)
+    return replace(record, answers=(), ranked=False)
 
 
 # ------------------------------------------------------------------------------------------ after the view
 
 
-@dataclass(frozen=True)
-class SeenRow:
-    """A record, and the row that a stage sees of it."""
-
-    record: Record
-    row: Viewed
-
-    @property
-    def answers(self) -> tuple[str, ...]:
-        """See `answers_of`."""
-        return answers_of(self.row)
-
-    @property
-    def scores(self) -> tuple[float, ...]:
-        """The score of each answer of a scored row, else empty."""
-        return tuple(one.score for one in self.row) if isinstance(self.row, list) else ()
-
-
-def answers_of(row: Viewed) -> tuple[str, ...]:
-    """The answers that the stage learns from, those of a ranking best first. A prompt has none."""
-    if isinstance(row, Demonstration):
-        return (row.response,)
-    if isinstance(row, Ranking):
-        return row.answers
-    return () if isinstance(row, Prompt) else tuple(one.response for one in row)
-
-
-def texts_of(row: Viewed) -> Iterator[str]:
-    """Every text of a row that is encoded, as its file has it: the prompt or the messages before, and the answers."""
-    first = row[0] if isinstance(row, list) else row
-    if first.messages:
-        yield from (message.content for message in first.messages)
-    else:
-        yield first.prompt
-    yield from answers_of(row)
-
-
-def see(record: Record, rows: StageRows, side: str) -> SeenRow | Skipped:
-    """`StageRows.view` with the record beside the row. Raises DataError for a bad row."""
-    row = rows.view(record, side)
-    return row if isinstance(row, Skipped) else SeenRow(record, row)
-
-
-def seen_rows(spec: StageRows, report: Report, *, only: str | None = None) -> Iterator[tuple[str, SeenRow]]:
+def seen_rows(spec: StageRows, report: Report, *, only: str | None = None) -> Iterator[tuple[str, Record]]:
     """(side, row) of each row that the stage has a use for; the others are counted. `only` limits them to one side."""
     words, role = spec.prompt_words, spec.role
     for side, record in records(spec.rows, spec.purpose, report, prompt_words=words, role=role, only=only):
         try:
-            seen = see(record, spec, side)
+            seen = spec.view(record, side)
         except DataError as error:
             report.bad_row(spec.rows, side, error)
             continue
@@ -304,23 +234,6 @@ def seen_rows(spec: StageRows, report: Report, *, only: str | None = None) -> It
             report.skip(side, seen.reason)
         else:
             yield side, seen
-
-
-def demonstrations_of(seen: SeenRow) -> list[Demonstration]:
-    """A row with each of its answers. A prompt gives an empty list."""
-    row = seen.row
-    if isinstance(row, Demonstration):
-        return [row]
-    if isinstance(row, Ranking):
-        return [answered(row, answer) for answer in row.answers]
-    return [] if isinstance(row, Prompt) else [answered(one, one.response) for one in row]
-
-
-def answered(row: Ranking | Scored, answer: str) -> Demonstration:
-    """A row with one of its answers, as the reward model reads it."""
-    messages = (*row.messages, Message("assistant", answer.removeprefix(" "))) if row.messages else ()
-    ended = row.ended if isinstance(row, Scored) else answer not in row.cut
-    return Demonstration(row.prompt, answer, row.where, messages, ended)
 
 
 def pairs_of_labels(scores: Sequence[float], generator: torch.Generator) -> list[tuple[int, int]]:

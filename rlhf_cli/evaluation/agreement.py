@@ -18,7 +18,7 @@ from rlhf_cli.algorithms.reward_model import label_accuracy, ranking_pairs
 from rlhf_cli.algorithms.statistics import kendall, pair_accuracy, pearson, ranks, wilson_interval
 from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.batches import Budget
-from rlhf_cli.data.records import Ranking, Scored
+from rlhf_cli.data.records import Record
 from rlhf_cli.data.splits import HeldOutRows
 from rlhf_cli.evaluation.figures import bootstrapped, correlation_figure, mean_figure, order_figure, share_figure
 from rlhf_cli.processes.distributed import World
@@ -161,7 +161,7 @@ def label_figures(score: torch.Tensor, label: torch.Tensor, *, seed: int | None 
 
 
 def answer_metrics(
-    stated: torch.Tensor, target: torch.Tensor, rows: Sequence[Scored], loss: RewardModelLoss
+    stated: torch.Tensor, target: torch.Tensor, rows: Sequence[Record], loss: RewardModelLoss
 ) -> dict[str, float]:
     """The held-out metrics of scored or labelled answers, and what their length in characters tells of their order."""
     figures = score_figures(stated, target) if loss == "mse" else label_figures(stated, target)
@@ -208,7 +208,7 @@ def longer_wins(answers: Sequence[Sequence[int]]) -> float:
     return sum(wins) / len(wins)
 
 
-def gold_gap(row: Ranking) -> float | None:
+def gold_gap(row: Record) -> float | None:
     """gold_chosen - gold_rejected, or None if the row lacks one of them."""
     a, b = row.columns.get("gold_chosen"), row.columns.get("gold_rejected")
     return a - b if isinstance(a, int | float) and isinstance(b, int | float) else None

@@ -20,10 +20,10 @@ from rlhf_cli.algorithms.reward_bench import Answers, best_is_right, ties_scores
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.answers import AnswerEncoder, answer_encoder, reply_length
 from rlhf_cli.data.encode import Limits, Skipped
-from rlhf_cli.data.records import Message, Ranking
+from rlhf_cli.data.records import Answer, Message, Record
 from rlhf_cli.data.row_sources import read_rows
 from rlhf_cli.data.rows import BadRow
-from rlhf_cli.data.views import StageRows, answered
+from rlhf_cli.data.views import StageRows
 from rlhf_cli.errors import DataError
 from rlhf_cli.evaluation.figures import rate_figure
 from rlhf_cli.models.heads import reads_last_token
@@ -42,7 +42,7 @@ BASES = {"rm": "model", "ppo": "policy"}
 class BenchRow:
     """One row of the benchmark."""
 
-    row: Ranking
+    row: Record
     """Right answers, then wrong ones."""
     num_right: int
     subset: str
@@ -82,8 +82,9 @@ def _bench_row(values: dict[str, Any], where: str) -> BenchRow:
         answers.append(texts)
     if subset.lower() == TIES and name.partition(":")[0] not in ("ref", "tied"):
         raise DataError(f"{where}: `id` is {name!r}, a row of the subset {subset} needs ref:N or tied:N")
-    ranking = Ranking(prompt, (*answers[0], *answers[1]), where, messages=(Message("user", prompt),))
-    return BenchRow(ranking, len(answers[0]), subset, name)
+    both = tuple(map(Answer, answers[0] + answers[1]))
+    row = Record(prompt, where, both, ranked=True, messages=(Message("user", prompt),))
+    return BenchRow(row, len(answers[0]), subset, name)
 
 
 def encode_bench(
@@ -95,10 +96,10 @@ def encode_bench(
     """
     limits = Limits(*length_limit(model, tokenizer))
     stage_rows = replace(stage_rows, purpose="rm pairs", limits=limits)
-    encoder: AnswerEncoder[Any, Any] = answer_encoder(tokenizer, stage_rows, reads_last_token=reads_last_token(model))
+    encoder: AnswerEncoder[Any] = answer_encoder(tokenizer, stage_rows, reads_last_token=reads_last_token(model))
     found = []
     for one in rows:
-        views = [answered(one.row, answer) for answer in one.row.answers]
+        views = one.row.each()
         tokens = encoder.encode_rows(views)
         cut = [encoder.cut(view, each) for view, each in zip(views, tokens, strict=True)]
         whole = [ids[: limits.max_length] for ids, _ in tokens]
@@ -106,9 +107,9 @@ def encode_bench(
     return found, encoder.text.is_chat(rows[0].row)
 
 
-def is_joined(row: Ranking) -> bool:
+def is_joined(row: Record) -> bool:
     """Whether a plain prompt and its first answer would meet without a space between them."""
-    return not row.prompt[-1:].isspace() and row.answers[0][:1].isalnum()
+    return not row.prompt[-1:].isspace() and row.response[:1].isalnum()
 
 
 def num_unpaired(rows: Sequence[BenchRow]) -> int:
@@ -129,7 +130,7 @@ def bench_figures(
     Outside Ties a row counts 1 if a right answer has the highest score. Chance is the share of right answers among
     all, 1/4 in RewardBench 2. It is not defined for Ties.
     """
-    flat = score(sequences, [[reply_length(answer) for answer in one.row.answers] for one in rows]).tolist()
+    flat = score(sequences, [[reply_length(answer) for answer in one.row.texts] for one in rows]).tolist()
     of_subset: dict[str, list[float]] = {}
     chance: dict[str, list[float]] = {}
     ties: dict[str, dict[str, dict[str, Answers]]] = {}

@@ -20,7 +20,7 @@ from rlhf_cli.algorithms.kl import kl_full
 from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.encoders import PromptEncoder, PromptRow
-from rlhf_cli.data.records import Prompt
+from rlhf_cli.data.records import Record
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import ppo_rows
@@ -172,7 +172,7 @@ def _prompts(
         ids = row.ids[: row.loss_mask.index(True)]
         if ids and len(ids) + rollout.max_new_tokens <= positions(model):
             text = str(tokenizer.decode(ids, skip_special_tokens=True))
-            found.append(PromptRow(text, ids, Prompt(text, row.where)))
+            found.append(PromptRow(text, ids, Record(text, row.where)))
     return rollout, found
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.data.answers import AnswerEncoder, RankedIds
-from rlhf_cli.data.records import Message, Ranking, transcript
+from rlhf_cli.data.records import Message, Record, transcript
 from rlhf_cli.evaluation.figures import mean_figure, share_figure
 from rlhf_cli.report.figure import Figure, Figures
 
@@ -39,7 +39,7 @@ def position_figures(rows: Sequence[RankedIds], better: Tensor, worse: Tensor, s
 def prefix_figures(
     rows: Sequence[RankedIds],
     margin: Tensor,
-    encoder: AnswerEncoder[Ranking, RankedIds],
+    encoder: AnswerEncoder[RankedIds],
     score: Score,
     *,
     seed: int,
@@ -81,7 +81,7 @@ def prefix_figures(
     }
 
 
-def with_prefix(row: Ranking, prefix: str) -> Ranking:
+def with_prefix(row: Record, prefix: str) -> Record:
     """The row with a prefix before its prompt; of a conversation, before the first turn of the user."""
     if not row.messages:
         return replace(row, prompt=prefix + row.prompt)

@@ -12,7 +12,7 @@ import contextlib
 import gc
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,8 @@ from rlhf_cli.data.answers import AnswerEncoder, RankedIds, ScoredIds, reply_len
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Skipped
 from rlhf_cli.data.formats import first_words
-from rlhf_cli.data.records import Prompt, Ranking, Scored
+from rlhf_cli.data.records import Record
 from rlhf_cli.data.special_tokens import special_tokens_of
-from rlhf_cli.data.views import answered
 from rlhf_cli.models.frozen import hold_frozen, is_held
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import (
@@ -106,7 +105,7 @@ def _kept(stage: StageRun) -> list[Sample] | None:
         return None
 
 
-def _draw(path: str, prompts: Sequence[Prompt], config: RMConfig, stage: StageRun) -> list[Sample]:
+def _draw(path: str, prompts: Sequence[Record], config: RMConfig, stage: StageRun) -> list[Sample]:
     """A sample for each prompt that fits. Each process samples its share."""
     world, settings = stage.world, config.evaluation
     tokenizer, policy = load_tokenizer(path), load_policy(path, deferred=_is_deferred(config, stage))
@@ -140,26 +139,22 @@ def _sft_model(config: RMConfig) -> str | None:
 # -------------------------------------------------------------------------------------------- rows
 
 
-def _rows(items: Items, config: RMConfig) -> list[tuple[Ranking | Scored, str]]:
-    """(row, one of its answers) for each sample. The rows are repeated if there are fewer than needed."""
+def _rows(items: Items, config: RMConfig) -> list[Record]:
+    """A row with one answer for each sample. The rows are repeated if there are fewer than needed.
+
+    For rankings, alternate between the best and the worst answer, so that neither kind prevails.
+    """
     rows = [items[i % len(items)].row for i in range(config.evaluation.num_normalization_samples)]
-    return [(row, _one_answer(row, number)) for number, row in enumerate(rows)]
+    return [row.each()[-1 if number % 2 else 0] for number, row in enumerate(rows)]
 
 
-def _prompts(items: Items, config: RMConfig) -> list[Prompt]:
+def _prompts(items: Items, config: RMConfig) -> list[Record]:
     """The prompt of each row. A row without one is prompted with the first words of its answer."""
     words = config.evaluation.prompt_words
     return [
-        Prompt(row.prompt or first_words(answer, words)[0], row.where, {}, row.messages)
-        for row, answer in _rows(items, config)
+        replace(row, prompt=row.prompt or first_words(row.response, words)[0], answers=())
+        for row in _rows(items, config)
     ]
-
-
-def _one_answer(row: Ranking | Scored, number: int) -> str:
-    """An answer of the row. Of rankings it is in turn the best and the worst, so that neither kind prevails."""
-    if isinstance(row, Scored):
-        return row.response
-    return row.rejected if number % 2 else row.chosen
 
 
 # ---------------------------------------------------------------------------------------- statistics
@@ -191,9 +186,8 @@ def texts_to_score(
     rows = _rows(items, config)
     if rows:
         stage.display.note("no SFT model to sample from: the score is normalised over the data's own answers")
-    single = [answered(row, answer) for row, answer in rows]
-    cut = [encoder.cut(row, tokens) for row, tokens in zip(single, encoder.encode_rows(single), strict=True)]
-    lengths = [reply_length(answer) for _, answer in rows]
+    cut = [encoder.cut(row, tokens) for row, tokens in zip(rows, encoder.encode_rows(rows), strict=True)]
+    lengths = [reply_length(row.response) for row in rows]
     return [(ids, length) for ids, length in zip(cut, lengths, strict=True) if not isinstance(ids, Skipped)]
 
 

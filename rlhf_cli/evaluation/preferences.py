@@ -149,7 +149,7 @@ def worst_mistakes(pairs: Pairs) -> list[dict[str, Any]]:
     for i in margin.argsort()[:WORST].tolist():
         if margin[i] < 0:
             row = pairs.rows[i].row
-            texts = {"where": row.where, "prompt": row.prompt, "better": row.answers[0], "worse": row.answers[-1]}
+            texts = {"where": row.where, "prompt": row.prompt, "better": row.texts[0], "worse": row.texts[-1]}
             found.append({**texts, "better_score": pairs.better[i].item(), "worse_score": pairs.worse[i].item()})
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.data.answers import AnswerEncoder, RankedIds, ScoredIds, ScoreEncoder, answer_encoder, labelled_pairs
 from rlhf_cli.data.batches import Budget
-from rlhf_cli.data.records import Prompt
+from rlhf_cli.data.records import Record
 from rlhf_cli.data.splits import Drawn, held_out_rows
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import probe_rows, rm_rows
@@ -56,7 +56,7 @@ class Scorer:
     config: RMConfig
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    encoder: AnswerEncoder[Any, Any]
+    encoder: AnswerEncoder[Any]
     budget: Budget
     world: World
 
@@ -109,7 +109,7 @@ def measure_again(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
     if corrected:
         fit_length(model, [row.lengths for row in rows], lambda: scorer.score_items(rows))
     answers = scorer.score_items(rows)
-    prompts = [Prompt(one.row.prompt, one.row.where, {}, one.row.messages) for one in rows]
+    prompts = [replace(one.row, answers=()) for one in rows]
     found = policy_scores(run, scorer, prompts, ("sft",)).get("SFT", answers)
     mean, std = found.mean().item(), max(found.std(correction=0).item(), SMALLEST_STD)
     model.config.update({"score_mean": mean, "score_std": std})
@@ -155,7 +155,7 @@ def _of_scores(run: Run, scorer: Scorer, items: Drawn[ScoredIds], sentences: Sen
         }
     for title, by_name in tables.items():
         show(display, f"RM absolute error by {title}", {"error": by_name}, counts=True)
-    sides = policy_scores(run, scorer, [Prompt(r.row.prompt, r.row.where, {}, r.row.messages) for r in items])
+    sides = policy_scores(run, scorer, [replace(r.row, answers=()) for r in items])
     table = distributions({"held-out": predicted, **sides})
     _show_distributions(table, scorer, sentences)
     return {
@@ -192,7 +192,7 @@ def _of_pairs(run: Run, scorer: Scorer, ranked: Drawn[RankedIds], sentences: Sen
         ["confidence", "stated", "true", "pairs"],
         [[f"{b.low:.2f} to {b.high:.2f}", f"{b.confidence:.3f}", f"{b.frequency:.3f}", f"{b.count:,}"] for b in bins],
     )
-    sides = policy_scores(run, scorer, [Prompt(r.row.prompt, r.row.where, {}, r.row.messages) for r in ranked])
+    sides = policy_scores(run, scorer, [replace(r.row, answers=()) for r in ranked])
     table = distributions({"better": pairs.better, "worse": pairs.worse, **sides})
     _show_distributions(table, scorer, sentences)
     sentences.say(held_out_verdict(as_metrics(figures))[0])
@@ -234,7 +234,7 @@ def _of_probes(scorer: Scorer) -> tuple[Figures, Figures] | None:
 
 
 def policy_scores(
-    run: Run, scorer: Scorer, prompts: Sequence[Prompt], stages: Sequence[str] = ("sft", "ppo")
+    run: Run, scorer: Scorer, prompts: Sequence[Record], stages: Sequence[str] = ("sft", "ppo")
 ) -> dict[str, Tensor]:
     """Raw scores of a sample of SFT and of PPO for each of some prompts, for the stages that are finished.
 

@@ -22,7 +22,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.answers import RankedIds, RankingEncoder
 from rlhf_cli.data.encode import Example, RowText
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder
-from rlhf_cli.data.records import Prompt
+from rlhf_cli.data.records import Record
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import ppo_rows, sft_rows
@@ -152,7 +152,7 @@ class Probes:
         """The reward model on held-out pairs, with and without EOS and by length; and what its training pairs say."""
         train, held_out, skipped = self.pairs
         found: Found = {"rm.skipped_share": skipped, **_contradictions(train[:TRAINING_ROWS]), **_marked(train[:SEEN])}
-        found |= echo("rm", [(pair.row.prompt, " ".join(pair.row.answers)) for pair in train[:SEEN]])
+        found |= echo("rm", [(pair.row.prompt, " ".join(pair.row.texts)) for pair in train[:SEEN]])
         if not held_out:
             return found
         right = wins(*self.scores.unbind(1))
@@ -306,7 +306,7 @@ def _marked(pairs: Sequence[RankedIds]) -> Found:
     the better one has it, less the share in which only the worse one has it."""
     counts: Counter[str] = Counter()
     for pair in pairs:
-        texts = (pair.row.answers[which].strip() for which in (0, -1))
+        texts = (pair.row.texts[which].strip() for which in (0, -1))
         better, worse = ({*text.split(), f"{text[-1:]} at the end"} for text in texts)
         counts.update(better - worse)
         counts.subtract(worse - better)
@@ -319,7 +319,7 @@ def _contradictions(pairs: Sequence[RankedIds]) -> dict[str, float]:
     first: dict[tuple[str, frozenset[str]], str] = {}
     repeats = []
     for pair in pairs:
-        best, key = pair.row.answers[0], (pair.row.prompt, frozenset((pair.row.answers[0], pair.row.answers[-1])))
+        best, key = pair.row.texts[0], (pair.row.prompt, frozenset((pair.row.texts[0], pair.row.texts[-1])))
         if key in first:
             repeats.append(first[key] != best)
         first.setdefault(key, best)
@@ -331,8 +331,8 @@ def _gold(config: PPOConfig, rows: Sequence[RankedIds], which: int, tokenizer: P
     """The judge's main number for one answer of each row."""
     name = str(config.evaluation.gold)
     text = RowText(tokenizer, config.data.prompt_template)
-    prompts = [text.prompt(Prompt(row.row.prompt, row.row.where)) for row in rows]
-    answers, columns = [row.row.answers[which] for row in rows], [row.row.columns for row in rows]
+    prompts = [text.prompt(Record(row.row.prompt, row.row.where)) for row in rows]
+    answers, columns = [row.row.texts[which] for row in rows], [row.row.columns for row in rows]
     samples = Samples(prompts, answers, [], [], [True] * len(rows), columns, where=[row.row.where for row in rows])
     advice = "Fix the function, or give --files-only"
     numbers = call(f"evaluation.gold ({name})", load_function(name), samples, named_numbers, advice)

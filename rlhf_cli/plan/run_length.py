@@ -126,9 +126,9 @@ def _read(config: SFTConfig | RMConfig, configs: Mapping[str, Stage]) -> Trainin
         answers += len(seen.answers)
         scores += seen.scores if pairs_up else ()
         if len(sample) < SAMPLE:
-            sample.append(seen.row)
+            sample.append(seen)
         elif (at := rng.randrange(number)) < SAMPLE:
-            sample[at] = seen.row
+            sample[at] = seen
     if not num:
         raise report.nothing_left(spec.role, "train", spec.length_key, None)
     sequences, basis = answers / num, "counted in the data files"
@@ -145,9 +145,7 @@ def _read(config: SFTConfig | RMConfig, configs: Mapping[str, Stage]) -> Trainin
     return TrainingRows(round(num * len(kept) / len(items)), basis, sequences, tokens * (1 + pairs_up))
 
 
-def _encoder(
-    config: SFTConfig | RMConfig, configs: Mapping[str, Stage], spec: StageRows
-) -> RowEncoder[Any, Any] | None:
+def _encoder(config: SFTConfig | RMConfig, configs: Mapping[str, Stage], spec: StageRows) -> RowEncoder[Any] | None:
     """The encoder of the stage, with the tokenizer of its model or else of the model that SFT starts from."""
     for one in (config, configs.get("sft")):
         path, revision = ("", None) if one is None else one.inputs.get("model", ("", None))

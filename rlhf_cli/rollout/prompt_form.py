@@ -11,7 +11,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.data.encode import RowText, chat_text
-from rlhf_cli.data.records import ASSISTANT, SPEAKERS, Demonstration, Message, Prompt, transcript
+from rlhf_cli.data.records import ASSISTANT, SPEAKERS, Message, Record, transcript
 from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.errors import DataError
 from rlhf_cli.files import read_text
@@ -33,20 +33,20 @@ class PromptForm:
         """How rows are read. A prompt without messages is a user's message for a chat model."""
         return RowText(tokenizer, "chat" if self.kind == "chat" else self.template, self.keep_special)
 
-    def encode_row(self, tokenizer: PreTrainedTokenizerBase, row: Demonstration | Prompt) -> list[int]:
+    def encode_row(self, tokenizer: PreTrainedTokenizerBase, row: Record) -> list[int]:
         """The ids that the reply to a row follows. Raises DataError if the chat template refuses the conversation."""
         return self._rows(tokenizer).prompt_ids([row])[0]
 
-    def row_text(self, tokenizer: PreTrainedTokenizerBase, row: Prompt) -> str:
+    def row_text(self, tokenizer: PreTrainedTokenizerBase, row: Record) -> str:
         """The prompt of a row as text, as the rewards read it."""
         return self._rows(tokenizer).prompt(row)
 
-    def row(self, messages: Sequence[Message]) -> Prompt:
+    def row(self, messages: Sequence[Message]) -> Record:
         """The conversation as a row of prompts."""
         text = messages[-1].content if self.kind == "single" else transcript(messages)
         if self.kind == "transcript":
             text = self.lead + text.lstrip("\n")
-        return Prompt(text, "the conversation", messages=tuple(messages) if self.kind == "chat" else ())
+        return Record(text, "the conversation", messages=tuple(messages) if self.kind == "chat" else ())
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
         """The ids that the reply to a conversation follows. Raises DataError if the chat template refuses it."""

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.encode import RowText
-from rlhf_cli.data.records import Demonstration
+from rlhf_cli.data.records import Record
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.speaker import Speaker
 from rlhf_cli.run.stage_run import StageRun
@@ -21,7 +21,7 @@ class Questions:
 
     def __init__(
         self,
-        rows: Iterable[Demonstration] | None,
+        rows: Iterable[Record] | None,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         config: SFTConfig,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.data.records import Demonstration, Prompt
+from rlhf_cli.data.records import Record
 from rlhf_cli.errors import DataError
 from rlhf_cli.models.forward import autocast, positions
 from rlhf_cli.processes.sharding import device_of
@@ -19,7 +18,6 @@ from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.prompt_form import AS_IT_IS, PromptForm
 from rlhf_cli.rollout.sampling import response_text, sample, sampling_of
 
-Row = TypeVar("Row", Demonstration, Prompt)
 NOT_YET_TEXT = "\ufffd"
 """What a tokenizer decodes the first bytes of a character to."""
 
@@ -93,7 +91,7 @@ class Speaker:
         """Maximum tokens of a prompt that leaves room for the longest reply."""
         return positions(self.model) - self.max_new_tokens
 
-    def fitting(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[int]]]:
+    def fitting(self, rows: Iterable[Record]) -> Iterator[tuple[Record, list[int]]]:
         """The rows whose prompts leave room for the longest reply, each with its ids."""
         for row in rows:
             ids = self.form.encode_row(self.tokenizer, row)
@@ -111,7 +109,7 @@ class Speaker:
             raise PromptRefused("prompt too long", detail)
         return most - len(ids)
 
-    def encode(self, row: Prompt, *, takes_what_fits: bool = False) -> list[int]:
+    def encode(self, row: Record, *, takes_what_fits: bool = False) -> list[int]:
         """The ids that the reply to a row follows.
 
         Raises PromptRefused for a row that the chat template refuses, and for one that leaves no room: for the longest

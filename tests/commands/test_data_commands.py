@@ -28,11 +28,11 @@ from rlhf_cli.data.encode import RowText, Skipped, encode_for_classifier
 from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
 from rlhf_cli.data.reading import records
-from rlhf_cli.data.records import Demonstration, Prompt
+from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.data.row_counts import DUPLICATE, Report
 from rlhf_cli.data.rows import Row
 from rlhf_cli.data.tokens import tokenise
-from rlhf_cli.data.views import SeenRow, StageRows, see
+from rlhf_cli.data.views import StageRows
 from rlhf_cli.errors import DataError
 from support.paths import ROOT, TESTS
 from support.tiny import encoder, read_jsonl, seen_of, training_examples, write_jsonl
@@ -362,7 +362,7 @@ def test_a_config_sets_sides_limits_template_and_tokenizer(tmp_path: Path, make_
     # `deduplicate` does not hide duplicates, and a weight of 3 does not create any.
     assert train["duplicates"]["rows"] + test["duplicates"]["rows"] == 7
     assert found["unit"] == "tokens"
-    rows = [Demonstration(row["prompt"], row["response"], "") for row in [*values, *values[:7]]]
+    rows = [Record(row["prompt"], "", (Answer(row["response"]),)) for row in [*values, *values[:7]]]
     lengths = [len(ids) for ids, _ in RowText(tokenizer, "please help: {prompt}").answer_ids(rows)]
     different = lengths[:30]
     assert train["too_long"] + test["too_long"] == sum(length > 12 for length in different) > 0
@@ -434,7 +434,7 @@ def metaspace_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
-def rows_seen(purpose: Purpose, count: int = 60) -> list[SeenRow]:
+def rows_seen(purpose: Purpose, count: int = 60) -> list[Record]:
     rng = random.Random(4)
     found = []
     for n in range(count):
@@ -460,10 +460,10 @@ def test_lengths_in_tokens_equal_those_of_the_stage(request, name: str, purpose:
     encoder = encoder_of(StageRows(Rows(train=["x"]), purpose, template=template), tokenizer, "x")  # type: ignore[list-item]
     for row, found in zip(rows, in_tokens(encoder, rows), strict=True):
         if purpose == "ppo":
-            assert found.prompt == len(RowText(tokenizer, template).prompt_ids([Prompt(row.record.prompt, "")])[0])
+            assert found.prompt == len(RowText(tokenizer, template).prompt_ids([Record(row.prompt, "")])[0])
         of_prompt = 0
-        for answer, length in zip(row.answers, found.answers, strict=True):
-            demonstrations = [Demonstration(row.record.prompt, answer, "")]
+        for answer, length in zip(row.texts, found.answers, strict=True):
+            demonstrations = [Record(row.prompt, "", (Answer(answer),))]
             ids, is_answer = RowText(tokenizer, template).answer_ids(demonstrations, start=purpose == "sft")[0]
             of_prompt = len(ids) - sum(is_answer)
             assert length == sum(is_answer)
@@ -648,7 +648,7 @@ def test_trained_tokens_are_between_marks(tmp_path: Path, make_model) -> None:
 
 def test_the_count_is_the_number_of_tokens(tmp_path: Path, make_model, tokenizer) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent", "response": " is late"}])
-    (example,) = training_examples(tokenizer, [Demonstration("the tent", " is late", "")], None, learn_all=False)
+    (example,) = training_examples(tokenizer, [Record("the tent", "", (Answer(" is late"),))], None, learn_all=False)
     assert not isinstance(example, Skipped)
     told = f"{path}:1  {len(example.ids)} tokens, {sum(example.loss_mask)} trained on\n"
     assert told in rlhf("show", path, "--for", "sft", "--tokenizer", make_model("llama")).stdout
@@ -739,7 +739,7 @@ def test_terminal_control_characters_are_escaped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["tokenizer", "eos_only_tokenizer", "metaspace_tokenizer"])
 def test_the_pieces_add_up_to_the_text(request, name: str) -> None:
     tokenizer = request.getfixturevalue(name)
-    row = Demonstration("the tent is", " late please help", "")
+    row = Record("the tent is", "", (Answer(" late please help"),))
     ((ids, learned),) = RowText(tokenizer).answer_ids([row])
     found = pieces(tokenizer, ids, learned)
     assert "".join(text for text, _, _ in found) == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
@@ -770,14 +770,14 @@ def meanings(path: Path, purpose: Purpose, format: str = "auto") -> Iterator[tup
     part = rows_of_source(source, "sft", on_bad_row="error")
     for _, record in records(part.rows, purpose, Report()):
         try:
-            found = see(record, StageRows(part.rows, purpose), "test")
+            found = StageRows(part.rows, purpose).view(record, "test")
         except DataError:
             continue
-        if isinstance(found, Skipped) or not all(answer.strip() for answer in found.answers):
+        if isinstance(found, Skipped) or not all(text.strip() for text in found.texts):
             continue
         same = (record.prompt, record.messages, record.key)
         if purpose == "rm scores":
-            yield from ((*same, answer, score) for answer, score in zip(found.answers, found.scores, strict=True))
+            yield from ((*same, answer, score) for answer, score in zip(found.texts, found.scores, strict=True))
         else:
             yield (*same, found.answers)
 
@@ -909,7 +909,7 @@ def test_docs_have_every_format_with_a_row_and_a_line_that_fit() -> None:
                 assert recognise(values, source, purpose).name == name
             record = read_record(values, format_, source)
             if (name, purpose) not in NOT_CONVERTED:
-                assert isinstance(see(record, StageRows(Rows(train=[source]), purpose), "test"), SeenRow)
+                assert isinstance(StageRows(Rows(train=[source]), purpose).view(record, "test"), Record)
 
 
 def test_validation_rows_are_checked_beside_the_others(tmp_path: Path) -> None:

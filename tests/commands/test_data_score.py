@@ -19,7 +19,7 @@ from rlhf_cli.commands.writer import WriterOptions
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.rows import Row
-from rlhf_cli.data.views import ranking, scored
+from rlhf_cli.data.views import ranking
 from rlhf_cli.errors import ConfigError, DataError
 from support.servers import Call, ChatServer, Reply, completion
 from support.tiny import WORDS, read_jsonl, write_jsonl
@@ -141,7 +141,7 @@ def test_rows_keep_their_columns_and_get_a_score_and_the_judges_name(tmp_path: P
         }
         for row, number in zip(rows, (5.0, 0.0), strict=True)
     ]
-    assert [one.score for record in read_back(out, "rm scores") for one in scored(record)] == [5.0, 0.0]
+    assert [record.scores for record in read_back(out, "rm scores")] == [(5.0,), (0.0,)]
 
 
 def test_every_answer_of_a_row_is_scored_and_makes_a_ranking(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_every_answer_of_a_row_is_scored_and_makes_a_ranking(tmp_path: Path) -> 
     [record] = read_back(out, "rm pairs")
     ranked = ranking(record)
     assert ranked is not None
-    assert ranked.answers == ("best", "middle", "worst")
+    assert ranked.texts == ("best", "middle", "worst")
 
 
 def test_other_formats_are_scored_too(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_other_formats_are_scored_too(tmp_path: Path) -> None:
         read = Row(written, "out")
         record = read_record(read, recognise(read, source_of_it, "rm scores"), source_of_it)
         assert record.answers[0].text.strip() == first
-        assert [one.score for one in scored(record)] == [3.0] * len(record.answers)
+        assert record.scores == (3.0,) * len(record.answers)
         if isinstance(prompt, list):
             assert [m.content for m in record.messages] == ["be kind", "hi"]
 
@@ -290,7 +290,7 @@ def test_the_answer_preferred_in_both_orders_is_chosen(tmp_path: Path) -> None:
     ]
     asked = Counter(body["messages"][0]["content"].split("Request:\n")[1][:2] for body in server.bodies)
     assert asked == {"p0": 2, "p1": 2, "p2": 2, "p3": 2, "p5": 6, "p6": 2}
-    assert [r.chosen for record in read_back(out, "rm pairs") if (r := ranking(record))] == [
+    assert [r.response for record in read_back(out, "rm pairs") if (r := ranking(record))] == [
         "good 0",
         "good 1",
         "good 6",
@@ -309,7 +309,7 @@ def test_ties_can_be_kept_without_becoming_preferences(tmp_path: Path) -> None:
     for row in rows:
         read = Row(row, "out")
         rankings.append(ranking(read_record(read, recognise(read, source_of_it, "rm pairs"), source_of_it)))
-    assert [r.chosen if r else None for r in rankings] == ["good 0", "good 1", None, None]
+    assert [r.response if r else None for r in rankings] == ["good 0", "good 1", None, None]
 
 
 # --------------------------------------------------------------------------------------- the command line

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands.generate import Generator, ResponseOptions, generate
-from rlhf_cli.data.records import Prompt
+from rlhf_cli.data.records import Record
 from rlhf_cli.errors import ArtifactError, ConfigError, RunError, UserError
 from rlhf_cli.models import frozen
 from rlhf_cli.models.load import load_tokenizer
@@ -58,7 +58,7 @@ def test_a_response_depends_on_seed_and_row_alone(run: Path, prompts: Path, tmp_
     assert sorted(first + second + third, key=lambda row: row["number"]) == rows
     row = read_jsonl(prompts)[7]
     generator = Generator(find_model(str(run)), ResponseOptions(max_new_tokens=8), None, CPU)
-    assert generator.respond([(7, Prompt(row["prompt"], "here"))]) == [{k: rows[6][k] for k in ("response", "ended")}]
+    assert generator.respond([(7, Record(row["prompt"], "here"))]) == [{k: rows[6][k] for k in ("response", "ended")}]
     other = write(run, prompts, tmp_path / "seed.jsonl", batch_size=3, seed=1)
     assert [row["response"] for row in other] != [row["response"] for row in rows]
 
@@ -92,7 +92,7 @@ def test_a_stage_that_was_trained_on_messages_reads_a_prompt_as_a_message(
     for logged, text in (("<user>the tent\n<assistant>", "<user>hi\n<assistant>"), ("the tent is", "hi")):
         write_jsonl(tmp_path / "sft" / "samples.jsonl", [{"prompt": logged}])
         speaker = Generator(moved, ResponseOptions(), None, CPU).speaker
-        ids = speaker.encode(Prompt("hi", "here"))
+        ids = speaker.encode(Record("hi", "here"))
         assert ids == speaker.tokenizer(text, add_special_tokens=text == "hi")["input_ids"]
 
 
@@ -158,7 +158,7 @@ def test_weights_are_held_in_the_format_of_the_passes_and_no_response_changes(
     trained = find_model(str(run))
     assert trained.config is not None
     in_16_bits = replace(trained, config=trained.config.model_copy(update={"precision": "bfloat16"}))
-    numbered = [(n, Prompt(row["prompt"], "here")) for n, row in enumerate(read_jsonl(prompts))]
+    numbered = [(n, Record(row["prompt"], "here")) for n, row in enumerate(read_jsonl(prompts))]
 
     def generator(model: TrainedLanguageModel) -> Generator:
         return Generator(model, ResponseOptions(max_new_tokens=8), None, CPU)
@@ -255,7 +255,7 @@ def test_a_quantized_model_responds_and_another_does_not_continue_its_rows(
     rows = write(run, prompts, out, quantization="int8")
     generator = Generator(find_model(str(run)), ResponseOptions(batch_size=3), None, CPU)
     generator.speaker = find_model(str(run)).speaker(CPU, "int8")
-    numbered = [(n, Prompt(row["prompt"], "")) for n, row in enumerate(read_jsonl(prompts)) if n != 4]
+    numbered = [(n, Record(row["prompt"], "")) for n, row in enumerate(read_jsonl(prompts)) if n != 4]
     assert [row["response"] for row in rows] == [columns["response"] for columns in generator.respond(numbered)]  # type: ignore[index]
     arguments = ["generate", str(run), "--prompts", str(prompts), "--out", str(out), "--device", "cpu"]
     result = CliRunner().invoke(app, [*arguments, "--batch-size", "3"])

@@ -89,7 +89,7 @@ def test_keys_write_rows_that_the_reward_model_reads(source: Path, ask: Ask, tmp
         expected = [ended[row["chosen_column"]], ended[row["rejected_column"]]]
         assert row.get("ended", [True, True]) == expected
     read = [ranking(item) for item in items(DataSource(path=str(out)), "rm pairs", "error")]  # type: ignore[arg-type]
-    assert [(r.prompt, r.chosen, r.rejected) for r in read if r] == [
+    assert [(r.prompt, *r.texts) for r in read if r] == [
         (row["prompt"], row["chosen"], row["rejected"]) for row in rows
     ]
 

@@ -14,10 +14,10 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands.data_score import _Comparison
 from rlhf_cli.config.data import Rows
 from rlhf_cli.data.answers import answer_encoder
-from rlhf_cli.data.encode import RowText
+from rlhf_cli.data.encode import Example, RowText, training_example
 from rlhf_cli.data.formats import Purpose
-from rlhf_cli.data.records import Answer, Demonstration, Message, Record
-from rlhf_cli.data.views import StageRows, demonstrations_of
+from rlhf_cli.data.records import Answer, Message, Record
+from rlhf_cli.data.views import StageRows
 from support.rewards import CHAT
 from support.tiny import read_jsonl, seen_of, training_examples, write_jsonl
 
@@ -42,18 +42,23 @@ ROWS: list[tuple[dict[str, Any], Purpose, list[bool]]] = [
 
 @pytest.mark.parametrize(("values", "purpose", "ended"), ROWS)
 def test_a_row_says_which_of_its_answers_ended(values: dict[str, Any], purpose: Purpose, ended: list[bool]) -> None:
-    assert [row.ended for row in demonstrations_of(seen_of(values, purpose))] == ended
+    assert [answer.ended for answer in seen_of(values, purpose).answers] == ended
 
 
 @pytest.mark.parametrize("learn_all", [False, True])
 def test_sft_learns_no_end_behind_a_cut_answer(tokenizer: Any, learn_all: bool) -> None:
     rows = [
-        Demonstration("please help", " we will", "row"),
-        Demonstration("please help", " we will", "row", ended=False),
+        Record("please help", "row", (Answer(" we will"),)),
+        Record("please help", "row", (Answer(" we will", ended=False),)),
     ]
     whole, cut = training_examples(tokenizer, rows, None, learn_all=learn_all)
     assert whole.ids == [*cut.ids, tokenizer.eos_token_id]
     assert whole.loss_mask == [*cut.loss_mask, True]
+
+
+def test_no_token_predicts_the_first_one() -> None:
+    example = training_example([5, 6], [False, True], "row", None, None, learn_all=True)
+    assert example == Example([5, 6], [False, True], "row")
 
 
 @pytest.mark.parametrize("template", [CHAT, CHAT.replace("m['content']", "(m['content'] | trim)")])
@@ -62,7 +67,9 @@ def test_a_cut_turn_of_a_conversation_ends_with_its_text(tokenizer: Any, templat
     chat.chat_template = template
     turns = [("user", "please"), ("assistant", "we will"), ("user", "today"), ("assistant", "the lamp is")]
     messages = tuple(Message(*turn) for turn in turns)
-    rows = [Demonstration("", " the lamp is", "row", messages, ended) for ended in (True, False)]
+    rows = [
+        Record("", "row", (Answer(" the lamp is", ended=ended),), messages=messages[:-1]) for ended in (True, False)
+    ]
     (whole, whole_mask), (cut, cut_mask) = RowText(chat).answer_ids(rows)
     assert whole == [*cut, chat.eos_token_id]
     assert whole_mask == [*cut_mask, True]
@@ -75,7 +82,7 @@ def test_a_reward_model_reads_a_cut_answer_without_eos(tokenizer: Any, reads_las
     seen = seen_of({"prompt": "a", "chosen": " b", "rejected": " c", "ended": [True, False]}, "rm pairs")
     rows = StageRows(Rows.model_validate({"train": "x"}), "rm pairs")
     encoder = answer_encoder(tokenizer, rows, reads_last_token=reads_last_token)
-    (item,) = encoder.encode([seen.row])
+    (item,) = encoder.encode([seen])
     chosen, rejected = item.answers
     eos = tokenizer.eos_token_id
     assert (chosen[-1] == eos, rejected[-1] == eos) == (reads_last_token, False)
@@ -110,7 +117,7 @@ def test_convert_keeps_which_answers_ended(tmp_path: Path, row: dict[str, Any], 
 
 def test_a_comparison_by_a_judge_puts_the_flags_in_the_order_of_the_answers() -> None:
     columns = {"prompt": "a", "responses": [" b", " c"], "scores": [None, None], "ended": [True, False]}
-    record = Record("file:1", "a", (Answer(" b"), Answer(" c", ended=False)), "a", columns=columns)
+    record = Record("a", "file:1", (Answer(" b"), Answer(" c", ended=False)), "a", columns=columns)
     row = _Comparison("{prompt}{a}{b}", "drop", "judge").outcome(record, ["second", "first"])
     assert isinstance(row, dict), row
     assert (row["chosen"], row["rejected"], row["ended"]) == (" c", " b", [False, True])

@@ -15,7 +15,7 @@ from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.answers import AnswerEncoder, LabelledPairs, ScoredIds, answer_encoder
 from rlhf_cli.data.encode import Example, Skipped
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder
-from rlhf_cli.data.records import Demonstration
+from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.data.tokens import Tokenised, tokenise
 from rlhf_cli.data.views import ppo_rows, rm_rows, sft_rows
 from rlhf_cli.errors import ConfigError
@@ -134,14 +134,14 @@ def test_labelled_texts_are_paired_as_whole_texts(encoder: Any, tmp_path: Path) 
     assert len(train) == 10, "those of label 2, each against one of 0 or 1"
     assert not test
     assert any("labelled" in line for line in labelled.lines)
-    single = [Demonstration("", row["text"], "") for row in rows]
+    single = [Record("", "", (Answer(row["text"]),)) for row in rows]
     full_texts = [encode.cut(row, tokens) for row, tokens in zip(single, encode.encode_rows(single), strict=True)]
     assert not any(isinstance(ids, Skipped) for ids in full_texts)
     for item in train:
         higher, lower = (full_texts.index(ids) for ids in item.answers)
         assert rows[higher]["label"] == 2
         assert rows[lower]["label"] < 2
-        assert item.row.answers == (rows[higher]["text"], rows[lower]["text"])
+        assert item.row.texts == (rows[higher]["text"], rows[lower]["text"])
 
 
 # --------------------------------------------------------------------------------- the best one kept

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rlhf_cli.config.data import DataSource, Format, Rows
 from rlhf_cli.data.encode import Skipped
 from rlhf_cli.data.formats import ALL, FORMATS, Purpose, end_of_prompt, first_words, read_record, recognise
-from rlhf_cli.data.records import ASSISTANT, Answer, Demonstration, Message, Prompt, Record, Scored, transcript
+from rlhf_cli.data.records import ASSISTANT, Answer, Message, Record, transcript
 from rlhf_cli.data.rows import Row
 from rlhf_cli.data.views import StageRows, demonstration, pairs_of_labels, prompt, ranking, scored
 from rlhf_cli.errors import DataError
@@ -45,12 +45,12 @@ def read(values: dict[str, Any], name: str, given: DataSource = SOURCE, *, promp
 
 
 def seen(record: Record) -> Seen:
-    best, order = demonstration(record), ranking(record)
+    best, order, graded = demonstration(record), ranking(record), scored(record)
     return (
         record.prompt,
         best.response if best else None,
-        order.answers if order else None,
-        [(row.response, row.score) for row in scored(record)],
+        order.texts if order else None,
+        list(zip(graded.texts, graded.scores, strict=True)) if graded else [],
     )
 
 
@@ -237,7 +237,7 @@ def test_what_each_stage_reads_from_a_format(name: str) -> None:
         record = read_record(row, FORMATS[name], SOURCE)
         assert seen(record) == expected, row.where
         assert record.columns is row.values, "rewards are given the row as it was"
-        views = [demonstration(record), ranking(record), *scored(record)]
+        views = [demonstration(record), ranking(record), scored(record)]
         assert {view.where for view in views if view} <= {row.where}
         assert {view.prompt for view in views if view} <= {record.prompt}
         if record.key:
@@ -369,7 +369,7 @@ def test_ppo_refuses_a_row_that_asks_nothing(name: str, values: dict[str, Any]) 
 def test_ppo_skips_a_text_without_more_words_than_its_prompt() -> None:
     spec = StageRows(Rows(train=[SOURCE], test_fraction=0), "ppo", prompt_words=2)
     seen = [spec.view(read({"text": text}, "text", prompt_words=2), "train") for text in ("one two", "one two three")]
-    assert [type(row) for row in seen] == [Skipped, Prompt]
+    assert [type(row) for row in seen] == [Skipped, Record]
 
 
 def test_a_conversation_keeps_its_turns() -> None:
@@ -378,7 +378,7 @@ def test_a_conversation_keeps_its_turns() -> None:
     assert roles == ["system", "user", "assistant", "user"]
     whole = demonstration(record)
     assert whole is not None
-    assert whole.messages == (*record.messages, Message("assistant", "Ten."))
+    assert whole.turns == (*record.messages, Message("assistant", "Ten."))
     assert whole.prompt == transcript(record.messages)
     assert prompt(record).messages == record.messages
     # An answer that begins with a blank itself keeps it.
@@ -386,7 +386,7 @@ def test_a_conversation_keeps_its_turns() -> None:
     assert blank.answers == (Answer("  b"),)
     whole = demonstration(blank)
     assert whole is not None
-    assert whole.messages[-1].content == " b"
+    assert whole.turns[-1].content == " b"
 
 
 USER, ASKED, REPLY = (
@@ -447,7 +447,7 @@ def test_weights_make_one_score_of_several_grades() -> None:
     weighed = source(weights={"clear": 1.0, "marks.true": 2.0})
     assert recognise(Row(row, "file:1"), weighed, "rm scores").name == "scored"
     assert recognise(Row(row, "file:1"), weighed, "sft").name == "scored"
-    assert scored(read(row, "scored", weighed))[0].score == 8.0
+    assert read(row, "scored", weighed).scores == (8.0,)
     lists = {"prompt": "a", "responses": ["b", "c"], "clear": [0, 1], "kind": [5, 1]}
     weighed = source(weights={"clear": 3.0, "kind": 1.0})
     assert recognise(Row(lists, "file:1"), weighed, "rm pairs").name == "ranking"
@@ -459,15 +459,20 @@ def test_the_margin_is_a_column_of_the_row() -> None:
     order = ranking(record, margin_column="score_ratio")
     assert order is not None
     assert order.margin == 3.0
-    assert (order.chosen, order.rejected) == ("About a month in the fridge.", "No idea.")
+    assert order.texts == ("About a month in the fridge.", "No idea.")
     assert ranking(record).margin == 0.0  # type: ignore[union-attr]
     with pytest.raises(DataError, match=r"^shp.jsonl:1: `gap` is null, it must be a number"):
         ranking(record, margin_column="gap")
+    spec = StageRows(Rows(train=[SOURCE]), "rm pairs", margin_column="gap")
+    assert spec.view(record, "test").margin == 0.0, "held-out rows need none"  # type: ignore[union-attr]
+    with pytest.raises(DataError, match="`gap` is null"):
+        spec.view(record, "train")
+    assert spec.view(records_of([None]), "test") == Skipped("no answer is better than another")
 
 
 def records_of(scores: list[float | None], texts: list[str] | None = None) -> Record:
     texts = texts or [f"answer {n}" for n in range(len(scores))]
-    return Record("file:1", "p", tuple(map(Answer, texts, scores)), "p")
+    return Record("p", "file:1", tuple(map(Answer, texts, scores)))
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.none() | st.sampled_from([0.0, 1.0, 2.0])), max_size=6))
@@ -482,29 +487,26 @@ def test_a_ranking_tells_every_two_of_its_answers_apart(answers: list[tuple[str,
         assert order is None
         return
     assert order is not None
-    kept = [best[text] for text in order.answers]
+    kept = [best[text] for text in order.texts]
     # One answer for each score that is the best of its text; strictly falling; the first of equals stays.
     assert kept == sorted(set(best.values()), reverse=True)
-    for text in order.answers:
+    for text in order.texts:
         equals = [t for t, score in answers if score == best[text] == best[t]]
         assert text == equals[0]
 
 
 @given(st.lists(st.sampled_from("abcd"), max_size=6))
 def test_a_ranked_row_keeps_the_best_place_of_a_text(texts: list[str]) -> None:
-    record = Record("file:1", "p", tuple(map(Answer, texts)), "p", ranked=True)
+    record = Record("p", "file:1", tuple(map(Answer, texts)), ranked=True)
     order = ranking(record)
     expected = tuple(dict.fromkeys(texts))
-    assert (order.answers if order else ()) == (expected if len(expected) > 1 else ())
+    assert (order.texts if order else ()) == (expected if len(expected) > 1 else ())
 
 
 def test_a_score_of_zero_is_not_a_missing_score() -> None:
-    assert scored(records_of([0.0, None, 0])) == [
-        Scored("p", "answer 0", 0.0, "file:1"),
-        Scored("p", "answer 2", 0, "file:1"),
-    ]
+    assert scored(records_of([0.0, None, 0])) == records_of([0.0, 0], ["answer 0", "answer 2"])
     best = demonstration(records_of([-1.0, None, 0.0]))
-    assert best == Demonstration("p", "answer 2", "file:1")
+    assert best == Record("p", "file:1", (Answer("answer 2"),))
 
 
 @pytest.mark.parametrize("score", ["good", math.nan, "nan", math.inf, True, [1], 10**400, "9" * 400])
@@ -515,7 +517,7 @@ def test_invalid_scores_are_refused(score: object) -> None:
 
 @pytest.mark.parametrize("score", [None, "", " "])
 def test_missing_scores_are_none(score: object) -> None:
-    assert scored(read({"prompt": "a", "response": "b", "score": score}, "scored")) == []
+    assert scored(read({"prompt": "a", "response": "b", "score": score}, "scored")) is None
 
 
 def test_pairing_of_labels_is_frozen() -> None:

@@ -83,16 +83,16 @@ def check_record(record: Record) -> None:
 
 def check_views(record: Record) -> None:
     best, order, graded = demonstration(record), ranking(record), scored(record)
-    texts = {answer.text for answer in record.answers}
+    texts = {*record.texts}
     assert best is None or best.response in texts
     assert (best is None) == (not record.answers or record.undesirable)
     if order is not None:
-        assert len(order.answers) == len(set(order.answers)) >= 2
-        assert set(order.answers) <= texts
-        assert best is None or order.chosen == best.response or record.undesirable
-    assert all(row.response in texts and math.isfinite(row.score) for row in graded)
-    if len({row.score for row in graded}) > 1:
-        pairs_of_labels([row.score for row in graded], torch.Generator())
+        assert len(order.texts) == len(set(order.texts)) >= 2
+        assert set(order.texts) <= texts
+        assert best is None or order.response == best.response or record.undesirable
+    assert graded is None or ({*graded.texts} <= texts and all(map(math.isfinite, graded.scores)))
+    if graded is not None and len({*graded.scores}) > 1:
+        pairs_of_labels(graded.scores, torch.Generator())
     if "gap" in record.columns:
         ranking(record, margin_column="gap")
     prompt(record)

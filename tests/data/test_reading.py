@@ -24,7 +24,7 @@ from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.encode import Example, Limits, Skipped, fit, fit_prompt
 from rlhf_cli.data.encoders import DemonstrationEncoder, Tokens
 from rlhf_cli.data.reading import first_format, records
-from rlhf_cli.data.records import Demonstration, Message, Ranking
+from rlhf_cli.data.records import Answer, Message, Record
 from rlhf_cli.data.row_counts import DUPLICATE, Report
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.data.table import Table, TableWriter
@@ -270,7 +270,7 @@ class Thing:
     answers: list[list[int]]
     score: float
     where: str
-    row: Demonstration
+    row: Record
     columns: dict[str, Any] = field(default_factory=dict)
 
 
@@ -283,7 +283,7 @@ def things(count: int) -> list[Thing]:
             [[i, j] for j in range(i % 4)],
             i / 3,
             f"file:{i}",
-            Demonstration(f"p{i}", " r\n\0é\u2028", f"file:{i}", (Message("user", "hi"),) * (i % 3)),
+            Record(f"p{i}", f"file:{i}", (Answer(" r\n\0é\u2028"),), messages=(Message("user", "hi"),) * (i % 3)),
             {"a": [1, {"b": None}], "half a character": "\ud800", "n": i},
         )
         for i in range(count)
@@ -360,7 +360,7 @@ class Counting(DemonstrationEncoder):
 
     num_rows = 0
 
-    def sequences(self, rows: Sequence[Demonstration]) -> list[list[Tokens]]:
+    def sequences(self, rows: Sequence[Record]) -> list[list[Tokens]]:
         self.num_rows += len(rows)
         return super().sequences(rows)
 
@@ -393,7 +393,7 @@ def test_rows_are_tokenised_once(tmp_path: Path, cached: Any, tokenizer: PreTrai
     train_prompts = sides(data)["train"]
     wanted = [d for d in numbered(2500) if d["prompt"] in train_prompts]
     plain = training_examples(
-        tokenizer, [Demonstration(d["prompt"], d["response"], "") for d in wanted], None, learn_all=False
+        tokenizer, [Record(d["prompt"], "", (Answer(d["response"]),)) for d in wanted], None, learn_all=False
     )
     assert [e.ids for e in first.train] == [e.ids for e in plain]
 
@@ -517,14 +517,14 @@ def test_two_processes_share_one_cache_entry(tmp_path: Path, tokenizer_path: str
 
 def pair(number: int, where: str, *, swapped: bool) -> RankedIds:
     answers = ("bad", "good") if swapped else ("good", "bad")
-    return RankedIds([[1], [2]], Ranking(f"question {number}", answers, where))
+    return RankedIds([[1], [2]], Record(f"question {number}", where, tuple(map(Answer, answers)), ranked=True))
 
 
 def test_the_rows_that_are_measured_are_drawn_from_the_whole_file() -> None:
     """A test set of right pairs, then swapped ones: the first half would say that all of them are right."""
     rows = [pair(i, f"test.jsonl:{i + 1}", swapped=i >= 100) for i in range(200)]
     drawn = Drawn(rows, 100, seed=0)
-    swapped = sum(row.row.answers[0] == "bad" for row in drawn)
+    swapped = sum(row.row.response == "bad" for row in drawn)
     assert 35 <= swapped <= 65
     assert str(drawn) == "100 of 200"
     assert drawn == [rows[i] for i in drawn.numbers]

@@ -15,7 +15,7 @@ from rlhf_cli.config.loader import load_config
 from rlhf_cli.data.answers import answer_encoder
 from rlhf_cli.data.encode import RowText
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder
-from rlhf_cli.data.records import Demonstration, Message, Prompt, Ranking, Scored
+from rlhf_cli.data.records import Answer, Message, Record
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import ppo_rows, probe_rows, ptx_rows, rm_rows, sft_rows
 from support.tiny import write_jsonl
@@ -60,11 +60,10 @@ def test_every_stage_reads_a_prompt_as_the_same_tokens(
     pairs, scores = config_of("rm", {**data, "probes": rows}), config_of("rm", data, loss="mse")
     prompt, messages, answers = "please help", TALK if kind == "conversation" else (), (" thank you", " we will")
 
-    (start,) = PromptEncoder(tokenizer, ppo_rows(ppo)).encode([Prompt(prompt, "row", {}, messages)])
-    whole = (*messages, Message("assistant", answers[0].strip())) if messages else ()
-    shown = Demonstration(prompt, answers[0], "row", whole)
-    ranking = Ranking(prompt, answers, "row", messages=messages)
-    scored = [Scored(prompt, answers[0], 1.0, "row", messages)]
+    (start,) = PromptEncoder(tokenizer, ppo_rows(ppo)).encode([Record(prompt, "row", messages=messages)])
+    shown = Record(prompt, "row", (Answer(answers[0]),), messages=messages)
+    ranking = Record(prompt, "row", tuple(map(Answer, answers)), ranked=True, messages=messages)
+    scored = Record(prompt, "row", (Answer(answers[0], 1.0),), messages=messages)
     sequences = {}
     for name, spec in (("sft", sft_rows(sft)), ("ptx", ptx_rows(ppo))):
         (example,) = DemonstrationEncoder(tokenizer, spec).encode([shown])
@@ -97,7 +96,7 @@ def word_start_tokenizer() -> PreTrainedTokenizerFast:
 
 def test_an_answer_is_tokenised_after_its_prompt(word_start_tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer = word_start_tokenizer
-    rows = [Demonstration("Q:", "help us!", "row"), Demonstration("Q: ", "help!", "row")]
+    rows = [Record("Q:", "row", (Answer("help us!"),)), Record("Q: ", "row", (Answer("help!"),))]
     encoded = RowText(tokenizer).answer_ids(rows)
     for (ids, _), text in zip(encoded, ["Q:help us!", "Q: help!"], strict=True):
         assert ids == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]

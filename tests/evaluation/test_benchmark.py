@@ -13,7 +13,7 @@ import torch
 
 from rlhf_cli.algorithms.reward_bench import best_is_right, ties_scores
 from rlhf_cli.config.data import Rows
-from rlhf_cli.data.records import Message, Ranking
+from rlhf_cli.data.records import Answer, Message, Record
 from rlhf_cli.data.views import StageRows
 from rlhf_cli.errors import DataError
 from rlhf_cli.evaluation.benchmark import (
@@ -85,7 +85,7 @@ def test_equal_scores_share_the_point():
 
 def bench_row(right: int, wrong: int, subset: str, name: str = "") -> BenchRow:
     answers = tuple(f"{i}" for i in range(right + wrong))
-    return BenchRow(Ranking("p", answers, "f:1"), right, subset, name)
+    return BenchRow(Record("p", "f:1", tuple(map(Answer, answers)), ranked=True), right, subset, name)
 
 
 def test_a_random_model_scores_one_quarter_and_a_perfect_one_everything():
@@ -118,7 +118,7 @@ def test_rows_are_read_as_they_are_from_jsonl_and_parquet(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     for path in (write_jsonl(tmp_path / "rows.jsonl", [ROW]), tmp_path / "rows.parquet"):
         (row,) = read_bench(path).rows
-        assert row.row.answers == ("thank you", "sorry", "late", "lamp")
+        assert row.row.texts == ("thank you", "sorry", "late", "lamp")
         assert (row.num_right, row.subset, row.name) == (1, "Focus", "7")
 
 
@@ -141,7 +141,12 @@ def test_a_row_of_another_form_is_named(tmp_path, changes, says):
 def test_a_chat_template_writes_the_rows_and_another_template_replaces_it(chat_reward_model):
     path = str(chat_reward_model())
     model, tokenizer = load_reward_model(path), load_tokenizer(path)
-    row = BenchRow(Ranking("late", ("one", "two"), "f:1", messages=(Message("user", "late"),)), 1, "Focus", "")
+    row = BenchRow(
+        Record("late", "f:1", (Answer("one"), Answer("two")), ranked=True, messages=(Message("user", "late"),)),
+        1,
+        "Focus",
+        "",
+    )
     rows = StageRows(Rows(train="x", test_fraction=0), "rm pairs")
     (sequences,), is_chat = encode_bench([row], model, tokenizer, rows)
     assert is_chat
@@ -155,9 +160,9 @@ def test_a_chat_template_writes_the_rows_and_another_template_replaces_it(chat_r
 
 
 def test_prompt_and_answer_that_meet_without_a_space():
-    assert is_joined(Ranking("What?", ("Nothing",), "f:1"))
-    assert not is_joined(Ranking("What?", (" Nothing",), "f:1"))
-    assert not is_joined(Ranking("What?\n", ("Nothing",), "f:1"))
+    assert is_joined(Record("What?", "f:1", (Answer("Nothing"),), ranked=True))
+    assert not is_joined(Record("What?", "f:1", (Answer(" Nothing"),), ranked=True))
+    assert not is_joined(Record("What?\n", "f:1", (Answer("Nothing"),), ranked=True))
 
 
 def finished(root, stage, **inputs):

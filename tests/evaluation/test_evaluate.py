@@ -20,7 +20,7 @@ from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import SFTModel
 from rlhf_cli.data.answers import RankedIds, ScoredIds
-from rlhf_cli.data.records import Ranking, Scored
+from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.evaluation.agreement import score_figures
 from rlhf_cli.evaluation.figures import Sentences, correlation_figure, ratio_figure, show
@@ -257,7 +257,10 @@ def test_a_run_without_the_stage_gets_one_line(tmp_path, monkeypatch, arguments,
 def pairs(better, worse, lengths, columns=None):
     rows = [
         RankedIds(
-            [[0] * a, [0] * b], Ranking("p", ("good", "bad"), f"f:{i}", columns=(columns or [{}] * len(better))[i])
+            [[0] * a, [0] * b],
+            Record(
+                "p", f"f:{i}", (Answer("good"), Answer("bad")), ranked=True, columns=(columns or [{}] * len(better))[i]
+            ),
         )
         for i, (a, b) in enumerate(lengths)
     ]
@@ -364,7 +367,7 @@ def test_errors_of_scored_answers_by_quarter_and_the_worst_of_them():
     assert tables["true score"]["largest quarter"].value == pytest.approx(11 / 4)
     assert tables["length of the answer"]["smallest quarter"].value == pytest.approx(11 / 4)
     assert tables["true score"]["smallest quarter"].value == 0
-    rows = [ScoredIds([0], x, Scored("p", "r", x, f"f:{x:.0f}")) for x in target.tolist()]
+    rows = [ScoredIds([0], x, Record("p", f"f:{x:.0f}", (Answer("r", x),))) for x in target.tolist()]
     worst = worst_answers(rows, stated, target)
     assert worst[0] == {"where": "f:15", "prompt": "p", "response": "r", "stated": 10.0, "target": 15.0}
     assert len(worst) == 16

@@ -11,7 +11,7 @@ import torch
 from rlhf_cli.config.data import Rows
 from rlhf_cli.data.answers import RankingEncoder
 from rlhf_cli.data.encode import Limits
-from rlhf_cli.data.records import Message, Ranking, transcript
+from rlhf_cli.data.records import Answer, Message, Record, transcript
 from rlhf_cli.data.views import StageRows
 from rlhf_cli.evaluation import normalization
 from rlhf_cli.evaluation.invariance import PREFIXES, position_figures, prefix_figures, with_prefix
@@ -25,7 +25,10 @@ def encoder(tokenizer):
 
 def ranked(encoder, number):
     """Pairs whose better answer has two words more."""
-    rows = [Ranking(f"Q {i}", (" the tent is late today", " the tent is"), f"f:{i}") for i in range(number)]
+    rows = [
+        Record(f"Q {i}", f"f:{i}", (Answer(" the tent is late today"), Answer(" the tent is")), ranked=True)
+        for i in range(number)
+    ]
     return [encoder.items(row, tokens)[0] for row, tokens in zip(rows, encoder.sequences(rows), strict=True)]
 
 
@@ -38,14 +41,14 @@ def test_scores_are_normalised_over_better_and_worse_answers_alike(encoder):
     config = SimpleNamespace(evaluation=SimpleNamespace(num_normalization_samples=5))
     found = normalization._rows(ranked(encoder, 3), config)
     better, worse = " the tent is late today", " the tent is"
-    assert [answer for _, answer in found] == [better, worse, better, worse, better]
-    assert [row.prompt for row, _ in found] == ["Q 0", "Q 1", "Q 2", "Q 0", "Q 1"]
+    assert [row.response for row in found] == [better, worse, better, worse, better]
+    assert [row.prompt for row in found] == ["Q 0", "Q 1", "Q 2", "Q 0", "Q 1"]
 
 
 def test_a_ranking_without_its_equal_answer_has_the_texts_of_those_that_are_left(encoder):
-    row = Ranking("Q", (" the tent", " the tent", " is late"), "f:1")
+    row = Record("Q", "f:1", (Answer(" the tent"), Answer(" the tent"), Answer(" is late")), ranked=True)
     ((item,),) = [encoder.items(row, tokens) for tokens in encoder.sequences([row])]
-    assert item.row.answers == (" the tent", " is late")
+    assert item.row.texts == (" the tent", " is late")
     assert len(item.answers) == 2
 
 
@@ -91,12 +94,14 @@ def test_a_preference_that_turns_with_the_prefix_is_found(encoder, tokenizer):
 
 def test_rows_without_a_prompt_have_no_prefix(encoder):
     rows = ranked(encoder, 3)
-    bare = [type(row)(row.answers, Ranking("", row.row.answers, "f:1")) for row in rows]
+    bare = [type(row)(row.answers, Record("", "f:1", row.row.answers, ranked=True)) for row in rows]
     assert prefix_figures(bare, torch.ones(3).double(), encoder, by_length, seed=0) == {}
 
 
 def test_the_prefix_of_a_conversation_is_in_its_first_user_turn():
     turns = (Message("system", "s"), Message("user", "late?"), Message("assistant", "yes"), Message("user", "why?"))
-    found = with_prefix(Ranking(transcript(turns), ("a", "b"), "f:1", messages=turns), "Hello. ")
+    found = with_prefix(
+        Record(transcript(turns), "f:1", (Answer("a"), Answer("b")), ranked=True, messages=turns), "Hello. "
+    )
     assert [m.content for m in found.messages] == ["s", "Hello. late?", "yes", "why?"]
     assert found.prompt == transcript(found.messages)

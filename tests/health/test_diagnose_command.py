@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.data.answers import RankedIds
-from rlhf_cli.data.records import Ranking
+from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.health.evidence import Evidence
 from rlhf_cli.health.probes import _marked
 from rlhf_cli.health.ranking import gather
@@ -241,5 +241,5 @@ def test_what_health_said_is_printed_even_if_no_cause_reads_it(run: Path) -> Non
 
 def test_of_words_that_mark_as_many_pairs_the_first_is_named() -> None:
     """The order of a set of words differs from process to process."""
-    row = Ranking("Q", ("some of these words", "no such letters"), "a:1")
+    row = Record("Q", "a:1", (Answer("some of these words"), Answer("no such letters")), ranked=True)
     assert _marked([RankedIds([], row)]) == {"rm.word": "letters", "rm.word_share": -1.0}

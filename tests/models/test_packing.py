@@ -16,7 +16,7 @@ from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encoders import PromptRow
-from rlhf_cli.data.records import Prompt, Ranking
+from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.kernels import attention
 from rlhf_cli.models import forward
 from rlhf_cli.models.forward import choose_attention, hidden_at, is_packed, logits_at, shares_prefixes
@@ -245,7 +245,7 @@ def test_a_model_that_cannot_share_prefixes_runs_packed_without_them(monkeypatch
     assert note.endswith("it runs on packed rows that share no prompts (slower, as exact)")
     assert is_packed(model)
     assert not shares_prefixes(model)
-    rows = [PromptRow("", PROMPT, Prompt("", ""))] * 2
+    rows = [PromptRow("", PROMPT, Record("", ""))] * 2
     responses = [Response(ids(4, n), [0.0] * 4, True) for n in (1, 2)]
     drawn = Sampling(stop=frozenset())
     close(
@@ -312,7 +312,7 @@ def test_the_arguments_of_flash_attention_describe_the_row(pair, groups, monkeyp
 # -------------------------------------------------------------------------------------- those who use it
 
 
-ROWS = [PromptRow("", prompt, Prompt("", "")) for prompt in (PROMPT, PROMPT, OTHER, PROMPT, OTHER, ids(5, 40))]
+ROWS = [PromptRow("", prompt, Record("", "")) for prompt in (PROMPT, PROMPT, OTHER, PROMPT, OTHER, ids(5, 40))]
 RESPONSES = [Response(ids(n, 70 + n), [0.0] * n, True) for n in (3, 7, 1, 1, 12, 4)]
 # Like two responses with the same beginning.
 RESPONSES[3] = Response(RESPONSES[1].ids[:2] + [5], [0.0] * 3, True)
@@ -428,7 +428,7 @@ def test_a_shared_backbone_gives_log_probabilities_and_values_in_one_pass():
 
 def ranked(seed, num_answers):
     prompt = ids(9 + seed, seed)
-    row = Ranking("", tuple("x" * (i + 1) for i in range(num_answers)), "row")
+    row = Record("", "row", tuple(map(Answer, tuple("x" * (i + 1) for i in range(num_answers)))), ranked=True)
     return RankedIds([prompt + ids(2 + 3 * i, 100 * seed + i) for i in range(num_answers)], row)
 
 

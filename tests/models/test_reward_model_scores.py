@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_cli.data.encoders import PromptRow
-from rlhf_cli.data.records import Prompt
+from rlhf_cli.data.records import Record
 from rlhf_cli.models.forward import autocast, hidden_at
 from rlhf_cli.models.load import load_reward_model, prepare
 from rlhf_cli.packing import pack
@@ -87,7 +87,7 @@ def test_the_head_runs_in_float32_under_bfloat16(reward_model, scored_ids):
     assert torch.equal(scores, linear(hidden.float(), reward_model.score.weight))
     assert not torch.equal(scores, scores.bfloat16().float())
     value_model = copy.deepcopy(reward_model)
-    prompts = [PromptRow("", ids[:1], Prompt("", "")) for ids in scored_ids]
+    prompts = [PromptRow("", ids[:1], Record("", "")) for ids in scored_ids]
     answers = [Response(ids[1:], [0.0] * len(ids[1:]), True) for ids in scored_ids]
     with torch.no_grad():
         values = response_values(value_model, prompts, answers, "bfloat16")

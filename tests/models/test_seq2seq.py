@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from rlhf_cli.algorithms.kl import kl_full
 from rlhf_cli.cli import app
 from rlhf_cli.data.encoders import PromptRow
-from rlhf_cli.data.records import Prompt
+from rlhf_cli.data.records import Record
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.models.deferred import read_deferred
 from rlhf_cli.models.forward import target_logprobs
@@ -97,7 +97,7 @@ def plain_logits(model, prompt, response):
 
 
 def rows_of(prompts):
-    return [PromptRow("", ids, Prompt("", "", {})) for ids in prompts]
+    return [PromptRow("", ids, Record("", "")) for ids in prompts]
 
 
 def test_an_encoder_decoder_is_not_quantized(make_seq2seq):

@@ -19,7 +19,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.encoders import PromptRow
-from rlhf_cli.data.records import Prompt
+from rlhf_cli.data.records import Record
 from rlhf_cli.models.load import load_policy, new_reward_model, prepare
 from rlhf_cli.ppo import update as ptx_module
 from rlhf_cli.ppo.update import KLCoefs, UpdateBatch
@@ -69,7 +69,7 @@ def case_of(make_model):
         values, _ = new_reward_model(path, None, seed=1, head_std=0.5)
         prepare(values, torch.device("cpu"))
         values = values.double()
-        prompts = [PromptRow("", ids, Prompt("", "")) for ids in PROMPTS]
+        prompts = [PromptRow("", ids, Record("", "")) for ids in PROMPTS]
         ref_policy = with_noise(old, 0.02)
         uniforms = draw_uniforms(0, "test", 0, len(PROMPTS), LONGEST)
         rollout = collect(

@@ -17,7 +17,7 @@ from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.answers import answer_encoder
 from rlhf_cli.data.encode import RowText
 from rlhf_cli.data.encoders import DemonstrationEncoder
-from rlhf_cli.data.records import Message, Prompt
+from rlhf_cli.data.records import Message, Record
 from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.data.views import rm_rows, sft_rows
 from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer
@@ -94,7 +94,7 @@ def test_every_stage_ends_a_conversation_with_eos(run, chats, write_config, tmp_
     assert {ids[-1] for answers in scored for ids in answers} == {tokenizer.eos_token_id}
     for row, (chosen, _) in zip(read_jsonl(chats), scored, strict=True):
         before = (Message("user", row["prompt"][0]["content"]),)
-        (prompt,) = RowText(tokenizer).prompt_ids([Prompt("", "row", messages=before)])
+        (prompt,) = RowText(tokenizer).prompt_ids([Record("", "row", messages=before)])
         answer = tokenizer(row["chosen"][0]["content"], add_special_tokens=False)["input_ids"]
         assert chosen == [*prompt, *answer, tokenizer.eos_token_id]
 
@@ -110,7 +110,7 @@ def test_training_evaluation_ppo_and_serve_give_one_score(run, chats):
 
     reward = {"type": "reward_model", "path": str(run / "rm"), "normalize": False}
     before = [messages for messages, _ in pairs]
-    text, asked = RowText(tokenizer), [Prompt("", "row", messages=messages) for messages in before]
+    text, asked = RowText(tokenizer), [Record("", "row", messages=messages) for messages in before]
     prompts = list(map(text.prompt, asked))
     answers = [answer for _, answer in pairs]
     prompt_ids = text.prompt_ids(asked)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlhf_cli.config.ppo import Rollout
-from rlhf_cli.data.records import Prompt
+from rlhf_cli.data.records import Record
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.sampling import draw_uniforms
@@ -28,13 +28,13 @@ def speaker(make_model: Any) -> Speaker:
     return Speaker.of(Rollout(max_new_tokens=20, top_p=0.9), model, load_tokenizer(str(path)), "float32")
 
 
-def prompt_of(speaker: Speaker, length: int) -> Prompt:
+def prompt_of(speaker: Speaker, length: int) -> Record:
     """A prompt of so many tokens."""
     words = "tent"
-    while len(speaker.form.encode_row(speaker.tokenizer, Prompt(words, "here"))) < length:
+    while len(speaker.form.encode_row(speaker.tokenizer, Record(words, "here"))) < length:
         words += " tent"
-    assert len(speaker.form.encode_row(speaker.tokenizer, Prompt(words, "here"))) == length
-    return Prompt(words, "here")
+    assert len(speaker.form.encode_row(speaker.tokenizer, Record(words, "here"))) == length
+    return Record(words, "here")
 
 
 def test_a_prompt_must_leave_room_for_the_longest_reply_to_the_last_position(speaker: Speaker) -> None:

@@ -17,7 +17,7 @@ from rlhf_cli.commands import pipeline
 from rlhf_cli.config.loader import load_values
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.require import FIGURES as FIGURE_NAMES
-from rlhf_cli.data.records import Scored
+from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.evaluation.agreement import answer_metrics, ranking_figures
 from rlhf_cli.run import launch
@@ -167,7 +167,10 @@ def test_config_check_refuses_a_figure_that_no_stage_has(finished):
 
 
 def test_the_known_figures_are_those_that_the_stages_write(finished):
-    scores, rows = torch.tensor([1.0, 2.0, 0.0]), [Scored("p", "r" * i, float(i > 0), "x:1") for i in range(3)]
+    scores, rows = (
+        torch.tensor([1.0, 2.0, 0.0]),
+        [Record("p", "x:1", (Answer("r" * i, float(i > 0)),)) for i in range(3)],
+    )
     labels = torch.tensor([0.0, 1.0, 1.0])
     pairs = ranking_figures(scores, labels, [1.0, 0.0, 1.0], [1.0, 1.0, -1.0])
     written = pairs | answer_metrics(scores, labels, rows, "mse") | answer_metrics(scores, labels, rows, "bce")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.encode import RowText
-from rlhf_cli.data.records import Demonstration
+from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.models.load import load_policy, load_tokenizer
 from rlhf_cli.models.save import save
@@ -41,7 +41,7 @@ def split(data, tmp_path):
 def sft_figures(model, tokenizer, rows):
     """(mean loss, share of likeliest tokens) over the target tokens of all rows."""
     losses, correct = [], []
-    demonstrations = [Demonstration(row["prompt"], row["response"], "row") for row in rows]
+    demonstrations = [Record(row["prompt"], "row", (Answer(row["response"]),)) for row in rows]
     for example in training_examples(tokenizer, demonstrations, None, learn_all=False):
         logits = model(input_ids=torch.tensor([example.ids])).logits[0, :-1]
         targets, mask = torch.tensor(example.ids[1:]), torch.tensor(example.loss_mask[1:])
@@ -72,7 +72,7 @@ def rm_figures(model, tokenizer, rows):
     """(mean margin, accuracy) of pairs."""
     margins = []
     for row in rows:
-        answers = [Demonstration(row["prompt"], row[side], "row") for side in ("chosen", "rejected")]
+        answers = [Record(row["prompt"], "row", (Answer(row[side]),)) for side in ("chosen", "rejected")]
         chosen, rejected = (ids for ids, _ in RowText(tokenizer).answer_ids(answers))
         margins.append(score(model, chosen) - score(model, rejected))
     return statistics.fmean(margins), statistics.fmean(m > 0 for m in margins)
@@ -147,7 +147,7 @@ def test_sft_measures_drawn_test_rows_at_the_end_and_validation_rows_on_the_way(
     figures = read_manifest(tmp_path / "sft").metrics
 
     def drawn(rows):
-        demonstrations = [Demonstration(row["prompt"], row["response"], "row") for row in rows]
+        demonstrations = [Record(row["prompt"], "row", (Answer(row["response"]),)) for row in rows]
         examples = training_examples(tokenizer, demonstrations, None, learn_all=False)
         return [rows[i] for i in Drawn(examples, 6, seed=0).numbers]
 

@@ -17,7 +17,7 @@ from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.data.answers import RankedIds, ScoredIds
 from rlhf_cli.data.encode import RowText
-from rlhf_cli.data.records import Demonstration, Message, Ranking, Scored
+from rlhf_cli.data.records import Answer, Message, Record
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.models.forward import logits_at
 from rlhf_cli.models.load import load_policy, load_tokenizer, new_reward_model, prepare
@@ -46,7 +46,7 @@ def arch(request):
 def examples(arch, make_model, data):
     """Eight demonstrations of unequal length."""
     tokenizer = load_tokenizer(str(make_model(arch)))
-    rows = [Demonstration(r["prompt"], r["response"], "row") for r in read_jsonl(data["demonstrations"])[:8]]
+    rows = [Record(r["prompt"], "row", (Answer(r["response"]),)) for r in read_jsonl(data["demonstrations"])[:8]]
     encoded = training_examples(tokenizer, rows, None, learn_all=False)
     assert len({sum(e.loss_mask) for e in encoded}) > 3
     return encoded
@@ -78,14 +78,15 @@ def rankings(arch, make_model, data):
     tokenizer = load_tokenizer(str(make_model(arch)))
     preferences = read_jsonl(data["preferences"])
     rows = [
-        Ranking(r["prompt"], (r["chosen"], r["rejected"]), "row", margin=0.1 * i) for i, r in enumerate(preferences[:6])
+        Record(r["prompt"], "row", (Answer(r["chosen"]), Answer(r["rejected"])), ranked=True, margin=0.1 * i)
+        for i, r in enumerate(preferences[:6])
     ]
     more = [answer for r in preferences[6:12] for answer in (r["chosen"], r["rejected"] + " " + r["chosen"])]
-    rows.insert(2, Ranking("please", tuple(more[:3]), "row", margin=0.7))
-    rows.append(Ranking("again", tuple(more[3:7]), "row"))
+    rows.insert(2, Record("please", "row", tuple(map(Answer, more[:3])), ranked=True, margin=0.7))
+    rows.append(Record("again", "row", tuple(map(Answer, more[3:7])), ranked=True))
     items = []
     for row in rows:
-        answers = RowText(tokenizer).answer_ids([Demonstration(row.prompt, answer, "row") for answer in row.answers])
+        answers = RowText(tokenizer).answer_ids(row.each())
         items.append(RankedIds([ids for ids, _ in answers], row))
     return items
 
@@ -108,12 +109,16 @@ def test_rm_gradient_is_the_same_for_every_cut(classifiers, rankings, write_conf
     model, wanted_model = map(double, classifiers)
     scale = rm_stage.TargetScale(0.5, 2.0)
     if loss_name == "mse":
-        batch = [ScoredIds(item.answers[0], 0.3 * i - 1, Scored("", "", 0.0, "row")) for i, item in enumerate(rankings)]
+        batch = [
+            ScoredIds(item.answers[0], 0.3 * i - 1, Record("", "row", (Answer("", 0.0),)))
+            for i, item in enumerate(rankings)
+        ]
         losses = [(plain_score(wanted_model, item.ids) - (item.score - 0.5) / 2).square() for item in batch]
         changes = {}
     elif loss_name == "bce":
         batch = [
-            ScoredIds(item.answers[0], float(i % 2), Scored("", "", 0.0, "row")) for i, item in enumerate(rankings)
+            ScoredIds(item.answers[0], float(i % 2), Record("", "row", (Answer("", 0.0),)))
+            for i, item in enumerate(rankings)
         ]
         scale = rm_stage.TargetScale(0.0, 1.0)
         scores = torch.stack([plain_score(wanted_model, item.ids) for item in batch])
@@ -196,7 +201,7 @@ def chat_tokenizer(tokenizer):
 def test_sft_learns_answers_and_their_eos_but_not_prompts(request, name, template, data):
     """[5, 6] Also where pad is EOS."""
     tokenizer = request.getfixturevalue(name)
-    rows = [Demonstration(r["prompt"], r["response"], "row") for r in read_jsonl(data["demonstrations"])]
+    rows = [Record(r["prompt"], "row", (Answer(r["response"]),)) for r in read_jsonl(data["demonstrations"])]
     for row, example in zip(rows, training_examples(tokenizer, rows, template, learn_all=False), strict=True):
         learned = [i for i, yes in zip(example.ids, example.loss_mask, strict=True) if yes]
         prompt = RowText(tokenizer, template).prompt_ids([row])[0]
@@ -208,14 +213,14 @@ def test_sft_learns_answers_and_their_eos_but_not_prompts(request, name, templat
 
 
 def test_loss_on_all_learns_every_token_but_the_first(tokenizer):
-    rows = [Demonstration("please help", " we will", "row"), Demonstration("", "thank you", "row")]
+    rows = [Record("please help", "row", (Answer(" we will"),)), Record("", "row", (Answer("thank you"),))]
     for example in training_examples(tokenizer, rows, None, learn_all=True):
         assert example.loss_mask == [False] + [True] * (len(example.ids) - 1)
         assert example.ids[-1] == tokenizer.eos_token_id
 
 
 def test_an_empty_prompt_still_predicts_the_first_answer_token(eos_only_tokenizer):
-    rows = [Demonstration("", "thank you", "row")]
+    rows = [Record("", "row", (Answer("thank you"),))]
     (example,) = training_examples(eos_only_tokenizer, rows, None, learn_all=False)
     learned = [i for i, yes in zip(example.ids, example.loss_mask, strict=True) if yes]
     assert eos_only_tokenizer.decode(learned[:-1]) == "thank you"
@@ -225,7 +230,7 @@ def test_an_empty_prompt_still_predicts_the_first_answer_token(eos_only_tokenize
 def conversation(*contents):
     roles = ("user", "assistant") * len(contents)
     messages = tuple(Message(role, content) for role, content in zip(roles, contents, strict=False))
-    return Demonstration("", " " + contents[-1], "row", messages)
+    return Record("", "row", (Answer(" " + contents[-1]),), messages=messages[:-1])
 
 
 @pytest.mark.parametrize("template", [None, "chat"])
@@ -271,7 +276,7 @@ def test_rm_accuracy_is_an_exact_count(make_model, write_config, tmp_path):
     model, _ = new_reward_model(str(make_model("llama")), None, seed=0, head_std=1.0)
     prepare(model, CPU)
     ids = random_ids(*range(4, 18), seed=3)
-    row = Ranking("", ("", ""), "row")
+    row = Record("", "row", (Answer(""), Answer("")), ranked=True)
     pairs = [RankedIds([ids[2 * i], ids[2 * i + 1]], row) for i in range(6)]
     pairs.append(RankedIds([ids[12], ids[12]], row))
     swapped = [RankedIds(p.answers[::-1], row) for p in pairs]
@@ -294,7 +299,7 @@ def test_a_ranking_counts_once_in_the_accuracy_interval(make_model, write_config
     prepare(model, CPU)
     ids = random_ids(*range(3, 17), seed=4)
     cuts = [(0, 2), (2, 5), (5, 9), (9, 14)]
-    items = [RankedIds(ids[a:b][::-1] if a == 2 else ids[a:b], Ranking("", (), "row")) for a, b in cuts]
+    items = [RankedIds(ids[a:b][::-1] if a == 2 else ids[a:b], Record("", "row", (), ranked=True)) for a, b in cuts]
     accuracy, margin, longer = [], [], []
     for item in items:
         with torch.no_grad():

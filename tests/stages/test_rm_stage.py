@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli.algorithms.statistics import wilson_interval
 from rlhf_cli.cli import app
-from rlhf_cli.data.records import Scored
+from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.evaluation import normalization
 from rlhf_cli.evaluation.agreement import answer_metrics
@@ -136,7 +136,7 @@ def test_scores_that_are_no_labels_are_refused(make_model, run_stage, tmp_path, 
 
 
 def rows_of(lengths):
-    return [Scored("", "x" * n, 0.0, "row") for n in lengths]
+    return [Record("", "row", (Answer("x" * n, 0.0),)) for n in lengths]
 
 
 def test_figures_of_labels_equal_numbers_worked_by_hand():

@@ -26,7 +26,7 @@ from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.data.answers import RankedIds, TargetScale
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Example
-from rlhf_cli.data.records import Ranking
+from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.decoders import choose, plain
 from rlhf_cli.models import load, save
 from rlhf_cli.models.adapters import add_lora
@@ -141,7 +141,9 @@ class Trained:
         stage: Any = SimpleNamespace(world=self.world, loss_scale=LossScale(self.world.device, "float32"))
         if self.case.get("reward"):
             pairs = zip(ids, ids[1:] + ids[:1], strict=True)
-            items: list[Any] = [RankedIds([a, b], Ranking("", ("a", "b"), "")) for a, b in pairs]
+            items: list[Any] = [
+                RankedIds([a, b], Record("", "", (Answer("a"), Answer("b")), ranked=True)) for a, b in pairs
+            ]
             config = RM.model_copy(update={"precision": self.precision})
             loss = rm._accumulate(self.model, items, TargetScale(0.0, 1.0), budget, config, stage)["loss/rm"]
         else:

@@ -16,8 +16,9 @@ from transformers import DistilBertConfig, DistilBertForSequenceClassification, 
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.encode import Example, RowText, training_example
 from rlhf_cli.data.formats import Purpose, read_record, recognise
+from rlhf_cli.data.records import Record
 from rlhf_cli.data.rows import Row
-from rlhf_cli.data.views import SeenRow, StageRows, see
+from rlhf_cli.data.views import StageRows
 
 ARCHITECTURES = ("llama", "gpt2", "qwen2", "gpt_neox")
 _LLAMA_LIKE = {
@@ -169,10 +170,10 @@ def training_examples(
     return found  # type: ignore[return-value]
 
 
-def seen_of(values: dict[str, Any], purpose: Purpose) -> SeenRow:
+def seen_of(values: dict[str, Any], purpose: Purpose) -> Record:
     """A row as a stage sees it."""
     source, row = DataSource(path="x"), Row(values, "file:1")
     record = read_record(row, recognise(row, source, purpose), source)
-    seen = see(record, StageRows(Rows(train=[source]), purpose), "train")
-    assert isinstance(seen, SeenRow)
+    seen = StageRows(Rows(train=[source]), purpose).view(record, "train")
+    assert isinstance(seen, Record)
     return seen
