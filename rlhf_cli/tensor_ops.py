@@ -124,7 +124,7 @@ class _TokenLogprobs(torch.autograd.Function):
             part = part.to(wide)
             most = part.amax(1, keepdim=True)
             most = torch.where(most.isinf(), 0, most)
-            odds = _exp_(torch.sub(part, most, out=room[: len(part)]), temperature)
+            odds = exp_(torch.sub(part, most, out=room[: len(part)]), temperature)
             torch.add(odds.sum(1).log_(), most[:, 0], alpha=1 / temperature, out=out)
         ctx.save_for_backward(logits, ids, logsumexp)
         ctx.temperature = temperature
@@ -138,12 +138,12 @@ class _TokenLogprobs(torch.autograd.Function):
         result = torch.empty_like(logits)
         for part, total, of_row, out in _chunks(logits, logsumexp, -grad, result):
             room = out if out.dtype == total.dtype else None
-            p = _exp_(torch.sub(part.to(total.dtype), total[:, None] * ctx.temperature, out=room), ctx.temperature)
+            p = exp_(torch.sub(part.to(total.dtype), total[:, None] * ctx.temperature, out=room), ctx.temperature)
             out.copy_(p.mul_(of_row[:, None]))
         return result.scatter_add_(1, ids[:, None], grad[:, None].to(result.dtype)), None, None
 
 
-def _exp_(x: Tensor, temperature: float) -> Tensor:
+def exp_(x: Tensor, temperature: float) -> Tensor:
     """exp(x / temperature), in place."""
     return x.mul_(1 / (math.log(2) * temperature)).exp2_()
 

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.kernels import attention
-from rlhf_cli.kernels.head import MOST_LOGITS, linear_logprobs
+from rlhf_cli.kernels.head import linear_logprobs
 from rlhf_cli.models import seq2seq
 from rlhf_cli.models.seq2seq import is_seq2seq, last_hidden_state, with_prompts
 from rlhf_cli.packing import PackedBatch, end_to_end, pack, send
@@ -76,13 +77,11 @@ def logprobs_at(
 ) -> torch.Tensor:
     """Log-probability of each of `ids` [n] as the next token at `positions` [n] of the packed row: [n] float32.
 
-    Large [n, V] logits are computed in chunks (`linear_logprobs`).
+    The logits are computed in chunks (`linear_logprobs`), unless the model changes them after its head.
     """
-    large = len(ids) * vocabulary_rows(model) > MOST_LOGITS
-    if is_seq2seq(model) or not large or not _head_is_plain(model, batch):
+    if is_seq2seq(model) or not _head_is_plain(model, batch):
         return token_logprobs(logits_at(model, batch, positions), ids, temperature=temperature)
     head = model.get_output_embeddings()
-    assert isinstance(head, torch.nn.Linear)
     hidden = hidden_at(model, batch, positions)
     return linear_logprobs(hidden, head.weight, head.bias, ids, temperature=temperature)
 
@@ -99,7 +98,7 @@ def check_head(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _head_is_plain(model: PreTrainedModel, batch: PackedBatch) -> bool:
-    """Whether the logits are the output of the head alone. Some families scale or cap them afterwards.
+    """Whether the logits are ``hidden @ head.weight.T + head.bias``. Some families scale or cap them afterwards.
 
     A model is checked once, with a few tokens of the batch.
     """
@@ -108,8 +107,11 @@ def _head_is_plain(model: PreTrainedModel, batch: PackedBatch) -> bool:
         few = pack([batch.ids[: min(8, batch.lengths[0])].tolist()], batch.ids.device)
         positions = torch.arange(len(few.ids), device=few.ids.device)
         logits = logits_at(model, few, positions) if is_packed(model) else _padded_logits(model, few)
-        with_head = isinstance(head, torch.nn.Linear)
-        gap = (head(hidden_at(model, few, positions)) - logits).abs().max() if with_head else torch.tensor(torch.inf)
+        # A layer of another class may hold 4 bits, or adapters.
+        is_linear = isinstance(head, torch.nn.Linear) and head.weight.shape[1:] == (head.in_features,)
+        hidden = hidden_at(model, few, positions)
+        of_head = F.linear(hidden, head.weight, head.bias) if is_linear else torch.inf
+        gap = (of_head - logits).abs().max()
         _has_plain_head[model] = bool(gap <= TOLERANCE * logits.abs().max().clamp_min(1.0))
     return _has_plain_head[model]
 

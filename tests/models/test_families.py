@@ -27,6 +27,7 @@ from rlhf_cli.models.forward import (
     logits_and_hidden_at,
     logits_at,
     positions,
+    target_logits,
     target_logprobs,
 )
 from rlhf_cli.models.heads import value_model_like
@@ -37,6 +38,7 @@ from rlhf_cli.plan.activations import activation_bytes
 from rlhf_cli.rewards.models import sequence_scores
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from rlhf_cli.tensor_ops import token_logprobs
 from support.tiny import ARCHITECTURES
 
 CPU = torch.device("cpu")
@@ -379,10 +381,10 @@ def test_the_head_runs_only_at_requested_positions_of_padded_batches():
     prepare(model, CPU)
     assert not is_packed(model)
     target_mask = [[False] * 38 + [True] * 2, [False] * 17, [False] * 5]
-    target_logprobs(model, SEQUENCES, target_mask)  # The first call probes what the head does.
+    target_logits(model, SEQUENCES, target_mask)  # The first call probes what the head does.
     rows = []
     model.lm_head.register_forward_hook(lambda _module, _inputs, output: rows.append(output.shape.numel() // VOCAB))
-    found = target_logprobs(model, SEQUENCES, target_mask)
+    found = token_logprobs(*target_logits(model, SEQUENCES, target_mask))
     assert rows == [2]
     logits = plain(input_ids=torch.tensor([SEQUENCES[0]])).logits[0, 37:39]
     wanted = logits.log_softmax(-1).gather(1, torch.tensor(SEQUENCES[0][38:])[:, None])[:, 0]

@@ -19,7 +19,7 @@ from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.kernels import attention
 from rlhf_cli.models import forward
-from rlhf_cli.models.forward import choose_attention, hidden_at, is_packed, logits_at, shares_prefixes
+from rlhf_cli.models.forward import check_head, choose_attention, hidden_at, is_packed, logits_at, shares_prefixes
 from rlhf_cli.models.load import set_dropout_off
 from rlhf_cli.models.passes import recompute_layers
 from rlhf_cli.packing import FEWEST_EQUAL, PackedBatch, Segment, end_to_end, pack, response_positions
@@ -356,6 +356,7 @@ def test_shared_prompts_change_no_score_in_ppo(pair):
 def test_ppo_shares_prompts(monkeypatch):
     """Otherwise the test above would prove nothing."""
     _, model = made("llama")
+    check_head(model)
     lengths = []
     real = forward._packed_inputs
     monkeypatch.setattr(forward, "_packed_inputs", lambda batch: lengths.append(len(batch.ids)) or real(batch))

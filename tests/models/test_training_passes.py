@@ -18,7 +18,7 @@ from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models import passes
 from rlhf_cli.models.adapters import add_lora
-from rlhf_cli.models.forward import target_logprobs
+from rlhf_cli.models.forward import check_head, target_logprobs
 from rlhf_cli.models.load import load_policy, new_value_model, prepare
 from rlhf_cli.models.passes import has_bfloat16, recomputing, set_up_passes
 from rlhf_cli.rewards.models import sequence_scores
@@ -52,6 +52,7 @@ def gradients(
         adapt(model)
     lines, seconds = set_up_passes([model], config(**settings), CPU)
     assert len(lines) == int(seconds > 0)
+    check_head(model)
     runs = []
     # The first norm of the first layer: hooks of the layer itself are outside of what is computed again.
     name = next(name for name, _ in model.named_modules() if name.endswith(("0.input_layernorm", "0.ln_1")))
