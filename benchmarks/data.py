@@ -129,10 +129,9 @@ def prepared(task: str, path: Path, tokenizer: Path) -> Callable[[], object]:
     from rlhf_cli.config.models import TokenizerTraining
     from rlhf_cli.data.encode import Limits
     from rlhf_cli.data.encoders import DemonstrationEncoder
-    from rlhf_cli.data.reading import records
     from rlhf_cli.data.row_counts import Report
+    from rlhf_cli.data.stage_rows import StageRows, records
     from rlhf_cli.data.tokens import tokenise
-    from rlhf_cli.data.views import StageRows
     from rlhf_cli.models.load import load_tokenizer
     from rlhf_cli.models.scratch import train_tokenizer
 

@@ -32,17 +32,18 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.encode import Limits, Skipped, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder, RowEncoder
-from rlhf_cli.data.reading import records, row_digest
 from rlhf_cli.data.records import Record
 from rlhf_cli.data.row_counts import DUPLICATE, MANY_SKIPPED, Report
 from rlhf_cli.data.splits import SIDES
-from rlhf_cli.data.views import (
+from rlhf_cli.data.stage_rows import (
     StageRows,
     ppo_rows,
     probe_rows,
     ptx_rows,
+    records,
     rm_purpose,
     rm_rows,
+    row_digest,
     sft_rows,
 )
 from rlhf_cli.data.words import glued

@@ -22,12 +22,10 @@ from rlhf_cli.data.encode import (
 )
 from rlhf_cli.data.encoders import NO_LIMITS
 from rlhf_cli.data.formats import read_record, recognise
-from rlhf_cli.data.reading import records
-from rlhf_cli.data.records import Record, shown_name
+from rlhf_cli.data.read import read_rows
+from rlhf_cli.data.records import BadRow, Record, Row, shown_name
 from rlhf_cli.data.row_counts import Report
-from rlhf_cli.data.row_sources import read_rows
-from rlhf_cli.data.rows import BadRow, Row
-from rlhf_cli.data.views import StageRows
+from rlhf_cli.data.stage_rows import StageRows, records
 from rlhf_cli.errors import DataError
 from rlhf_cli.printing import printable
 from rlhf_cli.report.progress import Console

@@ -220,7 +220,7 @@ def generate(
     if nproc > 1 and not is_worker():
         run_again(["generate", *context.meta[ARGUMENTS]], nproc)
         return
-    from rlhf_cli.data.views import prompt
+    from rlhf_cli.data.stage_rows import prompt
     from rlhf_cli.trained.model import find_model
 
     source = reading.source(prompts)

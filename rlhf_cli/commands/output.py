@@ -29,9 +29,8 @@ from rlhf_cli.commands.writer import Failure
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import Purpose, read_record, recognise
 from rlhf_cli.data.paths import find_files
-from rlhf_cli.data.records import Record, turns_of
-from rlhf_cli.data.row_sources import read_rows
-from rlhf_cli.data.rows import BadRow
+from rlhf_cli.data.read import read_rows
+from rlhf_cli.data.records import BadRow, Record, turns_of
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
 from rlhf_cli.files import digest_file, json_object, read_object
 from rlhf_cli.report.progress import Display

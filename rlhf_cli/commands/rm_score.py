@@ -32,7 +32,7 @@ from rlhf_cli.commands.output import (
 )
 from rlhf_cli.commands.rm_serve import RewardModelOptions
 from rlhf_cli.data.records import Answer, Record
-from rlhf_cli.data.views import ranking
+from rlhf_cli.data.stage_rows import ranking
 from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.report.progress import Console, Display
 from rlhf_cli.run.artifacts import model_directory, read_manifest_or_none, reward_model_stage

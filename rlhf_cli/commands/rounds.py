@@ -120,7 +120,7 @@ class Rounds:
     def _write(self, out: Path, number: int, policy: TrainedLanguageModel, display: Display, *, restart: bool) -> None:
         """Sample two replies to each prompt, and label the pairs if there is a source of labels."""
         from rlhf_cli.commands.generate import Generator, ResponseOptions
-        from rlhf_cli.data.views import prompt
+        from rlhf_cli.data.stage_rows import prompt
         from rlhf_cli.processes import distributed
         from rlhf_cli.trained.model import RewardSet
 
@@ -182,7 +182,7 @@ def _reward(text: str, ppo: PPOConfig) -> Reward:
 def _prompts(config: PPOConfig, number: int, count: int) -> list[Record]:
     """The prompts of a round, in the order of the rows: each round takes the next ones, and starts over at the end."""
     from rlhf_cli.commands.generate import with_prompt
-    from rlhf_cli.data.views import prompt
+    from rlhf_cli.data.stage_rows import prompt
 
     data = config.data
     rows = (

@@ -14,9 +14,9 @@ from rlhf_cli.data.encoders import RowEncoder, Tokens
 from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.data.splits import SIDES
+from rlhf_cli.data.stage_rows import StageRows, pairs_of_labels
 from rlhf_cli.data.table import Table
 from rlhf_cli.data.tokens import Tokenised
-from rlhf_cli.data.views import StageRows, pairs_of_labels
 from rlhf_cli.errors import DataError
 from rlhf_cli.packing import common_prefix
 from rlhf_cli.seeding import generator

@@ -21,7 +21,7 @@ from rlhf_cli.data.encode import (
 )
 from rlhf_cli.data.records import Record
 from rlhf_cli.data.special_tokens import special_tokens_of
-from rlhf_cli.data.views import StageRows
+from rlhf_cli.data.stage_rows import StageRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,7 +1,7 @@
-"""A Record: a row of any format, and what a stage sees of it.
+"""A Row as its file has it, and a Record: a row of any format, and what a stage sees of it.
 
-`rlhf_cli.data.formats` reads a row into a Record, and `rlhf_cli.data.views` leaves what a stage uses of it: the best
-answer (SFT), different answers from best to worst or answers with scores (RM), or the prompt (PPO).
+`rlhf_cli.data.formats` reads a Row into a Record, and `rlhf_cli.data.stage_rows` leaves what a stage uses of it: the
+best answer (SFT), different answers from best to worst or answers with scores (RM), or the prompt (PPO).
 """
 
 from __future__ import annotations
@@ -15,6 +15,22 @@ from rlhf_cli.errors import DataError
 
 ASSISTANT = "\n\nAssistant:"
 SPEAKERS = {"system": "System", "user": "Human", "assistant": "Assistant"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row's columns and its place for messages: `file:line`, `file row n` or `dataset[split] row n`."""
+
+    values: dict[str, Any]
+    where: str
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be read, and why on one line: `f"{where}: {reason}"` is the complete message."""
+
+    where: str
+    reason: str
 
 
 @dataclass(frozen=True)

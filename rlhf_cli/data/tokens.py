@@ -34,8 +34,8 @@ from rlhf_cli.data.paths import data_fingerprint
 from rlhf_cli.data.records import Record
 from rlhf_cli.data.row_counts import Report
 from rlhf_cli.data.splits import SIDES
+from rlhf_cli.data.stage_rows import seen_rows
 from rlhf_cli.data.table import Table, TableWriter
-from rlhf_cli.data.views import seen_rows
 from rlhf_cli.errors import DataError
 from rlhf_cli.files import cache_root, digest_file
 

@@ -20,10 +20,9 @@ from rlhf_cli.algorithms.reward_bench import Answers, best_is_right, ties_scores
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.answers import AnswerEncoder, answer_encoder, reply_length
 from rlhf_cli.data.encode import Limits, Skipped
-from rlhf_cli.data.records import Answer, Message, Record
-from rlhf_cli.data.row_sources import read_rows
-from rlhf_cli.data.rows import BadRow
-from rlhf_cli.data.views import StageRows
+from rlhf_cli.data.read import read_rows
+from rlhf_cli.data.records import Answer, BadRow, Message, Record
+from rlhf_cli.data.stage_rows import StageRows
 from rlhf_cli.errors import DataError
 from rlhf_cli.evaluation.figures import rate_figure
 from rlhf_cli.models.heads import reads_last_token

@@ -21,7 +21,7 @@ from rlhf_cli.data.encode import Example, Skipped, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, RowEncoder
 from rlhf_cli.data.paths import find_files
 from rlhf_cli.data.row_counts import Report
-from rlhf_cli.data.views import StageRows, rm_rows, seen_rows, sft_rows
+from rlhf_cli.data.stage_rows import StageRows, rm_rows, seen_rows, sft_rows
 from rlhf_cli.errors import DataError, UserError
 from rlhf_cli.models.load import load_tokenizer
 from rlhf_cli.run.artifacts import model_directory

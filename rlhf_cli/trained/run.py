@@ -18,8 +18,8 @@ from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.splits import Drawn, held_out_rows
+from rlhf_cli.data.stage_rows import sft_rows
 from rlhf_cli.data.tokens import tokenise
-from rlhf_cli.data.views import sft_rows
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.forward import positions
 from rlhf_cli.models.frozen import frozen_policy

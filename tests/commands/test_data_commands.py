@@ -27,12 +27,10 @@ from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.encode import RowText, Skipped, encode_for_classifier
 from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
-from rlhf_cli.data.reading import records
-from rlhf_cli.data.records import Answer, Record
+from rlhf_cli.data.records import Answer, Record, Row
 from rlhf_cli.data.row_counts import DUPLICATE, Report
-from rlhf_cli.data.rows import Row
+from rlhf_cli.data.stage_rows import StageRows, records
 from rlhf_cli.data.tokens import tokenise
-from rlhf_cli.data.views import StageRows
 from rlhf_cli.errors import DataError
 from support.paths import ROOT, TESTS
 from support.tiny import encoder, read_jsonl, seen_of, training_examples, write_jsonl

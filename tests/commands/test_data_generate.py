@@ -23,8 +23,8 @@ from rlhf_cli.commands.local_writer import LocalWriter
 from rlhf_cli.commands.writer import WriterOptions, Written
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import read_record, recognise
-from rlhf_cli.data.rows import Row
-from rlhf_cli.data.views import demonstration, ranking
+from rlhf_cli.data.records import Row
+from rlhf_cli.data.stage_rows import demonstration, ranking
 from rlhf_cli.data.words import words
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
 from support.servers import KEY, Call, ChatServer, Reply, ask, completion

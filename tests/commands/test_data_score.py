@@ -18,8 +18,8 @@ from rlhf_cli.commands.data_score import letter_in, number_in
 from rlhf_cli.commands.writer import WriterOptions
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import read_record, recognise
-from rlhf_cli.data.rows import Row
-from rlhf_cli.data.views import ranking
+from rlhf_cli.data.records import Row
+from rlhf_cli.data.stage_rows import ranking
 from rlhf_cli.errors import ConfigError, DataError
 from support.servers import Call, ChatServer, Reply, completion
 from support.tiny import WORDS, read_jsonl, write_jsonl

@@ -14,8 +14,8 @@ from rlhf_cli.commands.data_generate import data_generate
 from rlhf_cli.commands.writer import WriterOptions
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import read_record, recognise
-from rlhf_cli.data.rows import Row
-from rlhf_cli.data.views import demonstration
+from rlhf_cli.data.records import Row
+from rlhf_cli.data.stage_rows import demonstration
 from rlhf_cli.errors import ConfigError, RunError
 from support.servers import Call, ChatServer, Reply, completion
 from support.tiny import read_jsonl, write_jsonl

@@ -26,7 +26,7 @@ from rlhf_cli.commands.label_page import Page
 from rlhf_cli.commands.options import SourceOptions
 from rlhf_cli.commands.output import Output, items
 from rlhf_cli.config.data import DataSource
-from rlhf_cli.data.views import ranking
+from rlhf_cli.data.stage_rows import ranking
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from support.paths import ROOT
 from support.tiny import read_jsonl, write_jsonl

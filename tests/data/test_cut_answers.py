@@ -17,7 +17,7 @@ from rlhf_cli.data.answers import answer_encoder
 from rlhf_cli.data.encode import Example, RowText, training_example
 from rlhf_cli.data.formats import Purpose
 from rlhf_cli.data.records import Answer, Message, Record
-from rlhf_cli.data.views import StageRows
+from rlhf_cli.data.stage_rows import StageRows
 from support.rewards import CHAT
 from support.tiny import read_jsonl, seen_of, training_examples, write_jsonl
 

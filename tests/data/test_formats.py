@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from rlhf_cli.config.data import DataSource, Format, Rows
 from rlhf_cli.data.encode import Skipped
 from rlhf_cli.data.formats import ALL, FORMATS, Purpose, end_of_prompt, first_words, read_record, recognise
-from rlhf_cli.data.records import ASSISTANT, Answer, Message, Record, transcript
-from rlhf_cli.data.rows import Row
-from rlhf_cli.data.views import StageRows, demonstration, pairs_of_labels, prompt, ranking, scored
+from rlhf_cli.data.records import ASSISTANT, Answer, Message, Record, Row, transcript
+from rlhf_cli.data.stage_rows import StageRows, demonstration, pairs_of_labels, prompt, ranking, scored
 from rlhf_cli.errors import DataError
 from support.paths import ROOT, TESTS
 

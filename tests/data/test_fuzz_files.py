@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.paths import SUFFIXES
-from rlhf_cli.data.row_sources import read_rows
-from rlhf_cli.data.rows import Row
+from rlhf_cli.data.read import read_rows
+from rlhf_cli.data.records import Row
 from rlhf_cli.errors import DataError
 from support.data_files import PACK, arrow_bytes, csv_bytes, parquet_bytes
 

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from rlhf_cli.config.data import DataSource, Format
 from rlhf_cli.data.formats import ALL, FORMATS, Purpose, read_record, recognise
-from rlhf_cli.data.records import Record
-from rlhf_cli.data.rows import Row
-from rlhf_cli.data.views import demonstration, pairs_of_labels, prompt, ranking, scored
+from rlhf_cli.data.records import Record, Row
+from rlhf_cli.data.stage_rows import demonstration, pairs_of_labels, prompt, ranking, scored
 from rlhf_cli.errors import DataError
 from support.paths import TESTS
 

@@ -23,13 +23,12 @@ from rlhf_cli.data import table, tokens
 from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.encode import Example, Limits, Skipped, fit, fit_prompt
 from rlhf_cli.data.encoders import DemonstrationEncoder, Tokens
-from rlhf_cli.data.reading import first_format, records
 from rlhf_cli.data.records import Answer, Message, Record
 from rlhf_cli.data.row_counts import DUPLICATE, Report
 from rlhf_cli.data.splits import Drawn
+from rlhf_cli.data.stage_rows import StageRows, first_format, records
 from rlhf_cli.data.table import Table, TableWriter
 from rlhf_cli.data.tokens import tokenise
-from rlhf_cli.data.views import StageRows
 from rlhf_cli.errors import DataError
 from support.forked import Forked
 from support.paths import ROOT
@@ -493,7 +492,7 @@ def test_two_processes_share_one_cache_entry(tmp_path: Path, tokenizer_path: str
         "from rlhf_cli.config.data import Rows\n"
         "from rlhf_cli.data.encoders import DemonstrationEncoder\n"
         "from rlhf_cli.data.tokens import tokenise\n"
-        "from rlhf_cli.data.views import StageRows\n"
+        "from rlhf_cli.data.stage_rows import StageRows\n"
         "tokenizer, rows = AutoTokenizer.from_pretrained(sys.argv[2]), []\n"
         "class Counting(DemonstrationEncoder):\n"
         "    def sequences(self, some):\n"

@@ -30,10 +30,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_cli.config.data import DataSource
-from rlhf_cli.data import files_json, files_table, row_sources
+from rlhf_cli.data import files_json
+from rlhf_cli.data import read as read_module
 from rlhf_cli.data.paths import COMPRESSIONS, KINDS, find_files, reason
-from rlhf_cli.data.row_sources import read_rows
-from rlhf_cli.data.rows import BadRow, Row
+from rlhf_cli.data.read import read_rows
+from rlhf_cli.data.records import BadRow, Row
 from rlhf_cli.errors import DataError
 from support.data_files import PACK, arrow_bytes, csv_bytes, parquet_bytes, zstd
 from support.paths import ROOT
@@ -547,7 +548,7 @@ def test_reasons_of_other_libraries_are_one_short_line() -> None:
 
 
 def test_overlong_lines_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (row_sources, files_json, files_table):
+    for module in (read_module, files_json):
         monkeypatch.setattr(module, "MAX_ROW", 1000)
     for length in (999, 1000, 1001, 1999, 2000, 2001, 4000):
         line = b'{"a": "' + b"x" * (length - 9) + b'"}'
@@ -561,7 +562,7 @@ def test_overlong_lines_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_overlong_item_ends_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (row_sources, files_json, files_table):
+    for module in (read_module, files_json):
         monkeypatch.setattr(module, "MAX_ROW", 5000)
     monkeypatch.setattr(files_json, "BLOCK", 100)
     path = write(tmp_path / "a.json", b'[{"a": 1}, {"a": "' + b"x" * 4000 + b'"}]')
@@ -571,7 +572,7 @@ def test_an_overlong_item_ends_the_list(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_an_overlong_cell_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files_table, "MAX_CELL", 1000)
+    monkeypatch.setattr(read_module, "MAX_CELL", 1000)
     path = write(tmp_path / "a.csv", b"a,b\n" + b'1,"2\n' + b"x,y\n" * 300 + b"3,4\n")
     rows = values(path)
     assert rows[0].startswith("not CSV (field larger than field limit (1000), up to line ")
@@ -790,7 +791,7 @@ def hub(tmp_path: Path) -> Iterator[Callable[[str], subprocess.CompletedProcess[
     threading.Thread(target=server.serve_forever, daemon=True).start()
     head = (
         "from rlhf_cli.config.data import DataSource\n"
-        "from rlhf_cli.data.row_sources import read_rows\n"
+        "from rlhf_cli.data.read import read_rows\n"
         "from rlhf_cli.errors import DataError\n"
         "def read(**settings):\n"
         "    try:\n"

@@ -19,8 +19,8 @@ from rlhf_cli.data.encode import RowText, chat_text, encode_for_classifier
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder
 from rlhf_cli.data.records import Answer, Message, Record
 from rlhf_cli.data.special_tokens import BOUNDARY, MARK, SpecialTokens, special_tokens_of
+from rlhf_cli.data.stage_rows import StageRows, ppo_rows, probe_rows, ptx_rows, rm_rows, sft_rows
 from rlhf_cli.data.tokens import tokenise
-from rlhf_cli.data.views import StageRows, ppo_rows, probe_rows, ptx_rows, rm_rows, sft_rows
 from rlhf_cli.errors import DataError
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.models import RewardModel, load_reward_source

@@ -14,7 +14,7 @@ import torch
 from rlhf_cli.algorithms.reward_bench import best_is_right, ties_scores
 from rlhf_cli.config.data import Rows
 from rlhf_cli.data.records import Answer, Message, Record
-from rlhf_cli.data.views import StageRows
+from rlhf_cli.data.stage_rows import StageRows
 from rlhf_cli.errors import DataError
 from rlhf_cli.evaluation.benchmark import (
     BenchRow,

@@ -12,7 +12,7 @@ from rlhf_cli.config.data import Rows
 from rlhf_cli.data.answers import RankingEncoder
 from rlhf_cli.data.encode import Limits
 from rlhf_cli.data.records import Answer, Message, Record, transcript
-from rlhf_cli.data.views import StageRows
+from rlhf_cli.data.stage_rows import StageRows
 from rlhf_cli.evaluation import normalization
 from rlhf_cli.evaluation.invariance import PREFIXES, position_figures, prefix_figures, with_prefix
 

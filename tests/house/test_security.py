@@ -30,7 +30,7 @@ from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.stage import Stage
-from rlhf_cli.data.row_sources import read_rows
+from rlhf_cli.data.read import read_rows
 from rlhf_cli.errors import ArtifactError, DataError, UserError
 from rlhf_cli.models import load
 from rlhf_cli.run.artifacts import digest_file

@@ -18,8 +18,8 @@ from rlhf_cli.data.answers import answer_encoder
 from rlhf_cli.data.encode import RowText
 from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.records import Message, Record
+from rlhf_cli.data.stage_rows import rm_rows, sft_rows
 from rlhf_cli.data.tokens import tokenise
-from rlhf_cli.data.views import rm_rows, sft_rows
 from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer
 from rlhf_cli.models.save import save
 from rlhf_cli.rewards.sources import load_rewards

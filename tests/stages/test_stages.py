@@ -22,8 +22,8 @@ from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.models import ScratchModel
 from rlhf_cli.data.encode import RowText
 from rlhf_cli.data.formats import read_record, recognise
-from rlhf_cli.data.rows import Row
-from rlhf_cli.data.views import demonstration, prompt
+from rlhf_cli.data.records import Row
+from rlhf_cli.data.stage_rows import demonstration, prompt
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.models.load import load_reward_model, load_tokenizer
 from rlhf_cli.models.scratch import new_model

@@ -16,9 +16,8 @@ from transformers import DistilBertConfig, DistilBertForSequenceClassification, 
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.encode import Example, RowText, training_example
 from rlhf_cli.data.formats import Purpose, read_record, recognise
-from rlhf_cli.data.records import Record
-from rlhf_cli.data.rows import Row
-from rlhf_cli.data.views import StageRows
+from rlhf_cli.data.records import Record, Row
+from rlhf_cli.data.stage_rows import StageRows
 
 ARCHITECTURES = ("llama", "gpt2", "qwen2", "gpt_neox")
 _LLAMA_LIKE = {
