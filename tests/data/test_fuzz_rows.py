@@ -106,9 +106,7 @@ def test_mutated_rows_are_seen_or_refused_in_one_line() -> None:
     keys = st.dictionaries(st.sampled_from(NAMES), st.sampled_from([*NAMES, "a.b.c", "info.post", "."]), max_size=2)
     weights = st.dictionaries(st.sampled_from(["honesty", "score", "x\ny"]), st.sampled_from([0.0, -2.5, 1e300]))
 
-    @settings(
-        max_examples=1000, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=400, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(
         st.sampled_from(ROWS),
         changes,

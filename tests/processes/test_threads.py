@@ -256,7 +256,6 @@ OPTIONS = {
     "sft": {},
     "rm": {},
     "ppo": {},
-    "ppo adapters": {"policy": {"lora": {"r": 2}}},
     "ppo full": {"policy": {"lora": {"r": 2}}, "ppo": {"kl_estimator": "full", "kl_in": "loss"}},
     "ppo one backbone": {"value_model": {"init": "shared"}, "ppo": {"old_logprobs": "recomputed"}},
 }

@@ -18,8 +18,8 @@ from rlhf_cli.health.running import Health
 from rlhf_cli.processes.distributed import ALONE
 from rlhf_cli.rewards.score import Limits
 from support.compare import same_runs
-from support.runs import run_forked
 from support.tiny import read_jsonl
+from support.worlds import run_in_threads
 
 LENGTH = {"type": "length", "max": 3, "limit": {"above": -2.5, "learning_rate": 0.05}}
 
@@ -94,7 +94,7 @@ def test_health_says_that_a_limit_cannot_be_met(mean, lam, is_missed) -> None:
 
 
 def test_ppo_with_a_limit_on_one_and_on_two_processes(pipeline, write_config, run_stage, tmp_path) -> None:
-    """On shards of all models; the KL, the penalties and a score without a limit keep their units."""
+    """The KL, the penalties and a score without a limit keep their units."""
     root = pipeline("llama")
     changes = {
         "policy": {"path": str(root / "sft")},
@@ -104,7 +104,7 @@ def test_ppo_with_a_limit_on_one_and_on_two_processes(pipeline, write_config, ru
         "num_logged_samples": 6,
     }
     run_stage("ppo", tmp_path / "one", **changes)
-    run_forked(2, "ppo", write_config("ppo", tmp_path / "two", **changes, distributed={"shard": True}))
+    run_in_threads(2, "ppo", write_config("ppo", tmp_path / "two", **changes))
     same_runs(tmp_path / "one/ppo", tmp_path / "two/ppo")
     rows = read_jsonl(tmp_path / "one/ppo/metrics.jsonl")
     # The unit is known from the first iteration, whose excess is the only unknown.

@@ -17,9 +17,9 @@ from support.compare import same_runs
 from support.crash import outcome
 from support.resume import same, stopping_after
 from support.rewards import batch, source_of
-from support.runs import run_forked
 from support.servers import ChatServer
 from support.tiny import read_jsonl
+from support.worlds import run_in_threads
 
 CRITERIA = [
     {"name": "polite", "question": "It thanks the reader.", "weight": 3.0},
@@ -247,7 +247,7 @@ def test_a_metric_of_two_sources_is_refused(run_stage, tmp_path):
         run_stage("ppo", tmp_path, rewards=rewards)
 
 
-def test_ppo_on_one_and_two_processes(judge, make_model, write_config, tmp_path):
+def test_ppo_on_one_and_two_processes(judge, make_model, run_stage, write_config, tmp_path):
     """Grades of every criterion in the metrics and samples; the tokens are those of all processes."""
     server = judge()
     reward = {"type": "rubric", "url": server.url, "model": "judge", "criteria": CRITERIA}
@@ -258,8 +258,8 @@ def test_ppo_on_one_and_two_processes(judge, make_model, write_config, tmp_path)
         "optimizer": {"eps": 1e-3},
         "num_logged_samples": 6,
     }
-    for name, number in (("one", 1), ("two", 2)):
-        run_forked(number, "ppo", write_config("ppo", tmp_path / name, **changes))
+    run_stage("ppo", tmp_path / "one", **changes)
+    run_in_threads(2, "ppo", write_config("ppo", tmp_path / "two", **changes))
     same_runs(tmp_path / "one/ppo", tmp_path / "two/ppo")
     for row in read_jsonl(tmp_path / "two/ppo/metrics.jsonl"):
         assert row["reward/rubric_tokens"] in range(100, 700, 100)

@@ -19,6 +19,7 @@ from support.compare import same_runs
 from support.resume import stopping_after
 from support.runs import run_forked
 from support.tiny import merged, read_jsonl
+from support.worlds import run_in_threads
 
 PAR = {"kind": "par", "num_references": 3}
 LOG = {"kind": "log_sigmoid", "num_references": 2, "quantile": 0.5}
@@ -94,8 +95,9 @@ ADAPTERS = {"policy": {"lora": {"r": 2}}, "value_model": {"lora": {"r": 2}}}
 def test_ppo_compares_with_the_references_on_one_and_on_two_processes(more, changes, write_config, run_stage, tmp_path):
     one_process = merged(more, {"rollout": {"decoder": "auto"}})
     ppo = run_stage("ppo", tmp_path / "one", **merged(changes, one_process))
-    on_two = merged(merged(changes, more), {"distributed": {"shard": True}})
-    run_forked(2, "ppo", write_config("ppo", tmp_path / "two", **on_two))
+    sharded = {"distributed": {"shard": True}} if more else {}
+    start = run_forked if sharded else run_in_threads
+    start(2, "ppo", write_config("ppo", tmp_path / "two", **merged(merged(changes, more), sharded)))
     same_runs(ppo, tmp_path / "two/ppo")
     one, two = (read_jsonl(tmp_path / name / "ppo/references.jsonl") for name in ("one", "two"))
     assert [(row["number"], row["replies"]) for row in one] == [(row["number"], row["replies"]) for row in two]

@@ -21,8 +21,8 @@ from rlhf_cli.rewards.models import length_curve
 from rlhf_cli.rewards.sources import load_rewards, total_score
 from support.compare import same_runs
 from support.rewards import batch
-from support.runs import run_forked
 from support.tiny import BAD, CPU, GOOD, WORDS, read_jsonl, write_jsonl
+from support.worlds import run_in_threads
 
 # ------------------------------------------------------------------------------------- the formula
 
@@ -156,15 +156,17 @@ def test_ppo_reads_the_corrected_score_and_other_libraries_the_logit(runs):
     assert (value.diff() > 1).all(), "the longer reply loses more"
 
 
-def test_every_saved_model_has_its_own_curve_whatever_the_processes(make_model, write_config, biased, tmp_path):
+def test_every_saved_model_has_its_own_curve_whatever_the_processes(
+    make_model, run_stage, write_config, biased, tmp_path
+):
     changes = settings(make_model("llama"), biased) | {
         "training": {"num_steps": 6, "minibatch_size": 8},
         "evaluation": {"every_steps": 3, "keep_best": True, "max_rows": 40},
         "length_correction": True,
         "members": 2,
     }
-    for name, number in (("one", 1), ("two", 2)):
-        run_forked(number, "rm", write_config("rm", tmp_path / name, **changes))
+    run_stage("rm", tmp_path / "one", **changes)
+    run_in_threads(2, "rm", write_config("rm", tmp_path / "two", **changes))
     same_runs(tmp_path / "one/rm", tmp_path / "two/rm")
     folders = [tmp_path / "one/rm" / name for name in ("model", "best_model", "members/1")]
     curves = [json.loads((folder / "config.json").read_text())["length_curve"] for folder in folders]
