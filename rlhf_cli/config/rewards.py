@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from rlhf_cli.config.base import (
     EXPANDED,
@@ -55,8 +55,8 @@ class Shaping(Section):
     """Which of the replies' scores is r_ref of `log_sigmoid`: 0 is the lowest, 0.5 the median, 1 the highest."""
 
     def rules(self) -> Iterator[str]:
-        refuse_unread(self, self.kind == "log_sigmoid", f"kind: {self.kind}", "quantile")
         yield from super().rules()
+        refuse_unread(self, self.kind == "log_sigmoid", f"kind: {self.kind}", "quantile")
 
 
 class AnyReward(Section):
@@ -77,11 +77,10 @@ class AnyReward(Section):
     """What to do when a score cannot be computed (exception, time-out, NaN or infinite value): stop the run, or use
     0.0 and report how many."""
 
-    @model_validator(mode="after")
-    def _constrains(self) -> Self:
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
         refuse_unread(self, self.limit is None, "limit", "weight", "shaping")
         refuse_unread(self, not self.scores_tokens, "scores of single tokens", "limit", "shaping")
-        return self
 
     @property
     def scores_tokens(self) -> bool:
@@ -144,26 +143,19 @@ class ModelReward(AnyReward):
         return self.steps is not None
 
     def rules(self) -> Iterator[str]:
-        if self.steps is None:
-            return
-        refuse_unread(self, False, "steps", "reads", "normalize")
-        if self.path is None:
+        yield from super().rules()
+        refuse_unread(self, self.steps is None, "steps", "reads", "normalize")
+        if self.steps is not None and self.path is None:
             yield "steps is for a token classifier, and the run's own rm stage scores whole responses. Set path"
-        if self.template is not None and not self.template.endswith("{response}"):
+        if self.steps is not None and self.template is not None and not self.template.endswith("{response}"):
             yield "steps needs a template that ends with {response}, because the steps end there. Change it"
-
-    @model_validator(mode="after")
-    def _scale(self) -> Self:
         if self.output == "probability" and self.path is None:
-            raise ValueError(
-                "output: probability is for a classifier, not for the run's own rm stage. Remove it, or set path"
-            )
+            yield "output: probability is for a classifier, not for the run's own rm stage. Remove it, or set path"
         if self.template is not None:
             holds = self.template == "chat" or "{prompt}" in self.template
             if holds != (self.reads == "prompt_and_response"):
                 has = "contains the prompt" if holds else "does not contain {prompt}"
-                raise ValueError(f"template {has}, but reads is {self.reads}. Change one of them")
-        return self
+                yield f"template {has}, but reads is {self.reads}. Change one of them"
 
 
 class FunctionReward(AnyReward):
@@ -188,13 +180,10 @@ class FunctionReward(AnyReward):
     def scores_tokens(self) -> bool:
         return self.per_token
 
-    @model_validator(mode="after")
-    def _pieces(self) -> Self:
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
         if self.concurrency is not None and self.batch_size is None:
-            raise ValueError(
-                "concurrency does nothing without batch_size, because there is only one call. Set batch_size"
-            )
-        return self
+            yield "concurrency does nothing without batch_size, because there is only one call. Set batch_size"
 
 
 SECRET = re.compile(
@@ -319,14 +308,13 @@ class LengthReward(AnyReward):
         """The shortest and the longest length with reward 0; None for no longest."""
         return (self.target, self.target) if self.target is not None else (self.min or 0, self.max)
 
-    @model_validator(mode="after")
-    def _one_range(self) -> Self:
+    def rules(self) -> Iterator[str]:
+        yield from super().rules()
         ranged = self.min is not None or self.max is not None
         if (self.target is not None) == ranged:
-            raise ValueError("set target, or min and max, or one of these two")
+            yield "set target, or min and max, or one of these two"
         if self.min is not None and self.max is not None and self.min > self.max:
-            raise ValueError(f"min {self.min} is above max {self.max}")
-        return self
+            yield f"min {self.min} is above max {self.max}"
 
 
 MAX_PATTERN_SIZE = 100_000

@@ -19,7 +19,20 @@ from rlhf_cli.config.data import Data, DataSource, Source, numbered
 from rlhf_cli.config.models import ScratchModel, Tokens, TrainedModel
 from rlhf_cli.config.stage import Optimizer, Stage, Training
 
-NOTHING_TO_CHOOSE = "keep_best needs every_steps, because one evaluation leaves nothing to choose from"
+
+class StageEvaluation(Section):
+    """Held-out figures while the stage trains and at its end."""
+
+    every_steps: PositiveInt | None = None
+    """Optimizer steps between two evaluations; null evaluates at the end only."""
+    keep_best: bool = False
+    """Also save the best model by its held-out figures, as `best_model`. Needs every_steps."""
+    max_rows: PositiveInt = 1000
+    """Maximum number of held-out rows to use, drawn by a hash of their content and the seed."""
+
+    def rules(self) -> Iterator[str]:
+        if self.keep_best and self.every_steps is None:
+            yield "keep_best needs every_steps, because one evaluation leaves nothing to choose from"
 
 
 class SFTModel(TrainedModel):
@@ -56,25 +69,17 @@ class SFTData(Data):
     """Which tokens are learned: those of the completion and EOS, or those of the prompt as well."""
 
 
-class SFTEvaluation(Section):
+class SFTEvaluation(StageEvaluation):
     """Held-out loss and sample completions."""
 
-    every_steps: PositiveInt | None = None
-    """Optimizer steps between two evaluations; null evaluates at the end only."""
     keep_best: bool = False
     """Also save the model with the lowest held-out loss, as `best_model`. Needs every_steps."""
-    max_rows: PositiveInt = 1000
-    """Maximum number of held-out rows to use, drawn by a hash of their content and the seed."""
     num_samples: NonNegativeInt = 4
     """Number of held-out prompts to complete at each evaluation, for you to read (samples.jsonl)."""
     max_new_tokens: PositiveInt = 64
     """Maximum length of such a completion in tokens."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature of the completions."""
-
-    def rules(self) -> Iterator[str]:
-        if self.keep_best and self.every_steps is None:
-            yield NOTHING_TO_CHOOSE
 
 
 class SFTConfig(Stage):
@@ -126,16 +131,12 @@ class RMData(Data):
     """Preference rows with a column `probe`, with any loss. The accuracy is reported for each value of that column."""
 
 
-class RMEvaluation(Section):
+class RMEvaluation(StageEvaluation):
     """Held-out accuracy, and the statistics by which PPO normalises the score."""
 
-    every_steps: PositiveInt | None = None
-    """Optimizer steps between two evaluations; null evaluates at the end only."""
     keep_best: bool = False
     """Also save the model with the highest held-out accuracy (with `loss: mse`, the lowest error), as `best_model`.
     Needs every_steps."""
-    max_rows: PositiveInt = 1000
-    """Maximum number of held-out rows to use, drawn by a hash of their content and the seed."""
     num_normalization_samples: NonNegativeInt = 192
     """Number of new samples from the SFT model whose scores give the mean and standard deviation by which PPO
     normalises. 0 leaves the score unnormalised."""
@@ -148,10 +149,6 @@ class RMEvaluation(Section):
     """Sampling temperature of those samples. Use PPO's `rollout.temperature`."""
     prompt_words: NonNegativeInt = 0
     """For rows of plain text: the samples start from this many words. Use PPO's `data.prompt_words`."""
-
-    def rules(self) -> Iterator[str]:
-        if self.keep_best and self.every_steps is None:
-            yield NOTHING_TO_CHOOSE
 
 
 class RMConfig(Stage):

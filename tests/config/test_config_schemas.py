@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel
 
 from rlhf_cli.config import base, data, models, ppo, ppo_update, rewards, sft_rm, stage
-from rlhf_cli.config.base import Section
+from rlhf_cli.config.base import REMOVED, Section
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import config_schema, load_config, load_values
 from rlhf_cli.config.ppo import PPOConfig, ValueModel
@@ -200,6 +200,11 @@ def test_a_config_that_cannot_work_is_refused(stage: str, overrides: list[str], 
 def test_the_rules_that_all_stages_share_hold_in_each(stage: str, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(ROOT / f"configs/support/{stage}.yaml", CONFIGS[stage], overrides)
+
+
+def test_keys_of_earlier_versions_that_mean_what_runs_do_now_are_ignored() -> None:
+    path, overrides = ROOT / "configs/support/ppo.yaml", [f"{key}={value}" for key, value in REMOVED.items()]
+    assert load_config(path, PPOConfig, overrides) == load_config(path, PPOConfig)
 
 
 def test_another_estimator_can_be_chosen_from_the_command_line(tmp_path: Path) -> None:
