@@ -8,7 +8,7 @@ table is a separate process:
     read             read the rows as the stages do, nothing else
     check            `rlhf data check`, lengths in words
     check, tokens    the same with a tokenizer
-    tokenise         `rlhf_cli.data.tokens.tokenise` as the SFT stage calls it, into an empty cache
+    tokenise         `rlhf_cli.data.cache.tokenise` as the SFT stage calls it, into an empty cache
     tokenise again   the same, from the cache
 
 Memory is the largest resident set. CPU / wall is the average number of busy cores.
@@ -127,11 +127,11 @@ def prepared(task: str, path: Path, tokenizer: Path) -> Callable[[], object]:
     import rlhf_cli.commands.data_check as data_check
     from rlhf_cli.config.data import DataSource, Rows
     from rlhf_cli.config.models import TokenizerTraining
+    from rlhf_cli.data.cache import tokenise
     from rlhf_cli.data.encode import Limits
     from rlhf_cli.data.encoders import DemonstrationEncoder
     from rlhf_cli.data.row_counts import Report
     from rlhf_cli.data.stage_rows import StageRows, records
-    from rlhf_cli.data.tokens import tokenise
     from rlhf_cli.models.load import load_tokenizer
     from rlhf_cli.models.scratch import train_tokenizer
 

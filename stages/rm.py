@@ -59,10 +59,10 @@ from rlhf_cli.data.answers import (
     require_labels,
 )
 from rlhf_cli.data.batches import Budget, deal, stream
+from rlhf_cli.data.cache import tokenise
 from rlhf_cli.data.encode import require_eos
 from rlhf_cli.data.splits import Drawn, HeldOutRows, held_out_rows
 from rlhf_cli.data.stage_rows import probe_rows, rm_rows
-from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.evaluation.agreement import (
     agreement_of_members,

@@ -34,14 +34,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_cli.algorithms.language_model import lm_loss
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.batches import Budget, deal, stream
+from rlhf_cli.data.cache import Table, tokenise
 from rlhf_cli.data.encode import Example, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.records import Record
 from rlhf_cli.data.row_counts import Report
 from rlhf_cli.data.splits import Drawn, held_out_rows
 from rlhf_cli.data.stage_rows import demonstration, records, sft_rows
-from rlhf_cli.data.table import Table
-from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.recap import findings_of
 from rlhf_cli.models.cost import Work

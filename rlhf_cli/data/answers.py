@@ -9,14 +9,13 @@ from typing import Any, Generic, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_cli.data.cache import Table, Tokenised
 from rlhf_cli.data.encode import Skipped, encode_for_classifier, fit, last_run, too_short
 from rlhf_cli.data.encoders import RowEncoder, Tokens
 from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.data.splits import SIDES
 from rlhf_cli.data.stage_rows import StageRows, pairs_of_labels
-from rlhf_cli.data.table import Table
-from rlhf_cli.data.tokens import Tokenised
 from rlhf_cli.errors import DataError
 from rlhf_cli.packing import common_prefix
 from rlhf_cli.seeding import generator

@@ -19,11 +19,11 @@ from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.algorithms.kl import kl_full
 from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.data.answers import RankedIds
+from rlhf_cli.data.cache import tokenise
 from rlhf_cli.data.encoders import PromptEncoder, PromptRow
 from rlhf_cli.data.records import Record
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.data.stage_rows import ppo_rows
-from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.evaluation.figures import difference_figure, mean_figure, ratio_figure, share_figure
 from rlhf_cli.evaluation.likelihood import loss_difference, row_sums
 from rlhf_cli.evaluation.reward_model import Scorer, rows_of_stage, scorer_of

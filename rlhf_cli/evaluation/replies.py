@@ -13,10 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.data.cache import tokenise
 from rlhf_cli.data.encoders import PromptEncoder, PromptRow
 from rlhf_cli.data.splits import Drawn, held_out_rows
 from rlhf_cli.data.stage_rows import ppo_rows
-from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.evaluation.figures import (
     bootstrapped,

@@ -15,10 +15,10 @@ from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.data.answers import AnswerEncoder, RankedIds, ScoredIds, ScoreEncoder, answer_encoder, labelled_pairs
 from rlhf_cli.data.batches import Budget
+from rlhf_cli.data.cache import tokenise
 from rlhf_cli.data.records import Record
 from rlhf_cli.data.splits import Drawn, held_out_rows
 from rlhf_cli.data.stage_rows import probe_rows, rm_rows
-from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.evaluation import preferences
 from rlhf_cli.evaluation.agreement import (
     figures_of_rankings,

@@ -20,12 +20,12 @@ from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.algorithms.statistics import pearson, wilson_interval
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.answers import RankedIds, RankingEncoder
+from rlhf_cli.data.cache import tokenise
 from rlhf_cli.data.encode import Example, RowText
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder
 from rlhf_cli.data.records import Record
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.data.stage_rows import ppo_rows, sft_rows
-from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.errors import RunError, UserError
 from rlhf_cli.evaluation.likelihood import row_sums
 from rlhf_cli.evaluation.reward_model import Scorer, scorer_of

@@ -14,12 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.config.ppo import PPOConfig, PPOModelName
 from rlhf_cli.data.batches import Budget, part_tokens, stream
+from rlhf_cli.data.cache import Table, tokenise
 from rlhf_cli.data.encode import Example, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder, PromptRow
 from rlhf_cli.data.splits import HeldOutRows, held_out_rows
 from rlhf_cli.data.stage_rows import ppo_rows, ptx_rows
-from rlhf_cli.data.table import Table
-from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.decoders.choose import decoder_notes
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.cost import Work, peak_flops, work_of

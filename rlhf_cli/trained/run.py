@@ -15,11 +15,11 @@ from rlhf_cli.config.ppo import PPOConfig, Rollout
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.data.batches import Budget
+from rlhf_cli.data.cache import tokenise
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.splits import Drawn, held_out_rows
 from rlhf_cli.data.stage_rows import sft_rows
-from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.forward import positions
 from rlhf_cli.models.frozen import frozen_policy

@@ -24,13 +24,13 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands.data_check import Measured, encoder_of, in_tokens, in_words, rows_of_source
 from rlhf_cli.commands.data_show import pieces
 from rlhf_cli.config.data import DataSource, Rows
+from rlhf_cli.data.cache import tokenise
 from rlhf_cli.data.encode import RowText, Skipped, encode_for_classifier
 from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
 from rlhf_cli.data.records import Answer, Record, Row
 from rlhf_cli.data.row_counts import DUPLICATE, Report
 from rlhf_cli.data.stage_rows import StageRows, records
-from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.errors import DataError
 from support.paths import ROOT, TESTS
 from support.tiny import encoder, read_jsonl, seen_of, training_examples, write_jsonl

@@ -13,11 +13,11 @@ from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.answers import AnswerEncoder, LabelledPairs, ScoredIds, answer_encoder
+from rlhf_cli.data.cache import Tokenised, tokenise
 from rlhf_cli.data.encode import Example, Skipped
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder
 from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.data.stage_rows import ppo_rows, rm_rows, sft_rows
-from rlhf_cli.data.tokens import Tokenised, tokenise
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.load import load_tokenizer
 from rlhf_cli.seeding import generator

@@ -19,16 +19,15 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import DataSource, Rows
-from rlhf_cli.data import table, tokens
+from rlhf_cli.data import cache
 from rlhf_cli.data.answers import RankedIds
+from rlhf_cli.data.cache import Table, TableWriter, tokenise
 from rlhf_cli.data.encode import Example, Limits, Skipped, fit, fit_prompt
 from rlhf_cli.data.encoders import DemonstrationEncoder, Tokens
 from rlhf_cli.data.records import Answer, Message, Record
 from rlhf_cli.data.row_counts import DUPLICATE, Report
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.data.stage_rows import StageRows, first_format, records
-from rlhf_cli.data.table import Table, TableWriter
-from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.errors import DataError
 from support.forked import Forked
 from support.paths import ROOT
@@ -300,7 +299,7 @@ def build(path: Path, rows: Sequence[Any], kind: type) -> Table[Any]:
 def test_a_table_returns_the_rows_that_were_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
-    monkeypatch.setattr(table, "BATCH", batch)
+    monkeypatch.setattr(cache, "BATCH", batch)
     rows = things(25)
     built = build(tmp_path / "a.arrow", rows, Thing)
     assert len(built) == 25
@@ -317,16 +316,16 @@ def test_a_table_returns_the_rows_that_were_written(
 @pytest.mark.parametrize(
     ("kind", "values"),
     [
-        (table.TOKENS["list[int]"], [[1, -2, 2**31 - 1], [], [7]]),
-        (table.TOKENS["list[bool]"], [[True], [], [False, True] * 7, [True, True, False]]),
-        (table.TOKENS["list[list[int]]"], [[[1, 2], []], [], [[3]]]),
-        (table.TOKENS["float"], [0.1, float("inf"), -0.0]),
+        (cache.TOKENS["list[int]"], [[1, -2, 2**31 - 1], [], [7]]),
+        (cache.TOKENS["list[bool]"], [[True], [], [False, True] * 7, [True, True, False]]),
+        (cache.TOKENS["list[list[int]]"], [[[1, 2], []], [], [[3]]]),
+        (cache.TOKENS["float"], [0.1, float("inf"), -0.0]),
         (pa.large_string(), ["", "caf\u00e9 \u6f22", "a"]),
     ],
 )
 def test_columns_equal_those_of_pyarrow(kind: pa.DataType, values: list) -> None:
     for some in (values, values[1:2]):
-        column = table._column(some, kind)
+        column = cache._column(some, kind)
         column.validate(full=True)
         assert column.equals(pa.array(some, kind))
 
@@ -337,7 +336,7 @@ def test_a_table_is_memory_mapped(tmp_path: Path) -> None:
     build(tmp_path / "a.arrow", rows, Example)  # type: ignore[arg-type]
     assert (tmp_path / "a.arrow").stat().st_size > 40_000_000
     program = (
-        "import sys; from pathlib import Path; from rlhf_cli.data.table import Table; "
+        "import sys; from pathlib import Path; from rlhf_cli.data.cache import Table; "
         "from rlhf_cli.data.encode import Example\n"
         "status = lambda: open('/proc/self/status')\n"
         "def anonymous(): return int(next(l for l in status() if l.startswith('RssAnon')).split()[1])\n"
@@ -377,7 +376,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTraine
 
 def entries(tmp_path: Path) -> list[Path]:
     """The folders of the cache entries."""
-    return [path for path in (tmp_path / "cache" / tokens.FOLDER).iterdir() if path.is_dir()]
+    return [path for path in (tmp_path / "cache" / cache.FOLDER).iterdir() if path.is_dir()]
 
 
 def test_rows_are_tokenised_once(tmp_path: Path, cached: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -412,7 +411,7 @@ def test_a_change_of_data_settings_or_code_makes_a_new_cache_entry(
     assert cached(data, prompt_words=2)[1] == 20
     assert cached(Rows(train=path, test_fraction=0.2))[1] == 20
     with monkeypatch.context() as changed:
-        changed.setattr(tokens, "_digest_code", lambda _: "other code")
+        changed.setattr(cache, "_digest_code", lambda _: "other code")
         assert cached(data)[1] == 20
     assert cached(data)[1] == 0
     write(tmp_path / "a.jsonl", numbered(21))
@@ -459,9 +458,9 @@ def test_nothing_is_deleted_but_entries_of_the_cache(tmp_path: Path, cached: Any
     """Other files in the directory that RLHF_CACHE names, in our folder, and in an entry, all a month old."""
     data = Rows(train=write(tmp_path / "a.jsonl", numbered(5)), test_fraction=0)
     cached(data)
-    cache = tmp_path / "cache"
+    folder = tmp_path / "cache"
     (entry,) = entries(tmp_path)
-    kept = [cache / "thesis.tex", cache / ("0" * 32) / "facts.json", cache / "photos" / "deep" / "one.jpg"]
+    kept = [folder / "thesis.tex", folder / ("0" * 32) / "facts.json", folder / "photos" / "deep" / "one.jpg"]
     kept += [entry.parent / "notes.txt", entry.parent / "work" / "facts.json", entry / "mine.txt"]
     elsewhere = tmp_path / "elsewhere" / "facts.json"
     for path in (*kept, elsewhere):
@@ -475,7 +474,7 @@ def test_nothing_is_deleted_but_entries_of_the_cache(tmp_path: Path, cached: Any
 
 
 def test_a_folder_of_the_same_name_that_rlhf_did_not_make_is_not_used(tmp_path: Path, cached: Any) -> None:
-    other = tmp_path / "cache" / tokens.FOLDER / ("0" * 32) / "facts.json"
+    other = tmp_path / "cache" / cache.FOLDER / ("0" * 32) / "facts.json"
     other.parent.mkdir(parents=True)
     other.write_text("mine")
     make_old(tmp_path / "cache")
@@ -491,7 +490,7 @@ def test_two_processes_share_one_cache_entry(tmp_path: Path, tokenizer_path: str
         "from transformers import AutoTokenizer\n"
         "from rlhf_cli.config.data import Rows\n"
         "from rlhf_cli.data.encoders import DemonstrationEncoder\n"
-        "from rlhf_cli.data.tokens import tokenise\n"
+        "from rlhf_cli.data.cache import tokenise\n"
         "from rlhf_cli.data.stage_rows import StageRows\n"
         "tokenizer, rows = AutoTokenizer.from_pretrained(sys.argv[2]), []\n"
         "class Counting(DemonstrationEncoder):\n"

@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerFast
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.data.answers import answer_encoder
+from rlhf_cli.data.cache import tokenise
 from rlhf_cli.data.encode import RowText
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder
 from rlhf_cli.data.records import Answer, Message, Record
 from rlhf_cli.data.stage_rows import ppo_rows, probe_rows, ptx_rows, rm_rows, sft_rows
-from rlhf_cli.data.tokens import tokenise
 from support.tiny import write_jsonl
 
 CHAT = (

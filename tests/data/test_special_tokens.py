@@ -15,12 +15,12 @@ from rlhf_cli.config.data import Rows
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.rewards import ModelReward, named_rewards
 from rlhf_cli.data.answers import answer_encoder
+from rlhf_cli.data.cache import tokenise
 from rlhf_cli.data.encode import RowText, chat_text, encode_for_classifier
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder
 from rlhf_cli.data.records import Answer, Message, Record
 from rlhf_cli.data.special_tokens import BOUNDARY, MARK, SpecialTokens, special_tokens_of
 from rlhf_cli.data.stage_rows import StageRows, ppo_rows, probe_rows, ptx_rows, rm_rows, sft_rows
-from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.errors import DataError
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.models import RewardModel, load_reward_source

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from rlhf_cli.config.data import Rows
+from rlhf_cli.data.cache import cache_directory, tokenise
 from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.stage_rows import StageRows
-from rlhf_cli.data.tokens import cache_directory, tokenise
 from support.tiny import write_jsonl
 
 ROWS = [{"prompt": f"question {n}", "response": f" the lamp is late {n * n}"} for n in range(60)]

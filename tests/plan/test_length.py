@@ -12,9 +12,9 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands.plan import length_lines
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.answers import LabelledPairs, answer_encoder
+from rlhf_cli.data.cache import tokenise
 from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.stage_rows import rm_rows, sft_rows
-from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.plan import run_length as plan_length
 from rlhf_cli.plan.run_length import length_of, training_rows

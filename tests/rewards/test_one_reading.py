@@ -15,11 +15,11 @@ from rlhf_cli.commands import rm_serve
 from rlhf_cli.config.rewards import ModelReward, named_rewards
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.answers import answer_encoder
+from rlhf_cli.data.cache import tokenise
 from rlhf_cli.data.encode import RowText
 from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.records import Message, Record
 from rlhf_cli.data.stage_rows import rm_rows, sft_rows
-from rlhf_cli.data.tokens import tokenise
 from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer
 from rlhf_cli.models.save import save
 from rlhf_cli.rewards.sources import load_rewards
