@@ -32,7 +32,6 @@ from rlhf_cli.run.checkpoint_files import (
     new_checkpoint,
 )
 from support.paths import ROOT
-from support.projects import fails
 from support.tiny import write_jsonl
 
 ESCAPE = "\x1b[2J\x1b]0;title\x07\x9b31m\r"
@@ -141,10 +140,6 @@ def test_a_name_that_is_too_long_is_one_line(name: str, tmp_path: Path, monkeypa
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output
     assert LONG[:40] in result.stderr
-
-
-def test_an_artifact_directory_with_a_name_that_is_too_long_is_one_line(project: Path) -> None:
-    assert "too long" in fails(project, "sft", "--set", f"artifacts={LONG}")
 
 
 def test_named_pipes_do_not_block(project: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from rlhf_cli.errors import ConfigError
 from rlhf_cli.rewards.http_client import JSONClient
 from rlhf_cli.run.artifacts import digest_file
 from support import crash
-from support.rewards import CHAT, batch, source_of
+from support.rewards import batch, source_of
 from support.tiny import encoder, merged, read_jsonl
 
 GUARD_S = 120
@@ -132,8 +132,9 @@ def test_an_overlong_text_is_cut_and_scored(reward_model):
 
 def test_a_classifier_with_labels_is_served(word_piece, tmp_path):
     model = encoder(tmp_path, word_piece, 2, id2label={0: "bad", 1: "good"}, label2id={"bad": 0, "good": 1})
-    with pytest.raises(ConfigError, match="bad, good"):
-        rm_serve.start(RewardServerOptions(str(tmp_path), port=0))
+    for unknown in (None, "great"):
+        with pytest.raises(ConfigError, match="bad, good"):
+            rm_serve.start(RewardServerOptions(str(tmp_path), port=0, label=unknown))
     request = {"query": ["p tent", "q map"], "prompts": ["p", "q"]}
     for settings, texts in (
         ({}, ["p tent", "q map"]),
@@ -145,18 +146,6 @@ def test_a_classifier_with_labels_is_served(word_piece, tmp_path):
         with torch.no_grad():
             wanted = [model(**word_piece(t, return_tensors="pt")).logits[0].softmax(0)[1].item() for t in texts]
         assert found == pytest.approx(wanted, abs=1e-5)
-
-
-def test_a_chat_template_is_served(chat_reward_model):
-    path = chat_reward_model(CHAT)
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-    with served(path, template="chat") as at:
-        (found,) = ask(at.port, {"query": ["map late"], "prompts": ["map"]})[1]["rewards"]
-    turns = [{"role": "user", "content": "map"}, {"role": "assistant", "content": " late"}]
-    ids = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)["input_ids"]
-    with torch.no_grad():
-        wanted = model.score(model.model(ids).last_hidden_state[0, -1]).item()
-    assert found == pytest.approx(wanted, abs=1e-5)
 
 
 def test_ppo_with_the_endpoint_equals_ppo_with_the_model(reward_model, make_model, run_stage, tmp_path):

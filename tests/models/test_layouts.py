@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.config.models import ScratchModel
-from rlhf_cli.models.load import align, load_policy, new_reward_model, prepare
+from rlhf_cli.models.load import align, load_policy, prepare
 from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model
 from support.compare import logits_of
@@ -60,24 +60,6 @@ def test_the_file_has_the_names_of_transformers_which_other_libraries_look_for(e
     )
     assert config["architectures"] == [type(plain).__name__]
     assert (config["model_type"], config["tie_word_embeddings"], config["dtype"]) == (architecture, tied, "float32")
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
-def test_a_reward_model_has_a_head_of_one_label(
-    architecture: str, make_model: Any, tokenizer: Any, tmp_path: Path
-) -> None:
-    """A layer `score` without bias at the top."""
-    model, _ = new_reward_model(str(make_model(architecture)), None, seed=1, head_std=None)
-    model.config.pad_token_id = 0
-    save(model, tokenizer, tmp_path / "model")
-    result = CliRunner().invoke(app, ["export", str(tmp_path / "model"), "--out", str(tmp_path / "out")])
-    assert result.exit_code == 0, result.output
-    tensors = load_file(tmp_path / "out/model.safetensors")
-    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
-    assert set(tensors) == set(plain.state_dict())
-    assert list(tensors["score.weight"].shape) == [1, 32]
-    assert plain.config.architectures == [type(plain).__name__]
-    assert torch.equal(logits(plain), logits(model))
 
 
 @pytest.mark.parametrize("longer", [0, 8])

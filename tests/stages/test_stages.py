@@ -157,20 +157,6 @@ def test_an_encoder_is_trained_as_reward_model_and_scores_a_llama(pipeline, word
     assert value["architectures"] == ["LlamaForSequenceClassification"]
 
 
-def test_label_selects_the_logit_of_a_classifier(pipeline, word_piece, run_stage, tmp_path):
-    model = encoder(tmp_path / "two", word_piece, 2, id2label={0: "bad", 1: "good"}, label2id={"bad": 0, "good": 1})
-    policy = {"path": str(pipeline("llama") / "sft")}
-    rewards = [{"type": "reward_model", "path": str(tmp_path / "two")}]
-    for label in (None, "great"):
-        with pytest.raises(ConfigError, match="bad, good"):
-            run_stage("ppo", tmp_path / "refused", policy=policy, rewards=[{**rewards[0], "label": label}])
-    run_stage("ppo", tmp_path, policy=policy, rewards=[{**rewards[0], "label": "good"}])
-    example = json.loads((tmp_path / "ppo/evaluation.json").read_text())["examples"][0]
-    with torch.no_grad():
-        logits = model(**word_piece(example["prompt"] + example["sft"]["reply"], return_tensors="pt")).logits[0]
-    assert example["sft"]["score"] == pytest.approx(logits[1].item(), abs=1e-5)
-
-
 def test_a_long_text_is_cut_to_the_positions_of_roberta(word_piece, tmp_path):
     """RoBERTa's 130 positions hold 128 tokens: the first position is pad_token_id + 1."""
     torch.manual_seed(0)
@@ -216,9 +202,6 @@ def test_one_normalization_sample_gives_no_nan(pipeline, run_stage, tmp_path):
     assert math.isfinite(json.loads((tmp_path / "rm/model/config.json").read_text())["score_std"])
 
 
-# ------------------------------------------------------------------------------------- interruptions
-
-
 # ------------------------------------------------------------------------------------------- learning
 
 
@@ -240,46 +223,6 @@ def test_sft_learns_a_fixed_answer(make_model, data, run_stage, tmp_path):
     assert losses[-1] < 0.2
     assert {row["response"] for row in read_jsonl(tmp_path / "sft/samples.jsonl")} == {" thank you today"}
     assert all(row["ended"] for row in read_jsonl(tmp_path / "sft/samples.jsonl"))
-
-
-def test_the_reward_model_learns_a_word(make_model, run_stage, tmp_path):
-    """One word separates good from bad answers, at any position and any length."""
-    run_stage(
-        "rm",
-        tmp_path,
-        model={"path": str(make_model("llama"))},
-        training={"num_steps": 60, "minibatch_size": 8},
-        optimizer={"learning_rate": 5e-3},
-    )
-    final = read_manifest(tmp_path / "rm").metrics
-    assert final["eval/accuracy"] == 1.0
-    assert final["eval/margin"] > 1
-
-
-def test_ppo_learns_to_write_a_letter(make_model, run_stage, tmp_path):
-    """The share of one letter in the responses rises, from random weights."""
-    rewards = function_file(tmp_path, "return [10 * r.count('e') / max(1, len(r)) for r in responses]")
-    run_stage(
-        "ppo",
-        tmp_path,
-        policy={"path": str(make_model("llama"))},
-        rewards=rewards,
-        rollout={"max_new_tokens": 8},
-        ppo={
-            "num_iterations": 15,
-            "rollout_batch_size": 48,
-            "minibatch_size": 24,
-            "kl_coef": 0.0,
-            "missing_eos_penalty": 0.0,
-        },
-        optimizer={"learning_rate": 5e-3},
-    )
-    rows = metrics(tmp_path, "ppo")
-    first, last = (sum(row["objective/score"] for row in part) / 3 for part in (rows[:3], rows[-3:]))
-    assert last > first + 1.5, (first, last)
-    evaluation = json.loads((tmp_path / "ppo/evaluation.json").read_text())
-    assert evaluation["ppo"]["score_mean"] > evaluation["sft"]["score_mean"] + 1.0
-    assert evaluation["ppo"]["kl"] > 0.5
 
 
 # ------------------------------------------------------------------------------- details
