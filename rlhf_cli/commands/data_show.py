@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -88,7 +88,7 @@ def data_show(
 
 def _numbered(screen: RowPrinter, part: StageRows, number: int) -> Record:
     """The row whose place ends in `number`, from the first file that has one. A bad row is printed unparsed."""
-    for source in [*part.rows.train, *(part.rows.validation or []), *(part.rows.test or [])]:
+    for source in chain(*part.rows.by_side.values()):
         format_ = None
         for row in read_rows(source):
             if format_ is None and isinstance(row, Row):

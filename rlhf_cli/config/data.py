@@ -128,6 +128,11 @@ class Rows(Section):
     on_bad_row: Literal["error", "skip"] = "error"
     """Whether a row that cannot be read stops the run or is skipped and counted."""
 
+    @property
+    def by_side(self) -> dict[str, list[DataSource]]:
+        """The sources of each side; empty for a side that names none."""
+        return {"train": self.train, "validation": self.validation or [], "test": self.test or []}
+
     def rules(self) -> Iterator[str]:
         if self.split is not None and not sum(self.split):
             yield "split: all three shares are 0; at least one must be above 0"
@@ -168,11 +173,10 @@ class PromptData(Rows):
     """What to do with a longer prompt: skip it, or cut its beginning or its end. All are counted."""
 
 
-def numbered(sources: dict[str, DataSource | list[DataSource] | None]) -> dict[str, DataSource]:
+def numbered(sources: dict[str, list[DataSource]]) -> dict[str, DataSource]:
     """Sources by role. The sources of a mixture are numbered: train.0, train.1."""
     by_role: dict[str, DataSource] = {}
-    for role, given in sources.items():
-        several = given if isinstance(given, list) else [] if given is None else [given]
+    for role, several in sources.items():
         for number, source in enumerate(several):
             by_role[role if len(several) == 1 else f"{role}.{number}"] = source
     return by_role

@@ -318,8 +318,7 @@ class PPOConfig(Stage):
 
     @property
     def sources(self) -> dict[str, DataSource]:
-        data, ptx = self.data, self.ptx.train if self.ptx is not None else None
-        return numbered({"train": data.train, "validation": data.validation, "test": data.test, "ptx": ptx})
+        return numbered(self.data.by_side | {"ptx": [] if self.ptx is None else self.ptx.train})
 
     @property
     def inputs(self) -> dict[str, tuple[str, str | None]]:

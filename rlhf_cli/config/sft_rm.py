@@ -105,8 +105,7 @@ class SFTConfig(Stage):
 
     @property
     def sources(self) -> dict[str, DataSource]:
-        data = self.data
-        return numbered({"train": data.train, "validation": data.validation, "test": data.test})
+        return numbered(self.data.by_side)
 
     @property
     def inputs(self) -> dict[str, tuple[str, str | None]]:
@@ -226,9 +225,8 @@ class RMConfig(Stage):
 
     @property
     def sources(self) -> dict[str, DataSource]:
-        data = self.data
-        held_out = {"validation": data.validation, "test": data.test, "probes": data.probes}
-        return numbered({"train": data.train, **held_out})
+        probes = self.data.probes
+        return numbered(self.data.by_side | {"probes": [] if probes is None else [probes]})
 
     @property
     def inputs(self) -> dict[str, tuple[str, str | None]]:

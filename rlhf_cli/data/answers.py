@@ -91,9 +91,6 @@ class AnswerEncoder(RowEncoder[T], Generic[T]):
         super().__init__(tokenizer, stage_rows)
         self.reads_last_token = reads_last_token
 
-    def settings(self) -> dict[str, Any]:
-        return super().settings() | {"reads last token": self.reads_last_token}
-
     def sequences(self, rows: Sequence[Record]) -> list[list[Tokens]]:
         found = iter(self.encode_rows([one for row in rows for one in row.each()]))
         return [[next(found) for _ in row.answers] for row in rows]

@@ -10,7 +10,6 @@ makes a new entry. You may delete the cache at any time.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import functools
 import hashlib
@@ -24,7 +23,7 @@ import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_type_hints, overload
 
@@ -238,16 +237,15 @@ def _remove_old(root: Path) -> None:
 
 def _key(encoder: RowEncoder[T]) -> str:
     spec = encoder.stage_rows
-    sources = [*spec.rows.train, *(spec.rows.validation or []), *(spec.rows.test or [])]
     facts = {
-        "data": [_digest_source(source) for source in sources],
+        "data": [_digest_source(source) for sources in spec.rows.by_side.values() for source in sources],
         "rows": spec.rows.model_dump(mode="json"),
-        "purpose": spec.purpose,
-        "settings": encoder.settings(),
+        "settings": {field.name: getattr(spec, field.name) for field in fields(spec) if field.name != "rows"},
+        "reads last token": encoder.reads_last_token,
         "tokenizer": _digest_tokenizer(encoder.tokenizer),
         "code": _digest_code(encoder.kind),
     }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=asdict).encode()).hexdigest()[:32]
 
 
 def _digest_source(source: DataSource) -> str:
@@ -352,8 +350,8 @@ class TableWriter(Generic[T]):
 
     def __init__(self, path: Path, kind: type[T]):
         self._adapters = _adapters(kind)
-        fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-        self._schema = pa.schema([(name, TOKENS.get(type_, pa.large_string())) for name, type_ in fields.items()])
+        types = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
+        self._schema = pa.schema([(name, TOKENS.get(type_, pa.large_string())) for name, type_ in types.items()])
         self._file = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._file, self._schema)
         self._rows: list[T] = []
@@ -420,7 +418,4 @@ def _buffer(column: pa.Array, type_: type[np.generic], num: int) -> np.ndarray:
 def _adapters(kind: type) -> dict[str, TypeAdapter[Any] | None]:
     """The JSON adapter of each field, or None for fields that Arrow holds directly."""
     types = get_type_hints(kind)
-    return {
-        field.name: None if str(field.type) in TOKENS else TypeAdapter(types[field.name])
-        for field in dataclasses.fields(kind)
-    }
+    return {field.name: None if str(field.type) in TOKENS else TypeAdapter(types[field.name]) for field in fields(kind)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rlhf_cli.data.encode import (
     Example,
@@ -46,6 +46,8 @@ class RowEncoder(Generic[T]):
     """Encodes the rows that a stage sees to items of one kind `T`."""
 
     kind: type[T]
+    reads_last_token = True
+    """The model is causal. Only a reward model may be an encoder model, which reads whole texts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stage_rows: StageRows):
         self.tokenizer, self.stage_rows = tokenizer, stage_rows
@@ -71,19 +73,6 @@ class RowEncoder(Generic[T]):
         """The first special token in the row's own text, or None."""
         before = [message.content for message in row.messages] or [row.prompt]
         return special_tokens_of(self.tokenizer).first_in([*before, *row.texts])
-
-    def settings(self) -> dict[str, Any]:
-        """Every option besides the tokenizer that decides the items: part of the token cache's key."""
-        spec = self.stage_rows
-        return {
-            "role": spec.role,
-            "limits": [self.limits.max_length, self.limits.truncation, self.limits.min_response_length],
-            "template": spec.template,
-            "prompt_words": spec.prompt_words,
-            "learn_all": spec.learn_all,
-            "margin_column": spec.margin_column,
-            "keep_special": spec.keep_special,
-        }
 
 
 class DemonstrationEncoder(RowEncoder[Example]):

@@ -240,8 +240,7 @@ def records(
     weight 0.5 half of its rows, chosen by a hash. `role` names the data in messages. Raises DataError for a row that
     cannot be read, unless such rows are skipped, and if no row is left to train on or to hold out.
     """
-    by_side = {"train": data.train, "validation": data.validation or [], "test": data.test or []}
-    for source_side, sources in by_side.items():
+    for source_side, sources in data.by_side.items():
         splits = source_side == "train" and data.test is None  # training rows may be held out
         if only not in (None, source_side) and not (splits and only == "test"):
             continue
@@ -269,18 +268,13 @@ def records(
 
 def _require_rows(data: Rows, report: Report, role: str, only: str | None) -> None:
     """Raise DataError if a side that was read has no rows."""
-    if only in (None, "train") and not report.rows["train"]:
-        paths = ", ".join(source.path for source in data.train)
-        raise DataError(
-            f"{role}.train: {paths}: no row is left to train on. Widen `select`, `split` or `weight`, or lower "
-            f"test_fraction{_reasons(report)}"
-        )
-    for side, sources in (("validation", data.validation), ("test", data.test)):
-        if only in (None, side) and sources is not None and not report.rows[side]:
+    for side, sources in data.by_side.items():
+        if only in (None, side) and sources and not report.rows[side]:
             paths = ", ".join(source.path for source in sources)
-            raise DataError(
-                f"{role}.{side}: {paths}: no row is left to hold out. Widen `select` or `split`{_reasons(report)}"
-            )
+            advice = "no row is left to hold out. Widen `select` or `split`"
+            if side == "train":
+                advice = "no row is left to train on. Widen `select`, `split` or `weight`, or lower test_fraction"
+            raise DataError(f"{role}.{side}: {paths}: {advice}{_reasons(report)}")
 
 
 def first_format(source: DataSource, purpose: Purpose) -> Format:
