@@ -41,7 +41,7 @@ from rlhf_cli.models.forward import autocast
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
-from rlhf_cli.training.loss_scale import LossScale
+from rlhf_cli.training.bad_steps import LossScale
 from rlhf_cli.training.optimizer import build_stepper
 
 HEAD = ["model", "work", "figure", "share of the limit, or ratio", "goal", "remarks"]

@@ -43,10 +43,9 @@ from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.environment import set_up_process
 from rlhf_cli.rewards.models import score_sequences
 from rlhf_cli.rollout.distribution import Response, Sampling
-from rlhf_cli.rollout.rollout import cut_responses
+from rlhf_cli.rollout.rollout import Models, cut_responses, response_logprobs, response_values
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
-from rlhf_cli.rollout.token_scores import Models, response_logprobs, response_values
-from rlhf_cli.training.loss_scale import LossScale
+from rlhf_cli.training.bad_steps import LossScale
 from rlhf_cli.training.optimizer import build_stepper
 
 

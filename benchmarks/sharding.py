@@ -34,7 +34,7 @@ from rlhf_cli.models.fsdp import shard_model
 from rlhf_cli.models.load import load_policy, prepare
 from rlhf_cli.processes import distributed
 from rlhf_cli.processes.environment import set_up_process
-from rlhf_cli.training.loss_scale import LossScale
+from rlhf_cli.training.bad_steps import LossScale
 from rlhf_cli.training.optimizer import build_stepper
 from stages.sft import _accumulate
 

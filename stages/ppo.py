@@ -10,7 +10,7 @@ Writes  <artifacts>/ppo/model, value_model, metrics.jsonl, health.jsonl, samples
 Each iteration:
 
  1. rollout: sample responses to prompts. Ratio, KL and entropy use the distribution that was sampled from, with its
-    temperature and filters
+    temperature and filters (top-p and others: `kept_tokens` in rollout/distribution.py)
  2. score: the weighted sum of the rewards (compared with ref_policy's replies by `shaping`), normalised, clipped, mixed
     with the limits, minus penalties (missing EOS, length)
  3. token rewards: -kl_coef * (logprobs - ref_logprobs), plus the score at the last token (Ziegler et al. 2019, eq. 2)
@@ -50,17 +50,27 @@ from rlhf_cli.algorithms.kl import kl_estimate, kl_loss, sequence_k2_loss
 from rlhf_cli.algorithms.names import KLEstimator
 from rlhf_cli.algorithms.policy import entropy_bonus, mixed_loss, penalty_loss, policy_loss
 from rlhf_cli.algorithms.value import value_loss
-from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.ppo_update import PPO
+from rlhf_cli.config.ppo import PPO, PPOConfig
 from rlhf_cli.models.passes import recomputing
 from rlhf_cli.ppo.carried import Carried
-from rlhf_cli.ppo.health import report_iteration, report_start
-from rlhf_cli.ppo.metrics import SHOWN, count_rollout, count_update, failed_batch, iteration_metrics, log_samples
+from rlhf_cli.ppo.metrics import (
+    SHOWN,
+    count_rollout,
+    count_update,
+    failed_batch,
+    iteration_metrics,
+    log_samples,
+    report_iteration,
+    report_start,
+)
 from rlhf_cli.ppo.scores import (
+    Limits,
+    ScoreScale,
     measure_reference,
     note_reward_errors,
     over_groups,
     scores_of_rollout,
+    shaped_score,
     split_dense,
     summed,
 )
@@ -81,11 +91,9 @@ from rlhf_cli.ppo.update import (
 )
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.rewards.base import Scores
-from rlhf_cli.rewards.score import Limits, ScoreScale, shaped_score
 from rlhf_cli.rollout.distribution import Response
-from rlhf_cli.rollout.rollout import RolloutBatch, collect
+from rlhf_cli.rollout.rollout import RolloutBatch, TokenScores, collect, response_values, score_tokens
 from rlhf_cli.rollout.sampling import draw_uniforms
-from rlhf_cli.rollout.token_scores import TokenScores, response_values, score_tokens
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.tensor_ops import totals
 

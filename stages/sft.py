@@ -23,9 +23,10 @@ if __name__ == "__main__":  # Before torch is imported, which reads these settin
     set_up_process()
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from rlhf_cli.algorithms.language_model import lm_loss
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.batches import Budget, deal, stream
 from rlhf_cli.data.cache import Table, tokenise
-from rlhf_cli.data.encode import Example, require_eos
+from rlhf_cli.data.encode import Example, RowText, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.records import Record
 from rlhf_cli.data.row_counts import Report
@@ -56,8 +57,9 @@ from rlhf_cli.models.vocabulary import add_tokens, embed_tokens
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.pass_loop import GradientSum
 from rlhf_cli.report.progress import Display
-from rlhf_cli.rollout.questions import Questions
-from rlhf_cli.rollout.token_scores import scored_targets
+from rlhf_cli.rollout.rollout import scored_targets
+from rlhf_cli.rollout.sampling import draw_uniforms
+from rlhf_cli.rollout.speaker import Speaker
 from rlhf_cli.run.artifacts import model_directory
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.tensor_ops import totals
@@ -284,6 +286,47 @@ def _warn_of_unused_tokens(
                 f"model.add_tokens: {token!r} is in no training row, so it is not learned. Write it in "
                 "data.prompt_template or the chat template, or set data.special_tokens: keep if your rows contain it"
             )
+
+
+# ------------------------------------------------------------------------------ held-out prompts that the model answers
+
+
+class Questions:
+    """The first held-out prompts that leave room for an answer in the model's positions; none without rows."""
+
+    def __init__(
+        self,
+        rows: Iterable[Record] | None,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: SFTConfig,
+        stage: StageRun,
+    ):
+        self.stage, self.seed = stage, config.seed
+        self.speaker, most = Speaker.at_evaluation(config, model, tokenizer), config.evaluation.num_samples
+        self.rows = list(islice(self.speaker.fitting(rows or ()), most))
+        self.text = RowText(tokenizer, self.speaker.form.template)
+        if rows is not None and most and not self.rows:
+            room = f"no held-out prompt leaves room for {self.speaker.max_new_tokens} tokens, so no samples"
+            stage.display.note(room)
+
+    @torch.no_grad()
+    def answer(self, step: int, num_shown: int | None) -> None:
+        """Sample an answer to each on the first process, for samples.jsonl; print the first `num_shown`, or all."""
+        speaker, stage, model = self.speaker, self.stage, self.speaker.model
+        if not self.rows or not stage.world.takes_part(model):
+            return
+        was_training = model.training
+        model.eval()
+        uniforms = draw_uniforms(self.seed, "sft samples", step, len(self.rows), speaker.max_new_tokens)
+        responses = speaker.respond([ids for _, ids in self.rows], uniforms)
+        model.train(was_training)
+        for number, ((row, _), response) in enumerate(zip(self.rows, responses, strict=True)):
+            prompt, text = self.text.prompt(row), speaker.text(response)
+            sample = {"step": step, "prompt": prompt, "response": text, "ended": response.ended}
+            stage.sample(sample | {"target": row.response})
+            if num_shown is None or number < num_shown:
+                stage.display.exchange(prompt, {f"step {step}": text, "target": row.response})
 
 
 if __name__ == "__main__":

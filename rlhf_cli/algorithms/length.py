@@ -9,6 +9,17 @@ NUM_POINTS = 33
 SPAN = 0.5
 
 
+def reply_length(text: str, eos: str | None = None) -> int:
+    """The length that a reward model is corrected by: characters, without space around them and an `eos` behind them.
+
+    Characters are the same for every tokenizer.
+
+    >>> reply_length(" Hello! "), reply_length("Hi</s>", "</s>")
+    (6, 2)
+    """
+    return len(text.strip().removesuffix(eos or "").rstrip())
+
+
 class LengthCurve(NamedTuple):
     """A piecewise linear function of the length: two tensors [G], the lengths increasing."""
 

@@ -22,11 +22,10 @@ from rlhf_cli.commands.pipeline import require_lora
 from rlhf_cli.config.by_stage import CONFIGS, known_stage, load_stage_config, stage_of
 from rlhf_cli.config.explain import KEY_SYNONYMS, alternatives, fields_of, tag_values
 from rlhf_cli.config.loader import config_schema
-from rlhf_cli.config.quoting import plain
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.errors import ConfigError, UserError
-from rlhf_cli.printing import say
+from rlhf_cli.printing import plain, say
 
 StageName = Annotated[
     str | None, typer.Option("--stage", help="sft, rm or ppo, if the name of the file does not tell.")

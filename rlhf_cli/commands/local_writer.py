@@ -11,8 +11,7 @@ from rlhf_cli.data.encode import require_eos
 from rlhf_cli.data.records import Record, transcript
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
 from rlhf_cli.processes.distributed import start
-from rlhf_cli.rollout.prompt_form import PromptForm
-from rlhf_cli.rollout.speaker import PromptRefused, Speaker
+from rlhf_cli.rollout.speaker import PromptForm, PromptRefused, Speaker
 from rlhf_cli.run.artifacts import model_directory
 from rlhf_cli.seeding import generator
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rlhf_cli.config.quoting import Keys, did_you_mean, found, plain
 from rlhf_cli.config.yaml_text import SCALARS
+from rlhf_cli.printing import Keys, did_you_mean, found, plain
 
 FEW_KEYS = 12
 """List the valid keys in a message only if there are at most this many."""

@@ -18,8 +18,8 @@ from pydantic import BaseModel, ValidationError
 
 from rlhf_cli.config.base import FILLED, REMOVED, UnreadError
 from rlhf_cli.config.explain import explain, fields_of
-from rlhf_cli.config.quoting import did_you_mean
 from rlhf_cli.config.yaml_tree import Tree
+from rlhf_cli.printing import did_you_mean
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -19,9 +19,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from rlhf_cli.config.quoting import shown
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.printing import is_utf8
+from rlhf_cli.printing import is_utf8, shown
 
 MAX_BYTES = 256 * 1024  # PyYAML reads about 100 kB a second
 MAX_DEPTH = 40

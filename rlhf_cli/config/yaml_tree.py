@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import yaml
 
 from rlhf_cli.config.base import expand_home
-from rlhf_cli.config.quoting import Keys, clipped, dotted, found, shown
 from rlhf_cli.config.yaml_text import (
     MAX_DEPTH,
     SCALARS,
@@ -30,7 +29,7 @@ from rlhf_cli.config.yaml_text import (
     shown_tag,
 )
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.printing import is_utf8, printable
+from rlhf_cli.printing import Keys, clipped, dotted, found, is_utf8, printable, shown
 
 MAX_NODES = 100_000  # after aliases are expanded; 64 characters of text count as one more
 MAX_PROBLEMS = 40

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_cli.algorithms.length import reply_length
 from rlhf_cli.data.cache import Table, Tokenised
 from rlhf_cli.data.encode import Skipped, encode_for_classifier, fit, last_run, too_short
 from rlhf_cli.data.encoders import RowEncoder, Tokens
@@ -21,17 +22,6 @@ from rlhf_cli.packing import common_prefix
 from rlhf_cli.seeding import generator
 
 T = TypeVar("T")
-
-
-def reply_length(text: str, eos: str | None = None) -> int:
-    """The length that a reward model is corrected by: characters, without space around them and an `eos` behind them.
-
-    Characters are the same for every tokenizer.
-
-    >>> reply_length(" Hello! "), reply_length("Hi</s>", "</s>")
-    (6, 2)
-    """
-    return len(text.strip().removesuffix(eos or "").rstrip())
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 class NetworkWeights(list[Tensor]):
     """The weights of a network, and functions that read them from this list when they are called.
 
-    So a step that was recorded with other weights in the list (recorded.py) computes with those that it is given.
+    So a step that was recorded with other weights in the list (`recorded`) computes with those that it is given.
     """
 
     are_all = True

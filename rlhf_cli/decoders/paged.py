@@ -25,10 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_cli.decoders.decoder import UnsupportedError, gap_to_forward, once_per_model
+from rlhf_cli.decoders.decoder import UnsupportedError, gap_to_forward, once_per_model, recorded
 from rlhf_cli.decoders.network import read_network
 from rlhf_cli.decoders.paged_cache import PAGE, PagedCache, Places, attend
-from rlhf_cli.decoders.recorded import recorded
 from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, held_precision, positions, vocabulary_rows
 from rlhf_cli.packing import pack
 from rlhf_cli.processes.threads import num_threads

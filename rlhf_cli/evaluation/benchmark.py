@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_cli.algorithms.length import reply_length
 from rlhf_cli.algorithms.reward_bench import Answers, best_is_right, ties_scores
 from rlhf_cli.config.data import DataSource
-from rlhf_cli.data.answers import AnswerEncoder, answer_encoder, reply_length
+from rlhf_cli.data.answers import AnswerEncoder, answer_encoder
 from rlhf_cli.data.encode import Limits, Skipped
 from rlhf_cli.data.read import read_rows
 from rlhf_cli.data.records import Answer, BadRow, Message, Record
@@ -27,7 +28,7 @@ from rlhf_cli.errors import DataError
 from rlhf_cli.evaluation.figures import rate_figure
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.report.figure import Figure, Figures
-from rlhf_cli.rewards.texts import length_limit
+from rlhf_cli.rewards.models import length_limit
 from rlhf_cli.run.artifacts import fingerprint, read_manifest_or_none, stage_directory
 from rlhf_cli.trained.run import Run
 

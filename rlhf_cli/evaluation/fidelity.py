@@ -31,9 +31,9 @@ from rlhf_cli.models.forward import positions, target_logits, vocabulary_rows
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
 from rlhf_cli.report.figure import Figure, Figures
 from rlhf_cli.rollout.distribution import Response
+from rlhf_cli.rollout.rollout import MAX_LOGITS
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.speaker import Speaker
-from rlhf_cli.rollout.token_scores import MAX_LOGITS
 from rlhf_cli.trained.locate import StageModel
 from rlhf_cli.trained.run import Run
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.bootstrap import bootstrap_interval
-from rlhf_cli.algorithms.comparison import length_controlled_interval, length_controlled_win_rate
 from rlhf_cli.algorithms.statistics import correlation, newcombe_interval, wilson_interval
 from rlhf_cli.report.figure import Figure, Figures, cells, readable
 from rlhf_cli.report.progress import Display
@@ -56,12 +55,6 @@ def difference_figure(after: Tensor, before: Tensor, *, seed: int) -> Figure:
 
 def _is_binary(values: Tensor) -> bool:
     return bool(((values == 0) | (values == 1)).all())
-
-
-def equal_length_figure(win: Tensor, length_a: Tensor, length_b: Tensor) -> Figure:
-    """The share of rows that A would win at equal length, with its interval (`length_controlled_win_rate`)."""
-    rate = length_controlled_win_rate(win, length_a, length_b)
-    return Figure(rate, *length_controlled_interval(win, length_a, length_b), len(win))
 
 
 def ratio_figure(numerator: Tensor, denominator: Tensor, *, seed: int) -> Figure:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 
+from rlhf_cli.algorithms.comparison import length_controlled_interval, length_controlled_win_rate
 from rlhf_cli.errors import RunError
-from rlhf_cli.evaluation.figures import Sentences, as_json, equal_length_figure, share_figure, show
-from rlhf_cli.report.figure import Figures
+from rlhf_cli.evaluation.figures import Sentences, as_json, share_figure, show
+from rlhf_cli.report.figure import Figure, Figures
 
 Verdict = Literal["first", "second"]
 POINTS: dict[Verdict, float] = {"first": 1.0, "second": 0.0}
@@ -74,3 +76,9 @@ def judge_replies(report: dict[str, Any], judge: Judge, sentences: Sentences) ->
     report["win_rate"] |= as_json(figures)
     report["judge"] = {"name": judge.name, "pairs": len(order), "unclear": len(rows) - len(order)}
     report["sentences"] = [*report.get("sentences", []), *sentences.texts]
+
+
+def equal_length_figure(win: Tensor, length_a: Tensor, length_b: Tensor) -> Figure:
+    """The share of rows that A would win at equal length, with its interval (`length_controlled_win_rate`)."""
+    rate = length_controlled_win_rate(win, length_a, length_b)
+    return Figure(rate, *length_controlled_interval(win, length_a, length_b), len(win))

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_cli.algorithms.length import regression_on_length
+from rlhf_cli.algorithms.length import regression_on_length, reply_length
 from rlhf_cli.config.sft_rm import RMConfig
-from rlhf_cli.data.answers import AnswerEncoder, RankedIds, ScoredIds, reply_length
+from rlhf_cli.data.answers import AnswerEncoder, RankedIds, ScoredIds
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Skipped
 from rlhf_cli.data.formats import first_words
@@ -40,8 +40,7 @@ from rlhf_cli.models.load import (
 from rlhf_cli.models.save import save_facts
 from rlhf_cli.models.shard import prepare_for, shards
 from rlhf_cli.rewards.base import Spoken
-from rlhf_cli.rewards.models import score_sequences
-from rlhf_cli.rewards.texts import closed, cut_all, encode_whole, length_limit
+from rlhf_cli.rewards.models import closed, cut_all, encode_whole, length_limit, score_sequences
 from rlhf_cli.rollout.rollout import gather_responses
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.speaker import Speaker

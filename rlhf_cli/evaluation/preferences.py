@@ -17,8 +17,9 @@ from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.algorithms.statistics import correlation
 from rlhf_cli.data.answers import RankedIds, ScoredIds
 from rlhf_cli.evaluation import agreement
-from rlhf_cli.evaluation.figures import bootstrapped, equal_length_figure, mean_figure, share_figure
+from rlhf_cli.evaluation.figures import bootstrapped, mean_figure, share_figure
 from rlhf_cli.evaluation.invariance import PREFIXES
+from rlhf_cli.evaluation.judging import equal_length_figure
 from rlhf_cli.report.figure import Figure, Figures
 
 GROUP_COLUMNS = ("subset", "source", "category", "probe", "split")

@@ -21,21 +21,20 @@ from rlhf_cli.errors import ConfigError
 from rlhf_cli.evaluation.figures import (
     bootstrapped,
     difference_figure,
-    equal_length_figure,
     mean_figure,
     rate_figure,
     share_figure,
 )
+from rlhf_cli.evaluation.judging import equal_length_figure
 from rlhf_cli.evaluation.likelihood import reply_figures
 from rlhf_cli.report.figure import Figures
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.functions import call, load_function, named_numbers
 from rlhf_cli.rewards.sources import load_rewards, samples_of, total_score
 from rlhf_cli.rollout.distribution import Response
-from rlhf_cli.rollout.rollout import collect
+from rlhf_cli.rollout.rollout import Models, collect
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.speaker import Speaker
-from rlhf_cli.rollout.token_scores import Models
 from rlhf_cli.trained.run import Run
 
 ROWS = 512

@@ -7,7 +7,7 @@ They explain a limit; other tasks may differ.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from statistics import correlation, fmean
 from typing import Any
 
@@ -612,37 +612,3 @@ EVALUATION = warning(
     "model on labelled samples of this policy",
     overoptimisation,
 )
-
-# ------------------------------------------------------------------------------------- held-out rows of SFT and RM
-
-MEMORISES = "memorises"
-"""The name of the finding."""
-HELD_OUT_RISE = 1.05
-"""Held-out loss, divided by its lowest so far. Good: up to 1.01."""
-LEAST_RISE = 0.01
-"""Nats: near a loss of 0 smaller differences mean nothing."""
-
-
-def memorises(held_out: Sequence[tuple[int, float]], training: Sequence[tuple[int, float]]) -> str | None:
-    """The message if the held-out loss is above its lowest while the training loss fell further; else None.
-
-    Both are (step, loss), in order. The training loss is averaged over as many steps as lie between two evaluations.
-
-    >>> held_out, training = [(10, 1.0), (20, 1.2)], [(step, 2.0 - step / 10) for step in range(1, 21)]
-    >>> memorises(held_out, training)[:78]
-    'The held-out loss is 1.2, 20% above the 1 of step 10, and the training loss fe'
-    """
-    if len(held_out) < 2:
-        return None
-    (best_step, best), (step, now) = min(held_out, key=lambda one: one[1]), held_out[-1]
-    window = step - held_out[-2][0]
-    before = [loss for at, loss in training if best_step - window < at <= best_step]
-    last = [loss for at, loss in training if step - window < at <= step]
-    rises = now > max(HELD_OUT_RISE * best, best + LEAST_RISE)
-    if not (rises and before and last and fmean(last) < fmean(before)):
-        return None
-    return (
-        f"The held-out loss is {now:.3g}, {now / best - 1:.0%} above the {best:.3g} of step {best_step}, and the "
-        f"training loss fell from {fmean(before):.3g} to {fmean(last):.3g} since then (means of {window} steps). The "
-        "model memorises its training rows."
-    )

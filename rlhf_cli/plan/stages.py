@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
-from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.ppo_update import PPO
+from rlhf_cli.config.ppo import PPO, PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage, Training
 from rlhf_cli.data.batches import PART_TOKENS

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from rlhf_cli.algorithms.moments import Moments
-from rlhf_cli.ppo.health import new_health
 from rlhf_cli.ppo.held_out import HeldOut
-from rlhf_cli.ppo.references import References
+from rlhf_cli.ppo.metrics import new_health
+from rlhf_cli.ppo.scores import Limits, References, ScoreScale
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.ppo.update import TENSORS, KLCoefs, Recent, UpdateBatch, from_all_processes, select
-from rlhf_cli.rewards.score import Limits, ScoreScale
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.run.checkpoint import State, Stateful, Weights
 

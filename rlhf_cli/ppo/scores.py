@@ -1,33 +1,46 @@
-"""What the rewards are asked and answer; the scores of ref_policy; what the processes exchange for both."""
+"""From responses to the score that PPO optimises: what the rewards say, beside ref_policy's replies, and its shape."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TypeVar, cast
+from typing import Any, TypeVar, assert_never, cast
 
 import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.advantages import group_advantages
+from rlhf_cli.algorithms.moments import Moments, merge, moments_of
 from rlhf_cli.algorithms.names import GroupBaseline
-from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.algorithms.shaping import (
+    clip_score,
+    length_penalty,
+    limited_score,
+    log_sigmoid_score,
+    missing_eos,
+    next_lambda,
+    overlong_penalty,
+    preference_score,
+)
+from rlhf_cli.config.ppo import PPO, PPOConfig
+from rlhf_cli.config.rewards import Limit, Shaping
 from rlhf_cli.data.batches import chunks, stream
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.errors import RewardError
+from rlhf_cli.files import read_text
 from rlhf_cli.ppo.setup import Setup, adjacent_responses
-from rlhf_cli.processes.distributed import World, where
+from rlhf_cli.processes.distributed import World, gather_texts, where
 from rlhf_cli.processes.pass_loop import over_pieces
 from rlhf_cli.processes.sharding import is_sharded
 from rlhf_cli.rewards.base import Scores
 from rlhf_cli.rewards.models import RewardModel
-from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rewards.sources import samples_of, total_score
 from rlhf_cli.rollout.distribution import Response
-from rlhf_cli.rollout.rollout import RolloutBatch, collect
+from rlhf_cli.rollout.rollout import Models, RolloutBatch, collect
 from rlhf_cli.rollout.sampling import draw_uniforms, response_text
-from rlhf_cli.rollout.token_scores import Models
+from rlhf_cli.run.checkpoint import State
 from rlhf_cli.tensor_ops import pad_rows
 
 T = TypeVar("T")
@@ -202,3 +215,245 @@ def or_failure(world: World, compute: Callable[[], T], save: Callable[[], object
         save()
         raise _PlacedError(first)
     return cast(T, result)
+
+
+# ---------------------------------------------------------- replies of ref_policy, with whose scores `shaping` compares
+
+
+class References:
+    """The rows of references.jsonl, by the number of the prompt. Without `shaping` it does nothing.
+
+    A row has the prompt's number and text, the replies, and their scores by each source that has a `shaping`.
+    The replies to a prompt depend on the seed and the prompt alone. A resumed run reads them from the file.
+    """
+
+    def __init__(self, setup: Setup):
+        self.setup, self.shapings = setup, setup.config.shapings
+        self.count = max((shaping.num_references for _, shaping in self.shapings.values()), default=0)
+        self.rows: dict[int, dict[str, Any]] = {}
+        self.sampled: list[int] = []
+        """The numbers of the rows that are not in the file."""
+
+    def sample(self) -> None:
+        """Sample and score what the file of an interrupted run lacks, before training: the policy is ref_policy.
+
+        Raises RewardError if a reward fails on any process.
+        """
+        setup, config = self.setup, self.setup.config
+        if not self.shapings:
+            return
+        self.rows = {row["number"]: row for row in setup.world.of_main(self._read)}
+        used = {number for iteration in range(config.ppo.num_iterations) for number in setup.numbers_of(iteration)}
+        self.sampled = sorted(used - self.rows.keys())
+        if self.sampled:
+            setup.stage.display.note(
+                f"sampling {self.count} replies of ref_policy to each of {len(self.sampled):,} prompts, with which "
+                f"shaping compares ({', '.join(self.shapings)})"
+            )
+        for part in chunks(self.sampled, config.ppo.rollout_batch_size):
+            self._sample(part)
+
+    def write(self, first: int) -> None:
+        """Write the new rows, once it is known at which iteration the run starts: at 0 without any file."""
+        for number in sorted(self.rows) if first == 0 else self.sampled:
+            self.setup.stage.record("references", self.rows[number])
+
+    def compared(self, scores: Scores, iteration: int) -> Scores:
+        """The scores of this process's responses of an iteration, with the shaped ones."""
+        if not self.shapings:
+            return scores
+        setup = self.setup
+        of_responses = [n for n in setup.numbers_of(iteration) for _ in range(setup.config.rollout.samples_per_prompt)]
+        own = setup.world.shard(of_responses, setup.adjacent)
+        total, each = scores.total, dict(scores.each)
+        for name, (weight, shaping) in self.shapings.items():
+            found = [self.rows[number]["scores"][name][: shaping.num_references] for number in own]
+            shaped = _shaped(scores.each[name], torch.tensor(found).view(-1, shaping.num_references), shaping)
+            total = total + weight * (shaped - scores.each[name])
+            each[f"{name}_shaped"] = shaped
+        return replace(scores, each=each, optimised=total)
+
+    def _sample(self, numbers: Sequence[int]) -> None:
+        """The rows of some prompts, on every process."""
+        setup, names, world = self.setup, list(self.shapings), self.setup.world
+        longest, seed = setup.config.rollout.max_new_tokens, setup.config.seed
+        prompts = [setup.train[number] for number in numbers for _ in range(self.count)]
+        uniforms = torch.cat([draw_uniforms(seed, "ppo references", n, self.count, longest) for n in numbers])
+        shaped = [s for s in setup.rewards if (s.name if s.ensemble is None else s.ensemble.name) in names]
+        own_setup = replace(setup, rewards=shaped)
+
+        def read(_: RolloutBatch, texts: list[str], scores: Scores) -> list[tuple[str, list[float]]]:
+            each = torch.stack([scores.each[name] for name in names], 1)
+            return list(zip(texts, each.tolist(), strict=True))
+
+        def sampled() -> list[tuple[str, list[float]]]:
+            models = models_of_reference(setup)
+            return sampled_and_scored(own_setup, models, prompts, uniforms, read, with_kl=False)
+
+        own = or_failure(world, sampled)
+        texts = world.interleave(gather_texts(world, [text for text, _ in own]))
+        own_scores = torch.tensor([scores for _, scores in own]).view(-1, len(names))
+        scores = torch.tensor(world.interleave([part.tolist() for part in world.gather_tensors(own_scores)]))
+        for i, number in enumerate(numbers):
+            rows = slice(i * self.count, (i + 1) * self.count)
+            self.rows[number] = {
+                "number": number,
+                "prompt": setup.train[number].text,
+                "replies": texts[rows],
+                "scores": dict(zip(names, scores[rows].T.tolist(), strict=True)),
+            }
+
+    def _read(self) -> list[dict[str, Any]]:
+        """The complete rows of the file of an interrupted run; [] without one."""
+        path = self.setup.stage.directory / "references.jsonl"
+        lines = read_text(path).split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+
+def _shaped(score: Tensor, references: Tensor, shaping: Shaping) -> Tensor:
+    """The shaped scores [B], from scores [B] and those of the references [B, M]."""
+    match shaping.kind:
+        case "log_sigmoid":
+            return log_sigmoid_score(score, references, quantile=shaping.quantile)
+        case "par":
+            return preference_score(score, references)
+        case _:
+            assert_never(shaping.kind)
+
+
+# ------------------------------------------------- from the weighted sum of the rewards to the score that PPO optimises
+
+
+S = TypeVar("S", float, torch.Tensor)
+NO_SCORES = Moments(0, 0.0, 0.0)
+
+
+class ScoreScale:
+    """The mean and standard deviation that normalise scores, in addition to each reward model's own.
+
+    `none` leaves scores unchanged. `running` updates them with every batch before it normalises that batch.
+    `reference` computes them once, from samples of ref_policy. `running_std` and `reference_std` divide by the standard
+    deviation and leave the mean. The moments are the whole state.
+    """
+
+    def __init__(self, ppo: PPO):
+        self.kind = ppo.score_normalization
+        self.moments = NO_SCORES
+
+    def take(self, score: torch.Tensor, world: World) -> None:
+        """Update the moments with the scores [B] of all processes."""
+        self.moments = _moments(score, world, self.moments)
+
+    def apply(self, score: torch.Tensor) -> torch.Tensor:
+        """``(score - mean) / std`` or ``score / std``, [B]; a standard deviation of 0 counts as 1."""
+        std = self.moments.std if self.moments.std > 0 else 1.0
+        match self.kind:
+            case "none":
+                return score
+            case "running" | "reference":
+                return (score - self.moments.mean) / std
+            case "running_std" | "reference_std":
+                return score / std
+            case _:
+                assert_never(self.kind)
+
+
+WITHIN = 0.1
+"""The first multiplier of a limit that already holds."""
+
+
+class Limits:
+    """The multiplier lambda of each limit (`rewards: - {limit: ...}`), by the name of its source.
+
+    The excess of a score over its limit is measured in standard deviations of the source's scores in the first
+    iteration. So the same learning rate fits a probability and a number of words.
+
+    A multiplier starts at 1, or at WITHIN if the first scores hold the limit: otherwise it would reward what is further
+    within the limit before anything has gone beyond it.
+    """
+
+    def __init__(self, limits: Mapping[str, Limit]):
+        self.limits = limits
+        self.lambdas = dict.fromkeys(limits, 1.0)
+        self.units: dict[str, float] = {}
+
+    def measure(self, each: Mapping[str, torch.Tensor], world: World) -> None:
+        """Take units and first multipliers from the first scores [B] of each source on all processes."""
+        if not self.units:
+            first = {name: _moments(each[name], world) for name in self.limits}
+            self.units = {name: moments.std or 1.0 for name, moments in first.items()}
+            self.lambdas = {name: WITHIN if self._excess(name, first[name].mean) < 0 else 1.0 for name in first}
+
+    def apply(self, score: torch.Tensor, each: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """`limited_score` [B], from the score [B] and the scores [B] of each source."""
+        if not self.limits:
+            return score
+        excess = torch.stack([self._excess(name, each[name].to(score)) for name in self.limits])
+        return limited_score(score, excess, torch.tensor(list(self.lambdas.values()), dtype=score.dtype))
+
+    @property
+    def score_share(self) -> float:
+        """The share of the score beside the limits: ``1 / (1 + sum of lambdas)``."""
+        return 1 / (1 + sum(self.lambdas.values()))
+
+    def figures(self) -> dict[str, float]:
+        """The multipliers as metrics."""
+        return {f"lambda/{name}": lam for name, lam in self.lambdas.items()}
+
+    def follow(self, metrics: Mapping[str, float]) -> None:
+        """Move the multipliers after an iteration with these metrics, unless the policy did not learn in it."""
+        if "policy/grad_norm" not in metrics:
+            return
+        for name, limit in self.limits.items():
+            excess = self._excess(name, metrics[f"reward/{name}"])
+            self.lambdas[name] = next_lambda(self.lambdas[name], excess, learning_rate=limit.learning_rate)
+
+    def _excess(self, name: str, score: S) -> S:
+        """By how much a score is beyond its limit, in units; below 0 within it."""
+        limit = self.limits[name]
+        return (limit.above - score if limit.above is not None else score - (limit.below or 0.0)) / self.units[name]
+
+    def state(self) -> State:
+        return {}, {"lambdas": self.lambdas, "units": self.units}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, dict[str, float]]) -> None:  # noqa: ARG002
+        self.lambdas, self.units = numbers["lambdas"], numbers["units"]
+
+
+def _moments(score: torch.Tensor, world: World, before: Moments = NO_SCORES) -> Moments:
+    """The moments of the scores [B] of all processes, together with those of earlier ones."""
+    for part in world.gather(moments_of(score)):
+        before = merge(before, part.count, part.mean, part.squared_deviations)
+    return before
+
+
+def shaped_score(
+    raw: torch.Tensor,
+    each: Mapping[str, torch.Tensor],
+    lengths: list[int],
+    ended: list[bool],
+    scale: ScoreScale,
+    limits: Limits,
+    ppo: PPO,
+    *,
+    max_new_tokens: int,
+) -> torch.Tensor:
+    """The score [B] that PPO optimises, from the weighted sum [B] of the rewards.
+
+    ``limited(clip((raw - mean) / std)) - missing_eos - length_penalty - overlong_penalty``
+
+    `limited` is the part of the limits on sources of their own (`Limits.apply`), whose scores are in `each`.
+
+    `PPO` in rlhf_cli/config/ppo.py gives the reason for each step.
+    """
+    tokens = torch.tensor(lengths, dtype=raw.dtype)
+    score = scale.apply(raw)
+    if ppo.score_clip is not None:
+        score = clip_score(score, ppo.score_clip)
+    score = limits.apply(score, each) - missing_eos(torch.tensor(ended), penalty=ppo.missing_eos_penalty)
+    score = score - length_penalty(tokens, per_token=ppo.length_penalty)
+    if ppo.overlong_buffer:
+        score = score - overlong_penalty(
+            tokens, max_new_tokens=max_new_tokens, buffer=ppo.overlong_buffer, penalty=ppo.overlong_penalty
+        )
+    return score

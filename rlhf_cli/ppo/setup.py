@@ -19,7 +19,7 @@ from rlhf_cli.data.encode import Example, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder, PromptRow
 from rlhf_cli.data.splits import HeldOutRows, held_out_rows
 from rlhf_cli.data.stage_rows import ppo_rows, ptx_rows
-from rlhf_cli.decoders.choose import decoder_notes
+from rlhf_cli.decoders.decoder import decoder_notes
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.cost import Work, peak_flops, work_of
 from rlhf_cli.models.forward import autocast, check_positions, choose_attention, compute_dtype, is_packed, positions
@@ -41,17 +41,16 @@ from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.models import RewardModel
 from rlhf_cli.rewards.sources import check_rows, load_rewards
 from rlhf_cli.rollout.distribution import Sampling
-from rlhf_cli.rollout.offload import Offload
+from rlhf_cli.rollout.rollout import Models
 from rlhf_cli.rollout.sampling import generation_settings, sampling_of
-from rlhf_cli.rollout.token_scores import Models
 from rlhf_cli.run.artifacts import model_directory
 from rlhf_cli.run.checkpoint_files import GRADES
 from rlhf_cli.run.stage_run import StageRun
-from rlhf_cli.training.ema import WeightAverage
-from rlhf_cli.training.optimizer import Stepper, build_stepper, float32_moments, warmup_warning
+from rlhf_cli.training.optimizer import Stepper, WeightAverage, build_stepper, float32_moments, warmup_warning
 
 if TYPE_CHECKING:
     from rlhf_cli.models.shared import Backbone
+    from rlhf_cli.rollout.offload import Offload
 
 
 @dataclass(frozen=True)
@@ -371,13 +370,15 @@ def _budget(config: PPOConfig, stage: StageRun, models: Models, rewards: Sequenc
 
 def _offload(
     config: PPOConfig, models: Models, rewards: Sequence[RewardSource], steppers: Sequence[Stepper], stage: StageRun
-) -> Offload:
+) -> Offload | None:
     """What the key `offload` asks for. On a CPU everything stays where it is."""
     device = stage.world.device
     if config.offload and not leaves(device):
         stage.display.note(f"offload: does nothing on this {device.type}, whose memory holds everything")
     if not config.offload or not leaves(device):
-        return Offload()
+        return None
+    from rlhf_cli.rollout.offload import Offload
+
     scorers = [models.ref_policy, *(source.model for source in rewards if isinstance(source, RewardModel))]
     trained = [model for model in (models.policy, models.value_model) if model is not None]
     whole = [model for model in scorers if model is not None and not is_sharded(model)]  # see `shard_for`

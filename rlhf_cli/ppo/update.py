@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self, assert_never
@@ -24,8 +24,7 @@ from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.pass_loop import GradientSum, over_pieces
 from rlhf_cli.rollout.distribution import Response
-from rlhf_cli.rollout.rollout import cut_responses, gather_responses, padded_rows
-from rlhf_cli.rollout.token_scores import TokenScores, score_tokens
+from rlhf_cli.rollout.rollout import TokenScores, cut_responses, gather_responses, padded_rows, score_tokens
 from rlhf_cli.seeding import generator
 from rlhf_cli.tensor_ops import length_mask, pad_rows, totals
 
@@ -220,7 +219,8 @@ def _rows_by_process(num_rows: int, world: World, adjacent: int) -> list[list[in
 @contextmanager
 def update_phase(setup: Setup) -> Iterator[None]:
     """The context of an update: it is timed, and the optimizers have their state."""
-    with setup.stage.speed.phase("update"), setup.models.offload.update():
+    offload = setup.models.offload
+    with setup.stage.speed.phase("update"), offload.update() if offload is not None else nullcontext():
         yield
 
 
@@ -255,7 +255,7 @@ def clip_gradients(setup: Setup, *, learns_policy: bool) -> dict[str, float]:
 def take_step(setup: Setup, *, learns_policy: bool, move: bool) -> None:
     """One optimizer step of each model that trains; without `move` only the learning-rate schedules advance.
 
-    After a step of the policy, ``average = ema_decay * average + (1 - ema_decay) * weights`` (training/ema.py). The
+    After a step of the policy, ``average = ema_decay * average + (1 - ema_decay) * weights`` (`ema`). The
     schedules are `rate_at` in training/optimizer.py.
     """
     if learns_policy:

@@ -24,8 +24,7 @@ from rlhf_cli.packing import pack
 from rlhf_cli.processes.pass_loop import over_pieces
 from rlhf_cli.processes.sharding import device_of
 from rlhf_cli.rewards.base import RewardSource, Samples
-from rlhf_cli.rewards.models import RewardModel
-from rlhf_cli.rewards.texts import written
+from rlhf_cli.rewards.models import RewardModel, written
 
 Tokens = tuple[list[int], list[int]]
 """The ids that the model reads, and the index of the last one of each step."""

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class Offload:
-    """Moves frozen weights and the state of optimizers between a device and the CPU. Without any it does nothing.
+    """Moves frozen weights and the state of optimizers between a device and the CPU.
 
     Args:
         device: where the phases compute.
@@ -38,14 +38,14 @@ class Offload:
 
     def __init__(
         self,
-        device: torch.device | None = None,
-        frozen: Sequence[PreTrainedModel] = (),
-        optimizers: Sequence[torch.optim.Optimizer] = (),
+        device: torch.device,
+        frozen: Sequence[PreTrainedModel],
+        optimizers: Sequence[torch.optim.Optimizer],
         *,
         shared: Iterable[PreTrainedModel] = (),
         update_needs_frozen: bool = False,
     ):
-        self.device, self.frozen, self.optimizers = device or CPU, frozen, optimizers
+        self.device, self.frozen, self.optimizers = device, frozen, optimizers
         self.update_needs_frozen = update_needs_frozen
         stay = {id(p) for model in shared for p in model.parameters()}
         self._weights = {id(p): p for model in frozen for p in model.parameters() if id(p) not in stay}

@@ -20,9 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.config.ppo import Rollout
-from rlhf_cli.decoders.choose import choose_decoder, join_sampling
-from rlhf_cli.decoders.decoder import Decoder
-from rlhf_cli.decoders.recorded import recorded
+from rlhf_cli.decoders.decoder import Decoder, choose_decoder, join_sampling, recorded
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.processes.sharding import device_of
 from rlhf_cli.processes.threads import in_threads, is_large

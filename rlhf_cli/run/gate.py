@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.require import ENDS, Requirement
+from rlhf_cli.config.ppo import ENDS, PPOConfig, Requirement
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.run.artifacts import read_manifest_or_none

@@ -24,8 +24,7 @@ from rlhf_cli.models.frozen import frozen_policy
 from rlhf_cli.models.load import check_vocabulary, load_tokenizer, prepare
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.sources import load_rewards
-from rlhf_cli.rollout.prompt_form import PromptForm, logged_prompts, prompt_form
-from rlhf_cli.rollout.speaker import Speaker
+from rlhf_cli.rollout.speaker import PromptForm, Speaker, logged_prompts, prompt_form
 from rlhf_cli.run.artifacts import fingerprint, model_directory, reward_model_stage, stage_directory
 from rlhf_cli.trained.locate import MODEL, StageModel, locate
 from rlhf_cli.trained.run import Run, open_run

@@ -22,7 +22,7 @@ from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.processes.sharding import first_row, like, local
 from rlhf_cli.program import import_extra
-from rlhf_cli.run.checkpoint_shards import restored
+from rlhf_cli.run.checkpoint import restored
 from rlhf_cli.seeding import derived_seed
 
 CHUNK = 1 << 24

@@ -6,7 +6,8 @@ A stage computes the loss and its gradient. The loop around it is here.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any, Generic, TypeVar
 
 from transformers import PreTrainedModel
@@ -17,7 +18,6 @@ from rlhf_cli.data.batches import ahead
 from rlhf_cli.data.splits import Drawn, HeldOutRows
 from rlhf_cli.files import json_rows
 from rlhf_cli.health.findings import Finding
-from rlhf_cli.health.ppo_rules import MEMORISES, memorises
 from rlhf_cli.health.recap import findings_of
 from rlhf_cli.models.passes import Passes
 from rlhf_cli.report.progress import epochs
@@ -32,6 +32,12 @@ MANY_EPOCHS = 10
 """With more passes over the training rows than this a run warns: a model then memorises its rows."""
 HELD_OUT_LOSSES = ("eval/loss", "eval/mse", "eval/brier")
 """The held-out figures that are a loss; a stage has one of them."""
+MEMORISES = "memorises"
+"""The name of the finding about a held-out loss that rises."""
+HELD_OUT_RISE = 1.05
+"""Held-out loss, divided by its lowest so far. Good: up to 1.01."""
+LEAST_RISE = 0.01
+"""Nats: near a loss of 0 smaller differences mean nothing."""
 LEARNED = 1e-3
 """A loss below this may give a gradient whose squares are 0 in float32."""
 
@@ -241,3 +247,28 @@ def warnings(config: SFTConfig | RMConfig, num_steps: int, num_rows: int) -> lis
             f"its rows. Add rows to data.train, or lower {lower}"
         )
     return found
+
+
+def memorises(held_out: Sequence[tuple[int, float]], training: Sequence[tuple[int, float]]) -> str | None:
+    """The message if the held-out loss is above its lowest while the training loss fell further; else None.
+
+    Both are (step, loss), in order. The training loss is averaged over as many steps as lie between two evaluations.
+
+    >>> held_out, training = [(10, 1.0), (20, 1.2)], [(step, 2.0 - step / 10) for step in range(1, 21)]
+    >>> memorises(held_out, training)[:78]
+    'The held-out loss is 1.2, 20% above the 1 of step 10, and the training loss fe'
+    """
+    if len(held_out) < 2:
+        return None
+    (best_step, best), (step, now) = min(held_out, key=lambda one: one[1]), held_out[-1]
+    window = step - held_out[-2][0]
+    before = [loss for at, loss in training if best_step - window < at <= best_step]
+    last = [loss for at, loss in training if step - window < at <= step]
+    rises = now > max(HELD_OUT_RISE * best, best + LEAST_RISE)
+    if not (rises and before and last and fmean(last) < fmean(before)):
+        return None
+    return (
+        f"The held-out loss is {now:.3g}, {now / best - 1:.0%} above the {best:.3g} of step {best_step}, and the "
+        f"training loss fell from {fmean(before):.3g} to {fmean(last):.3g} since then (means of {window} steps). The "
+        "model memorises its training rows."
+    )

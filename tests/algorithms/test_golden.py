@@ -27,8 +27,7 @@ from rlhf_cli.algorithms.shaping import clip_score
 from rlhf_cli.algorithms.value import value_loss
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.tensor_ops import masked_mean, masked_sum, token_entropy, token_logprobs
-from rlhf_cli.training.ema import ema
-from rlhf_cli.training.optimizer import build_stepper
+from rlhf_cli.training.optimizer import build_stepper, ema
 from support.paths import ROOT, TESTS
 
 COPY, ORIGINAL = TESTS / "golden/golden.json", ROOT.parent / "shared/golden/golden.json"

@@ -21,8 +21,8 @@ from rlhf_cli.models.load import load_tokenizer
 from rlhf_cli.models.quantized import Int8Linear
 from rlhf_cli.printing import printable
 from rlhf_cli.rollout import speaker
-from rlhf_cli.rollout.prompt_form import PromptForm, prompt_form
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from rlhf_cli.rollout.speaker import PromptForm, prompt_form
 from rlhf_cli.trained.model import find_model
 from support.speaking import reply, session, speaker_at
 

@@ -23,8 +23,7 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands.serve import ChatAPI, _TextAsk, name_of, parse
 from rlhf_cli.commands.serving import bind
 from rlhf_cli.data.records import Message
-from rlhf_cli.rollout.prompt_form import PromptForm
-from rlhf_cli.rollout.speaker import Speaker
+from rlhf_cli.rollout.speaker import PromptForm, Speaker
 from support import crash
 from support.speaking import reply as chat_reply
 from support.speaking import speaker_at

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from rlhf_cli.config import base, data, models, ppo, ppo_update, rewards, sft_rm, stage
+from rlhf_cli.config import base, data, models, ppo, rewards, sft_rm, stage
 from rlhf_cli.config.base import REMOVED, Section
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import config_schema, load_config, load_values
@@ -53,7 +53,7 @@ def validator(stage: str) -> jsonschema.Draft202012Validator:
 
 
 def sections() -> list[type[BaseModel]]:
-    modules = (base, data, models, stage, rewards, sft_rm, ppo_update, ppo)
+    modules = (base, data, models, stage, rewards, sft_rm, ppo)
     found = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
     return sorted((c for c in found if issubclass(c, Section) and c is not Section), key=lambda c: c.__name__)
 

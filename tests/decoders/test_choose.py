@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import DecoderName, PPOConfig
-from rlhf_cli.decoders.choose import choose_decoder, decoder_notes
+from rlhf_cli.decoders.decoder import choose_decoder, decoder_notes
 from rlhf_cli.decoders.paged import PagedDecoder
 from rlhf_cli.decoders.plain import PlainDecoder
 from rlhf_cli.errors import ConfigError

@@ -12,14 +12,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_cli.config.models import Lora
-from rlhf_cli.decoders import choose, network, paged_cache
+from rlhf_cli.decoders import network, paged_cache
 from rlhf_cli.decoders import paged as paged_module
-from rlhf_cli.decoders.choose import choose_decoder
-from rlhf_cli.decoders.decoder import UnsupportedError
+from rlhf_cli.decoders.decoder import UnsupportedError, choose_decoder, decoder_notes, recorded
 from rlhf_cli.decoders.paged import PagedDecoder, paged_decoder
 from rlhf_cli.decoders.paged_cache import PAGE, PagedCache
 from rlhf_cli.decoders.plain import PlainDecoder
-from rlhf_cli.decoders.recorded import recorded
 from rlhf_cli.kernels import linear
 from rlhf_cli.models.adapters import adapters_off, add_lora
 from rlhf_cli.rollout import sampling as sampling_module
@@ -310,7 +308,7 @@ def test_what_a_graph_would_keep_is_not_recorded(monkeypatch):
 def test_other_families_are_refused_with_a_reason(name):
     model, reason = made(name), UNSUPPORTED[name][2]
     assert reason in why_not(model)
-    (line,) = choose.decoder_notes(model, 1)
+    (line,) = decoder_notes(model, 1)
     assert line.startswith(f"{type(model).__name__}: ")
     assert line.endswith("sampling uses the model's own forward (slower, as exact)")
     assert sample(model, PROMPTS[:2], UNIFORMS[:2, :3], Sampling())

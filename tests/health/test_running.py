@@ -17,9 +17,10 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.health import history
 from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.history import GAP_TOLERANCE, RATIO_TOLERANCE
-from rlhf_cli.health.ppo_rules import MUST_BE_FINITE, STOPS, WARNINGS, memorises
+from rlhf_cli.health.ppo_rules import MUST_BE_FINITE, STOPS, WARNINGS
 from rlhf_cli.health.running import REPEAT, SHOWN, WATCHED, Health
 from rlhf_cli.training.bad_steps import no_gradient
+from rlhf_cli.training.supervised import memorises
 from support.tiny import read_jsonl
 
 Row = dict[str, float]

@@ -62,7 +62,6 @@ WITHOUT_TORCH = (
     "run.artifacts",
     "hub",
     "algorithms.names",
-    "algorithms.rates",
     "seeding",
     "rewards.chat_client",
     "rewards.concurrency",

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from rlhf_cli.config.models import Lora, ScratchModel
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.decoders.choose import choose_decoder
+from rlhf_cli.decoders.decoder import choose_decoder
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models import quantized
 from rlhf_cli.models.adapter_files import save_adapter

@@ -25,8 +25,7 @@ from rlhf_cli.models.passes import recompute_layers
 from rlhf_cli.packing import FEWEST_EQUAL, PackedBatch, Segment, end_to_end, pack, response_positions
 from rlhf_cli.rewards.models import score_sequences, sequence_scores
 from rlhf_cli.rollout.distribution import Response, Sampling
-from rlhf_cli.rollout.rollout import collect
-from rlhf_cli.rollout.token_scores import Models, response_logprobs, score_tokens
+from rlhf_cli.rollout.rollout import Models, collect, response_logprobs, score_tokens
 from stages import rm as rm_stage
 from support import compare
 from support.tiny import ARCHITECTURES, SETTINGS

@@ -16,7 +16,7 @@ from rlhf_cli.models.load import load_reward_model, prepare
 from rlhf_cli.packing import pack
 from rlhf_cli.rewards.models import score_sequences, sequence_scores
 from rlhf_cli.rollout.distribution import Response
-from rlhf_cli.rollout.token_scores import response_values
+from rlhf_cli.rollout.rollout import response_values
 from support.compare import close
 from support.setup import BUDGETS
 from support.tiny import CPU, EOS_OF, random_ids

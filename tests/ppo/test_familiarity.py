@@ -10,7 +10,7 @@ import torch
 
 from rlhf_cli.algorithms.mahalanobis import shrunk_gaussian, squared_shift, whitened
 from rlhf_cli.ppo import held_out
-from rlhf_cli.ppo.familiarity import LEAST, Home, home_of
+from rlhf_cli.ppo.held_out import LEAST, Home, home_of
 from support.setup import ALONE
 from support.tiny import read_jsonl
 

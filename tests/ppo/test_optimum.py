@@ -27,7 +27,7 @@ from rlhf_cli.algorithms.policy import entropy_bonus, mixed_loss, penalty_loss, 
 from rlhf_cli.algorithms.reward_model import pairwise_loss
 from rlhf_cli.algorithms.value import value_loss
 from rlhf_cli.config.rewards import Limit
-from rlhf_cli.rewards.score import Limits
+from rlhf_cli.ppo.scores import Limits
 from rlhf_cli.tensor_ops import token_entropy, token_logprobs
 from support.optimum_task import (
     Task,

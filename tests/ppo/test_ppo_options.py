@@ -22,15 +22,13 @@ from torch.nn.functional import linear
 from transformers import AutoModelForSequenceClassification, GenerationConfig
 
 from rlhf_cli.config.models import Lora
-from rlhf_cli.config.ppo import PPOConfig, PPOEvaluation, Ptx, Rollout, ValueModel
-from rlhf_cli.config.ppo_update import PPO
+from rlhf_cli.config.ppo import PPO, PPOConfig, PPOEvaluation, Ptx, Rollout, ValueModel
 from rlhf_cli.data.batches import stream
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.files import OF_THE_MACHINE
 from rlhf_cli.models.load import load_policy
-from rlhf_cli.ppo.scores import ask_rewards, measure_reference, texts_of
+from rlhf_cli.ppo.scores import ScoreScale, ask_rewards, measure_reference, texts_of
 from rlhf_cli.ppo.setup import kl_note, load_setup
-from rlhf_cli.rewards.score import ScoreScale
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.training.optimizer import Stepper

@@ -17,11 +17,10 @@ from rich.console import Console
 from rlhf_cli.errors import RewardError, RunError
 from rlhf_cli.ppo.held_out import _own_replies
 from rlhf_cli.ppo.metrics import log_samples
-from rlhf_cli.ppo.scores import measure_reference
+from rlhf_cli.ppo.scores import ScoreScale, measure_reference
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.report.progress import Display
 from rlhf_cli.rewards.base import Scores
-from rlhf_cli.rewards.score import ScoreScale
 from support.setup import reward_calls
 from support.tiny import CPU, read_jsonl
 

@@ -15,8 +15,8 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import Limit, Reward
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.health.running import Health
+from rlhf_cli.ppo.scores import Limits
 from rlhf_cli.processes.distributed import ALONE
-from rlhf_cli.rewards.score import Limits
 from support.compare import same_runs
 from support.tiny import read_jsonl
 from support.worlds import run_in_threads

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from rlhf_cli.cli import app
 from rlhf_cli.commands import pipeline
 from rlhf_cli.config.loader import load_values
+from rlhf_cli.config.ppo import FIGURES as FIGURE_NAMES
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.require import FIGURES as FIGURE_NAMES
 from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.evaluation.agreement import answer_metrics, ranking_figures

@@ -29,8 +29,7 @@ from rlhf_cli.models.load import load_reward_model, load_tokenizer
 from rlhf_cli.models.scratch import new_model
 from rlhf_cli.report.progress import Display
 from rlhf_cli.rewards.functions import load_function
-from rlhf_cli.rewards.models import score_sequences
-from rlhf_cli.rewards.texts import encode_whole
+from rlhf_cli.rewards.models import encode_whole, score_sequences
 from rlhf_cli.run.artifacts import read_manifest
 from stages import sft as sft_stage
 from support.tiny import encoder, read_jsonl, training_examples, write_jsonl

@@ -27,7 +27,8 @@ from rlhf_cli.data.answers import RankedIds, TargetScale
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.records import Answer, Record
-from rlhf_cli.decoders import choose, plain
+from rlhf_cli.decoders import decoder as decoders
+from rlhf_cli.decoders import plain
 from rlhf_cli.models import load, save
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.deferred import blocks
@@ -44,7 +45,7 @@ from rlhf_cli.rollout.offload import Offload
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from rlhf_cli.run.checkpoint import CheckpointStore, Weights
 from rlhf_cli.training import adamw
-from rlhf_cli.training.loss_scale import LossScale
+from rlhf_cli.training.bad_steps import LossScale
 from rlhf_cli.training.optimizer import build_stepper
 from stages import rm, sft
 from support.compare import merged_copy
@@ -399,7 +400,7 @@ def sampled(folder: str, defect: str = "") -> None:
             if layout is not None:
                 patch.setattr(plain, "supported_layout", lambda _, layout=layout: layout)
             if defect and world.rank == 1:
-                patch.setattr(choose, "join", lambda _, idle, n=missing - 1: [(most(0), idle()) for _ in range(n)])
+                patch.setattr(decoders, "join", lambda _, idle, n=missing - 1: [(most(0), idle()) for _ in range(n)])
             responses = sample(model, [prompts[i] for i in share], uniforms[share], sampling, max_live_rows=live)
         wrong, gap_of_logprobs = 0, 0.0
         for i, response in zip(share, responses, strict=True):

@@ -10,8 +10,7 @@ import torch
 from rlhf_cli.errors import Interrupted, RunError
 from rlhf_cli.files import OF_THE_MACHINE
 from rlhf_cli.run.stage_run import StageRun
-from rlhf_cli.training.bad_steps import BadSteps
-from rlhf_cli.training.loss_scale import LossScale
+from rlhf_cli.training.bad_steps import BadSteps, LossScale
 from support.gpu import DEVICES
 from support.resume import stopping_after
 from support.tiny import CPU, read_jsonl

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from rlhf_cli.errors import ArtifactError, RunError
 from rlhf_cli.evaluation import normalization
-from rlhf_cli.ppo.references import References
+from rlhf_cli.ppo.scores import References
 from rlhf_cli.program import program
 from rlhf_cli.run import artifacts, checkpoint, checkpoint_files
 from rlhf_cli.run.checkpoint import CheckpointStore, State
