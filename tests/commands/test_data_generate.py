@@ -98,7 +98,7 @@ def test_conversations_stay_conversations_and_the_template_makes_one_message(
     read = Row(row, "a.jsonl:1")
     learned = demonstration(read_record(read, recognise(read, source_of_it, "sft"), source_of_it))
     assert learned is not None
-    assert [m.content for m in learned.messages] == ["be kind", "the tent is late", "echo the tent is late"]
+    assert [m.content for m in learned.turns] == ["be kind", "the tent is late", "echo the tent is late"]
 
     run(source, "demonstrations", tmp_path / "c.jsonl", local(chat_model))
     assert [row["prompt"] for row in read_jsonl(tmp_path / "c.jsonl")] == [turns]

@@ -77,7 +77,7 @@ def test_sft_learns_every_answer_of_a_dialogue(source: Path, tmp_path: Path, cha
     row = Row(own, f"{out}:1")
     learned = demonstration(read_record(row, recognise(row, written, "sft"), written))
     assert learned is not None
-    assert [(m.role, m.content) for m in learned.messages] == turns(own)
+    assert [(m.role, m.content) for m in learned.turns] == turns(own)
     arguments = ["data", "show", str(out), "--for", "sft", "--tokenizer", str(chat_model)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
