@@ -279,7 +279,8 @@ def test_a_stage_has_the_bytes_of_one_thread(name, pipeline, run_stage, small_pa
     inputs = model.get(stage, {"rewards": [{"type": "reward_model", "path": str(of_model / "rm")}]})
     if stage == "ppo":
         inputs["policy"] = {"path": str(of_model / "sft")} | OPTIONS[name].get("policy", {})
-        inputs["ppo"] = {"num_iterations": 1, "rollout_batch_size": 48, "minibatch_size": 16} | OPTIONS[name].get("ppo", {})
+        sizes = {"num_iterations": 1, "rollout_batch_size": 48, "minibatch_size": 16}
+        inputs["ppo"] = sizes | OPTIONS[name].get("ppo", {})
     found = []
     for count in COUNTS if name == "sft" else (1, 3):
         changes = OPTIONS[name] | inputs | {"threads": count}
