@@ -144,7 +144,11 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def exp_(x: Tensor, temperature: float) -> Tensor:
-    """exp(x / temperature), in place."""
+    """exp(x / temperature), in place.
+
+    >>> exp_(torch.tensor([0.0, 2.0]), temperature=2.0)
+    tensor([1.0000, 2.7183])
+    """
     return x.mul_(1 / (math.log(2) * temperature)).exp2_()
 
 

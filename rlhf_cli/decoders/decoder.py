@@ -210,13 +210,18 @@ def recorded(function: Callable[..., Any], *examples: tuple[Any, ...]) -> Callab
     are constants of the graph. So give examples that differ in all that may vary.
     """
 
-    def named(*inputs: Any) -> Any:  # torch.jit.trace asks for a name, and a partial has none
-        return function(*inputs)
+    # torch keeps the function that it has traced, and with it the weights that `function` was made for. This one, which
+    # also has the name that torch.jit.trace asks for, lets go of them.
+    held = [function]
+
+    def named(*inputs: Any) -> Any:
+        return held[0](*inputs)
 
     try:
         with _warnings_are_off, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch.jit is deprecated, and names what becomes a constant
             graph = torch.jit.trace(named, examples[0], check_trace=False)
+        held.clear()
 
         def run(*inputs: Any) -> Any:
             # Optimizing the graph takes longer than the calls of a rollout.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -288,6 +290,21 @@ def test_a_recorded_step_gives_the_bytes_of_the_step_itself():
                 for one in (decoder, itself):
                     one.keep(torch.arange(1, len(ids)))
                 logits = [x[1:] for x in logits]
+
+
+def test_a_model_that_has_sampled_is_freed():
+    """The recorded step, which is kept for the model, must not keep the model and the decoder's copy of its weights."""
+    model = copy.deepcopy(made("llama"))
+    decoder = paged_decoder(model, 160)
+    assert decoder._recorded is not None
+    copies = [weakref.ref(weight) for weight in decoder.network.weights]
+    del decoder
+    gc.collect()
+    of_model = weakref.ref(model)
+    del model
+    gc.collect()
+    assert of_model() is None
+    assert all(weight() is None for weight in copies)
 
 
 def test_what_a_graph_would_keep_is_not_recorded(monkeypatch):

@@ -211,7 +211,7 @@ def test_a_bad_step_changes_nothing_and_is_saved_and_counted(stage, config_in, w
             assert [train[n]["response"] in row["text"] for n, row in zip(numbers, batch, strict=True)] == [True] * 4
         else:
             assert [row["row"]["where"] for row in batch] == [f"{tmp_path}/rm.jsonl:{n + 1}" for n in numbers]
-            assert [row["row"]["answers"][0] for row in batch] == [train[n]["chosen"] for n in numbers]
+            assert [row["row"]["answers"][0]["text"] for row in batch] == [train[n]["chosen"] for n in numbers]
     findings = [f for row in read_jsonl(tmp_path / stage / "health.jsonl") for f in row["findings"]]
     assert [f["severity"] for f in findings if f["name"] == "bad_step"] == ["warning"]
     assert output.count("bad_step: ") == 1
