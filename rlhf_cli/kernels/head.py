@@ -81,7 +81,7 @@ class _LinearLogprobs(torch.autograd.Function):
         if kept is not None:
             scaled = (hidden * scale).to(hidden.dtype)
             of_weight = linear(kept.t(), scaled.t()) if ctx.needs_input_grad[1] else None
-            of_bias = None if bias is None else (kept * scale).sum(0).to(bias.dtype)
+            of_bias = None if bias is None else (scale.t().to(kept.dtype) @ kept)[0]
             return linear(kept, weight.t()).mul_(scale), of_weight, of_bias, None, None, None
         grad_hidden = torch.empty_like(hidden)
         # These are sums over many chunks. In bfloat16 the last ones would be rounded away.
