@@ -238,7 +238,7 @@ class Member:
     """A trained reward model of several: what its agreement with the others is computed from."""
 
     scores: torch.Tensor
-    """Of the answers of all held-out test rows."""
+    """Scores of the answers of all held-out test rows."""
     figures: dict[str, float]
     """Its figures: held out, and the mean and standard deviation of its score."""
     digest: str = ""

@@ -374,7 +374,7 @@ def labels_in(path: Path) -> dict[str, str]:
 
     Kappa's chance agreement depends on which reply is called the first. In the order of a file of `chosen` and
     `rejected`, two labellers who mostly follow it would agree by chance. The order is therefore that of the replies'
-    digests. Of a pair that occurs several times the first answer counts.
+    digests. If a pair occurs several times, its first answer counts.
     """
     labels: dict[str, str] = {}
     for pair, label in _answers(path):

@@ -53,7 +53,7 @@ class DataSource(Section):
     format: Format = "auto"
     """The format of the rows. `auto` decides by the keys of the first row and prints its choice."""
     keys: dict[str, str] = {}
-    """Maps our column names to those of the file: `{prompt: question, response: output.text}`. A dot reaches into
+    """Maps our column names to the file's: `{prompt: question, response: output.text}`. A dot reaches into
     a mapping, and a dot and a number into a list: `passages.0.text` is the text of the first passage."""
     weights: dict[str, float] = {}
     """For rows with several grades (HelpSteer, UltraFeedback): the weight of each grade in the score."""

@@ -139,7 +139,7 @@ class PPO(Section):
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """For a token with a negative advantage, limit the ratio in the loss to this (Ye et al. 2020: 3)."""
     old_logprobs: Literal["auto", "sampled", "recomputed"] = "auto"
-    """The log-probabilities in the denominator of the ratio: those stored while sampling, or those of another forward
+    """The log-probabilities in the denominator of the ratio: stored while sampling, or computed by another forward
     pass with the training code, for which the ratio before the first step is exactly 1. `auto` uses the stored ones
     in float32, where the two differ by about 1e-5 nats, and recomputes them in bfloat16. Where they are recomputed in
     bfloat16, the advantages are weighted by their ratio to the stored ones, at most `importance_ratio_cap`."""

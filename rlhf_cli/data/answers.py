@@ -93,7 +93,7 @@ class AnswerEncoder(RowEncoder[T], Generic[T]):
         return [(ids, []) for ids in encode_for_classifier(self.tokenizer, texts, None)]
 
     def answer_length(self, row: Record, tokens: Tokens) -> int:
-        """Tokens of the last answer. Of an encoder model's sequence, everything after the prompt."""
+        """Tokens of the last answer; for an encoder, everything after the prompt."""
         ids, answer_mask = tokens
         if answer_mask:
             return last_run(answer_mask)

@@ -690,7 +690,7 @@ class Format:
     purposes: tuple[Purpose, ...]
     """The stages that can learn from it; `rm pairs` is for pairwise losses, `rm scores` for mse."""
     needs: tuple[str | tuple[str, ...], ...]
-    """The columns that a row of it has, by our names. Of a tuple, it has one."""
+    """The columns that its rows have, by our names; one of each tuple."""
     read: Callable[..., Record]
     """The Record of a row, and of the option below."""
     also: tuple[str, ...] = ()

@@ -113,7 +113,7 @@ def _rows_are_independent(model: PreTrainedModel) -> bool:
     decoder = PagedDecoder(model, longest)
 
     def logits(rows: Sequence[Sequence[int]]) -> Tensor:
-        """Of three tokens: [rows, 3 * V]."""
+        """The logits of three tokens: [rows, 3 * V]."""
         one = decoder.another()
         steps = [one.admit(rows)]
         for _ in range(2):

@@ -50,7 +50,7 @@ def scores_of_rows(
 ) -> torch.Tensor:
     """The scores of the sequences of all rows, row by row. Each process computes its share of the rows.
 
-    `lengths` are those of `scores_and_features`, row by row.
+    `lengths` are as in `scores_and_features`, row by row.
     """
     mine = world.shard(rows)
     groups = [i for i, row in enumerate(mine) for _ in row]

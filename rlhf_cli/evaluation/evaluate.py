@@ -173,7 +173,7 @@ def _ppo(run: Run, settings: Settings, display: Display) -> dict[str, Any]:
 def _alignment_tax(
     run: Run, reference: PreTrainedModel, trained: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Figure | None:
-    """The loss of PPO on SFT's held-out rows minus that of SFT; None without such rows."""
+    """PPO's loss minus SFT's on the held-out rows of SFT; None without such rows."""
     if run.sft is None or not (rows := run.demonstrations(reference, tokenizer)):
         return None
     precision = run.sft.precision

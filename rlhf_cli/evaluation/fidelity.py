@@ -52,7 +52,7 @@ class Comparison:
     """Exported minus original, and distances."""
 
     def add(self, name: str, sides: Sequence[Figure], difference: Figure) -> None:
-        """Add a figure that both models have: that of the original, that of the exported one, and the difference."""
+        """Add a figure of both models: the original's, the exported one's, and the difference."""
         self.original[name], self.exported[name] = sides
         self.difference[name] = difference
 

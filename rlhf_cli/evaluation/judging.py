@@ -1,4 +1,4 @@
-"""How often a judge model prefers PPO's reply to that of SFT, asked in both orders."""
+"""How often a judge model prefers PPO's reply to SFT's, asked in both orders."""
 
 from __future__ import annotations
 

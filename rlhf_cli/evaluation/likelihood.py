@@ -65,7 +65,7 @@ def _exp(x: float) -> float:
 
 
 def loss_difference(sums: RowSums, other: RowSums, *, seed: int) -> Figure:
-    """The loss per target token minus that of another model on the same rows."""
+    """The loss per target token minus another model's loss on the same rows."""
     return ratio_figure(sums.nll - other.nll, sums.tokens, seed=seed)
 
 

@@ -31,7 +31,7 @@ QUARTERS = ("smallest quarter", "second quarter", "third quarter", "largest quar
 SOURCE = "source of the data"
 """The group of the figures by source of `data.test`."""
 TEMPERATURE_RESAMPLES, TEMPERATURE_STEPS = 1000, 30
-"""Of the interval of the best temperature: 30 steps give its inverse to 1e-6."""
+"""For the best temperature: resamples of its interval, and steps of its search, which give its inverse to 1e-6."""
 CHANCE = Figure(0.5)
 AGAINST_CHANCE = (
     "accuracy",

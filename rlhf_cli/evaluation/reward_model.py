@@ -167,7 +167,7 @@ def _of_scores(run: Run, scorer: Scorer, items: Drawn[ScoredIds], sentences: Sen
 
 
 def _of_pairs(run: Run, scorer: Scorer, ranked: Drawn[RankedIds], sentences: Sentences) -> dict[str, Any]:
-    """Accuracy, calibration, length, invariance, and scores beside those of the policies' samples."""
+    """Accuracy, calibration, length, invariance, and scores beside the scores of the policies' samples."""
     display = sentences.display
     found = scorer.score_ends(ranked)
     pairs = preferences.Pairs(ranked, found[0::2], found[1::2])
@@ -218,7 +218,7 @@ def _of_pairs(run: Run, scorer: Scorer, ranked: Drawn[RankedIds], sentences: Sen
 
 
 def _of_probes(scorer: Scorer) -> tuple[Figures, Figures] | None:
-    """Accuracy on each named probe of `data.probes`, and that of the rule that prefers the longer answer."""
+    """Accuracy on each named probe of `data.probes`, and the accuracy of preferring the longer answer."""
     if (spec := probe_rows(scorer.config)) is None:
         return None
     encoder = answer_encoder(scorer.tokenizer, spec, reads_last_token=reads_last_token(scorer.model))

@@ -92,7 +92,7 @@ class BestOfN:
         return _interpolated(scores, torch.tensor([score], dtype=torch.float64), gold)[1].item()
 
     def score_at(self, kl: float) -> Tensor:
-        """[P] scores at this mean KL, interpolated between two n; beyond N those of N."""
+        """[P] scores at this mean KL, interpolated between two n; beyond N the scores of N."""
         distance = self.curves["kl"].mean(0).expand(self.prompts, -1)
         return _interpolated(distance, torch.full((self.prompts,), kl, dtype=torch.float64), self.curves["score"])[1]
 

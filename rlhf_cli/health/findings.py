@@ -114,7 +114,7 @@ class Rule:
     severity: Literal["stop", "warning"] = "warning"
     """`stop` for what is wrong whatever the data, `warning` for what may be intended."""
     title: str = ""
-    """Of a cause: what is wrong, as a short sentence."""
+    """What is wrong, as a short sentence, if this is a cause."""
     stage: str = "ppo"
     """The stage whose data or config has to change."""
     explains: tuple[str, ...] = ()

@@ -234,8 +234,8 @@ def _texts(rows: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> list[
 
 
 def _demonstrations(rows: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> Found:
-    """Of training demonstrations: the share that does not end with EOS, the shares of the most frequent answer and of
-    all frequent ones, and how far answers repeat words of their own prompts."""
+    """Figures of training demonstrations: the share that does not end with EOS, the shares of the most frequent answer
+    and of all frequent ones, and how far answers repeat words of their own prompts."""
     texts = _texts(rows, tokenizer)
     (answer, times), *others = Counter(answer for _, answer in texts).most_common()
     often = [n for n in (times, *(n for _, n in others)) if n >= max(OFTEN_ROWS, OFTEN * len(rows))]

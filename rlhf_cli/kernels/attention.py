@@ -172,7 +172,7 @@ def row_attention(
 ) -> tuple[Tensor, None]:
     """`packed_attention` as one call of flash attention, for 16 bits on a GPU without dropout; else `packed_attention`.
 
-    The queries are the tokens of the row. The keys are those of each complete sequence, its shared prefix copied to its
+    The queries are the tokens of the row. The keys are each complete sequence, with its shared prefix copied to its
     front, because the kernel aligns the causal mask of a sequence with its last key.
     """
     device = query.device.type

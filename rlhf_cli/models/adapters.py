@@ -62,7 +62,7 @@ def import_peft(what: str, error: type[Exception]) -> Any:
 def require_targets(model: PreTrainedModel, config: Lora, key: str) -> Any:
     """Return the package peft, or raise ConfigError, naming the config `key`, if `add_lora` would fail.
 
-    That is so without peft, or if one of the names is not that of a linear layer. The model needs no weights.
+    That is so without peft, or if one of the names is no linear layer. The model needs no weights.
     """
     if model.config.is_encoder_decoder:
         raise ConfigError(f"{key}: is not offered for an encoder-decoder ({type(model).__name__}). Remove the key")
@@ -90,7 +90,7 @@ def require_targets(model: PreTrainedModel, config: Lora, key: str) -> Any:
 
 
 def inject(model: PreTrainedModel, lora: Any) -> None:
-    """Add the adapters of a peft.LoraConfig in place, and freeze all other weights but those of a classifier's head."""
+    """Add the adapters of a peft.LoraConfig in place, and freeze all other weights except a classifier's head."""
     import peft
 
     # GPT-2's layers are transposed. Without this, peft detects it and warns.

@@ -68,7 +68,7 @@ class Work:
     """
 
     weights: int
-    """Weights that a token passes: those of the layers, without embeddings and head. Of a mixture of experts, the share
+    """Weights that a token passes: the layers', without embeddings and head. In a mixture of experts, the share
     that a token uses."""
     trained: int
     """The number of `weights` that get a gradient."""

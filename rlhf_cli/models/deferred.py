@@ -30,7 +30,7 @@ BLOCK = 64
 """Weights in 4 bits that share a scale. Layers whose rows are not a multiple of it stay as they are: for them
 bitsandbytes 0.50.2 dequantizes on a CPU with the scales of other blocks."""
 INTEGERS, SCALES, ZERO_POINTS = "._weight_qdata", "._weight_scale", "._weight_zero_point"
-"""The names of torchao's 8-bit tensors, behind that of their layer. The zero points of ours are 0."""
+"""The names of torchao's 8-bit tensors, behind their layer's name. Our zero points are 0."""
 
 
 @dataclass(frozen=True)

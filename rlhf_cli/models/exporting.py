@@ -70,7 +70,7 @@ def load_model(path: str, dtype: Dtype, *, heads_in_float32: bool = False) -> Pr
 
 
 def dtype_of(path: str, revision: str | None = None) -> Dtype | None:
-    """The number format that a model's config.json names; that of the base for adapters. None if it is unknown."""
+    """The number format that a model's config.json names; the base's for adapters. None if it is unknown."""
     path = model_directory(path)
     while (adapter := read_adapter(path)) is not None:
         path, revision = adapter.base.path, adapter.base.revision

@@ -59,7 +59,7 @@ def frozen_policy(
 
 
 class HeldEmbedding(nn.Embedding):
-    """An embedding whose weight is held in 16 bits and whose output is float32, as that of a float32 weight."""
+    """An embedding whose weight is held in 16 bits and whose output is float32, as a float32 weight gives."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return super().forward(ids).float()
@@ -194,7 +194,7 @@ def _embeddings(model: PreTrainedModel) -> tuple[list[nn.Embedding], set[int]]:
 
 
 def _linear_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """The linear layers of the backbone without those of adapters, and the head over the vocabulary."""
+    """The linear layers of the backbone, without adapters, and the head over the vocabulary."""
     for name, module in model.base_model.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and ".lora_" not in name:
             yield module

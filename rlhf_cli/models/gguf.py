@@ -67,7 +67,7 @@ def convert(folder: Path, out: Path, kind: str, name: str, tokenizer: PreTrained
         out: the file to write.
         kind: a key of `TYPES`, or another type of `llama-quantize`.
         name: the model's name in the file.
-        tokenizer: that of the folder.
+        tokenizer: the folder's.
     """
     _add_context_length(folder / "config.json")
     first = out if kind in TYPES else out.with_suffix(".first")

@@ -79,7 +79,7 @@ LENGTH_CURVE = "length_curve"
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory or hub id; that of the base for adapters without one, as PEFT writes them."""
+    """The tokenizer of a model directory or hub id; the base's for adapters without one, as PEFT writes them."""
     check_directory(path, revision, weights=False)
     if is_adapter(path) and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
         base = _adapter(path).base

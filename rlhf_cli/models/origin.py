@@ -58,7 +58,7 @@ class BaseModel:
         return digest.hexdigest()
 
     def dtype(self) -> str | None:
-        """The number format of the weights, such as `bfloat16`; of adapters, that of their base. None if unknown."""
+        """The number format of the weights, such as `bfloat16`; for adapters, their base's. None if unknown."""
         if is_adapter(self.path):
             from rlhf_cli.models.adapter_files import read_adapter
 

@@ -87,7 +87,7 @@ def has_adapters_of(model: PreTrainedModel, lora: Lora) -> bool:
 
 @torch.no_grad()
 def copy_adapters(source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Give the adapters of `target` the values of those of `source`."""
+    """Copy the values of `source`'s adapters into `target`'s."""
     values = dict(source.named_parameters())
     for name, parameter in target.named_parameters():
         if ".lora_" in name:

@@ -35,7 +35,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], key: s
 def embed_tokens(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], key: str
 ) -> str | None:
-    """Give each new token an embedding: the mean of those of the other tokens; returns a line for the user, or None.
+    """Give each new token the mean embedding of the other tokens; returns a line for the user, or None.
 
     The output head gets rows the same way. Starting from the mean, new tokens change the probabilities of the others
     least (Hewitt 2021). transformers adds noise of standard deviation 3e-5 to the mean, and needs the covariance of all

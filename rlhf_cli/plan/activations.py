@@ -28,7 +28,7 @@ UNFIT = (TypeError, ValueError, RuntimeError, AssertionError, AttributeError, Ke
 
 
 def activation_bytes(model: PreTrainedModel, precision: str) -> float:
-    """Bytes for each token that autograd keeps in the backbone: those of two rows of ROW tokens minus those of one.
+    """Bytes for each token that autograd keeps in the backbone: of two rows of ROW tokens minus of one.
 
     0 for a model of which nothing is trained. All processes must call this for a sharded model.
 

@@ -152,7 +152,7 @@ class Held:
     is_merged: bool = False
     """Whether adapters are added to its weights when they are read, which makes them float32 numbers."""
     shares: bool = False
-    """Whether its frozen weights are those of the policy, so that only its adapters and its head count."""
+    """Whether it shares the policy's frozen weights, so that only its adapters and its head count."""
     whole: bool = False
     """Whether `distributed.shard` leaves it whole (`distributed.keep_whole`)."""
 
@@ -277,7 +277,7 @@ class Held:
         head = 4.0 * shape.vocabulary * shape.hidden if shape.has_head and self.lora is None else 0.0
         # Adapted experts are kept as the sum of weights and adapters.
         merged = {"merged experts": 4.0 * shape.adapted_experts / (shape.layers if setting.checkpointing else 1)}
-        # The gradient of all experts of a layer is added to that of the microbatches before as a whole.
+        # The gradient of all experts of a layer is added as a whole to the sum of the microbatches before.
         has_experts = self.lora is None or shape.adapted_experts > 0
         of_layer = max(head, 4.0 * shape.largest_expert if has_experts else 0.0)
         at_head = {"activations": activations, **merged, "logits": self.logits(batch), "gradients": head}

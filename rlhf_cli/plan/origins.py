@@ -39,7 +39,7 @@ class ModelOrigins:
     models: Mapping[str, PreTrainedModel] = field(default_factory=dict)
     """The models of a run that are in memory, by the names that its plan gives them."""
     precision: str = "float32"
-    """Of their passes, as in the config."""
+    """The precision of their passes, as in the config."""
 
     def held(
         self,

@@ -48,13 +48,13 @@ class Shape:
     largest: int
     """Numbers of the largest weight."""
     largest_expert: int
-    """Numbers of the largest weight of experts, which has those of all experts of a layer; 0 without experts."""
+    """Numbers of the largest weight of experts, which holds all experts of a layer; 0 without experts."""
     cache: int
     """Numbers of the keys and values of a token."""
     positions: int
     """The longest sequence that it reads, in tokens."""
     base: int
-    """All numbers, without those of adapters."""
+    """All numbers, without adapters."""
     trained: int
     """Numbers that get a gradient, adapters included."""
     frozen: int

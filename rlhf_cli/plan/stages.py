@@ -316,7 +316,7 @@ def training_phases(trained: Sequence[Held], batch: Batch, static: dict[str, flo
     gradients = [model.gradient_bytes for model in trained]
     moments = []
     for number, model in enumerate(trained):
-        # In a later microbatch all gradients exist. In the first one only those of the models before this one do.
+        # In a later microbatch all gradients exist; in the first one only the gradients of the models before this one.
         moments.append(join({"gradients": sum(gradients[:number])}, model.in_training(batch)))
         if batch.num > 1:
             moments.append(join({"gradients": sum(gradients)}, model.in_training(batch.after_first)))

@@ -306,9 +306,9 @@ class KLCoefs:
     """The current coefficients."""
 
     kl_coef: float
-    """Of the KL to ref_policy."""
+    """The coefficient of the KL to ref_policy."""
     policy_kl_coef: float
-    """Of PPO-penalty's KL between the policy before and after an update."""
+    """The coefficient of PPO-penalty's KL between the policy before and after an update."""
 
 
 def follow_kl(setup: Setup, coefs: KLCoefs, newest: UpdateBatch, metrics: Mapping[str, float]) -> dict[str, float]:

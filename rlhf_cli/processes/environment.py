@@ -61,7 +61,7 @@ def num_cores() -> int:
 
 
 def torchrun_variables(slurm: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `torchrun` for a task of `srun`, from those of Slurm; {} if this is not one of several tasks.
+    """The variables of `torchrun` for a task of `srun`, made from Slurm's; {} if this is not one of several tasks.
 
     The first process listens on the first node of the step, on a port that depends on the job and the step.
 

@@ -65,7 +65,7 @@ def run_processes(
 ) -> int:
     """Run a command in `count` processes that find each other through the variables of `torchrun`.
 
-    Returns the exit code of the run: 0 if all processes return 0, else that of the process that failed first, and 1 if
+    Returns the exit code of the run: 0 if all processes return 0, else the code of the first that failed, and 1 if
     a signal killed it. Prints one line if the process that failed is not the first one, which prints its own. If it was
     killed, the line ends with `checkpoint_in_words`.
     """

@@ -83,7 +83,7 @@ def missing(seen: Mapping[int, LastSign], now: float, limit: float) -> tuple[lis
 
 
 class Pulse(threading.Thread):
-    """Writes this process's sign of life, and reads those of the others."""
+    """Writes this process's sign of life, and reads the others'."""
 
     def __init__(self, ending: Ending, timeout_s: float, step: str):
         super().__init__(name="pulse", daemon=True)
@@ -135,7 +135,7 @@ class Pulse(threading.Thread):
             self._is_over.wait(EVERY_S)
 
     def _exchange_signs(self) -> None:
-        """Write this process's sign of life and, at times, read those of the others."""
+        """Write this process's sign of life and, at times, read the others'."""
         self._num_signs += 1
         others = [rank for rank in range(self.size) if rank != self.rank]
         try:

@@ -1,4 +1,4 @@
-"""Runs the user's code with settings of its own, so that it cannot change those of the training.
+"""Runs the user's code with settings of its own, so that it cannot change the training's.
 
 A reward file may call `torch.set_grad_enabled(False)` or `os.chdir`, and both apply to the whole process. The user's
 code keeps what it sets: its next call finds it again. The training gets its own settings back after each call.

@@ -67,7 +67,7 @@ class RewardModel(RewardSource):
     budget: Budget = AT_A_TIME
     """Maximum tokens per forward pass."""
     keep_special: bool = False
-    """Special tokens in prompts and responses stay special. Otherwise only those of a template are."""
+    """Special tokens in prompts and responses stay special. Otherwise only a template's tokens are special."""
     prompts_are_rendered: bool = False
     """Prompts come from a client's template: special tokens in them stay special without `template`."""
     num_cut: int = 0
@@ -220,7 +220,7 @@ def load_reward_source(
     mean, std = (getattr(model.config, figure, None) for figure in ("score_mean", "score_std"))
     if reward.normalize and reward.steps is None and (mean is None or std is None):
         notes.append(f"{path}: has no stored score mean and standard deviation, scores are not normalized")
-    # The stored mean and standard deviation are those of the logit.
+    # The stored mean and standard deviation describe the logit.
     normalize = reward.normalize and mean is not None and std is not None and reward.output == "logit"
     make: Callable[..., RewardModel] = RewardModel
     if reward.steps is not None:

@@ -32,7 +32,7 @@ Tokens = tuple[list[int], list[int]]
 
 @dataclass(kw_only=True)
 class StepModel(RewardModel):
-    """A token classifier. `label`, `as_probability`, `template` and `budget` are those of a reward model."""
+    """A token classifier. `label`, `as_probability`, `template` and `budget` are as for a reward model."""
 
     kind: ClassVar[str] = "step reward model"
     steps: Steps

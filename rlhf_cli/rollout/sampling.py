@@ -356,7 +356,7 @@ def _note(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Write the newest tokens into the buffers; return the rows' next places, which rows are finished, and two counts.
 
-    The counts are those of the finished rows, and of the finished rows that have drawn as many tokens as they may.
+    The counts: finished rows, and among them the rows that have drawn as many tokens as they may.
     """
     ids.scatter_(0, at, new_ids)
     logprobs.scatter_(0, at, new_logprobs)

@@ -29,7 +29,7 @@ class PromptForm:
     """How a model reads a row of prompts, and a conversation."""
 
     kind: Literal["chat", "transcript", "single"] = "single"
-    """Of a conversation: the chat template, a transcript of all turns, or the last message alone."""
+    """How a conversation becomes a prompt: by the chat template, as a transcript, or as its last message alone."""
     template: str | None = None
     """`data.prompt_template` around a transcript or a single message; None for the bare text."""
     lead: str = ""
@@ -268,7 +268,7 @@ class Speaker:
         max_live_rows: int | None = None,
         on_tokens: Callable[[Tensor], None] | None = None,
     ) -> list[Response]:
-        """A response to each prompt, drawn in the model's precision. The arguments are those of `sample`."""
+        """A response to each prompt, drawn in the model's precision. It takes the arguments of `sample`."""
         with autocast(device_of(self.model), self.precision):
             return sample(
                 self.model,

@@ -39,7 +39,7 @@ class Run:
     root: Path
     device: torch.device
     seed: int
-    """Of the held-out rows that are drawn, of samples and of intervals."""
+    """The seed by which held-out rows, samples and intervals are drawn."""
     sft: SFTConfig | None
     rm: RMConfig | None
     ppo: PPOConfig | None

@@ -135,7 +135,7 @@ class LossScale:
         return self._scaler.scale(loss) if self._scaler is not None else loss
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale. They must be those of all processes."""
+        """Divide the gradients by the scale, after they have been summed over all processes."""
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
             self._is_unscaled = True

@@ -51,7 +51,7 @@ class Stepper:
             group["lr"] = self.learning_rate
 
     def clip(self, world: World) -> float:
-        """Unscale and clip the gradients, which are those of all processes; returns their norm before clipping."""
+        """Unscale and clip the gradients, summed over all processes; returns their norm before clipping."""
         if self.scale is not None:
             self.scale.unscale(self.optimizer)
         weights = [p for p in self.model.parameters() if p.grad is not None]
@@ -86,7 +86,7 @@ class Stepper:
         return tensors, {"steps": self.steps}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
-        """Take over what `state` returned. The learning rate is that of this run's schedule at the restored step."""
+        """Take over what `state` returned. The learning rate follows this run's schedule from the restored step."""
         full_state = self.optimizer.state_dict()
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         names: dict[int, dict[str, str]] = {}

@@ -41,7 +41,7 @@ class Count:
 class Speed:
     """Counts the phases of a stage, for each row of metrics and for the whole run.
 
-    Seconds are those of this process; tokens and FLOPs are summed over all processes. A checkpoint or an evaluation
+    Seconds are this process's; tokens and FLOPs are summed over all processes. A checkpoint or an evaluation
     between two steps counts in the row of the later step.
     """
 
