@@ -3,7 +3,8 @@
 torch can split one product among threads instead (OpenMP). For small products that gains little, and the last digits
 then depend on the number of threads. Here each thread computes whole passes on one core. What a pass computes does not
 depend on what runs beside it, and results are taken in order. So the number of threads changes no number of a run.
-Only passes of LARGE models, when there are fewer than threads, use several cores each.
+Only passes of LARGE models, when there are fewer than threads, use several cores each, and decoding steps of somewhat
+smaller models (`rollout/sampling.py`).
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ LARGE = 30_000_000
 reading the weights takes so long that decoding groups of rows apart, each with all weights, gains nothing."""
 
 
-def is_large(*models: nn.Module | None) -> bool:
-    """Whether one of the models has LARGE weights."""
-    return any(sum(weight.numel() for weight in model.parameters()) >= LARGE for model in models if model is not None)
+def is_large(*models: nn.Module | None, weights: int | None = None) -> bool:
+    """Whether one of the models has so many weights, by default LARGE."""
+    least = LARGE if weights is None else weights
+    return any(sum(weight.numel() for weight in model.parameters()) >= least for model in models if model is not None)
 
 
 class _Pool:

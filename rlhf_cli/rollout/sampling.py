@@ -33,6 +33,8 @@ BLOCK = 64
 """Tokens per block of the two-level cumulative sum in `draw`."""
 BELOW_1 = 1 - 2.0**-23
 """x * BELOW_1 < x for every positive float32 x. The largest uniform, 1 - 2**-24, does not guarantee that."""
+SHARED_STEP = 20_000_000
+"""Weights of a model from which all cores share the products of a decoding step, where its rows are one group."""
 
 
 def draw_uniforms(seed: int, purpose: str, iteration: int, rows: int, columns: int) -> Tensor:
@@ -141,8 +143,8 @@ def sample(
     longest_text = max(len(prompt) + limit for prompt, limit in zip(prompts, each, strict=True))
     decoder = choose_decoder(model, longest_text, sampling.decoder)
     max_live_rows = max_live_rows or num_rows
-    wide = is_large(model)
-    decoders = decoder.apart(max_live_rows) if on_tokens is None and not wide else [decoder]
+    decoders = decoder.apart(max_live_rows) if on_tokens is None and not is_large(model) else [decoder]
+    wide = len(decoders) == 1 and is_large(model, weights=SHARED_STEP)
     uniforms = uniforms.to(device)
     ends = [num_rows * (number + 1) // len(decoders) for number in range(len(decoders))]
     tasks = []

@@ -18,6 +18,7 @@ from rlhf_cli.processes import environment, pass_loop, threads
 from rlhf_cli.processes.distributed import ALONE
 from rlhf_cli.processes.pass_loop import GradientSum, over_pieces
 from rlhf_cli.processes.threads import in_threads, use_threads
+from rlhf_cli.rollout import sampling
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from stages import sft
@@ -316,6 +317,23 @@ def test_few_passes_of_a_large_model_use_several_cores_each(monkeypatch):
     assert over_pieces([[1]], lambda _: torch.get_num_threads(), large) == [4]
     assert over_pieces([[1], [2]], lambda _: torch.get_num_threads(), large, in_turn=True) == [4, 4]
     assert torch.get_num_threads() == 1
+
+
+def test_all_cores_share_the_decoding_steps_of_few_responses_of_a_model_that_is_not_small(monkeypatch, make_model):
+    use_threads(2)
+    model, seen = load_policy(str(make_model("llama"))), []
+    decode = sampling._decode
+
+    def watched(*given):
+        seen.append(torch.get_num_threads())
+        return decode(*given)
+
+    monkeypatch.setattr(sampling, "_decode", watched)
+    for weights, rows, cores in ((10**9, 4, [1]), (1, 4, [2]), (1, 32, [1, 1])):
+        monkeypatch.setattr(sampling, "SHARED_STEP", weights)
+        sample(model, [[1, 2]] * rows, draw_uniforms(0, "cores", 0, rows, 2), Sampling())
+        assert seen == cores
+        seen.clear()
 
 
 def test_gradients_that_do_not_fit_twice_are_computed_in_turn(monkeypatch):
