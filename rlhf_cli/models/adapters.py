@@ -60,9 +60,9 @@ def import_peft(what: str, error: type[Exception]) -> Any:
 
 
 def require_targets(model: PreTrainedModel, config: Lora, key: str) -> Any:
-    """Return the package peft, or raise ConfigError, naming the config `key`, if `add_lora` would fail.
+    """Return the package peft. Raise ConfigError, naming the config `key`, if `add_lora` would fail.
 
-    That is so without peft, or if one of the names is no linear layer. The model needs no weights.
+    It fails without peft, and if a name is not a linear layer's. The model needs no weights.
     """
     if model.config.is_encoder_decoder:
         raise ConfigError(f"{key}: is not offered for an encoder-decoder ({type(model).__name__}). Remove the key")

@@ -306,7 +306,7 @@ def best_of(key: str | None, before: Evaluation | None) -> Best:
 NEAREST = 0.05
 """The unit of the figure is this quantile of the distances of single SFT replies from their mean."""
 LEAST = 20
-"""With fewer replies of the SFT model there is no figure."""
+"""Fewest replies of the SFT model from which the figure is computed."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,14 @@ def test_values_and_gradients_equal_those_of_full_logits(monkeypatch, keeps, has
     torch.testing.assert_close(found, wanted, **tolerance)
 
 
-def test_one_tensor_of_the_size_of_the_logits_is_kept_and_only_for_a_gradient():
+def test_one_tensor_of_the_size_of_the_logits_is_kept_and_only_for_a_gradient(monkeypatch):
+    real, chunks = head._of_chunk, []
+
+    def watched(*given, derive):
+        chunks.append((given[5] is not None, derive))
+        return real(*given, derive=derive)
+
+    monkeypatch.setattr(head, "_of_chunk", watched)
     weight, hidden, ids = torch.randn(400, 4, requires_grad=True), torch.randn(300, 4), torch.arange(300)
 
     def kept() -> list[int]:
@@ -69,8 +76,11 @@ def test_one_tensor_of_the_size_of_the_logits_is_kept_and_only_for_a_gradient():
         return sorted(sizes)[-2:]
 
     assert kept() == [weight.numel(), 300 * 400]
+    assert set(chunks) == {(True, True)}
+    chunks.clear()
     with torch.no_grad():
-        assert kept() == []
+        linear_logprobs(hidden, weight, None, ids)
+    assert set(chunks) == {(False, False)}
 
 
 def test_autocast_computes_the_products_in_bfloat16():
@@ -118,6 +128,7 @@ def test_a_model_gives_the_same_log_probabilities_with_chunks(monkeypatch, kind:
     whole.backward(grad)
     parts.backward(grad)
     for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert a.grad is not None, name  # two missing gradients would be equal
         torch.testing.assert_close(b.grad, a.grad, rtol=1e-5, atol=1e-5, msg=name)
 
 
