@@ -101,7 +101,7 @@ class PPO(Section):
     """Subtract the KL from the reward of each token (Ziegler et al. 2019), or add it to the loss."""
     kl_estimator: KLEstimator | None = None
     """Null uses the estimator whose optimum is ref_policy * exp(score / kl_coef): k1 in the reward, k2_sequence in
-    the loss. The others optimise different objectives (docs/ppo.md). `full` is exact over the vocabulary."""
+    the loss. The others optimise different objectives (docs/kl.md). `full` is exact over the vocabulary."""
     kl_controller: KLController = "fixed"
     """`adaptive` changes kl_coef until the KL per response is `kl_target` (Ziegler et al. 2019, section 2.2). It waits
     while the value model warms up."""

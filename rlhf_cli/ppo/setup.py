@@ -511,10 +511,10 @@ def kl_note(config: PPOConfig) -> str | None:
         return (
             "ppo.kl_in: loss with advantages that are divided by their standard deviation: as it shrinks, the KL's "
             "weight shrinks to nothing. Set whiten_advantages: false (dr_grpo or rloo instead of grpo), or "
-            "kl_in: reward (docs/ppo.md)"
+            "kl_in: reward (docs/kl.md)"
         )
     note = KL_NOTES.get((ppo.kl_in, ppo.kl_estimator_used))
-    return f"ppo.kl_estimator: {note} (docs/ppo.md)" if note else None
+    return f"ppo.kl_estimator: {note} (docs/kl.md)" if note else None
 
 
 def plan(setup: Setup) -> list[tuple[str, str]]:
