@@ -128,7 +128,7 @@ def prepared(task: str, path: Path, tokenizer: Path) -> Callable[[], object]:
     from rlhf_cli.config.data import DataSource, Rows
     from rlhf_cli.config.models import TokenizerTraining
     from rlhf_cli.data.cache import tokenise
-    from rlhf_cli.data.encode import Limits
+    from rlhf_cli.data.encode import LengthLimits
     from rlhf_cli.data.encoders import DemonstrationEncoder
     from rlhf_cli.data.row_counts import Report
     from rlhf_cli.data.stage_rows import StageRows, records
@@ -157,7 +157,7 @@ def prepared(task: str, path: Path, tokenizer: Path) -> Callable[[], object]:
         return lambda: data_check.check_data([part], with_tokens, as_json=True)
     loaded = load_tokenizer(str(tokenizer))
 
-    spec = StageRows(rows, "sft", limits=Limits(MAX_LENGTH))
+    spec = StageRows(rows, "sft", limits=LengthLimits(MAX_LENGTH))
 
     def tokenised() -> int:
         found = tokenise(DemonstrationEncoder(loaded, spec))

@@ -44,7 +44,7 @@ from xml.sax.saxutils import escape
 import stages.ppo
 import stages.rm
 import stages.sft  # noqa: F401  (the stages that the commands run)
-from rlhf_cli.algorithms.bootstrap import student_quantile
+from rlhf_cli.algorithms.statistics import student_quantile
 from rlhf_cli.cli import main as main_of_rlhf
 
 HERE = Path(__file__).resolve().parent

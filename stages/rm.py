@@ -86,8 +86,7 @@ from rlhf_cli.evaluation.normalization import (
 from rlhf_cli.health.baselines import held_out_verdict
 from rlhf_cli.models.cost import Work
 from rlhf_cli.models.forward import autocast, check_length, is_packed, longest_input, shares_prefixes
-from rlhf_cli.models.freeze import freeze
-from rlhf_cli.models.frozen import release
+from rlhf_cli.models.frozen import freeze, release
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import (
     check_vocabulary,

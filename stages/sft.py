@@ -46,7 +46,7 @@ from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.recap import findings_of
 from rlhf_cli.models.cost import Work
 from rlhf_cli.models.forward import autocast, check_positions, positions, target_logprobs
-from rlhf_cli.models.freeze import freeze
+from rlhf_cli.models.frozen import freeze
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
 from rlhf_cli.models.lora import add_adapters, defers_base, prepare_base
 from rlhf_cli.models.passes import set_up_training

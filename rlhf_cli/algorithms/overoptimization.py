@@ -9,7 +9,7 @@ from math import exp, log
 import torch
 from torch import Tensor
 
-from rlhf_cli.algorithms.bootstrap import student_quantile
+from rlhf_cli.algorithms.statistics import student_quantile
 
 MIN_FREEDOM = 3
 """Points beyond two that an interval needs."""

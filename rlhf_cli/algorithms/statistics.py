@@ -1,12 +1,15 @@
-"""Statistics for reports: differences of rates, correlation of two rankings, diversity of texts.
+"""Statistics for reports: differences of rates, correlation of two rankings, diversity of texts; running moments of
+scores; intervals by the bootstrap.
 
 They are computed in float64 on the CPU and returned as Python floats.
 """
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from math import sqrt
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from math import erf, pi, sqrt, tan
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -243,3 +246,167 @@ def word_shares(texts: Sequence[str]) -> dict[str, float]:
     """
     counts = Counter(word for text in texts for word in sorted(set(re.findall(r"\w+", text.lower()))))
     return {word: count / len(texts) for word, count in counts.items()}
+
+
+# -------------------------------------------------------------------------------------------- running mean and variance
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The count of some numbers, their mean, and the sum of their squared deviations from the mean.
+
+    >>> Moments(count=2, mean=3.0, squared_deviations=2.0).std  # of 2 and 4: sqrt(2 / 1)
+    1.4142135623730951
+    """
+
+    count: float = 0.0
+    mean: float = 0.0
+    squared_deviations: float = 0.0
+
+    @property
+    def var(self) -> float:
+        """Population variance, ``squared_deviations / count``; 0 if empty."""
+        return self.squared_deviations / self.count if self.count else 0.0
+
+    @property
+    def std(self) -> float:
+        """Unbiased standard deviation, ``sqrt(squared_deviations / (count - 1))``.
+
+        It is 1 for fewer than two numbers, so that dividing by it leaves their scale unchanged. For two or more equal
+        numbers it is 0: guard the division.
+        """
+        return sqrt(self.squared_deviations / (self.count - 1)) if self.count >= 2 else 1.0
+
+
+def merge(moments: Moments, count: float, mean: float, squared_deviations: float) -> Moments:
+    """The moments of two sets of numbers together, from the moments of each.
+
+    ``shift = mean - moments.mean``
+    ``new_mean = moments.mean + shift * count / (moments.count + count)``
+    ``new_squared_deviations = moments.squared_deviations + squared_deviations``
+    ``+ shift**2 * moments.count * count / (moments.count + count)``
+
+    Exact up to rounding, whatever the order and the split into batches. Either set may be empty.
+
+    Args:
+        moments: of the numbers so far; ``Moments()`` if there are none.
+        count: how many numbers are new, 0 or more.
+        mean: of the new numbers; anything if there are none.
+        squared_deviations: of the new numbers from their own mean.
+
+    Returns:
+        The moments of all of them.
+
+    Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
+
+    >>> merge(Moments(2, 3.0, 2.0), 1, 6.0, 0.0)  # 2 and 4, then 6
+    Moments(count=3, mean=4.0, squared_deviations=8.0)
+    """
+    if not count:
+        return moments
+    total, shift = moments.count + count, mean - moments.mean
+    return Moments(
+        count=total,
+        mean=moments.mean + shift * count / total,
+        squared_deviations=(
+            moments.squared_deviations + squared_deviations + shift * shift * moments.count * count / total
+        ),
+    )
+
+
+def moments_of(x: torch.Tensor) -> Moments:
+    """The moments of the numbers in a tensor.
+
+    ``Moments(x.numel(), mean(x), sum((x - mean(x))**2))``
+
+    Args:
+        x: any shape, may be empty; there is no mask, so pass real entries only.
+
+    Returns:
+        Python floats, computed in float64 on the CPU in two passes.
+
+    >>> moments_of(torch.tensor([2.0, 4.0]))
+    Moments(count=2.0, mean=3.0, squared_deviations=2.0)
+    """
+    if x.numel() == 0:
+        return Moments()
+    x = x.detach().cpu().double()
+    mean = x.mean()
+    return Moments(float(x.numel()), float(mean), float((x - mean).square().sum()))
+
+
+# ------------------------------------------------------------------------------------------- intervals by the bootstrap
+
+
+NUM_RESAMPLES = 2000
+CHUNK = 1 << 22
+"""Numbers that are resampled at the same time."""
+
+
+def bootstrap_interval(
+    statistic: Callable[..., Tensor],
+    *columns: Tensor,
+    seed: int,
+    level: float = 0.95,
+    num_resamples: int = NUM_RESAMPLES,
+) -> tuple[float, float]:
+    """The expanded percentile bootstrap interval of a statistic of n independent rows.
+
+    Rows are drawn with replacement, the same rows of every column, so columns that belong together stay paired. The
+    plain percentile interval is too narrow for small n. The quantiles are therefore those of
+    ``Phi(-sqrt(n / (n - 1)) * t)`` with t the quantile of Student's distribution with n - 1 degrees of freedom
+    (Hesterberg 2015, "What teachers should know about the bootstrap", section 5.3).
+
+    Args:
+        statistic: maps resampled columns, [B, n] each, to [B].
+        columns: [n] each, n at least 2 for an interval.
+        seed: of the resampling. The same seed gives the same interval.
+        level: probability that the interval covers the true value, about.
+        num_resamples: number of resamples.
+
+    Returns:
+        (low, high). With fewer than two rows both are NaN.
+
+    >>> mean = lambda x: x.mean(-1)
+    >>> low, high = bootstrap_interval(mean, torch.tensor([0.0, 1.0] * 50), seed=0)
+    >>> round(low, 1), round(high, 1)  # 0.5 plus and minus 1.98 * 0.05
+    (0.4, 0.6)
+    """
+    n = len(columns[0])
+    if n < 2:
+        return float("nan"), float("nan")
+    generator = torch.Generator().manual_seed(seed)
+    values = []
+    for start in range(0, num_resamples, step := max(1, CHUNK // n)):
+        size = min(step, num_resamples - start)
+        rows = torch.randint(n, (size, n), generator=generator)
+        values.append(statistic(*(column[rows] for column in columns)).double())
+    tail = _phi(-sqrt(n / (n - 1)) * student_quantile((1 + level) / 2, n - 1))
+    low, high = torch.cat(values).quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def student_quantile(probability: float, freedom: int) -> float:
+    """The quantile of Student's t distribution: exact for 1 and 2 degrees of freedom, else by the Cornish-Fisher
+    expansion to the third order.
+
+    At probability 0.975 the error is below 0.001 for 10 degrees of freedom or more, and below 1 % for 3 or more.
+
+    >>> [round(student_quantile(0.975, freedom), 3) for freedom in (1, 2, 10, 1000)]
+    [12.706, 4.303, 2.228, 1.962]
+    """
+    if freedom == 1:
+        return tan(pi * (probability - 0.5))
+    if freedom == 2:
+        share = 2 * probability - 1
+        return share * sqrt(2 / (1 - share**2))
+    z, v = NormalDist().inv_cdf(probability), float(freedom)
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / v + second / v**2 + third / v**3
+
+
+def _phi(x: float) -> float:
+    """The standard normal distribution function."""
+    return (1 + erf(x / sqrt(2))) / 2

@@ -30,7 +30,7 @@ from rlhf_cli.config.by_stage import load_stage_config, stage_of
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.data.encode import Limits, Skipped, require_eos
+from rlhf_cli.data.encode import LengthLimits, Skipped, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder, RowEncoder
 from rlhf_cli.data.records import Record
 from rlhf_cli.data.row_counts import DUPLICATE, MANY_SKIPPED, Report
@@ -74,7 +74,7 @@ def rows_of_source(
     return StageRows(
         rows,
         rm_purpose(source) if for_ == "rm" else purposes[for_],  # type: ignore[arg-type]
-        limits=Limits(max_length) if max_length is not None else None,
+        limits=LengthLimits(max_length) if max_length is not None else None,
         length_key="--max-length",
     )
 

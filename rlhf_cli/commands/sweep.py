@@ -290,7 +290,7 @@ def over_seeds(values: Sequence[float]) -> str:
     """
     import torch
 
-    from rlhf_cli.algorithms.bootstrap import student_quantile
+    from rlhf_cli.algorithms.statistics import student_quantile
     from rlhf_cli.report.figure import Figure
 
     n, numbers = len(values), torch.tensor(values, dtype=torch.float64)

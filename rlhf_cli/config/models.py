@@ -10,7 +10,7 @@ from pydantic import Field
 from rlhf_cli.config.base import LocalPath, PositiveInt, Section
 
 Patterns = list[Annotated[str, Field(min_length=1)]]
-"""Patterns of names of weights, as `rlhf_cli.models.freeze` reads them."""
+"""Patterns of names of weights, as `rlhf_cli.models.frozen` reads them."""
 Tokens = list[Annotated[str, Field(min_length=1)]]
 """Texts that each become one token."""
 

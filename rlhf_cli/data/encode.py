@@ -43,7 +43,7 @@ class Skipped:
 
 
 @dataclass(frozen=True)
-class Limits:
+class LengthLimits:
     """The length limits of a token sequence, and how to treat a longer one (`Data` documents each field)."""
 
     max_length: int
@@ -52,16 +52,16 @@ class Limits:
 
 
 def fit(
-    ids: list[int], answer_mask: list[bool], limits: Limits, bos: int | None
+    ids: list[int], answer_mask: list[bool], limits: LengthLimits, bos: int | None
 ) -> tuple[list[int], list[bool]] | Skipped:
     """Cut a sequence and its answer mask to `limits.max_length`.
 
     `left` keeps a first token that is `bos`, the whole last answer, and at least one token before it. `right` keeps at
     least one token of an answer. A sequence that cannot be cut that way is skipped.
 
-    >>> fit([0, 5, 6, 7, 8], [False, False, False, True, True], Limits(4, "left"), bos=0)
+    >>> fit([0, 5, 6, 7, 8], [False, False, False, True, True], LengthLimits(4, "left"), bos=0)
     ([0, 6, 7, 8], [False, False, True, True])
-    >>> fit([5, 6, 7, 8], [False, True, True, True], Limits(3, "left"), bos=None)
+    >>> fit([5, 6, 7, 8], [False, True, True, True], LengthLimits(3, "left"), bos=None)
     Skipped(reason='longer than 3 tokens, and so is its answer', needs=4)
     """
     if sum(answer_mask) < limits.min_response_length:
@@ -85,15 +85,15 @@ def fit(
     return first + ids[start:], [False] * len(first) + answer_mask[start:]
 
 
-def too_short(limits: Limits) -> Skipped:
+def too_short(limits: LengthLimits) -> Skipped:
     """The reason to skip a row with an answer below `limits.min_response_length`."""
     return Skipped(f"answers of fewer than {limits.min_response_length} tokens")
 
 
-def fit_prompt(ids: list[int], limits: Limits, bos: int | None) -> list[int] | Skipped:
+def fit_prompt(ids: list[int], limits: LengthLimits, bos: int | None) -> list[int] | Skipped:
     """Cut a prompt to `limits.max_length`. `left` keeps a first token that is `bos`.
 
-    >>> fit_prompt([0, 5, 6, 7], Limits(3, "left"), bos=0)
+    >>> fit_prompt([0, 5, 6, 7], LengthLimits(3, "left"), bos=0)
     [0, 6, 7]
     """
     longest, side = limits.max_length, limits.truncation
@@ -281,7 +281,13 @@ class RowText:
 
 
 def training_example(
-    ids: list[int], answer_mask: list[bool], where: str, limits: Limits | None, bos: int | None, *, learn_all: bool
+    ids: list[int],
+    answer_mask: list[bool],
+    where: str,
+    limits: LengthLimits | None,
+    bos: int | None,
+    *,
+    learn_all: bool,
 ) -> Example | Skipped:
     """A sequence cut to the limits, with its loss mask: the answers, or with `learn_all` everything after token 0."""
     fitting = fit(ids, answer_mask, limits, bos) if limits is not None else (ids, answer_mask)

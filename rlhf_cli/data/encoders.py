@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rlhf_cli.data.encode import (
     Example,
-    Limits,
+    LengthLimits,
     RowText,
     Skipped,
     fit_prompt,
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 Tokens = tuple[list[int], list[bool]]
 """Token ids, and the mask of those that are an answer's."""
-NO_LIMITS = Limits(10**9)
+NO_LIMITS = LengthLimits(10**9)
 
 
 @dataclass(frozen=True)

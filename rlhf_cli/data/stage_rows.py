@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_cli.config.data import Data, DataSource, PromptData, Rows
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.data.encode import Limits, Skipped
+from rlhf_cli.data.encode import LengthLimits, Skipped
 from rlhf_cli.data.formats import Format, Purpose, read_record, recognise
 from rlhf_cli.data.read import read_rows
 from rlhf_cli.data.records import ASSISTANT, SPEAKERS, Answer, BadRow, Record, Row, number
@@ -41,7 +41,7 @@ class StageRows:
     purpose: Purpose
     role: str = "data"
     """The section that the rows come from, for messages: data, data.probes or ptx."""
-    limits: Limits | None = None
+    limits: LengthLimits | None = None
     """Length limits in tokens. None keeps every length."""
     length_key: str = "data.max_length"
     """The key that sets the longest sequence."""
@@ -91,7 +91,7 @@ def _texts(data: Data | PromptData) -> dict[str, Any]:
 def sft_rows(config: SFTConfig) -> StageRows:
     """The demonstrations of SFT."""
     data = config.data
-    limits = Limits(data.max_length, data.truncation, data.min_response_length)
+    limits = LengthLimits(data.max_length, data.truncation, data.min_response_length)
     learn_all = data.loss_on == "all"
     return StageRows(data, "sft", limits=limits, prompt_words=data.prompt_words, learn_all=learn_all, **_texts(data))
 
@@ -104,7 +104,7 @@ def rm_rows(config: RMConfig) -> StageRows:
     data = config.data
     is_scored = not config.is_pairwise or first_format(data.train[0], "rm pairs").name == "labelled"
     purpose: Purpose = "rm scores" if is_scored else "rm pairs"
-    limits = Limits(data.max_length, data.truncation, data.min_response_length)
+    limits = LengthLimits(data.max_length, data.truncation, data.min_response_length)
     return StageRows(data, purpose, limits=limits, margin_column=data.margin_column, **_texts(data))
 
 
@@ -119,7 +119,7 @@ def probe_rows(config: RMConfig) -> StageRows | None:
 def ppo_rows(config: PPOConfig) -> StageRows:
     """The prompts of PPO."""
     data = config.data
-    limits = Limits(data.max_prompt_length, data.truncation)
+    limits = LengthLimits(data.max_prompt_length, data.truncation)
     key, words = "data.max_prompt_length", data.prompt_words
     return StageRows(data, "ppo", limits=limits, length_key=key, prompt_words=words, **_texts(data))
 
@@ -133,7 +133,7 @@ def ptx_rows(config: PPOConfig) -> StageRows | None:
         Rows(train=ptx.train, test_fraction=0),
         "sft",
         role="ptx",
-        limits=Limits(ptx.max_length),
+        limits=LengthLimits(ptx.max_length),
         length_key="ptx.max_length",
         prompt_words=ptx.prompt_words,
         learn_all=ptx.loss_on == "all",

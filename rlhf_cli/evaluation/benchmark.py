@@ -20,7 +20,7 @@ from rlhf_cli.algorithms.length import reply_length
 from rlhf_cli.algorithms.reward_bench import Answers, best_is_right, ties_scores
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.answers import AnswerEncoder, answer_encoder
-from rlhf_cli.data.encode import Limits, Skipped
+from rlhf_cli.data.encode import LengthLimits, Skipped
 from rlhf_cli.data.read import read_rows
 from rlhf_cli.data.records import Answer, BadRow, Message, Record
 from rlhf_cli.data.stage_rows import StageRows
@@ -94,7 +94,7 @@ def encode_bench(
 
     A tokenizer with a chat template reads each row as a conversation, unless the stage has a template of its own.
     """
-    limits = Limits(*length_limit(model, tokenizer))
+    limits = LengthLimits(*length_limit(model, tokenizer))
     stage_rows = replace(stage_rows, purpose="rm pairs", limits=limits)
     encoder: AnswerEncoder[Any] = answer_encoder(tokenizer, stage_rows, reads_last_token=reads_last_token(model))
     found = []

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_cli.algorithms.bootstrap import bootstrap_interval
 from rlhf_cli.algorithms.comparison import bradley_terry, wins
+from rlhf_cli.algorithms.statistics import bootstrap_interval
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.evaluation.figures import difference_figure, mean_figure, rate_figure, share_figure

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_cli.algorithms.bootstrap import bootstrap_interval
-from rlhf_cli.algorithms.statistics import correlation, newcombe_interval, wilson_interval
+from rlhf_cli.algorithms.statistics import bootstrap_interval, correlation, newcombe_interval, wilson_interval
 from rlhf_cli.report.figure import Figure, Figures, cells, readable
 from rlhf_cli.report.progress import Display
 

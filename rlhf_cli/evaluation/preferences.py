@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_cli.algorithms.bootstrap import bootstrap_interval
 from rlhf_cli.algorithms.calibration import best_temperature, best_temperatures, calibration_error
 from rlhf_cli.algorithms.comparison import wins
-from rlhf_cli.algorithms.statistics import correlation
+from rlhf_cli.algorithms.statistics import bootstrap_interval, correlation
 from rlhf_cli.data.answers import RankedIds, ScoredIds
 from rlhf_cli.evaluation import agreement
 from rlhf_cli.evaluation.figures import bootstrapped, mean_figure, share_figure

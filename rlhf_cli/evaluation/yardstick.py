@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.best_of_n import best_of_n, best_of_n_kl, best_of_n_kl_bound
-from rlhf_cli.algorithms.bootstrap import bootstrap_interval
 from rlhf_cli.algorithms.overoptimization import fit_gold_curve
+from rlhf_cli.algorithms.statistics import bootstrap_interval
 from rlhf_cli.algorithms.tilt import exponential_tilt, tilt_beta
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.evaluation.figures import Sentences, as_json, bootstrapped, mean_figure, show

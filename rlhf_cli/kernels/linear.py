@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_cli.kernels.swap import swap_class
+from rlhf_cli.kernels.layers import swap_class
 
 TOLERANCE = 1e-5
 """Relative tolerance of the check at the first use."""

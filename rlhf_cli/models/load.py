@@ -37,9 +37,8 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging
 
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.kernels.layers import use_fast_attention, use_fast_norm
 from rlhf_cli.kernels.linear import use_fast_linear
-from rlhf_cli.kernels.norm import use_fast_norm
-from rlhf_cli.kernels.rotation import use_fast_attention
 from rlhf_cli.models.check import (
     check_directory,
     check_weights,

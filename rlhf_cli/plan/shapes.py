@@ -22,7 +22,7 @@ from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.check import reason_of
 from rlhf_cli.models.deferred import BLOCK
 from rlhf_cli.models.forward import positions, vocabulary_rows
-from rlhf_cli.models.freeze import freeze
+from rlhf_cli.models.frozen import freeze
 from rlhf_cli.models.heads import offer_classifier
 from rlhf_cli.plan.activations import activation_bytes, fake_activation_bytes
 from rlhf_cli.tensor_ops import num_weights, weight_shape

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.advantages import group_advantages
-from rlhf_cli.algorithms.moments import Moments, merge, moments_of
 from rlhf_cli.algorithms.names import GroupBaseline
 from rlhf_cli.algorithms.shaping import (
     clip_score,
@@ -24,6 +23,7 @@ from rlhf_cli.algorithms.shaping import (
     overlong_penalty,
     preference_score,
 )
+from rlhf_cli.algorithms.statistics import Moments, merge, moments_of
 from rlhf_cli.config.ppo import PPO, PPOConfig
 from rlhf_cli.config.rewards import Limit, Shaping
 from rlhf_cli.data.batches import chunks, stream

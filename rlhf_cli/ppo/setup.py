@@ -23,8 +23,7 @@ from rlhf_cli.decoders.decoder import decoder_notes
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.cost import Work, peak_flops, work_of
 from rlhf_cli.models.forward import autocast, check_positions, choose_attention, compute_dtype, is_packed, positions
-from rlhf_cli.models.freeze import freeze
-from rlhf_cli.models.frozen import hold_frozen, is_held
+from rlhf_cli.models.frozen import freeze, hold_frozen, is_held
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
 from rlhf_cli.models.lora import add_adapters, defers_base, prepare_base
 from rlhf_cli.models.origin import BaseModel

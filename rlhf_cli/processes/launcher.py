@@ -27,7 +27,7 @@ from rlhf_cli.errors import EndedElsewhere
 from rlhf_cli.files import KNOWN_FILE, known_digests
 from rlhf_cli.printing import say
 from rlhf_cli.processes.environment import num_cores
-from rlhf_cli.processes.failures import FAILURES, LOST
+from rlhf_cli.processes.exits import FAILURES, LOST
 from rlhf_cli.processes.signals import LAUNCHED, STOP_SIGNALS
 from rlhf_cli.program import command
 

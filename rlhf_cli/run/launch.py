@@ -11,14 +11,15 @@ import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from rlhf_cli.config.by_stage import load_stage_config
+from rlhf_cli.config.ppo import ENDS, PPOConfig, Requirement
 from rlhf_cli.config.stage import Stage
-from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrupted
+from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrupted, RunError
 from rlhf_cli.files import KNOWN_FILE, known_digests, learn_digests
 from rlhf_cli.printing import say
 from rlhf_cli.processes.exits import exit_code
@@ -26,7 +27,7 @@ from rlhf_cli.processes.launcher import run_processes
 from rlhf_cli.processes.signals import LAUNCHED
 from rlhf_cli.program import command, set_options, torchrun
 from rlhf_cli.run import artifacts, checkpoint_files
-from rlhf_cli.run.gate import check_requirements
+from rlhf_cli.run.artifacts import read_manifest_or_none
 from rlhf_cli.run.identity import identity, require_files, require_inputs, require_intact_inputs
 from rlhf_cli.run.stale import problems_of
 
@@ -286,3 +287,94 @@ def main(stage: str, run: Run) -> None:
 
         distributed.stop()
     sys.exit(code)
+
+
+# -------------------------------------------------------------- the gate before PPO: held-out figures of earlier stages
+
+
+SECTIONS = ("validation/", "eval/", "probe/")
+"""The keys of a manifest's metrics that are held-out figures begin with one of these, figures of validation rows first:
+what decides whether PPO starts is then not what the last figures are measured on."""
+
+
+def check_requirements(config: Stage, *, is_finished: bool = False) -> list[str]:
+    """Compare the manifests of the stages that `config` reads with its `require`; returns a line for each that holds.
+
+    A figure of the reward model must hold for every reward model of `rewards`. With `is_finished` PPO is finished and
+    would not run again.
+
+    Raises ConfigError for a figure or an interval that no manifest has, RunError for a limit that is not met.
+    """
+    if not isinstance(config, PPOConfig):
+        return []
+    lines = []
+    for name, requirement in config.require.items():
+        stage, _, figure = name.partition("/")
+        stages = _recorded_figures(config, stage)
+        if not stages:
+            raise ConfigError(f"require: {name}: this config reads no finished {stage} stage. Remove it")
+        for path, figures in stages.items():
+            lines.append(_check_figure(name, requirement, figure, path, figures, is_finished=is_finished))
+    return lines
+
+
+def _recorded_figures(config: PPOConfig, stage: str) -> dict[str, Mapping[str, float]]:
+    """The metrics of the manifests of the `stage` stages among the models that `config` reads, by directory."""
+    found: dict[str, Mapping[str, float]] = {}
+    for path, _ in config.inputs.values():
+        directory = Path(path)
+        directory = directory.parent if directory.name == "model" else directory
+        manifest = read_manifest_or_none(directory)
+        if manifest is not None and manifest.stage == stage:
+            found[str(directory)] = manifest.metrics
+    return found
+
+
+def _check_figure(
+    name: str, requirement: Requirement, figure: str, path: str, figures: Mapping[str, float], *, is_finished: bool
+) -> str:
+    """A line that says that the figure is within its limits; raises as `check_requirements` does."""
+    key = next((section + figure for section in ("validation/", "eval/", "") if section + figure in figures), None)
+    stage = name.partition("/")[0]
+    if key is None or not key.startswith(SECTIONS):
+        known = _held_out_figures(stage, figures)
+        has = f"has {', '.join(known)}" if known else "has no held-out figures. Set its data.test and train it again"
+        raise ConfigError(f"require: {name}: no such figure; {path} {has}")
+    value, end = figures[key], requirement.interval
+    if end in ENDS:
+        if key + ENDS[end] not in figures:
+            with_interval = [known for known in _held_out_figures(stage, figures, interval=True) if known != name]
+            others = f"; {' and '.join(with_interval)} {'has' if len(with_interval) == 1 else 'have'} one"
+            raise ConfigError(
+                f"require: {name}: {path} has no 95 % interval of it{others if with_interval else ''}. "
+                "Set interval: mean"
+            )
+        value = figures[key + ENDS[end]]
+    low, high = requirement.above, requirement.below
+    limits = ([] if low is None else [f"above {low:g}"]) + ([] if high is None else [f"below {high:g}"])
+    is_met = (low is None or value > low) and (high is None or value < high)
+    interval = ""
+    if key + "_low95" in figures and key + "_high95" in figures:
+        interval = f" (95 % interval {figures[key + '_low95']:.3f} to {figures[key + '_high95']:.3f})"
+    compared = {"mean": "it", "lower": "the lower end", "upper": "the upper end"}[end]
+    measured = f"require: {name} of {path} is {figures[key]:.4g}{interval}"
+    if not is_met:
+        outcome = "The finished PPO stage stays as it is" if is_finished else "PPO was not started"
+        raise RunError(
+            f"{measured}, {compared} must be {' and '.join(limits)}. {outcome}. Improve the {stage} stage, or change "
+            "`require`"
+        )
+    return f"{measured}, {compared} is {' and '.join(limits)}"
+
+
+def _held_out_figures(stage: str, figures: Mapping[str, float], *, interval: bool = False) -> list[str]:
+    """The held-out figures of a manifest as `require` names them; with `interval`, those that have one."""
+    ends = tuple(ENDS.values())
+    found = [
+        f"{stage}/{key.removeprefix('validation/').removeprefix('eval/')}"
+        for key in figures
+        if key.startswith(SECTIONS)
+        and not key.endswith((*ends, "/num_rows"))
+        and (not interval or all(key + end in figures for end in ends))
+    ]
+    return list(dict.fromkeys(found))

@@ -18,9 +18,9 @@ from rlhf_cli.algorithms.kl import (
     kl_loss,
     sequence_k2_loss,
 )
-from rlhf_cli.algorithms.moments import Moments, merge, moments_of
 from rlhf_cli.algorithms.policy import entropy_bonus, penalty_loss, policy_loss, truncated_importance
 from rlhf_cli.algorithms.shaping import overlong_penalty
+from rlhf_cli.algorithms.statistics import Moments, merge, moments_of
 from rlhf_cli.algorithms.value import value_loss
 from rlhf_cli.tensor_ops import length_mask, token_entropy
 from support.formulas import (

@@ -20,10 +20,10 @@ from rlhf_cli.algorithms.best_of_n import best_of_n_kl_bound
 from rlhf_cli.algorithms.calibration import brier_score, calibration_error
 from rlhf_cli.algorithms.kl import adaptive_kl_coef, adaptive_policy_kl_coef, kl_estimate, kl_full, kl_loss
 from rlhf_cli.algorithms.language_model import lm_loss
-from rlhf_cli.algorithms.moments import Moments, merge, moments_of
 from rlhf_cli.algorithms.policy import entropy_bonus, mixed_loss, policy_loss
 from rlhf_cli.algorithms.reward_model import pairwise_loss, ranking_pairs, score_loss
 from rlhf_cli.algorithms.shaping import clip_score
+from rlhf_cli.algorithms.statistics import Moments, merge, moments_of
 from rlhf_cli.algorithms.value import value_loss
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.tensor_ops import masked_mean, masked_sum, token_entropy, token_logprobs

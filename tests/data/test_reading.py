@@ -22,7 +22,7 @@ from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data import cache
 from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.cache import Table, TableWriter, tokenise
-from rlhf_cli.data.encode import Example, Limits, Skipped, fit, fit_prompt
+from rlhf_cli.data.encode import Example, LengthLimits, Skipped, fit, fit_prompt
 from rlhf_cli.data.encoders import DemonstrationEncoder, Tokens
 from rlhf_cli.data.records import Answer, Message, Record
 from rlhf_cli.data.row_counts import DUPLICATE, Report
@@ -211,7 +211,7 @@ def test_a_cut_sequence_keeps_its_answer_mask_and_needs_is_the_smallest_limit() 
         answer = [False] + [turns[i // 4] for i in range(1, length)]
         side = random.choice(["drop", "left", "right"])
         bos = random.choice([0, None])
-        fitted = fit(ids, answer, Limits(longest, side), bos)  # type: ignore[arg-type]
+        fitted = fit(ids, answer, LengthLimits(longest, side), bos)  # type: ignore[arg-type]
         if length <= longest:
             assert fitted == (ids, answer)
         elif side == "drop":
@@ -219,8 +219,8 @@ def test_a_cut_sequence_keeps_its_answer_mask_and_needs_is_the_smallest_limit() 
         elif isinstance(fitted, Skipped):
             counts[f"{side} skipped"] += 1
             assert fitted.needs is not None
-            assert not isinstance(fit(ids, answer, Limits(fitted.needs, side), bos), Skipped)  # type: ignore[arg-type]
-            assert isinstance(fit(ids, answer, Limits(fitted.needs - 1, side), bos), Skipped)  # type: ignore[arg-type]
+            assert not isinstance(fit(ids, answer, LengthLimits(fitted.needs, side), bos), Skipped)  # type: ignore[arg-type]
+            assert isinstance(fit(ids, answer, LengthLimits(fitted.needs - 1, side), bos), Skipped)  # type: ignore[arg-type]
             last = length - next((n for n, a in enumerate(reversed(answer)) if not a), length)
             if side == "right":
                 assert not any(answer[:longest])
@@ -241,21 +241,21 @@ def test_a_cut_sequence_keeps_its_answer_mask_and_needs_is_the_smallest_limit() 
 
 
 def test_a_short_answer_is_skipped() -> None:
-    assert fit([1, 2, 3], [False, True, True], Limits(9, min_response_length=2), None) == (
+    assert fit([1, 2, 3], [False, True, True], LengthLimits(9, min_response_length=2), None) == (
         [1, 2, 3],
         [False, True, True],
     )
-    assert fit([1, 2, 3], [False, True, True], Limits(9, min_response_length=3), None) == Skipped(
+    assert fit([1, 2, 3], [False, True, True], LengthLimits(9, min_response_length=3), None) == Skipped(
         "answers of fewer than 3 tokens"
     )
 
 
 def test_prompts_are_cut_on_the_configured_side() -> None:
-    assert fit_prompt([5, 6, 7], Limits(3), None) == [5, 6, 7]
-    assert fit_prompt([5, 6, 7, 8], Limits(3), None) == Skipped("prompts longer than 3 tokens", needs=4)
-    assert fit_prompt([5, 6, 7, 8], Limits(3, "right"), 5) == [5, 6, 7]
-    assert fit_prompt([5, 6, 7, 8], Limits(3, "left"), None) == [6, 7, 8]
-    assert fit_prompt([5, 6, 7, 8], Limits(3, "left"), 5) == [5, 7, 8]
+    assert fit_prompt([5, 6, 7], LengthLimits(3), None) == [5, 6, 7]
+    assert fit_prompt([5, 6, 7, 8], LengthLimits(3), None) == Skipped("prompts longer than 3 tokens", needs=4)
+    assert fit_prompt([5, 6, 7, 8], LengthLimits(3, "right"), 5) == [5, 6, 7]
+    assert fit_prompt([5, 6, 7, 8], LengthLimits(3, "left"), None) == [6, 7, 8]
+    assert fit_prompt([5, 6, 7, 8], LengthLimits(3, "left"), 5) == [5, 7, 8]
 
 
 # ------------------------------------------------------------------------------------------- table
@@ -368,7 +368,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTraine
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
 
     def run(data: Rows, *, tokenizer: PreTrainedTokenizerBase = tokenizer, **more: Any) -> tuple[Any, int]:
-        encoder = Counting(tokenizer, StageRows(data, "sft", limits=Limits(500), **more))
+        encoder = Counting(tokenizer, StageRows(data, "sft", limits=LengthLimits(500), **more))
         return tokenise(encoder), encoder.num_rows
 
     return run

@@ -8,8 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rlhf_cli.algorithms.bootstrap import bootstrap_interval
 from rlhf_cli.algorithms.comparison import bradley_terry
+from rlhf_cli.algorithms.statistics import bootstrap_interval
 from rlhf_cli.cli import app
 from rlhf_cli.evaluation.between_runs import STRENGTH_RESAMPLES, Compared, difference, strength_figures, win_table
 from rlhf_cli.files import digest_file

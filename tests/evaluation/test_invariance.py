@@ -10,7 +10,7 @@ import torch
 
 from rlhf_cli.config.data import Rows
 from rlhf_cli.data.answers import RankingEncoder
-from rlhf_cli.data.encode import Limits
+from rlhf_cli.data.encode import LengthLimits
 from rlhf_cli.data.records import Answer, Message, Record, transcript
 from rlhf_cli.data.stage_rows import StageRows
 from rlhf_cli.evaluation import normalization
@@ -19,7 +19,7 @@ from rlhf_cli.evaluation.invariance import PREFIXES, position_figures, prefix_fi
 
 @pytest.fixture
 def encoder(tokenizer):
-    rows = StageRows(Rows(train="x", test_fraction=0), "rm pairs", limits=Limits(200))
+    rows = StageRows(Rows(train="x", test_fraction=0), "rm pairs", limits=LengthLimits(200))
     return RankingEncoder(tokenizer, rows, reads_last_token=True)
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from rlhf_cli.algorithms.best_of_n import best_of_n, best_of_n_kl, best_of_n_kl_bound
-from rlhf_cli.algorithms.bootstrap import bootstrap_interval, student_quantile
 from rlhf_cli.algorithms.calibration import (
     best_temperature,
     best_temperatures,
@@ -23,10 +22,12 @@ from rlhf_cli.algorithms.comparison import (
 from rlhf_cli.algorithms.counts import cohen_kappa
 from rlhf_cli.algorithms.overoptimization import fit_gold_curve
 from rlhf_cli.algorithms.statistics import (
+    bootstrap_interval,
     distinct_n,
     distinct_n_interval,
     kendall,
     newcombe_interval,
+    student_quantile,
 )
 from rlhf_cli.evaluation.figures import mean_figure
 from rlhf_cli.evaluation.replies import Replies

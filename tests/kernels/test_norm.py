@@ -11,13 +11,13 @@ from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from rlhf_cli.kernels.norm import KINDS, FastRMSNorm, use_fast_norm
+from rlhf_cli.kernels.layers import NORMS, FastRMSNorm, use_fast_norm
 
 ALL = (LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 
 
 def test_all_kinds_are_tested_here():
-    assert {kind.__name__ for kind in ALL} == KINDS
+    assert {kind.__name__ for kind in ALL} == NORMS
 
 
 @pytest.mark.parametrize("kind", ALL)

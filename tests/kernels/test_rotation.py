@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTr
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from rlhf_cli.config.models import Lora
-from rlhf_cli.kernels import rotation as module
-from rlhf_cli.kernels.rotation import WINDOWS, FastAttention, rotate, use_fast_attention
+from rlhf_cli.kernels import layers as module
+from rlhf_cli.kernels.layers import WINDOWS, FastAttention, rotate, use_fast_attention
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.forward import hidden_at
 from rlhf_cli.models.load import prepare

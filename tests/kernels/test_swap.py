@@ -8,11 +8,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from rlhf_cli.kernels import layers as norm_module
 from rlhf_cli.kernels import linear as linear_module
-from rlhf_cli.kernels import norm as norm_module
+from rlhf_cli.kernels.layers import TOLERANCE, swap_class, use_fast_norm
 from rlhf_cli.kernels.linear import use_fast_linear
-from rlhf_cli.kernels.norm import use_fast_norm
-from rlhf_cli.kernels.swap import TOLERANCE, swap_class
 from rlhf_cli.models.load import prepare
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.freeze import freeze
+from rlhf_cli.models.frozen import freeze
 from rlhf_cli.models.load import load_policy, new_reward_model
 from support.tiny import encoder
 

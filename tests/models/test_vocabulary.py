@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.errors import ArtifactError, ConfigError
-from rlhf_cli.models.freeze import freeze
+from rlhf_cli.models.frozen import freeze
 from rlhf_cli.models.load import load_policy, load_tokenizer
 from rlhf_cli.models.save import save
 from rlhf_cli.models.vocabulary import add_tokens, embed_tokens, require_same_tokens

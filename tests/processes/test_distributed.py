@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.errors import EndedElsewhere
 from rlhf_cli.processes import ending
-from rlhf_cli.processes.failures import LOST
+from rlhf_cli.processes.exits import LOST
 from rlhf_cli.processes.signs_of_life import LastSign, missing
 from rlhf_cli.run.artifacts import read_manifest
 from support.crash import wait_for

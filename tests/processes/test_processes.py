@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_cli.processes.failures import FAILURES, LOST
+from rlhf_cli.processes.exits import FAILURES, LOST
 from rlhf_cli.processes.launcher import run_processes
 from support.crash import wait_for
 from support.paths import ROOT
@@ -113,7 +113,7 @@ def test_a_process_that_hangs_is_killed_after_the_grace(tmp_path):
 def test_a_process_that_was_named_is_killed_at_once(capfd):
     """The line is printed, and nothing of it can be saved. It would have the time to save otherwise."""
     body = """
-    from rlhf_cli.processes.failures import note_hanging
+    from rlhf_cli.processes.exits import note_hanging
     if rank == 1:
         note_hanging([0])
         sys.exit(print("error: process 0 gives no sign of life, process 1 waited", file=sys.stderr) or 1)

@@ -240,13 +240,13 @@ def test_policy_tokens_keep_their_bos(chat_reward_model, tokenizer):
 
 def test_bos_is_kept_when_the_beginning_is_cut():
     """The RM stage cuts the same way."""
-    from rlhf_cli.data.encode import Limits, fit
+    from rlhf_cli.data.encode import LengthLimits, fit
 
     rng = random.Random(2)
     for _ in range(200):
         ids = [rng.randint(0, 3) for _ in range(rng.randint(2, 12))]
         side, longest, bos = rng.choice(["left", "right"]), rng.randint(2, 10), rng.choice([0, None])
-        trained = fit(ids, [False] * (len(ids) - 1) + [True], Limits(longest, side), bos)
+        trained = fit(ids, [False] * (len(ids) - 1) + [True], LengthLimits(longest, side), bos)
         if isinstance(trained, tuple):
             assert models.cut_all([ids], longest, side, bos)[0] == [trained[0]]
 

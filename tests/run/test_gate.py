@@ -22,7 +22,7 @@ from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.evaluation.agreement import answer_metrics, ranking_figures
 from rlhf_cli.run import launch
 from rlhf_cli.run.artifacts import Manifest
-from rlhf_cli.run.gate import check_requirements
+from rlhf_cli.run.launch import check_requirements
 
 FIGURES = {
     "eval/accuracy": 0.62,
