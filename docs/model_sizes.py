@@ -197,27 +197,22 @@ INTRODUCTION = """# What model size fits which machine
 
 <!-- Written by docs/model_sizes.py; do not edit by hand. -->
 
-The figures are those of `rlhf plan`, which computes your own run, phase by phase ([scale.md](scale.md)). They are for
-one process, AdamW in float32, and models of these sizes that are published in bfloat16. Texts and microbatches have
-{TOKENS} tokens. PPO has a policy, a value model, a reference and a reward model of the same size. GRPO has no value
-model and takes its rewards from a function. Rollouts sample {ROWS} responses at a time (`rollout.max_live_rows`), of
-{HALF} tokens after prompts of {HALF}.
+A run fits if its peak is at most {ROOM} of the memory. The peaks are those of `rlhf plan`, which computes
+[your own run](scale.md), for one process, AdamW in float32 and models that are published in bfloat16, with texts and
+microbatches of {TOKENS} tokens. The four models of PPO have the same size. GRPO has no value model and takes its rewards
+from a function. Rollouts sample {ROWS} responses at a time (`rollout.max_live_rows`), of {HALF} tokens after prompts of
+{HALF}.
 
-In full, a trained weight takes 16 bytes: its float32 master, its gradient and its two moments. With LoRA (r = 16) and
-QLoRA (NF4) only adapters take that. In PPO with adapters, policy, reference, value and reward model share one set of
-frozen weights. `optimizer.precision`, `offload` and `distributed.shard` lower the figures further
-([training.md](training.md#memory)). On GPUs `gradient_checkpointing` is on, on CPUs it is off. On a CPU a process also
-copies weights and moments while it writes a checkpoint, 12 bytes for each trained weight:
-`checkpoints.every_minutes: null` saves them.
-
-A run fits if its peak is at most {ROOM} of the memory.
+In full, a trained weight takes 16 bytes; with LoRA (r = 16) and QLoRA (NF4) only adapters take that, and the models of
+PPO share one set of frozen weights. [Other choices](training.md#memory) lower the figures further. On GPUs
+`gradient_checkpointing` is on, on CPUs it is off. On a CPU a process also copies weights and moments while it writes a
+checkpoint, 12 bytes for each trained weight: `checkpoints.every_minutes: null` saves them.
 """
 ACCURACY = """## How close this is
 
-Planned peaks were within 15 % of measured ones, on a CPU and with models of up to 300 million parameters
-([scale.md](scale.md#the-plan-against-measured-peaks)). **The figures for GPUs are computed, not measured.** So are
-those of larger models. On a CPU the C library keeps freed memory, and a peak can be higher than planned; the same
-section says how to avoid that.
+**The figures for GPUs are computed, not measured**, and so are those of models with more than 300 million parameters.
+Smaller ones were within 15 % of measured peaks on a CPU, where freed memory that the C library keeps can make them higher
+([what helps](scale.md#the-plan-against-measured-peaks)).
 """
 
 if __name__ == "__main__":
