@@ -200,8 +200,8 @@ INTRODUCTION = """# What model size fits which machine
 A run fits if its peak is at most {ROOM} of the memory. The peaks are those of `rlhf plan`, which computes
 [your own run](scale.md), for one process, AdamW in float32 and models that are published in bfloat16, with texts and
 microbatches of {TOKENS} tokens. The four models of PPO have the same size. GRPO has no value model and takes its rewards
-from a function. Rollouts sample {ROWS} responses at a time (`rollout.max_live_rows`), of {HALF} tokens after prompts of
-{HALF}.
+from a function. Rollouts sample {ROWS} responses at a time (`rollout.max_live_rows`), of {HALF} tokens after prompts
+of {HALF}.
 
 In full, a trained weight takes 16 bytes; with LoRA (r = 16) and QLoRA (NF4) only adapters take that, and the models of
 PPO share one set of frozen weights. [Other choices](training.md#memory) lower the figures further. On GPUs
@@ -211,8 +211,8 @@ checkpoint, 12 bytes for each trained weight: `checkpoints.every_minutes: null` 
 ACCURACY = """## How close this is
 
 **The figures for GPUs are computed, not measured**, and so are those of models with more than 300 million parameters.
-Smaller ones were within 15 % of measured peaks on a CPU, where freed memory that the C library keeps can make them higher
-([what helps](scale.md#the-plan-against-measured-peaks)).
+Smaller ones were within 15 % of measured peaks on a CPU. There freed memory that the C library keeps can make them
+higher ([what helps](scale.md#the-plan-against-measured-peaks)).
 """
 
 if __name__ == "__main__":
