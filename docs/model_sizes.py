@@ -199,9 +199,9 @@ INTRODUCTION = """# What model size fits which machine
 
 A run fits if its peak is at most {ROOM} of the memory. The peaks are those of `rlhf plan`, which computes
 [your own run](scale.md), for one process, AdamW in float32 and models that are published in bfloat16, with texts and
-microbatches of {TOKENS} tokens. The four models of PPO have the same size. GRPO has no value model and takes its rewards
-from a function. Rollouts sample {ROWS} responses at a time (`rollout.max_live_rows`), of {HALF} tokens after prompts
-of {HALF}.
+microbatches of {TOKENS} tokens. The four models of PPO have the same size. GRPO has no value model and takes its
+rewards from a function. Rollouts sample {ROWS} responses at a time (`rollout.max_live_rows`), of {HALF} tokens after
+prompts of {HALF}.
 
 In full, a trained weight takes 16 bytes; with LoRA (r = 16) and QLoRA (NF4) only adapters take that, and the models of
 PPO share one set of frozen weights. [Other choices](training.md#memory) lower the figures further. On GPUs
