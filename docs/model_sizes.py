@@ -51,7 +51,7 @@ PLACES = (
         "On a CPU, in float32",
         "cpu",
         {"precision": "float32"},
-        {"laptop, 16 GB": 16, "laptop, 32 GB": 32},
+        {"laptop, 16 GB": 16, "laptop, 32 GB": 32, "64 GB": 64},
         ("SFT", "SFT, LoRA", "RM", "PPO", "PPO, LoRA", "GRPO"),
     ),
     Place(
@@ -106,10 +106,12 @@ def render() -> str:
             ["", *place.machines],
             [[x, *(largest(needs, x, size) for size in place.machines.values())] for x in place.methods],
         )
-        lines += ["\nPeak of the process, in GB:\n"]
+        lines += ["\nPeak of the process, in GB, of each model of which something fits:\n"]
+        most = ROOM * max(place.machines.values())
+        fitting = {name: row for name, row in needs.items() if min(row.values()) <= most}
         lines += table(
             ["model", *place.methods],
-            [[name, *(f"{row[x]:.1f}" for x in place.methods)] for name, row in needs.items()],
+            [[name, *(f"{row[x]:.1f}" for x in place.methods)] for name, row in fitting.items()],
         )
         lines += [""]
     return "\n".join([*lines, ACCURACY])
