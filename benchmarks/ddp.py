@@ -39,7 +39,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rlhf_cli.processes import distributed
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.launcher import run_processes
-from rlhf_cli.processes.pass_loop import GradientSum
+from rlhf_cli.processes.microbatches import GradientSum
 
 SIZES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},

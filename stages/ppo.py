@@ -10,15 +10,18 @@ Writes  <artifacts>/ppo/model, value_model, metrics.jsonl, health.jsonl, samples
 Each iteration:
 
  1. rollout: sample responses to prompts. Ratio, KL and entropy use the distribution that was sampled from, with its
-    temperature and filters (top-p and others: `kept_tokens` in rollout/distribution.py)
- 2. score: the weighted sum of the rewards (compared with ref_policy's replies by `shaping`), normalised, clipped, mixed
-    with the limits, minus penalties (missing EOS, length)
+    temperature and filters (top-p and others: `kept_tokens` in rollout/distribution.py). The log-probability of a
+    token is `token_logprobs` in tensor_ops.py, fused with the model's head in kernels/head.py
+ 2. score: the weighted sum of the rewards (a reward model's is `sequence_scores` in rewards/models.py), compared with
+    ref_policy's replies by `shaping`, normalised, clipped, mixed with the limits, minus penalties (missing EOS, length)
  3. token rewards: -kl_coef * (logprobs - ref_logprobs), plus the score at the last token (Ziegler et al. 2019, eq. 2)
  4. advantages by GAE (Schulman et al. 2016, eq. 16), returns = advantages + values; advantages are whitened over
     the whole rollout. Without a value model: reward to go, or a comparison of the responses to a prompt
  5. update: ppo_epochs x minibatches x microbatches of the clipped policy loss (Schulman et al. 2017, eq. 7) and the
-    clipped value loss; each is a sum over response tokens, divided by the tokens of the whole minibatch
- 6. figures and health: problems are reported by name, with what to try
+    clipped value loss; each is a sum over response tokens, divided by the tokens of the whole minibatch. The
+    learning-rate schedule is `rate_at` in training/optimizer.py
+ 6. figures and health: problems are reported by name, with what to try. An adaptive kl_coef follows the measured KL
+    (`adaptive_kl_coef` in algorithms/kl.py)
 
 At the end SFT and PPO are compared on held-out prompts. docs/ppo.md gives the reason and the test of each detail,
 docs/extending.md shows how to add an advantage estimator or a KL. Shapes: B responses of at most R tokens in a rollout,
@@ -44,15 +47,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_cli.algorithms.advantages import gae, masked_whiten, reward_to_go, spread, token_rewards
+from rlhf_cli.algorithms.advantages import (
+    broadcast_to_tokens,
+    gae,
+    group_advantages,
+    masked_whiten,
+    reward_to_go,
+    token_rewards,
+)
 from rlhf_cli.algorithms.aggregation import Weighting, loss_weights
 from rlhf_cli.algorithms.kl import kl_estimate, kl_loss, sequence_k2_loss
-from rlhf_cli.algorithms.names import KLEstimator
+from rlhf_cli.algorithms.names import GroupBaseline, KLEstimator
 from rlhf_cli.algorithms.policy import entropy_bonus, mixed_loss, penalty_loss, policy_loss
 from rlhf_cli.algorithms.value import value_loss
 from rlhf_cli.config.ppo import PPO, PPOConfig
 from rlhf_cli.models.passes import recomputing
-from rlhf_cli.ppo.carried import Carried
 from rlhf_cli.ppo.metrics import (
     SHOWN,
     count_rollout,
@@ -63,28 +72,28 @@ from rlhf_cli.ppo.metrics import (
     report_iteration,
     report_start,
 )
+from rlhf_cli.ppo.run_state import RunState
 from rlhf_cli.ppo.scores import (
     Limits,
     ScoreScale,
-    measure_reference,
+    final_score,
+    measure_reference_scores,
     note_reward_errors,
-    over_groups,
     scores_of_rollout,
-    shaped_score,
     split_dense,
     summed,
 )
-from rlhf_cli.ppo.setup import Setup, load_setup, plan, save_models
+from rlhf_cli.ppo.setup import Setup, adjacent_responses, load_setup, plan, save_models
 from rlhf_cli.ppo.update import (
     KLCoefs,
     UpdateBatch,
+    adapt_kl_coefs,
     backward_ptx,
     batch_of_update,
     clip_gradients,
-    follow_kl,
     microbatch,
+    microbatches_of,
     minibatches,
-    pieces_of,
     rows_of_process,
     take_step,
     update_phase,
@@ -104,28 +113,28 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
         num_iterations = config.ppo.num_iterations
         setup = load_setup(config, stage)
         stage.display.block("plan", plan(setup))
-        carried = Carried(setup)  # measures SFT on the held-out prompts
+        state = RunState(setup)  # measures SFT on the held-out prompts
         if config.ppo.uses_reference_scores:
-            measure_reference(setup, carried.scale)
-        carried.references.sample()
+            measure_reference_scores(setup, state.scale)
+        state.references.sample()
 
-        first = stage.resume(carried.parts(), num_iterations)
-        carried.references.write(first)
+        first = stage.resume(state.parts(), num_iterations)
+        state.references.write(first)
         if first == 0:
-            report_start(setup, carried.health)
+            report_start(setup, state.health)
         stage.display.begin(num_iterations, "iteration", first)
         for iteration in range(first, num_iterations):
-            carried.held_out.measure_if_due(iteration)
-            _iterate(setup, carried, iteration)
+            state.held_out.measure_if_due(iteration)
+            _iterate(setup, state, iteration)
             stage.finish_step(iteration + 1, num_iterations)
         stage.display.end()
 
         save_models(setup)  # before anything else can fail
         note_reward_errors(setup)
-        stage.publish(carried.held_out.compare())
+        stage.publish(state.held_out.compare())
 
 
-def _iterate(setup: Setup, carried: Carried, iteration: int) -> None:
+def _iterate(setup: Setup, state: RunState, iteration: int) -> None:
     """One iteration: the six steps of the module's docstring."""
     config, stage = setup.config, setup.stage
 
@@ -136,12 +145,12 @@ def _iterate(setup: Setup, carried: Carried, iteration: int) -> None:
     # 2. Score.
     with stage.speed.phase("reward"):
         texts, scores = scores_of_rollout(setup, rollout, iteration)
-        scores = carried.references.compared(scores, iteration)
-        score, dense = _score(scores, rollout.responses, carried.scale, carried.limits, config, setup.world)
+        scores = state.references.compared(scores, iteration)
+        score, dense = _score(scores, rollout.responses, state.scale, state.limits, config, setup.world)
 
     # 3. Token rewards.
     kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, estimator="k1")  # [B, R]
-    rewards = _token_rewards(rollout, score, dense, config, setup.world, kl_coef=carried.coefs.kl_coef)  # [B, R]
+    rewards = _token_rewards(rollout, score, dense, config, setup.world, kl_coef=state.coefs.kl_coef)  # [B, R]
 
     # 4. Advantages.
     advantages, returns = _advantages(rewards, rollout.values, mask, config, setup.world)  # [B, R] each
@@ -150,19 +159,19 @@ def _iterate(setup: Setup, carried: Carried, iteration: int) -> None:
     old = (rollout.logprobs, rollout.sampled_logprobs, rollout.ref_logprobs, rollout.values)
     newest = UpdateBatch(rollout.prompts, rollout.responses, mask, *old, advantages, returns)
     with update_phase(setup):
-        batch = batch_of_update(setup, carried.recent, newest, iteration)
-        update = _update(setup, batch, iteration, carried.coefs)
+        batch = batch_of_update(setup, state.recent, newest, iteration)
+        update = _update(setup, batch, iteration, state.coefs)
 
     # 6. Figures and health, then the coefficients that follow the KL or a limit.
     metrics = iteration_metrics(setup, rollout, texts, scores, kl, rewards, returns)
-    metrics |= update | {"objective/kl_coef": carried.coefs.kl_coef} | stage.speed.row()
-    if carried.held_out.home is not None:
-        metrics |= carried.held_out.home.unfamiliarity(scores.features, setup.world)
-    metrics |= follow_kl(setup, carried.coefs, newest, metrics) | carried.limits.figures()
-    carried.limits.follow(metrics)
+    metrics |= update | {"objective/kl_coef": state.coefs.kl_coef} | stage.speed.row()
+    if state.held_out.home is not None:
+        metrics |= state.held_out.home.unfamiliarity(scores.features, setup.world)
+    metrics |= adapt_kl_coefs(setup, state.coefs, newest, metrics) | state.limits.figures()
+    state.limits.adapt(metrics)
     stage.log(iteration + 1, metrics, SHOWN)
     log_samples(setup, rollout, texts, scores, kl, iteration)
-    report_iteration(setup, carried.health, newest, texts, metrics, iteration)
+    report_iteration(setup, state.health, newest, texts, metrics, iteration)
 
 
 # ----------------------------------------------------------------------------------- from prompts to advantages
@@ -206,7 +215,7 @@ def _score(
         scale.take(raw[raw.isfinite()], world)
     limits.measure(scores.each, world)
     longest = config.rollout.max_new_tokens
-    score = shaped_score(raw, scores.each, lengths, ended, scale, limits, config.ppo, max_new_tokens=longest)
+    score = final_score(raw, scores.each, lengths, ended, scale, limits, config.ppo, max_new_tokens=longest)
     return score.to(world.device), dense if dense is None else dense * limits.score_share
 
 
@@ -216,7 +225,7 @@ def _token_rewards(
     """The reward of each token, [B, R], from the score of each response, [B]."""
     ppo, mask = config.ppo, rollout.response_mask
     if ppo.advantage_estimator == "reinforce_pp_baseline":
-        score = over_groups(score, "dr_grpo", config, world)
+        score = _over_groups(score, "dr_grpo", config, world)
     rewards = token_rewards(score, _kl_in_reward(rollout, ppo), mask, kl_coef=kl_coef, dense=dense)
     if ppo.whiten_rewards:
         rewards = masked_whiten(rewards, mask, shift_mean=False, reduce=world.sum)
@@ -262,12 +271,21 @@ def _advantages(
         case "rloo" | "grpo" | "dr_grpo":
             returns = reward_to_go(rewards, mask, gamma=ppo.gamma)
             # A response's total reward, KL included, against those of the same prompt.
-            advantages = spread(over_groups(rewards.sum(1), estimator, config, world), mask)
+            advantages = broadcast_to_tokens(_over_groups(rewards.sum(1), estimator, config, world), mask)
         case _:
             assert_never(estimator)
     if ppo.whitens_advantages:
         advantages = masked_whiten(advantages, mask, reduce=world.sum)
     return advantages, returns
+
+
+def _over_groups(totals: Tensor, baseline: GroupBaseline, config: PPOConfig, world: World) -> Tensor:
+    """`group_advantages` of this process's responses, from the totals [B] of all processes, which share groups: [B]."""
+    adjacent = adjacent_responses(config, world.size)
+    shards = [part.tolist() for part in world.gather_tensors(totals.double())]
+    everyone = torch.tensor(world.interleave(shards, adjacent), dtype=torch.float64)
+    compared = group_advantages(everyone, samples_per_prompt=config.rollout.samples_per_prompt, baseline=baseline)
+    return compared[world.shard(range(len(compared)), adjacent)].to(totals)
 
 
 # ----------------------------------------------------------------------------------------------- the update
@@ -376,10 +394,10 @@ def _backward(
 
     gradients = setup.gradient_sum(learns_policy=learns_policy)
     losses = (of_policy,) if value_model is None else (of_policy, of_value_model)
-    pieces = pieces_of(setup, batch, rows)
-    stats = gradients.add(pieces, *losses, last=config.ptx is None)
-    for piece in pieces:
-        count_update(setup, batch, piece, learns_policy=learns_policy)
+    parts = microbatches_of(setup, batch, rows)
+    stats = gradients.add(parts, *losses, last=config.ptx is None)
+    for part in parts:
+        count_update(setup, batch, part, learns_policy=learns_policy)
     ptx = backward_ptx(setup, step, gradients) if learns_policy else {}
     gradients.receive()
     largest = max([0.0, *torch.stack(log_ratios).tolist()]) if log_ratios else 0.0

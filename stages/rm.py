@@ -15,11 +15,12 @@ Writes  <artifacts>/rm/model, a sequence classifier with one label, metrics.json
     targets of mean 0 and standard deviation 1; of answers labelled good or bad, the logistic loss of the score
  5. held-out accuracy or error with its interval, beside chance and what the length of an answer tells
  6. write the score's mean and standard deviation over the samples into the model's config, as `score_mean` and
-    `score_std`: kl_coef then means the same whatever the scale of the scores. With `length_correction`, before that, a
-    regression of the held-out scores on the length of the answers as `length_curve`, which all scores are read minus
+    `score_std`: kl_coef then means the same whatever the scale of the scores. With `length_correction`, before that,
+    fit the held-out scores against the length of the answers, and write the curve as `length_curve`. It is subtracted
+    from every score
 
-With `members`, steps 3 to 6 are taken for each. Those beside the first come before it, as members/1, members/2, ...
-All start from the same new head and read the rows in an order of their own.
+With `members`, steps 3 to 6 are taken for each. The further members are trained before the first, in members/1,
+members/2, ... All start from the same new head and each reads the rows in an order of its own.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ from rlhf_cli.models.save import base_of, round_as_saved, save_of_stage
 from rlhf_cli.models.shard import shard_for, shards
 from rlhf_cli.packing import SHORTEST_PREFIX, common_prefix
 from rlhf_cli.processes.distributed import World, require_rows_for_all
-from rlhf_cli.processes.pass_loop import GradientSum
+from rlhf_cli.processes.microbatches import GradientSum
 from rlhf_cli.report.progress import Display
 from rlhf_cli.rewards.models import sequence_scores
 from rlhf_cli.run.artifacts import fingerprint, model_directory

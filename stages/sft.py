@@ -55,7 +55,7 @@ from rlhf_cli.models.seq2seq import require_one_answer
 from rlhf_cli.models.shard import shard_for, shards
 from rlhf_cli.models.vocabulary import add_tokens, embed_tokens
 from rlhf_cli.processes.distributed import World
-from rlhf_cli.processes.pass_loop import GradientSum
+from rlhf_cli.processes.microbatches import GradientSum
 from rlhf_cli.report.progress import Display
 from rlhf_cli.rollout.rollout import scored_targets
 from rlhf_cli.rollout.sampling import draw_uniforms

@@ -193,10 +193,10 @@ def group_advantages(totals: Tensor, *, samples_per_prompt: int, baseline: Group
     return advantages.reshape(-1)
 
 
-def spread(advantages: Tensor, mask: Tensor) -> Tensor:
+def broadcast_to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
     """Give each token the advantage of its response.
 
-    ``spread[b, t] = advantages[b]`` at real tokens, 0 elsewhere
+    ``broadcast[b, t] = advantages[b]`` at real tokens, 0 elsewhere
 
     Args:
         advantages: [B].
@@ -205,7 +205,7 @@ def spread(advantages: Tensor, mask: Tensor) -> Tensor:
     Returns:
         [B, R], 0 under padding, without gradient. Every token gets the full advantage, not a share of it.
 
-    >>> spread(torch.tensor([2.0, 3.0]), torch.tensor([[True, True], [True, False]]))
+    >>> broadcast_to_tokens(torch.tensor([2.0, 3.0]), torch.tensor([[True, True], [True, False]]))
     tensor([[2., 2.],
             [3., 0.]])
     """

@@ -100,9 +100,9 @@ def kl_loss(
     ``loss = sum(weights * kl)``
 
     kl is computed with gradient by ``kl_full``, or by ``kl_estimate`` from the current log-probabilities. None of these
-    losses equals the KL in the reward, because a token is not charged for the KL of the tokens that follow it. Their
-    optimum is another policy (k2 and full), yet another one (k3), or nothing holds the policy at all (k1, whose
-    expected gradient is 0). ``sequence_k2_loss`` has the same optimum as the KL in the reward.
+    losses equals the KL in the reward, because a token is not charged for the KL of the tokens that follow it. k2 and
+    full have another optimum than the KL in the reward, and k3 has a third one. k1 has an expected gradient of 0, so it
+    does not hold the policy at all. ``sequence_k2_loss`` has the same optimum as the KL in the reward.
 
     Args:
         kl: [B, R] (or [N], packed, if all arguments are), nats; carries the gradient.

@@ -167,10 +167,10 @@ def truncated_importance(logprobs: Tensor, behavior_logprobs: Tensor, mask: Tens
     ``min(exp(logprobs - behavior_logprobs), cap)``
 
     For responses that are older than one update, and for those of a sampler whose log-probabilities differ from those
-    of training: the same weights in bfloat16. Multiply the advantages by it, and take the ratio of
-    the loss against ``logprobs``. The policy to stay near to (the one before this update) and the policy to correct
-    for (the one that sampled) are then two policies. Without a cap the product is unbiased for the single token but may
-    be huge; the cap trades bias for bounded variance. The tokens before it are not corrected for.
+    of training: the same weights in bfloat16. Multiply the advantages by it, and take the ratio of the loss against
+    ``logprobs``. The proximal policy, which the ratio is taken against, then differs from the behavior policy, which
+    sampled, as in decoupled PPO. Without a cap the product is unbiased for the single token but may be huge; the cap
+    trades bias for bounded variance. The tokens before it are not corrected for.
 
     Args:
         logprobs: [B, R], nats, under the policy before this update, as training computes them.

@@ -152,10 +152,10 @@ def equal_chunks(
 ) -> list[list[int]] | None:
     """Cut rows into chunks of about as many tokens each, so that threads that compute them end together.
 
-    Their number is `parts` times a power of two: the largest with which a chunk has PART_TOKENS on average, or more if
-    `budget` requires it; 1 for fewer than 1.5 times PART_TOKENS in all. It depends on the rows alone, not on the
-    number of threads. See `token_chunks` for the arguments. Returns None if a chunk is over the budget
-    however many there are.
+    There are `parts` chunks, or 1 for fewer than 1.5 times PART_TOKENS in all. Their number is doubled while a chunk
+    keeps at least PART_TOKENS on average, and then until each fits the budget. It depends on the rows alone, not on the
+    number of threads. See `token_chunks` for the arguments. Returns None if a chunk is over the budget however many
+    there are.
 
     >>> equal_chunks([300, 200, 260, 240], 2048, 2), equal_chunks([100, 90], 2048, 2)
     ([[0, 1], [2, 3]], [[0, 1]])

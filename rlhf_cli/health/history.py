@@ -61,9 +61,9 @@ class History:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """All metrics of this iteration, as they are."""
     start: list[dict[str, float]] = field(default_factory=list)
-    """Watched metrics of the first EARLY iterations."""
+    """The metrics of the first EARLY iterations."""
     recent: list[dict[str, float]] = field(default_factory=list)
-    """Watched metrics of the last WINDOW iterations, this one included."""
+    """The metrics of the last WINDOW iterations, this one included."""
     bests: list[list[float]] = field(default_factory=list)
     """Each new best score so far: [iteration, score, KL]. Score and KL are means of PERSIST iterations."""
     first_words: list[dict[str, float]] = field(default_factory=list)
@@ -77,15 +77,11 @@ class History:
     judged: dict[str, Any] | None = None
     """The newest evaluation."""
 
-    def add(
-        self, iteration: int, metrics: Mapping[str, float], watched: Sequence[str], words: Mapping[str, float]
-    ) -> None:
-        """Add an iteration. Watched metrics that are absent or NaN are left out of its row."""
+    def add(self, iteration: int, metrics: Mapping[str, float], words: Mapping[str, float]) -> None:
+        """Add an iteration. Metrics that are NaN are left out of its row."""
         self.iteration, self.metrics = iteration, metrics
         row = {
-            key: max(-LARGEST, min(LARGEST, float(metrics[key])))
-            for key in watched
-            if not math.isnan(metrics.get(key, math.nan))
+            key: max(-LARGEST, min(LARGEST, float(value))) for key, value in metrics.items() if not math.isnan(value)
         }
         if "objective/reward" in row:
             kl_cost = row.get("objective/kl_coef", 0.0) * row.get("objective/kl", 0.0) if self.kl_in_reward else 0.0

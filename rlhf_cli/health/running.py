@@ -32,26 +32,6 @@ REPEAT = 10
 """Iterations after which a warning may be given again ..."""
 WORSE = 1.5
 """... if its number has grown by this factor since it was given."""
-WATCHED = (
-    "objective/score",
-    "objective/score_std",
-    "objective/kl",
-    "objective/kl_coef",
-    "objective/reward",
-    "response/length",
-    "response/eos_fraction",
-    "response/empty_fraction",
-    "response/distinct_2",
-    "response/duplicate_fraction",
-    "response/score_length_correlation",
-    "response/unfamiliarity",
-    "policy/entropy",
-    "policy/approx_kl",
-    "policy/clip_fraction",
-    "policy/grad_norm",
-    "value/explained_variance",
-)
-"""Metrics that are kept for later iterations."""
 SHOWN = {
     "score": "objective/score",
     "KL": "objective/kl",
@@ -102,7 +82,7 @@ class Health(History):
         A metric that is absent or NaN is not judged, except those that must be finite. If the run was resumed, call
         `load_state_dict` first; else this iteration is taken as its start.
         """
-        self.add(iteration, metrics, WATCHED, words or {})
+        self.add(iteration, metrics, words or {})
         stops = [finding for finding, _ in self._apply(STOPS)]
         return stops + self._due(iteration, self._apply(WARNINGS), evaluation=False)
 

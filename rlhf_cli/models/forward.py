@@ -179,7 +179,7 @@ def hidden_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tenso
 def _computed(batch: PackedBatch) -> PackedBatch:
     """The batch that a model computes: two tokens that nothing reads instead of no sequence.
 
-    So a pass over no rows (`processes/pass_loop.py`) uses every weight, and each has a gradient, which is 0.
+    So a pass over no rows (`processes/microbatches.py`) uses every weight, and each has a gradient, which is 0.
     """
     return batch if batch.segments else pack([[0, 0]], batch.ids.device)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_cli.config.models import Lora, Quantization
 from rlhf_cli.kernels.head import CHUNK, MOST_LOGITS
-from rlhf_cli.processes.pass_loop import BUCKET_BYTES
+from rlhf_cli.processes.microbatches import BUCKET_BYTES
 from rlhf_cli.processes.sharding import LARGEST_FILE
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from rlhf_cli.plan.budget import BY_TOKENS, auto_tokens, machine_of_run
 from rlhf_cli.plan.memory import Batch, Held, Machine, Phase, Setting, fullest, join
 from rlhf_cli.plan.origins import ModelOrigins
 from rlhf_cli.processes.distributed import World
-from rlhf_cli.processes.pass_loop import COPIES_BYTES
+from rlhf_cli.processes.microbatches import COPIES_BYTES
 from rlhf_cli.processes.threads import num_threads
 
 PAIR = 1.5

@@ -1,4 +1,4 @@
-"""From responses to the score that PPO optimises: what the rewards say, beside ref_policy's replies, and its shape."""
+"""From responses to the score that PPO optimises: the rewards, the comparison with ref_policy's replies, penalties."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Any, TypeVar, assert_never, cast
 import torch
 from torch import Tensor
 
-from rlhf_cli.algorithms.advantages import group_advantages
-from rlhf_cli.algorithms.names import GroupBaseline
-from rlhf_cli.algorithms.shaping import (
+from rlhf_cli.algorithms.score_transforms import (
     clip_score,
     length_penalty,
     limited_score,
@@ -24,15 +22,15 @@ from rlhf_cli.algorithms.shaping import (
     preference_score,
 )
 from rlhf_cli.algorithms.statistics import Moments, merge, moments_of
-from rlhf_cli.config.ppo import PPO, PPOConfig
+from rlhf_cli.config.ppo import PPO
 from rlhf_cli.config.rewards import Limit, Shaping
 from rlhf_cli.data.batches import chunks, stream
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.errors import RewardError
 from rlhf_cli.files import read_text
-from rlhf_cli.ppo.setup import Setup, adjacent_responses
+from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.processes.distributed import World, gather_texts, where
-from rlhf_cli.processes.pass_loop import over_pieces
+from rlhf_cli.processes.microbatches import over_microbatches
 from rlhf_cli.processes.sharding import is_sharded
 from rlhf_cli.rewards.base import Scores
 from rlhf_cli.rewards.models import RewardModel
@@ -109,7 +107,7 @@ def sampled_and_scored(
         return read(rollout, texts, or_failure(world, ask) if shares_passes else ask())
 
     parts = list(chunks(world.shard(list(range(len(prompts)))), rows_at_once(setup)))
-    return list(chain.from_iterable(over_pieces(parts, score, *computing, in_turn=True)))
+    return list(chain.from_iterable(over_microbatches(parts, score, *computing, in_turn=True)))
 
 
 def scores_of_rollout(setup: Setup, rollout: RolloutBatch, iteration: int) -> tuple[list[str], Scores]:
@@ -142,7 +140,7 @@ def split_dense(scores: Scores, lengths: list[int], device: torch.device) -> tup
     return total - torch.tensor([sum(row) for row in scores.dense]), dense.to(device)
 
 
-def measure_reference(setup: Setup, scale: ScoreScale) -> None:
+def measure_reference_scores(setup: Setup, scale: ScoreScale) -> None:
     """Set the scale to the mean and standard deviation of ref_policy's scores on training prompts.
 
     Raises RewardError if a reward fails on any process.
@@ -184,15 +182,6 @@ def models_of_reference(setup: Setup) -> Models:
 # ------------------------------------------------------------------------------- between the processes
 
 
-def over_groups(totals: Tensor, baseline: GroupBaseline, config: PPOConfig, world: World) -> Tensor:
-    """`group_advantages` of the totals [B] of this process's responses, whose groups may span processes: [B]."""
-    adjacent = adjacent_responses(config, world.size)
-    shards = [part.tolist() for part in world.gather_tensors(totals.double())]
-    everyone = torch.tensor(world.interleave(shards, adjacent), dtype=torch.float64)
-    compared = group_advantages(everyone, samples_per_prompt=config.rollout.samples_per_prompt, baseline=baseline)
-    return compared[world.shard(range(len(compared)), adjacent)].to(totals)
-
-
 def summed(stats: dict[str, float], world: World) -> dict[str, float]:
     """Each statistic summed over all processes. A process without rows of the minibatch has no statistics."""
     shards = world.gather(stats)
@@ -220,7 +209,7 @@ def or_failure(world: World, compute: Callable[[], T], save: Callable[[], object
 # ---------------------------------------------------------- replies of ref_policy, with whose scores `shaping` compares
 
 
-class References:
+class ReferenceReplies:
     """The rows of references.jsonl, by the number of the prompt. Without `shaping` it does nothing.
 
     A row has the prompt's number and text, the replies, and their scores by each source that has a `shaping`.
@@ -368,8 +357,8 @@ class Limits:
     The excess of a score over its limit is measured in standard deviations of the source's scores in the first
     iteration. So the same learning rate fits a probability and a number of words.
 
-    A multiplier starts at 1, or at WITHIN if the first scores hold the limit: otherwise it would reward what is further
-    within the limit before anything has gone beyond it.
+    A multiplier starts at 1, or at WITHIN if the first scores hold the limit: with 1, PPO would be paid for moving
+    further away from a limit that it already holds.
     """
 
     def __init__(self, limits: Mapping[str, Limit]):
@@ -400,8 +389,8 @@ class Limits:
         """The multipliers as metrics."""
         return {f"lambda/{name}": lam for name, lam in self.lambdas.items()}
 
-    def follow(self, metrics: Mapping[str, float]) -> None:
-        """Move the multipliers after an iteration with these metrics, unless the policy did not learn in it."""
+    def adapt(self, metrics: Mapping[str, float]) -> None:
+        """Adapt the multipliers after an iteration with these metrics, unless the policy did not learn in it."""
         if "policy/grad_norm" not in metrics:
             return
         for name, limit in self.limits.items():
@@ -427,7 +416,7 @@ def _moments(score: torch.Tensor, world: World, before: Moments = NO_SCORES) -> 
     return before
 
 
-def shaped_score(
+def final_score(
     raw: torch.Tensor,
     each: Mapping[str, torch.Tensor],
     lengths: list[int],
@@ -442,7 +431,8 @@ def shaped_score(
 
     ``limited(clip((raw - mean) / std)) - missing_eos - length_penalty - overlong_penalty``
 
-    `limited` is the part of the limits on sources of their own (`Limits.apply`), whose scores are in `each`.
+    `limited` adds the Lagrangian terms of the limits (`Limits.apply`). Each limit is on a reward source of its own,
+    whose scores are in `each`.
 
     `PPO` in rlhf_cli/config/ppo.py gives the reason for each step.
     """

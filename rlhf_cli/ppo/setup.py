@@ -33,7 +33,7 @@ from rlhf_cli.models.shard import shard_for, shards, to_shard
 from rlhf_cli.models.vocabulary import require_same_tokens, require_template_tokens
 from rlhf_cli.ppo.value_model import ValueStart, choose_value_model
 from rlhf_cli.processes.distributed import World, require_rows_for_all
-from rlhf_cli.processes.pass_loop import GradientSum
+from rlhf_cli.processes.microbatches import GradientSum
 from rlhf_cli.processes.sharding import is_sharded, whole
 from rlhf_cli.report.progress import epochs
 from rlhf_cli.rewards.base import RewardSource
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run loads once: config, models, rewards, prompts and optimizers. `Carried` holds what changes."""
+    """What a run loads once: config, models, rewards, prompts and optimizers. `RunState` holds what changes."""
 
     config: PPOConfig
     stage: StageRun
@@ -357,7 +357,7 @@ def _budget(config: PPOConfig, stage: StageRun, models: Models, rewards: Sequenc
     named |= {name: source.model for name, source in reward_models}
     loaded = {name: model for name, model in named.items() if model is not None}
     padded = not all(is_packed(model) for model in (models.policy, models.value_model) if model is not None)
-    # A value model is a second pass over the same rows, for a second thread.
+    # With a value model each microbatch has two passes, enough for two threads: it is not cut further for them.
     parts = 1 if models.value_model is not None else 2
     parts = parts if stage.world.device.type == "cpu" else 0
     fewest = part_tokens(sum(weight.numel() for weight in models.policy.parameters()))

@@ -22,7 +22,7 @@ from rlhf_cli.models.forward import autocast, target_logprobs
 from rlhf_cli.packing import send
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.processes.distributed import World
-from rlhf_cli.processes.pass_loop import GradientSum, over_pieces
+from rlhf_cli.processes.microbatches import GradientSum, over_microbatches
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import TokenScores, cut_responses, gather_responses, padded_rows, score_tokens
 from rlhf_cli.seeding import generator
@@ -38,7 +38,7 @@ class UpdateBatch:
     response_mask: Tensor
     """True on real tokens."""
     logprobs: Tensor
-    """Under the policy that the ratio compares with: the one that sampled, or the one at the start of this update."""
+    """The old log-probabilities, which the ratio divides by: the rollout's, or those at the start of this update."""
     sampled_logprobs: Tensor
     """As the sampler computed them, at the sampling temperature."""
     ref_logprobs: Tensor
@@ -150,7 +150,7 @@ def current_scores(setup: Setup, batch: UpdateBatch) -> tuple[Tensor, Tensor | N
         texts = [prompts[i] for i in rows], [responses[i] for i in rows]
         return score_tokens(setup.models, *texts, setup.sampling, setup.config.precision)
 
-    scores = over_pieces(cut, score, *setup.models.with_weights)
+    scores = over_microbatches(cut, score, *setup.models.with_weights)
     lengths = batch.lengths
     values = [part.values for part in scores if part.values is not None]
     return (
@@ -233,7 +233,7 @@ def minibatches(num_rows: int, iteration: int, config: PPOConfig) -> list[Sequen
     return chosen
 
 
-def pieces_of(setup: Setup, batch: UpdateBatch, rows: Sequence[int]) -> list[list[int]]:
+def microbatches_of(setup: Setup, batch: UpdateBatch, rows: Sequence[int]) -> list[list[int]]:
     """These rows of a batch, cut into the microbatches that fit the budget."""
     prompts, responses = [batch.prompts[i] for i in rows], [batch.responses[i] for i in rows]
     return [[rows[i] for i in part] for part in cut_responses(setup.budget, setup.models.policy, prompts, responses)]
@@ -311,8 +311,8 @@ class KLCoefs:
     """The coefficient of PPO-penalty's KL between the policy before and after an update."""
 
 
-def follow_kl(setup: Setup, coefs: KLCoefs, newest: UpdateBatch, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Move the adaptive coefficients after an update, given the figures of its iteration.
+def adapt_kl_coefs(setup: Setup, coefs: KLCoefs, newest: UpdateBatch, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Adapt the coefficients after an update, given the figures of its iteration.
 
     An iteration in which the policy did not learn, as in the warm-up of the value model, moves neither: its KL says
     nothing about the coefficients.

@@ -58,8 +58,8 @@ def choose_value_model(
 ) -> ValueStart:
     """The value model, or a value head on the policy's backbone.
 
-    With `value_model.lora` it shares the weights of `backbone` if it starts from there. If the run shards models among
-    processes it has weights of its own, and starts from the same values.
+    With `value_model.lora` it shares the frozen weights of `backbone` if it starts from the same model. If the run
+    shards models among processes, it loads an equal copy of its own.
 
     Raises ConfigError for an `init` or a `path` that does not fit the policy or the rewards.
     """

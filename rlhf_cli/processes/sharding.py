@@ -6,8 +6,8 @@ process's rows. A backward pass sums the gradients over the processes and leaves
 CPU's memory (`distributed.offload`) while the model computes on a GPU: ask `device_of` where that is.
 
 Everything that computes with a sharded model is a collective operation: all processes must make the same number of
-passes, in the same order. The loop over passes (`pass_loop.py`) sees to it. If their number is not known in advance, as
-in sampling, each is announced (`announce`), and a process that has made its last one joins the others' (`join`).
+passes, in the same order. The loop over passes (`microbatches.py`) sees to it. If their number is not known in advance,
+as in sampling, each is announced (`announce`), and a process that has made its last one joins the others' (`join`).
 Whatever reads weights in a pass besides the model's own forward, such as a head, must run inside of `gathered`.
 """
 

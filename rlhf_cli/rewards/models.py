@@ -36,7 +36,7 @@ from rlhf_cli.models.load import (
 from rlhf_cli.models.seq2seq import end_of_text
 from rlhf_cli.models.shard import prepare_for
 from rlhf_cli.packing import common_prefix, pack
-from rlhf_cli.processes.pass_loop import over_pieces
+from rlhf_cli.processes.microbatches import over_microbatches
 from rlhf_cli.processes.sharding import device_of, gathered
 from rlhf_cli.rewards.base import RewardSource, Samples, shown
 from rlhf_cli.run.artifacts import model_directory
@@ -310,7 +310,7 @@ def scores_and_features(
             found = _labels_and_hidden(model, [sequences[i] for i in part], groups and [groups[i] for i in part])
         return torch.cat([x.float() for x in found], 1).cpu()
 
-    parts = over_pieces(cut, score, model)
+    parts = over_microbatches(cut, score, model)
     if not sequences:
         return torch.zeros(0), None
     rows = torch.stack(in_order(parts, cut))

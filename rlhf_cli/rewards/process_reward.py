@@ -21,7 +21,7 @@ from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.models.forward import autocast, hidden_at, is_packed, longest_input
 from rlhf_cli.models.heads import scalar_head, scalar_heads
 from rlhf_cli.packing import pack
-from rlhf_cli.processes.pass_loop import over_pieces
+from rlhf_cli.processes.microbatches import over_microbatches
 from rlhf_cli.processes.sharding import device_of
 from rlhf_cli.rewards.base import RewardSource, Samples
 from rlhf_cli.rewards.models import RewardModel, written
@@ -162,7 +162,7 @@ def step_scores(
             logits = logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(1)
         return list(logits.cpu().split([len(ends) for _, ends in read]))
 
-    return in_order(over_pieces(cut, score, model), cut)
+    return in_order(over_microbatches(cut, score, model), cut)
 
 
 def _logits(model: PreTrainedModel, rows: Sequence[Tokens]) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.algorithms.shaping import pessimistic_score
+from rlhf_cli.algorithms.score_transforms import pessimistic_score
 from rlhf_cli.config.rewards import (
     AnswerReward,
     FunctionReward,

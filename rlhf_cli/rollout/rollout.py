@@ -32,7 +32,7 @@ from rlhf_cli.models.heads import scalar_head, scalar_scores
 from rlhf_cli.models.seq2seq import is_seq2seq, with_prompts
 from rlhf_cli.packing import SHORTEST_PREFIX, PackedBatch, end_to_end, pack, response_positions
 from rlhf_cli.processes.distributed import World, gather_rows
-from rlhf_cli.processes.pass_loop import over_pieces
+from rlhf_cli.processes.microbatches import over_microbatches
 from rlhf_cli.processes.sharding import device_of, gathered
 from rlhf_cli.rollout.distribution import Response, Sampling, allowed_logits
 from rlhf_cli.rollout.sampling import sample
@@ -87,8 +87,8 @@ def collect(
     With sharded models all processes must call this, also one that has no prompt.
 
     With `recompute`, `logprobs` come from the forward pass that training uses. Before the first step the ratio is then
-    1 and the KL to an equal ref_policy is 0; both are exact to the last bit if the microbatches are the same.
-    Otherwise they are the sampler's, unless the policy's forward pass is needed anyway: for values from a head on its
+    1 and the KL to an equal ref_policy is 0; both are exact to the last bit if the microbatches are the same. Without
+    it they are those of the sampler, unless the policy's forward pass is needed anyway: for values from a head on its
     hidden states, or for the full KL. Without a value model the values are 0. Without `with_ref_logprobs` those of
     ref_policy are the sampler's.
     """
@@ -125,12 +125,12 @@ def collect(
     cut, lengths = cut_responses(budget, models.policy, prompts, responses), [len(r.ids) for r in responses]
     with torch.no_grad():
         in_turn = with_full_kl and models.ref_policy is None  # each pass switches the adapters off and on
-        parts = over_pieces(cut, score, *models.with_weights, in_turn=in_turn)
+        parts = over_microbatches(cut, score, *models.with_weights, in_turn=in_turn)
         names = parts[0] if parts else ()
         padded = {name: padded_rows([part[name] for part in parts], cut, lengths) for name in names}  # [B, R] each
         if with_ref_logprobs and not with_full_kl:
             with reference(models) as ref_policy:
-                ref_logprobs = over_pieces(cut, partial(score_under, ref_policy), ref_policy)
+                ref_logprobs = over_microbatches(cut, partial(score_under, ref_policy), ref_policy)
             if cut:
                 padded["ref_logprobs"] = padded_rows(ref_logprobs, cut, lengths)
     sampled_logprobs = pad_rows(torch.tensor([x for r in responses for x in r.logprobs], device=device), lengths)
@@ -380,7 +380,7 @@ def response_values(
 def _packed(
     model: PreTrainedModel, prompts: Sequence[PromptRow], responses: Sequence[Response]
 ) -> tuple[PackedBatch, Tensor, Tensor]:
-    """(packed rows, positions, targets): `positions` are where each response token in `targets` is predicted.
+    """(packed rows, positions, targets): the logits at `positions[i]` predict `targets[i]`, the next token.
 
     Responses to the same prompt share its tokens if the model supports that.
     """
@@ -431,4 +431,4 @@ def scored_targets(
             logits, targets = target_logits(model, [rows[i].ids for i in part], [rows[i].loss_mask for i in part])
         return part, token_logprobs(logits, targets).cpu().double(), (logits.argmax(-1) == targets).cpu().double()
 
-    return over_pieces(budget.cut([len(row.ids) for row in rows]), score, model)
+    return over_microbatches(budget.cut([len(row.ids) for row in rows]), score, model)

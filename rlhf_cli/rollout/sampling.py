@@ -420,7 +420,9 @@ def draw(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]
 
 
 def _invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The first column whose cumulative weight exceeds u times the total, where u falls within it, and the total.
+    """Inverse-CDF lookup: (column, place of u within the column's weight from 0 to 1, total weight).
+
+    The column is the first whose cumulative weight exceeds u times the total.
 
     weights [B, n], u [B, 1] in [0, 1) -> [B, 1] each. A column of weight 0 is never selected.
     """

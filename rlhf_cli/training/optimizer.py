@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 import torch.distributed as dist
@@ -199,10 +199,16 @@ def rate_at(step: int, *, config: Optimizer, total_steps: int) -> float:
     """
     if step < config.warmup_steps:
         return step / config.warmup_steps
-    if config.schedule == "constant":
-        return 1.0
     progress = min(1.0, (step - config.warmup_steps) / (total_steps - config.warmup_steps))
-    left = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    match config.schedule:
+        case "constant":
+            return 1.0
+        case "linear":
+            left = 1.0 - progress
+        case "cosine":
+            left = 0.5 * (1.0 + math.cos(math.pi * progress))
+        case _:
+            assert_never(config.schedule)
     return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left
 
 

@@ -9,7 +9,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from rlhf_cli.algorithms.advantages import gae, group_advantages, reward_to_go, spread, token_rewards
+from rlhf_cli.algorithms.advantages import broadcast_to_tokens, gae, group_advantages, reward_to_go, token_rewards
 from rlhf_cli.algorithms.aggregation import loss_weights
 from rlhf_cli.algorithms.kl import (
     adaptive_kl_coef,
@@ -19,7 +19,7 @@ from rlhf_cli.algorithms.kl import (
     sequence_k2_loss,
 )
 from rlhf_cli.algorithms.policy import entropy_bonus, penalty_loss, policy_loss, truncated_importance
-from rlhf_cli.algorithms.shaping import overlong_penalty
+from rlhf_cli.algorithms.score_transforms import overlong_penalty
 from rlhf_cli.algorithms.statistics import Moments, merge, moments_of
 from rlhf_cli.algorithms.value import value_loss
 from rlhf_cli.tensor_ops import length_mask, token_entropy
@@ -164,7 +164,7 @@ def test_the_policy_gradient_is_that_of_the_expected_score_with_any_baseline(log
     for baseline in (0.0, 3.0):
 
         def loss(logits, baseline=baseline):
-            logprobs, advantages = logprobs_of(logits), spread(score - baseline, MASK)
+            logprobs, advantages = logprobs_of(logits), broadcast_to_tokens(score - baseline, MASK)
             weights = expected_weights(logits)
             return policy_loss(logprobs, logprobs.detach(), advantages, MASK, clip_range=0.2, weights=weights)[0]
 

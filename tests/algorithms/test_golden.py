@@ -14,7 +14,14 @@ import sys
 import pytest
 import torch
 
-from rlhf_cli.algorithms.advantages import gae, group_advantages, masked_whiten, reward_to_go, spread, token_rewards
+from rlhf_cli.algorithms.advantages import (
+    broadcast_to_tokens,
+    gae,
+    group_advantages,
+    masked_whiten,
+    reward_to_go,
+    token_rewards,
+)
 from rlhf_cli.algorithms.aggregation import loss_weights
 from rlhf_cli.algorithms.best_of_n import best_of_n_kl_bound
 from rlhf_cli.algorithms.calibration import brier_score, calibration_error
@@ -22,7 +29,7 @@ from rlhf_cli.algorithms.kl import adaptive_kl_coef, adaptive_policy_kl_coef, kl
 from rlhf_cli.algorithms.language_model import lm_loss
 from rlhf_cli.algorithms.policy import entropy_bonus, mixed_loss, policy_loss
 from rlhf_cli.algorithms.reward_model import pairwise_loss, ranking_pairs, score_loss
-from rlhf_cli.algorithms.shaping import clip_score
+from rlhf_cli.algorithms.score_transforms import clip_score
 from rlhf_cli.algorithms.statistics import Moments, merge, moments_of
 from rlhf_cli.algorithms.value import value_loss
 from rlhf_cli.config.stage import Optimizer
@@ -235,7 +242,7 @@ def check_group(kind):
     def check(x):
         options = {"eps": x["eps"]} if "eps" in x else {}
         advantages = group_advantages(x["scores"], samples_per_prompt=group_size(x), baseline=kind, **options)
-        return {"per_sequence": advantages, "advantages": spread(advantages, x["mask"])}
+        return {"per_sequence": advantages, "advantages": broadcast_to_tokens(advantages, x["mask"])}
 
     return check
 
@@ -261,7 +268,7 @@ def check_reinforce_pp_baseline_with_kl(x):
 
 def check_reinforce_pp_baseline(x):
     score = group_advantages(x["scores"], samples_per_prompt=group_size(x), baseline="dr_grpo")
-    return {"advantages": masked_whiten(spread(score, x["mask"]), x["mask"])}
+    return {"advantages": masked_whiten(broadcast_to_tokens(score, x["mask"]), x["mask"])}
 
 
 def check_ema(x):

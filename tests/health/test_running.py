@@ -18,9 +18,10 @@ from rlhf_cli.health import history
 from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.history import GAP_TOLERANCE, RATIO_TOLERANCE
 from rlhf_cli.health.ppo_rules import MUST_BE_FINITE, STOPS, WARNINGS
-from rlhf_cli.health.running import REPEAT, SHOWN, WATCHED, Health
+from rlhf_cli.health.running import REPEAT, SHOWN, Health
 from rlhf_cli.training.bad_steps import no_gradient
 from rlhf_cli.training.supervised import memorises
+from support.paths import ROOT
 from support.tiny import read_jsonl
 
 Row = dict[str, float]
@@ -859,9 +860,12 @@ def test_a_message_is_sentences_with_a_number_and_advice_is_one_line() -> None:
 
 def test_the_stage_writes_every_metric_that_is_read(pipeline: Callable[[str], Any]) -> None:
     single = {f"policy/{name}" for name in ("first_ratio_error", "first_ratio", "skipped_steps", "bad_steps")}
-    read = {*WATCHED, *MUST_BE_FINITE, *SHOWN.values(), *single}
-    # policy/sampler_gap is written where the old log-probabilities are computed again: test_ppo_models.py sees it.
-    # response/unfamiliarity needs 20 held-out prompts: test_familiarity.py sees it.
-    read -= {"response/unfamiliarity"}
+    rules = (ROOT / "rlhf_cli/health/ppo_rules.py").read_text(encoding="utf-8")
+    named = set(re.findall(r"\b(?:objective|response|policy|value|loss)/\w+", rules))
+    assert {"objective/score", "policy/clip_fraction", "value/explained_variance"} <= named
+    read = {*named, *MUST_BE_FINITE, *SHOWN.values(), *single}
+    # The gaps are written where the old log-probabilities are computed again: test_ppo_models.py sees them.
+    # policy/ref_kl needs kl_in: loss, response/unfamiliarity 20 held-out prompts: test_familiarity.py sees it.
+    read -= {"policy/sampler_gap", "policy/sampler_gap_mean", "policy/ref_kl", "response/unfamiliarity"}
     row = read_jsonl(pipeline("llama") / "ppo" / "metrics.jsonl")[0]
     assert sorted(read - set(row)) == []

@@ -306,7 +306,7 @@ def test_a_limit_ends_at_the_constrained_optimum(side: str, whiten: bool) -> Non
 
     def score_of(chance: Tensor) -> Tensor:
         score = limits.apply(TASK.score, {"c": found})
-        limits.follow({"reward/c": ((chance * found).sum() / TASK.num_prompts).item(), "policy/grad_norm": 1.0})
+        limits.adapt({"reward/c": ((chance * found).sum() / TASK.num_prompts).item(), "policy/grad_norm": 1.0})
         return score
 
     learned = train(Algorithm(whiten_advantages=whiten), score_of=score_of)

@@ -27,7 +27,7 @@ from rlhf_cli.data.batches import stream
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.files import OF_THE_MACHINE
 from rlhf_cli.models.load import load_policy
-from rlhf_cli.ppo.scores import ScoreScale, ask_rewards, measure_reference, texts_of
+from rlhf_cli.ppo.scores import ScoreScale, ask_rewards, measure_reference_scores, texts_of
 from rlhf_cli.ppo.setup import kl_note, load_setup
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from rlhf_cli.run.stage_run import StageRun
@@ -122,7 +122,7 @@ def test_scores_normalised_by_reference_have_mean_0_and_std_1(start, pipeline):
     ppo = {"score_normalization": "reference", "num_reference_samples": 20}
     with start(ref_policy={"path": ref}, ppo=ppo) as setup:
         scale = ScoreScale(setup.config.ppo)
-        measure_reference(setup, scale)
+        measure_reference_scores(setup, scale)
         calls = list(reward_calls(setup))
     raw = torch.tensor([x for call in calls for x in call["values"]])
     assert [len(call["values"]) for call in calls] == [8, 8, 4]

@@ -17,7 +17,7 @@ from rich.console import Console
 from rlhf_cli.errors import RewardError, RunError
 from rlhf_cli.ppo.held_out import _own_replies
 from rlhf_cli.ppo.metrics import log_samples
-from rlhf_cli.ppo.scores import ScoreScale, measure_reference
+from rlhf_cli.ppo.scores import ScoreScale, measure_reference_scores
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.report.progress import Display
 from rlhf_cli.rewards.base import Scores
@@ -57,7 +57,7 @@ def test_processes_with_different_numbers_of_reference_chunks_exchange_the_same_
         for rank in (0, 1):
             EXCHANGED.clear()
             stage = SimpleNamespace(world=Counting(rank, 2, CPU), display=setup.stage.display)
-            measure_reference(replace(setup, stage=stage), ScoreScale(setup.config.ppo))
+            measure_reference_scores(replace(setup, stage=stage), ScoreScale(setup.config.ppo))
             counts.append(len(EXCHANGED))
             scored.append([len(call["responses"]) for call in reward_calls(setup)[sum(map(len, scored)) :]])
     assert counts[0] == counts[1] > 0
@@ -80,7 +80,7 @@ def test_a_reward_that_fails_on_reference_samples_stops_all_processes(start, tmp
     with start(rewards=[{"type": "function", "function": f"{path}:fails"}], **changes) as setup:
         stage = SimpleNamespace(world=Counting(0, 2, CPU), display=setup.stage.display)
         with pytest.raises(RewardError, match="division by zero"):
-            measure_reference(replace(setup, stage=stage), ScoreScale(setup.config.ppo))
+            measure_reference_scores(replace(setup, stage=stage), ScoreScale(setup.config.ppo))
     assert len(EXCHANGED) == 1, "the failure"
 
 

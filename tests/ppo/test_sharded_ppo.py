@@ -13,7 +13,7 @@ import torch
 from rlhf_cli.errors import RewardError
 from rlhf_cli.ppo import scores
 from rlhf_cli.ppo.scores import or_failure
-from rlhf_cli.processes import distributed, pass_loop
+from rlhf_cli.processes import distributed, microbatches
 from rlhf_cli.rewards import models, sources
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.models import RewardModel
@@ -162,9 +162,9 @@ def test_processes_meet_after_each_scored_rollout_and_fail_together(monkeypatch,
             raise RewardError("no answer")
         return SimpleNamespace()
 
-    for module in (pass_loop, scores):
+    for module in (microbatches, scores):
         monkeypatch.setattr(module, "is_sharded", lambda _: True)
-    monkeypatch.setattr(pass_loop, "most", lambda count: max(worlds[threading.get_ident()].gather(count)))
+    monkeypatch.setattr(microbatches, "most", lambda count: max(worlds[threading.get_ident()].gather(count)))
     monkeypatch.setattr(scores, "collect", lambda *_, **__: log("sampled") or SimpleNamespace(responses=[], prompts=[]))
     monkeypatch.setattr(scores, "texts_of", lambda *_: [])
     monkeypatch.setattr(scores, "ask_rewards", ask)

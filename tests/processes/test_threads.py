@@ -14,9 +14,9 @@ from rlhf_cli.data.batches import equal_chunks
 from rlhf_cli.decoders import paged
 from rlhf_cli.decoders.paged import PagedDecoder
 from rlhf_cli.models.load import load_policy, prepare
-from rlhf_cli.processes import environment, pass_loop, threads
+from rlhf_cli.processes import environment, microbatches, threads
 from rlhf_cli.processes.distributed import ALONE
-from rlhf_cli.processes.pass_loop import GradientSum, over_pieces
+from rlhf_cli.processes.microbatches import GradientSum, over_microbatches
 from rlhf_cli.processes.threads import in_threads, use_threads
 from rlhf_cli.rollout import sampling
 from rlhf_cli.rollout.distribution import Sampling
@@ -209,10 +209,12 @@ def test_models_with_state_in_their_passes_are_computed_in_turn():
     use_threads(2)
     model = nn.Linear(2, 2)
     model.config = type("Config", (), {"rope_parameters": {"rope_type": "dynamic"}})
-    assert set(over_pieces([[1], [2]], lambda _: threading.current_thread(), model)) == {threading.current_thread()}
+    assert set(over_microbatches([[1], [2]], lambda _: threading.current_thread(), model)) == {
+        threading.current_thread()
+    }
     del model.config
-    assert threading.current_thread() not in over_pieces([[1], [2]], lambda _: threading.current_thread(), model)
-    assert not pass_loop._can_thread([nn.Linear(2, 2, device="meta")])
+    assert threading.current_thread() not in over_microbatches([[1], [2]], lambda _: threading.current_thread(), model)
+    assert not microbatches._can_thread([nn.Linear(2, 2, device="meta")])
 
 
 # --------------------------------------------------------------------------------------- responses and stages
@@ -312,10 +314,10 @@ def test_few_passes_of_a_large_model_use_several_cores_each(monkeypatch):
     use_threads(4)
     monkeypatch.setattr(threads, "LARGE", 5)
     large, small = nn.Linear(2, 2), nn.Linear(2, 1)
-    of_large, of_small = (over_pieces([[1], [2]], lambda _: torch.get_num_threads(), m) for m in (large, small))
+    of_large, of_small = (over_microbatches([[1], [2]], lambda _: torch.get_num_threads(), m) for m in (large, small))
     assert (of_large, of_small) == ([2, 2], [1, 1])
-    assert over_pieces([[1]], lambda _: torch.get_num_threads(), large) == [4]
-    assert over_pieces([[1], [2]], lambda _: torch.get_num_threads(), large, in_turn=True) == [4, 4]
+    assert over_microbatches([[1]], lambda _: torch.get_num_threads(), large) == [4]
+    assert over_microbatches([[1], [2]], lambda _: torch.get_num_threads(), large, in_turn=True) == [4, 4]
     assert torch.get_num_threads() == 1
 
 
@@ -346,7 +348,7 @@ def test_gradients_that_do_not_fit_twice_are_computed_in_turn(monkeypatch):
         return model(torch.ones(len(part), 4)).sum(), {}
 
     for copies, most in ((40, 2), (39, 1)):
-        monkeypatch.setattr(pass_loop, "COPIES_BYTES", copies)
+        monkeypatch.setattr(microbatches, "COPIES_BYTES", copies)
         GradientSum(ALONE, lambda x: x, model).add([[1], [2]], loss)
         assert (threading.main_thread() not in seen) == (most == 2)
         seen.clear()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from rlhf_cli.algorithms.shaping import pessimistic_score
+from rlhf_cli.algorithms.score_transforms import pessimistic_score
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import Reward, named_rewards

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from rlhf_cli.algorithms.shaping import next_lambda
+from rlhf_cli.algorithms.score_transforms import next_lambda
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import Limit, Reward
@@ -53,12 +53,12 @@ def test_the_multiplier_stays_within_its_range() -> None:
     limits.measure({"a": torch.tensor([9.0, -1.0]), "b": torch.tensor([2.0, 5.0])}, ALONE)
     seen = []
     for _ in range(50):
-        limits.follow({"reward/a": -9.0, "reward/b": -9.0, "policy/grad_norm": 1.0})
+        limits.adapt({"reward/a": -9.0, "reward/b": -9.0, "policy/grad_norm": 1.0})
         seen.append(dict(limits.lambdas))
     assert limits.figures() == {"lambda/a": 1000.0, "lambda/b": pytest.approx(0.0082, abs=1e-4)}
     assert seen[0] == {"a": next_lambda(1.0, 9.5, learning_rate=0.3), "b": next_lambda(1.0, -9.5, learning_rate=0.3)}
     before = dict(limits.lambdas)
-    limits.follow({"reward/a": 9.0, "reward/b": 9.0})  # the value model warms up
+    limits.adapt({"reward/a": 9.0, "reward/b": 9.0})  # the value model warms up
     assert limits.lambdas == before
 
 

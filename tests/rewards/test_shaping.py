@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from rlhf_cli.algorithms.shaping import log_sigmoid_score, preference_score
+from rlhf_cli.algorithms.score_transforms import log_sigmoid_score, preference_score
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import Reward

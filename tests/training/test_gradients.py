@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_cli.processes import pass_loop
+from rlhf_cli.processes import microbatches
 from rlhf_cli.processes.distributed import ALONE
-from rlhf_cli.processes.pass_loop import GradientSum
+from rlhf_cli.processes.microbatches import GradientSum
 from support.worlds import ThreadWorld, in_each_process
 
 
@@ -41,7 +41,7 @@ def sum_of(world, *models):
 @pytest.mark.parametrize("last", [True, False])
 def test_gradients_are_summed_and_a_missing_one_counts_as_zero(bucket_bytes, dtype, last, monkeypatch):
     """Process 0 makes two passes, process 1 one, process 2 none."""
-    monkeypatch.setattr(pass_loop, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(microbatches, "BUCKET_BYTES", bucket_bytes)
     rows = torch.randn(3, 5, 3, generator=torch.Generator().manual_seed(1)).to(dtype)
     shares = [[0, 1], [2], []]
 
@@ -77,7 +77,7 @@ class Noting(ThreadWorld):
 
 def test_sums_begin_in_the_last_pass_and_in_the_same_order_on_every_process(monkeypatch):
     """A process without rows begins all at the end. A layer that no pass uses delays the first of the second model."""
-    monkeypatch.setattr(pass_loop, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(microbatches, "BUCKET_BYTES", 1)
 
     def program(world):
         world = Noting(world.rank, world.size, world.device, world.meeting, [])

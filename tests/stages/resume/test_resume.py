@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from rlhf_cli.errors import ArtifactError, RunError
 from rlhf_cli.evaluation import normalization
-from rlhf_cli.ppo.scores import References
+from rlhf_cli.ppo.scores import ReferenceReplies
 from rlhf_cli.program import program
 from rlhf_cli.run import artifacts, checkpoint, checkpoint_files
 from rlhf_cli.run.checkpoint import CheckpointStore, State
@@ -67,7 +67,7 @@ def test_a_resumed_run_gives_the_same_bytes(case, config_in, undisturbed, at_ste
     at_step(0, ask_to_stop)
     with monkeypatch.context() as patch:
         patch.setattr(normalization, "_draw", None)  # the first run has kept its samples
-        patch.setattr(References, "_sample", None)
+        patch.setattr(ReferenceReplies, "_sample", None)
         assert f"resuming after step {STEPS[stage] // 2} of {STEPS[stage]}" in succeed(arguments)
     same(crash.outcome(tmp_path / stage), undisturbed(case))
     assert states["saved"].keys() == states["restored"].keys()

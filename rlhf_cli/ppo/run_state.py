@@ -13,14 +13,14 @@ import torch
 from rlhf_cli.algorithms.statistics import Moments
 from rlhf_cli.ppo.held_out import HeldOut
 from rlhf_cli.ppo.metrics import new_health
-from rlhf_cli.ppo.scores import Limits, References, ScoreScale
+from rlhf_cli.ppo.scores import Limits, ReferenceReplies, ScoreScale
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.ppo.update import TENSORS, KLCoefs, Recent, UpdateBatch, from_all_processes, select
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.run.checkpoint import State, Stateful, Weights
 
 
-class Carried:
+class RunState:
     """The adaptive coefficients, the multipliers of limits, the score statistics, health, held-out figures and recent
     rollouts."""
 
@@ -30,7 +30,7 @@ class Carried:
         self.coefs = KLCoefs(ppo.kl_coef, ppo.policy_kl_coef)
         self.scale = ScoreScale(ppo)
         self.limits = Limits(setup.config.limits)
-        self.references = References(setup)
+        self.references = ReferenceReplies(setup)
         self.health = new_health(setup)
         self.held_out = HeldOut(setup, self.health)
         self.recent: Recent = deque(maxlen=ppo.num_rollouts_per_update)

@@ -1,12 +1,12 @@
 """Run the passes of all microbatches, several at the same time, and sum their gradients over threads and processes.
 
-A CPU computes several pieces at the same time, each in a thread of its own (threads.py). Results and gradients are
-taken in the order of the pieces. So every number is the same whatever the number of threads.
+A CPU computes several microbatches at the same time, each in a thread of its own (threads.py). Results and gradients
+are taken in the order of the microbatches. So every number is the same whatever the number of threads.
 
-A process cuts its rows into pieces, one for each pass. All processes take part in each pass of a sharded model, so one
-that has fewer pieces than another gets empty ones. A pass over no rows computes two tokens that nothing reads
-(`models/forward.py`): its sums are 0, and its gradient is 0 for each trained weight. So a caller writes one function
-from rows to numbers, and does not ask whether a model is sharded. Pieces must not depend on each other.
+A process cuts its rows into microbatches, one for each pass. All processes take part in each pass of a sharded model,
+so one that has fewer microbatches than another gets empty ones. A pass over no rows computes two tokens that nothing
+reads (`models/forward.py`): its sums are 0, and its gradient is 0 for each trained weight. So a caller writes one
+function from rows to numbers, and does not ask whether a model is sharded. Microbatchs must not depend on each other.
 
 As in torch's DDP, gradients are sent in buckets, from the last layer to the first, and a bucket is sent as soon as its
 gradients are complete. DDP itself averages them, and needs a backward pass on every process. Here a loss is a sum
@@ -32,9 +32,9 @@ from rlhf_cli.processes.threads import cores, in_threads, is_large, num_threads
 
 R = TypeVar("R")
 Rows = Sequence[int]
-"""The numbers of the rows of a piece."""
+"""The numbers of the rows of a microbatch."""
 Loss = Callable[[Rows], tuple[Tensor, Mapping[str, Tensor]]]
-"""From the rows of a piece to a loss and its statistics."""
+"""From the rows of a microbatch to a loss and its statistics."""
 
 COPIES_BYTES = 2 * 2**30
 """The most memory for the gradients of passes that run at the same time. If not even two fit, passes run in turn."""
@@ -42,20 +42,20 @@ BUCKET_BYTES = 25 * 2**20
 """The largest bucket in float32, as in DDP. A larger gradient is sent alone."""
 
 
-def over_pieces(
-    pieces: Sequence[Rows], compute: Callable[[Rows], R], *models: nn.Module | None, in_turn: bool = False
+def over_microbatches(
+    microbatches: Sequence[Rows], compute: Callable[[Rows], R], *models: nn.Module | None, in_turn: bool = False
 ) -> list[R]:
-    """The result of each piece, in order. With sharded models among those that compute, all processes must call this.
+    """The result of each microbatch, in order. If a model is sharded, all processes must call this.
 
-    With `in_turn` no two pieces are computed at the same time.
+    With `in_turn` no two microbatches are computed at the same time.
 
-    >>> over_pieces([[4, 1], [2]], sum)
+    >>> over_microbatches([[4, 1], [2]], sum)
     [5, 2]
     """
-    missing = _num_missing(len(pieces), models)
-    tasks = [partial(compute, rows) for rows in [*pieces, *[()] * missing]]
+    missing = _num_missing(len(microbatches), models)
+    tasks = [partial(compute, rows) for rows in [*microbatches, *[()] * missing]]
     most = 1 if in_turn or not _can_thread(models) else None
-    return list(in_threads(tasks, most, wide=is_large(*models)))[: len(pieces)]
+    return list(in_threads(tasks, most, wide=is_large(*models)))[: len(microbatches)]
 
 
 def _can_thread(models: Sequence[nn.Module | None]) -> bool:
@@ -110,10 +110,10 @@ class _Bucket:
 
 
 class GradientSum:
-    """Adds up the gradients of pieces, then sums them over the processes.
+    """Adds up the gradients of microbatches, then sums them over the processes.
 
         gradients = GradientSum(world, loss_scale.scaled, model)
-        stats = gradients.add(pieces, loss_of_rows)
+        stats = gradients.add(microbatches, loss_of_rows)
         gradients.receive()
 
     A bucket is sent when all before it are, so that every process sends them in the same order. Weights of a sharded
@@ -156,19 +156,20 @@ class GradientSum:
             self._buckets[-1].weights.append(weight)
             self._buckets[-1].num_bytes += num_bytes
 
-    def add(self, pieces: Sequence[Rows], *losses: Loss, last: bool = True) -> list[dict[str, Tensor]]:
-        """Add the gradients of each piece; returns the statistics of each.
+    def add(self, microbatches: Sequence[Rows], *losses: Loss, last: bool = True) -> list[dict[str, Tensor]]:
+        """Add the gradients of each microbatch; returns the statistics of each.
 
-        The graph of each of `losses` is freed before this thread computes the next one. Each may make one backward pass
-        of a model. The sums begin in the last piece, unless `last` is false: then further pieces follow.
+        A thread backpropagates each of `losses` before it computes the next one, so one graph lives at a time. Each
+        loss may make one backward pass of a model. Sums over the processes begin in the last microbatch; give
+        `last=False` if more follow.
         """
-        if min(num_threads(), self._at_once, len(pieces) * len(losses)) > 1:
-            return self._add_in_threads(pieces, losses)
+        if min(num_threads(), self._at_once, len(microbatches) * len(losses)) > 1:
+            return self._add_in_threads(microbatches, losses)
         with cores(num_threads()) if self._is_large else nullcontext():
-            return self._add_in_turn(pieces, losses, last=last)
+            return self._add_in_turn(microbatches, losses, last=last)
 
-    def _add_in_turn(self, pieces: Sequence[Rows], losses: Sequence[Loss], *, last: bool) -> list[dict[str, Tensor]]:
-        everything = [*pieces, *[()] * _num_missing(len(pieces), self._models)]
+    def _add_in_turn(self, parts: Sequence[Rows], losses: Sequence[Loss], *, last: bool) -> list[dict[str, Tensor]]:
+        everything = [*parts, *[()] * _num_missing(len(parts), self._models)]
         found: list[dict[str, Tensor]] = []
         for number, rows in enumerate(everything, start=1):
             sends = self._overlaps and last and number == len(everything)
@@ -182,7 +183,7 @@ class GradientSum:
             found.append(stats)
         return found
 
-    def _add_in_threads(self, pieces: Sequence[Rows], losses: Sequence[Loss]) -> list[dict[str, Tensor]]:
+    def _add_in_threads(self, parts: Sequence[Rows], losses: Sequence[Loss]) -> list[dict[str, Tensor]]:
         """`add` with passes at the same time. Each has its gradients to itself until its turn in the sum comes."""
 
         def gradients_of(rows: Rows, loss_of: Loss) -> tuple[Sequence[Tensor | None], Mapping[str, Tensor]]:
@@ -191,8 +192,8 @@ class GradientSum:
                 return [], figures
             return torch.autograd.grad(self._scaled(loss), self._weights, allow_unused=True), figures
 
-        tasks = [partial(gradients_of, rows, loss_of) for rows in pieces for loss_of in losses]
-        found: list[dict[str, Tensor]] = [{} for _ in pieces]
+        tasks = [partial(gradients_of, rows, loss_of) for rows in parts for loss_of in losses]
+        found: list[dict[str, Tensor]] = [{} for _ in parts]
         for number, (gradients, figures) in enumerate(in_threads(tasks, self._at_once, wide=self._is_large)):
             found[number // len(losses)] |= figures
             for weight, gradient in zip(self._weights, gradients, strict=bool(gradients)):
@@ -218,7 +219,7 @@ class GradientSum:
         """Count a gradient of the last backward pass, and send what is complete."""
         bucket.num_complete += 1
         if bucket.num_complete > len(bucket.weights):
-            raise RuntimeError("a second backward pass of a model in the last piece of GradientSum.add")
+            raise RuntimeError("a second backward pass of a model in the last microbatch of GradientSum.add")
         while self._num_sent < len(self._buckets):
             bucket = self._buckets[self._num_sent]
             if bucket.num_complete < len(bucket.weights):
