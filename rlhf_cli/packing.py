@@ -77,6 +77,10 @@ class PackedBatch:
     """[B] the place of each sequence in the row."""
     prompt_lengths: list[int] | None = None
     """[B] tokens of each prompt, for models that read it with an encoder. Only these models need it."""
+    kept: torch.Tensor | None = None
+    """[n] indices in the row of the tokens whose last hidden states are read, n below N. The last layer may compute
+    only
+    these (`ShortLayer`). None: all are."""
 
     @property
     def lengths(self) -> list[int]:
@@ -88,6 +92,11 @@ class PackedBatch:
         """[B] index of each sequence's last token in the row, on the batch's device."""
         last = [segment.start + segment.length - 1 for segment in self.segments]
         return send(torch.tensor(last, dtype=torch.int64), self.ids.device)
+
+    @functools.cached_property
+    def keeps_last(self) -> bool:
+        """Whether `kept` are the last tokens of the sequences, as a score reads them."""
+        return self.kept is not None and len(self.kept) == len(self.segments) and torch.equal(self.kept, self.last)
 
     @functools.cached_property
     def runs(self) -> list[Neighbours]:

@@ -81,7 +81,10 @@ def packed_attention(
     packed: PackedBatch | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, N, D], key and value [1, H_kv, N, D] -> ([1, N, H, D], None)."""
+    """query [1, H, N, D], key and value [1, H_kv, N, D] -> ([1, N, H, D], None).
+
+    With fewer queries than keys in a packed row, they are those of the last token of each sequence.
+    """
     if packed is None:
         num_queries, num_keys = query.shape[2], key.shape[2]
         window = min(sliding_window or num_keys, num_keys)
@@ -96,8 +99,10 @@ def packed_attention(
     assert kwargs.get("softcap") is None, "SDPA has no softcap; choose_attention excludes such models"
     shares_heads = query.shape[1] != key.shape[1]
     sizes = [run.num_sequences * run.length for run in packed.runs]
+    of_last = query.shape[2] < key.shape[2]
     # split, because the gradient of n slices is n tensors as long as the row.
-    queries, keys, values = (x.split(sizes, 2) for x in (query, key, value))
+    queries = query.split([run.num_sequences for run in packed.runs] if of_last else sizes, 2)
+    keys, values = key.split(sizes, 2), value.split(sizes, 2)
     outputs = []
     for (count, length, prefix), q, k, v in zip(packed.runs, queries, keys, values, strict=True):
         mask, prefix_length = None, 0
@@ -106,13 +111,15 @@ def packed_attention(
             prefix_length = end - begin
             k = torch.cat([keys[run][:, :, begin:end], k], 2)
             v = torch.cat([values[run][:, :, begin:end], v], 2)
-        if prefix_length or (sliding_window is not None and length > sliding_window):
-            mask = causal_mask(length, prefix_length + length, sliding_window, q.dtype, q.device)
+        num_queries = 1 if of_last else length
+        is_cut = sliding_window is not None and prefix_length + length > sliding_window
+        if is_cut or (prefix_length and not of_last):
+            mask = causal_mask(num_queries, prefix_length + length, sliding_window, q.dtype, q.device)
         if count > 1:
             # [1, H, count * length, D] -> [count, H, length, D]
-            q, k, v = (x[0].unflatten(1, (count, length)).transpose(0, 1) for x in (q, k, v))
+            q, k, v = (x[0].unflatten(1, (count, -1)).transpose(0, 1) for x in (q, k, v))
         output = F.scaled_dot_product_attention(
-            q, k, v, mask, dropout, mask is None and length > 1, scale=scaling, enable_gqa=shares_heads
+            q, k, v, mask, dropout, mask is None and num_queries > 1, scale=scaling, enable_gqa=shares_heads
         )
         if count > 1:
             output = output.transpose(0, 1).flatten(1, 2)[None]

@@ -7,6 +7,7 @@ compared with the old one on one layer of the model first. If they differ, the l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache
+
+from rlhf_cli.kernels.attention import PACKED
+from rlhf_cli.packing import PackedBatch, pack
 
 TOLERANCE = 1e-4
 """Largest difference that counts as rounding, relative to the largest output."""
@@ -144,6 +148,8 @@ WINDOWS: dict[str, Callable[[Any], int | None]] = {
 They are listed by name, because importing their modules takes 0.1 s."""
 WITH_HEAD_NORMS = {"Qwen3Attention"}
 """Layers that normalise each head of queries and keys before the rotation."""
+LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
+"""transformers' layers that compute what `ShortLayer` computes: norms before attention and before the feed-forward."""
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -181,16 +187,22 @@ def use_fast_attention(model: PreTrainedModel) -> str | None:
 
 def _probe_attention(layer: Any) -> Tensor:
     """The layer's output for three tokens at different angles."""
-    size, head_dim, dtype = layer.q_proj.in_features, layer.head_dim, layer.q_proj.weight.dtype
+    x, turn = _probe_input(layer)
+    output: Tensor = layer(hidden_states=x, position_embeddings=turn, attention_mask=None)[0]
+    return output
+
+
+def _probe_input(attention: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Three tokens for an attention layer, [1, 3, H], and the cosines and sines of their angles, [1, 3, D] each."""
+    size, head_dim, dtype = attention.q_proj.in_features, attention.head_dim, attention.q_proj.weight.dtype
     if not dtype.is_floating_point:  # 4-bit weights are stored as bytes and compute in float32
         dtype = torch.float32
+    device = attention.q_proj.weight.device
     x, angles = torch.arange(3.0 * size).sin().view(1, 3, size), torch.arange(1.5 * head_dim).view(1, 3, -1)
-    cos, sin = (torch.cat([half, half], -1).to(dtype) for half in (angles.cos(), angles.sin()))  # [1, 3, D]
-    x = x.to(dtype)
+    cos, sin = (torch.cat([half, half], -1).to(device, dtype) for half in (angles.cos(), angles.sin()))
+    x = x.to(device, dtype)
     # Queries and keys of order one: with small ones attention would be even, whatever the rotation.
-    x /= layer.q_proj(x).std()
-    output: Tensor = layer(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)[0]
-    return output
+    return x / attention.q_proj(x).std(), (cos, sin)
 
 
 class FastAttention(nn.Module):
@@ -219,28 +231,34 @@ class FastAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
+        kept: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        """See transformers' layer. `kept` are the indices [n] of the tokens whose output is wanted, None for all."""
         x, (cos, sin) = hidden_states, position_embeddings
         attend = AttentionInterface().get(self.config._attn_implementation)
         is_plain = x.dtype == cos.dtype == torch.float32 and x.device.type == "cpu"
         if not is_plain or attend is None or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
-            plain: tuple[Tensor, Tensor | None] = super().forward(
+            output, weights = super().forward(
                 hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
                 past_key_values=past_key_values,
                 **kwargs,
             )
-            return plain
+            return output if kept is None else output[:, kept], weights
+        # A score reads the last token of each sequence: it has the only queries.
+        is_last = kept is not None and kwargs["packed"].keeps_last
+        asking, turn = (x[:, kept], (cos[:, kept], sin[:, kept])) if is_last else (x, (cos, sin))
         # [B, N, H, D] each
         query, key, value = (
-            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+            projection(y).unflatten(-1, (-1, self.head_dim))
+            for projection, y in ((self.q_proj, asking), (self.k_proj, x), (self.v_proj, x))
         )
         if self.family in WITH_HEAD_NORMS:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # [B, H, N, D]
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        query, key = rotate(query, *turn), rotate(key, cos, sin)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         output, weights = attend(
@@ -254,7 +272,8 @@ class FastAttention(nn.Module):
             sliding_window=WINDOWS[self.family](self),
             **kwargs,
         )
-        return self.o_proj(output.flatten(2)), weights
+        output = output.flatten(2)
+        return self.o_proj(output if kept is None or is_last else output[:, kept]), weights
 
 
 class _Rotation(torch.autograd.Function):
@@ -277,3 +296,65 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     rotated[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-sign)
     rotated[..., half:].addcmul_(x[..., :half], sin[..., :half], value=sign)
     return rotated
+
+
+# ------------------------------------------------------------------------------- the last layer, for some of the tokens
+#
+# A loss or a score reads the last hidden states of some tokens only: those that predict a response, or the last one of
+# each text. Other layers need every token, as keys and values. In the last layer all that comes after its attention is
+# needed for the tokens that are read.
+
+
+def use_short_layer(model: PreTrainedModel) -> str | None:
+    """Let the model's last layer compute only the tokens that are read (`PackedBatch.kept`).
+
+    Returns a line for the user if it keeps its class.
+    """
+    layers: list[Any] = [module for module in model.modules() if type(module).__name__ in LAYERS]
+    if not layers or model.config._attn_implementation not in PACKED:
+        return None
+    first, plain = layers[0], type(layers[0])
+    # The name stays, by which transformers and FSDP find the layers of a family.
+    short = type(plain.__name__, (ShortLayer, plain), {})
+    line = swap_class([first], short, _probe_layer)  # of a model whose weights are read later, the first layer has some
+    if line is None:
+        first.__class__, layers[-1].__class__ = plain, short
+    return line
+
+
+def _probe_layer(layer: Any) -> Tensor:
+    """The layer's output for three tokens, in another order."""
+    x, turn = _probe_input(layer.self_attn)
+    order = torch.tensor([2, 0, 1], device=x.device)
+    batch = replace(pack([[0, 1, 2]], x.device), kept=order)
+    # Weights that are held in 16 bits compute under autocast only.
+    with torch.autocast(x.device.type, x.dtype, enabled=x.dtype in (torch.bfloat16, torch.float16)):
+        output: Tensor = layer(x, position_embeddings=turn, attention_mask=None, packed=batch)
+    return output if isinstance(layer, ShortLayer) else output[:, order]
+
+
+class ShortLayer(nn.Module):
+    """A decoder layer that computes what comes after its attention only for `PackedBatch.kept`, if that is given.
+
+    A layer's new class derives from this one and from its own class.
+    """
+
+    self_attn: nn.Module
+    mlp: nn.Module
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+
+    def forward(self, hidden_states: Tensor, packed: PackedBatch | None = None, **kwargs: Any) -> Tensor:
+        """[1, N, H] -> [1, n, H] of the n tokens that are kept, or [1, N, H]."""
+        if packed is None or packed.kept is None or torch.compiler.is_compiling():
+            every: Tensor = super().forward(hidden_states, packed=packed, **kwargs)
+            return every
+        kept = packed.kept
+        normed = self.input_layernorm(hidden_states)
+        if isinstance(self.self_attn, FastAttention):
+            attended, _ = self.self_attn(normed, packed=packed, kept=kept, **kwargs)
+        else:
+            attended = self.self_attn(hidden_states=normed, packed=packed, **kwargs)[0][:, kept]
+        x = hidden_states[:, kept] + attended
+        output: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return output

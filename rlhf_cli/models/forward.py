@@ -10,6 +10,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -167,8 +168,11 @@ def logits_and_hidden_at(
 def hidden_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
     """Last hidden states (after the final norm) at `positions` of the packed row: [n] -> [n, H]."""
     if is_packed(model):
-        output = model.base_model(**_packed_inputs(batch), use_cache=False)
-        return output.last_hidden_state[0][positions]
+        if 0 < len(positions) < len(batch.ids):
+            batch = replace(batch, kept=positions)
+        hidden: torch.Tensor = model.base_model(**_packed_inputs(batch), use_cache=False).last_hidden_state[0]
+        # The last layer has left out the others, or it computes all tokens.
+        return hidden if batch.kept is not None and len(hidden) == len(positions) else hidden[positions]
     if is_seq2seq(model):
         return seq2seq.hidden_at(model, batch, positions)
     ids, real_mask, position_ids = _padded_inputs(batch)

@@ -37,7 +37,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging
 
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.kernels.layers import use_fast_attention, use_fast_norm
+from rlhf_cli.kernels.layers import use_fast_attention, use_fast_norm, use_short_layer
 from rlhf_cli.kernels.linear import use_fast_linear
 from rlhf_cli.models.check import (
     check_directory,
@@ -288,7 +288,7 @@ def prepare(model: PreTrainedModel, device: torch.device) -> str | None:
         lines = [choose_attention(model)]
     if type(model).__name__.endswith("ForSequenceClassification") and not reads_last_token(model):
         require_scores_without_padding(model)
-    lines += [use_fast_linear(model), use_fast_norm(model), use_fast_attention(model)]
+    lines += [use_fast_linear(model), use_fast_norm(model), use_fast_attention(model), use_short_layer(model)]
     return "\n".join(filter(None, lines)) or None
 
 

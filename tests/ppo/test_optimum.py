@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_cli.algorithms.advantages import gae, reward_to_go, spread, token_rewards
+from rlhf_cli.algorithms.advantages import broadcast_to_tokens, gae, reward_to_go, token_rewards
 from rlhf_cli.algorithms.aggregation import loss_weights
 from rlhf_cli.algorithms.kl import kl_estimate, kl_full, kl_loss, sequence_k2_loss
 from rlhf_cli.algorithms.language_model import lm_loss
@@ -158,7 +158,7 @@ def advantages_and_returns(
     deviation = total - mean_of_prompt(TASK, total, chance)
     if options.advantage_estimator == "grpo":
         deviation = deviation / (mean_of_prompt(TASK, deviation.square(), chance).sqrt() + 1e-6)
-    return spread(deviation, mask), to_go
+    return broadcast_to_tokens(deviation, mask), to_go
 
 
 def whiten(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,0 +1,141 @@
+"""The last layer computes only the tokens that are read: with the results and the gradients of all tokens."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf_cli.kernels.layers import LAYERS, ShortLayer, use_fast_attention, use_short_layer
+from rlhf_cli.models.forward import autocast, choose_attention, hidden_at
+from rlhf_cli.models.passes import recompute_layers, recomputing
+from rlhf_cli.packing import pack, response_positions
+
+CPU = torch.device("cpu")
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 50}
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+SEQUENCES = [[*PROMPT, 7, 8], [*PROMPT, 9], [2, 7, 1, 8, 2, 8]]
+
+
+FAMILIES = {
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {}),
+    "mistral with a window": ("mistral", {"sliding_window": 9}),  # shorter than the longest sequence
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+}
+
+
+def made(family: str) -> tuple[Any, Any]:
+    """A model, and the same one with a short last layer."""
+    torch.manual_seed(0)
+    name, settings = FAMILIES[family]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SIZES, num_key_value_heads=2, **settings))
+    choose_attention(model)
+    short = copy.deepcopy(model)
+    assert use_fast_attention(short) is use_short_layer(short) is None
+    return model, short
+
+
+def read(
+    model: Any, positions: torch.Tensor, precision: str = "float32"
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The hidden states at the positions of the packed sequences, and the gradients of the sum of their cubes."""
+    batch = pack(SEQUENCES, groups=[0, 0, 1])
+    with autocast(CPU, precision):
+        hidden = hidden_at(model, batch, positions)
+    hidden.float().pow(3).sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return hidden.detach(), gradients
+
+
+BATCH = pack(SEQUENCES, groups=[0, 0, 1])
+POSITIONS = {
+    "last": BATCH.last,
+    "responses": response_positions(BATCH, [8, 8, 2]),  # the prompt's last token is read twice
+    "unordered": torch.tensor([7, 2, 2, 11]),
+    "as many as sequences": torch.tensor([1, 9, 12]),
+}
+
+
+@pytest.mark.parametrize("where", POSITIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_read_tokens_and_all_gradients_are_those_of_a_whole_pass(family: str, where: str) -> None:
+    model, short = made(family)
+    (hidden, gradients), (found, of_short) = read(model, POSITIONS[where]), read(short, POSITIONS[where])
+    torch.testing.assert_close(found, hidden, rtol=1e-5, atol=1e-5)
+    assert of_short.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert (of_short[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_last_tokens_are_those_of_transformers_own_layers(family: str) -> None:
+    model, short = made(family)
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        expected = [model.base_model(torch.tensor([ids])).last_hidden_state[0, -1] for ids in SEQUENCES]
+        found = hidden_at(short, BATCH, BATCH.last)
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_the_families_of_the_table_are_tested() -> None:
+    assert {
+        type(made(family)[0].model.layers[0]).__name__ for family in ("llama", "mistral", "qwen2", "qwen3")
+    } == LAYERS
+
+
+def rows_of_feed_forwards(model: Any, positions: torch.Tensor) -> list[int]:
+    """The tokens that each layer's feed-forward computes."""
+    rows: list[int] = []
+    hooks = [
+        layer.mlp.register_forward_hook(lambda _m, x, _y: rows.append(x[0].shape[1])) for layer in model.model.layers
+    ]
+    read(model, positions)
+    for hook in hooks:
+        hook.remove()
+    return rows
+
+
+def test_only_the_last_layer_leaves_tokens_out() -> None:
+    _, short = made("llama")
+    total = len(BATCH.ids)
+    assert rows_of_feed_forwards(short, BATCH.last) == [total, total, 3]
+    assert rows_of_feed_forwards(short, torch.arange(total)) == [total, total, total]
+    assert [isinstance(layer, ShortLayer) for layer in short.model.layers] == [False, False, True]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_recomputed_layers_have_the_same_gradients(precision: str) -> None:
+    _, short = made("llama")
+    expected = read(short, BATCH.last, precision)
+    recompute_layers(short)
+    with recomputing(short):
+        hidden, gradients = read(short, BATCH.last, precision)
+    assert torch.equal(hidden, expected[0])
+    assert all(torch.equal(gradients[name], gradient) for name, gradient in expected[1].items())
+
+
+def test_a_layer_that_computes_something_else_stays() -> None:
+    model, _ = made("llama")
+    plain = type(model.model.layers[0])
+
+    def scaled(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return 1.1 * plain.forward(self, hidden_states, **kwargs)
+
+    for layer in model.model.layers:
+        layer.__class__ = type(plain.__name__, (plain,), {"forward": scaled})
+    kept = [type(layer) for layer in model.model.layers]
+    assert "differs from it" in str(use_short_layer(model))
+    assert [type(layer) for layer in model.model.layers] == kept
+
+
+def test_a_model_without_packed_rows_keeps_its_layers() -> None:
+    model, _ = made("llama")
+    model.set_attn_implementation("sdpa")
+    assert use_short_layer(model) is None
+    assert not any(isinstance(layer, ShortLayer) for layer in model.modules())
