@@ -19,7 +19,7 @@ from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, new_reward_model
 from rlhf_cli.rewards.models import length_curve
 from rlhf_cli.rewards.sources import load_rewards, total_score
-from support.compare import same_runs
+from support.compare import same_figures, same_weights
 from support.rewards import batch
 from support.tiny import BAD, CPU, GOOD, WORDS, read_jsonl, write_jsonl
 from support.worlds import run_in_threads
@@ -167,7 +167,8 @@ def test_every_saved_model_has_its_own_curve_whatever_the_processes(
     }
     run_stage("rm", tmp_path / "one", **changes)
     run_in_threads(2, "rm", write_config("rm", tmp_path / "two", **changes))
-    same_runs(tmp_path / "one/rm", tmp_path / "two/rm")
+    same_figures(tmp_path / "one/rm", tmp_path / "two/rm")
+    same_weights(tmp_path / "one/rm", tmp_path / "two/rm", 1e-4)  # AdamW enlarges the rounding of a gradient near 0
     folders = [tmp_path / "one/rm" / name for name in ("model", "best_model", "members/1")]
     curves = [json.loads((folder / "config.json").read_text())["length_curve"] for folder in folders]
     assert curves[0] != curves[2]
