@@ -51,7 +51,7 @@ class Sweep(Section):
 
 
 @dataclass(frozen=True)
-class Member:
+class SweepRun:
     """One run of a sweep."""
 
     name: str
@@ -108,7 +108,7 @@ def sweep(
 # ------------------------------------------------------------------------------------------- the runs
 
 
-def members_of(sweep: Sweep, path: Path) -> list[Member]:
+def members_of(sweep: Sweep, path: Path) -> list[SweepRun]:
     """The runs of a sweep, in the order of the grid. Raises ConfigError for a key that no stage of the folder has."""
     folder = Path(sweep.base)
     stages = [stage for stage in CONFIGS if (folder / f"{stage}.yaml").is_file()]
@@ -120,7 +120,7 @@ def members_of(sweep: Sweep, path: Path) -> list[Member]:
                 raise ConfigError(f"{path}: {section}: {key}: each run gets its own directory. Remove the key")
             if not _stages_with(key, stages):
                 raise ConfigError(f"{path}: {section}: {key}: no config in {folder} can have this key")
-    members: dict[str, Member] = {}
+    members: dict[str, SweepRun] = {}
     for combination in itertools.product(*sweep.grid.values()):
         values = dict(zip(sweep.grid, combination, strict=True))
         root = Path(sweep.artifacts) / _name(values)
@@ -131,11 +131,11 @@ def members_of(sweep: Sweep, path: Path) -> list[Member]:
             text = f"{key.partition(':')[2] or key}={json.dumps(value, ensure_ascii=False)}"
             overrides += [f"{stage}:{text}" for stage in _stages_with(key, stages)]
         setting = _name({key: value for key, value in values.items() if not is_seed(key)}) or "all runs"
-        members[root.name] = Member(root.name, setting, root, overrides)
+        members[root.name] = SweepRun(root.name, setting, root, overrides)
     return list(members.values())
 
 
-def _load_configs(run: Member, folder: Path) -> None:
+def _load_configs(run: SweepRun, folder: Path) -> None:
     """Load and check the configs of a run; the files that they name exist."""
     try:
         run.configs.update(_configs(folder, run.overrides))
@@ -206,7 +206,7 @@ def _is_current(config: Stage, stage: str, root: Path | None = None) -> bool:
     return damage_of_models(directory, manifest) is None
 
 
-def _share(run: Member, sources: Sequence[Path]) -> None:
+def _share(run: SweepRun, sources: Sequence[Path]) -> None:
     """Link the finished stages of other runs that this run would compute again, up to the first it has to compute."""
     for stage, config in run.configs.items():
         root = Path(config.artifacts)
@@ -235,7 +235,7 @@ def _link_file(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _plan_rows(runs: Sequence[Member], sources: Sequence[Path]) -> list[list[str]]:
+def _plan_rows(runs: Sequence[SweepRun], sources: Sequence[Path]) -> list[list[str]]:
     """What would happen to each stage of each run."""
     rows, computed = [], set()
     for run in runs:
@@ -259,7 +259,7 @@ def _plan_rows(runs: Sequence[Member], sources: Sequence[Path]) -> list[list[str
 # ------------------------------------------------------------------------------------------- results
 
 
-def _show(runs: Sequence[Member], root: Path, display: Display) -> None:
+def _show(runs: Sequence[SweepRun], root: Path, display: Display) -> None:
     """A table of the settings, averaged over their seeds, and the report of all runs."""
     by_setting: dict[str, list[Mapping[str, float]]] = {}
     finished = []

@@ -20,7 +20,7 @@ from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import Tail
 from rlhf_cli.health.recap import HEALTHY
 from rlhf_cli.report.progress import Console, clock, label
-from rlhf_cli.report.read import names_of
+from rlhf_cli.report.run_data import names_of
 from rlhf_cli.run.artifacts import partial_directory, stage_directory
 from rlhf_cli.run.state import NOT_RUN, StageState, state_of
 

@@ -17,7 +17,7 @@ from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.evaluation.figures import difference_figure, mean_figure, rate_figure, share_figure
 from rlhf_cli.report.figure import Figure
 from rlhf_cli.report.progress import Display
-from rlhf_cli.report.read import evaluation_of, meaning_of, names_of, short_names
+from rlhf_cli.report.run_data import evaluation_of, meaning_of, names_of, short_names
 from rlhf_cli.report.tables import config_differences
 from rlhf_cli.run.artifacts import Manifest, read_manifest, stage_directory
 

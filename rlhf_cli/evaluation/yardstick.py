@@ -18,7 +18,7 @@ from rlhf_cli.data.splits import Drawn
 from rlhf_cli.evaluation.figures import Sentences, as_json, bootstrapped, mean_figure, show
 from rlhf_cli.evaluation.replies import Arena, Replies
 from rlhf_cli.report.figure import Figure, Figures
-from rlhf_cli.report.read import evaluations_of
+from rlhf_cli.report.run_data import evaluations_of
 from rlhf_cli.run.artifacts import stage_directory
 from rlhf_cli.trained.run import Run
 

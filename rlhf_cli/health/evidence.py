@@ -20,7 +20,7 @@ from rlhf_cli.files import rows_of
 from rlhf_cli.health.baselines import weak_reward
 from rlhf_cli.health.findings import Seen
 from rlhf_cli.health.history import PERSIST, START
-from rlhf_cli.report.read import RunData, StageData, read_run
+from rlhf_cli.report.run_data import RunData, StageData, read_run
 from rlhf_cli.run.artifacts import flat
 
 OF_ITERATIONS = (

@@ -11,17 +11,16 @@ or its bytes would differ in the last digit.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, List, Optional, Union  # noqa: UP035  (torch.jit.script)
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
-
-from rlhf_cli.kernels.layers import swap_class
 
 TOLERANCE = 1e-5
 """Relative tolerance of the check at the first use."""
@@ -207,3 +206,41 @@ class _OneDNN(torch.autograd.Function):
             _transposed_product(rows, x.reshape(-1, x.shape[-1])) if needs_weight else None,
             rows.sum(0) if needs_bias else None,
         )
+
+
+# ------------------------------------------------------------------------------- layers of another class in their place
+#
+# Names and weights of the layers stay as they are, so a checkpoint and a saved model do not change. The new class is
+# compared with the old one on one layer of the model first. If they differ, the layers keep their class.
+
+
+SWAP_TOLERANCE = 1e-4
+"""Largest difference that counts as rounding, relative to the largest output."""
+
+
+@torch.no_grad()
+def swap_class(layers: Sequence[nn.Module], fast: type[nn.Module], probe: Callable[[Any], Tensor]) -> str | None:
+    """Give the layers, which are all of one class, the class `fast`.
+
+    `probe` computes a layer's output for a fixed input. It runs on the first layer with its old class and with the new
+    one.
+
+    Returns:
+        None, or a line for the user if the outputs differ. The layers then keep their class.
+    """
+    if not layers:
+        return None
+    first, plain = layers[0], type(layers[0])
+    if isinstance(next(first.parameters(), None), FakeTensor):  # Shapes without numbers: nothing can be compared.
+        for layer in layers:
+            layer.__class__ = fast
+        return None
+    expected = probe(first)
+    first.__class__ = fast
+    gap = ((probe(first) - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
+    if not gap <= SWAP_TOLERANCE:  # Also true of a NaN gap.
+        first.__class__ = plain
+        return f"{plain.__name__}: {fast.__name__} differs from it by {gap:.1e}; the layers stay as they are (slower)"
+    for layer in layers:
+        layer.__class__ = fast
+    return None

@@ -34,8 +34,7 @@ from rlhf_cli.models.frozen import give_float32, trained_matrices
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.quantized import divisible
 from rlhf_cli.models.shard import is_trained
-from rlhf_cli.processes.exchanges import Mark, count, exchange, mark
-from rlhf_cli.processes.sharding import first_row, local, run_gathered
+from rlhf_cli.processes.sharding import Mark, count, exchange, first_row, local, mark, run_gathered
 
 MOST_WHOLE = 0.1
 """Share of the trained numbers of a group that may stay whole on each process (`_stay_whole`)."""
@@ -119,7 +118,7 @@ def _with_layer_norms(block: nn.Module, lower: torch.dtype | None) -> nn.Module:
 
 
 class TimedAllGather(DefaultAllGather):
-    """torch's exchange of the rows of a block, whose seconds are counted (`rlhf_cli.processes.exchanges`)."""
+    """torch's exchange of the rows of a block, whose seconds are counted (`rlhf_cli.processes.sharding`)."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
         with exchange():

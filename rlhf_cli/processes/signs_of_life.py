@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from rlhf_cli.errors import EndedElsewhere, RunError
 from rlhf_cli.processes.ending import STORE_THREAD, Ending, in_time, pause
-from rlhf_cli.processes.exchanges import count, exchange, num_begun
 from rlhf_cli.processes.exits import LOST, another_has_failed, note_hanging, note_wait
+from rlhf_cli.processes.sharding import count, exchange, num_begun
 from rlhf_cli.processes.signals import stop_requested
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from rlhf_cli.report.chart import (
     number,
     tip,
 )
-from rlhf_cli.report.read import RunData, StageData, config_of, meaning_of
+from rlhf_cli.report.run_data import RunData, StageData, config_of, meaning_of
 from rlhf_cli.run.artifacts import flat
 
 MOST_SCATTER = 1000

@@ -29,7 +29,7 @@ from rlhf_cli.report.charts import (
     frontier_charts,
     same_stage,
 )
-from rlhf_cli.report.read import RunData, read_runs
+from rlhf_cli.report.run_data import RunData, read_runs
 from rlhf_cli.report.tables import TITLES, side_by_side, tables_of
 from rlhf_cli.report.verdict import headline, verdict
 from rlhf_cli.run.artifacts import repeat_commands

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.report.figure import Figure, cells, readable
-from rlhf_cli.report.read import RunData, StageData
+from rlhf_cli.report.run_data import RunData, StageData
 from rlhf_cli.run.artifacts import Manifest, flat
 
 TITLES = {"sft": "SFT", "rm": "Reward model", "ppo": "PPO"}

@@ -7,7 +7,7 @@ from typing import Any
 from rlhf_cli.health.baselines import held_out_verdict
 from rlhf_cli.report.charts import path_points
 from rlhf_cli.report.figure import Figure, as_metrics
-from rlhf_cli.report.read import RunData, StageData
+from rlhf_cli.report.run_data import RunData, StageData
 from rlhf_cli.report.tables import show
 
 

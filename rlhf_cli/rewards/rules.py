@@ -1,6 +1,6 @@
 """Rewards by rule, without a model or code: length, regular expressions, answers, repetition, JSON.
 
-The functions are pure. `Rule` makes one of them a reward source.
+The functions are pure. `RuleSource` makes one of them a reward source.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _no_constant(name: str) -> None:
 
 
 @dataclass(kw_only=True)
-class Rule(RewardSource):
+class RuleSource(RewardSource):
     """A reward source that applies one rule."""
 
     kind: ClassVar[str] = "reward"

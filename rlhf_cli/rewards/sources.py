@@ -82,9 +82,9 @@ def load_rewards(
 
                 source, lines = load_rubric(reward, name, key)
             case LengthReward() | RegexReward() | AnswerReward() | RepetitionReward() | JSONReward():
-                from rlhf_cli.rewards.rules import Rule
+                from rlhf_cli.rewards.rules import RuleSource
 
-                source = Rule(name=name, weight=reward.share, on_error=reward.on_error, rule=reward)
+                source = RuleSource(name=name, weight=reward.share, on_error=reward.on_error, rule=reward)
             case _:
                 assert_never(reward)
         source.ensemble = ensemble

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from rlhf_cli.processes.distributed import World
-from rlhf_cli.processes.exchanges import waited_s
+from rlhf_cli.processes.sharding import waited_s
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ class Speed:
         ``time/<phase>_s``; ``speed/<phase>_tokens_per_s`` of all processes, without padding and with prompts;
         ``speed/<phase>_mfu``, model FLOPs (`Work`) divided by what the devices could have done in that time;
         ``memory/peak_gb``. With several processes also ``speed/slowest_process``, the rank that the others wait for
-        (`processes/exchanges.py`), and ``time/waited_s``, the seconds that another one waited more than it did.
+        (`exchange` in processes/sharding.py), and ``time/waited_s``, the seconds that another one waited more than it.
         """
         row: dict[str, float] = {}
         waited = waited_s()

@@ -15,7 +15,7 @@ from rlhf_cli.commands.sweep import Sweep, members_of, sweep
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.errors import ConfigError, Interrupted, RunError
 from rlhf_cli.report.charts import frontier_charts
-from rlhf_cli.report.read import read_run
+from rlhf_cli.report.run_data import read_run
 from rlhf_cli.run import artifacts
 from rlhf_cli.run.identity import identity
 

@@ -10,8 +10,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from rlhf_cli.kernels import layers as norm_module
 from rlhf_cli.kernels import linear as linear_module
-from rlhf_cli.kernels.layers import TOLERANCE, swap_class, use_fast_norm
-from rlhf_cli.kernels.linear import use_fast_linear
+from rlhf_cli.kernels.layers import use_fast_norm
+from rlhf_cli.kernels.linear import SWAP_TOLERANCE, swap_class, use_fast_linear
 from rlhf_cli.models.load import prepare
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -36,7 +36,7 @@ def layers() -> list[torch.nn.Module]:
     return [torch.nn.Linear(3, 4) for _ in range(3)]
 
 
-@pytest.mark.parametrize("error", [0.0, 0.5 * TOLERANCE])
+@pytest.mark.parametrize("error", [0.0, 0.5 * SWAP_TOLERANCE])
 def test_all_layers_get_the_class_if_the_first_computes_the_same(error: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scaled, "factor", 1 + error)
     swapped = layers()
@@ -47,7 +47,7 @@ def test_all_layers_get_the_class_if_the_first_computes_the_same(error: float, m
         assert all(torch.equal(layer.state_dict()[name], weight) for name, weight in before.items())
 
 
-@pytest.mark.parametrize("factor", [1 + 2 * TOLERANCE, -1.0, float("nan")])
+@pytest.mark.parametrize("factor", [1 + 2 * SWAP_TOLERANCE, -1.0, float("nan")])
 def test_no_layer_gets_the_class_if_the_first_computes_something_else(
     factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

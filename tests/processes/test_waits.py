@@ -8,24 +8,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhf_cli.processes import exchanges
+from rlhf_cli.processes import sharding
 
 
 def test_an_exchange_counts_unless_it_fails(monkeypatch):
     now = SimpleNamespace(at=5.0)
-    monkeypatch.setattr(exchanges, "time", SimpleNamespace(monotonic=lambda: now.at))
-    before = exchanges.waited_s()
-    with exchanges.exchange():
+    monkeypatch.setattr(sharding, "time", SimpleNamespace(monotonic=lambda: now.at))
+    before = sharding.waited_s()
+    with sharding.exchange():
         now.at += 2.0
 
     def fails():
-        with exchanges.exchange():
+        with sharding.exchange():
             now.at += 7.0
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         fails()
-    assert exchanges.waited_s() - before == 2.0
+    assert sharding.waited_s() - before == 2.0
 
 
 def test_exchanges_of_gpus_count_when_they_are_over(monkeypatch):
@@ -51,12 +51,12 @@ def test_exchanges_of_gpus_count_when_they_are_over(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    before = exchanges.waited_s()
+    before = sharding.waited_s()
     for _ in range(2):
-        with exchanges.exchange():
+        with sharding.exchange():
             pass
-    assert exchanges.waited_s() == before
+    assert sharding.waited_s() == before
     events[0].is_over = events[1].is_over = True
-    assert exchanges.waited_s() - before == 1.5
+    assert sharding.waited_s() - before == 1.5
     events[2].is_over = events[3].is_over = True
-    assert exchanges.waited_s() - before == 3.0
+    assert sharding.waited_s() - before == 3.0

@@ -33,7 +33,7 @@ from rlhf_cli.report.chart import (
 )
 from rlhf_cli.report.charts import curve_charts, distance_charts, findings_chart, shared_runs, smoothed
 from rlhf_cli.report.page import _script_json, javascript, picture, run_charts
-from rlhf_cli.report.read import MOST_POINTS, RunData, curves, read_run, thin
+from rlhf_cli.report.run_data import MOST_POINTS, RunData, curves, read_run, thin
 from rlhf_cli.report.tables import tables_of
 from rlhf_cli.report.verdict import headline, verdict
 
