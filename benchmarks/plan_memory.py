@@ -45,12 +45,13 @@ PLANNED = ("normalisation", "rollout", "scoring", "update", "save")
 RECORD = Path(__file__).with_suffix(".json")
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {
-    "1M": Size(128, 344, 4, 4, 2048, ppo_batch=32, steps=0, learning_rate=0),
-    "25M": Size(512, 1376, 6, 8, 8192, ppo_batch=32, steps=0, learning_rate=0),
-    "100M": Size(768, 2048, 12, 12, 16384, ppo_batch=16, steps=0, learning_rate=0),
-    "300M": Size(1024, 4096, 16, 16, 32768, ppo_batch=16, steps=0, learning_rate=0),
-    "152k": Size(256, 688, 4, 4, 151_936, ppo_batch=32, steps=0, learning_rate=0),
+    "1M": Size(128, 344, 4, 4, 2048, ppo_batch=30, steps=0, learning_rate=0),
+    "25M": Size(512, 1376, 6, 8, 8192, ppo_batch=30, steps=0, learning_rate=0),
+    "100M": Size(768, 2048, 12, 12, 16384, ppo_batch=14, steps=0, learning_rate=0),
+    "300M": Size(1024, 4096, 16, 16, 32768, ppo_batch=14, steps=0, learning_rate=0),
+    "152k": Size(256, 688, 4, 4, 151_936, ppo_batch=30, steps=0, learning_rate=0),
 }
+"""Batches whose equal parts are the largest that there are (`equal_chunks`): a little less than a power of two."""
 STAGES = ("sft", "rm", "ppo")
 KINDS = ("float32", "bfloat16", "lora", "nf4", "sharded", "shards", "sharded-bfloat16", "sharded-lora", "long-8bit")
 """`sharded` is float32 with `distributed.shard: true`, for more than one process. `shards` is that of PPO without a
@@ -228,7 +229,7 @@ def config_of(work: Path, case: Case) -> Path:
         config |= {
             "model": {"path": str(folder / "base"), **adapters},
             "data": data | {"train": str(folder / f"{case.stage}.jsonl"), "max_length": prompt + response},
-            "training": {"num_steps": 2, "minibatch_size": batch if case.stage == "sft" else batch // 2},
+            "training": {"num_steps": 2, "minibatch_size": batch if case.stage == "sft" else batch * 2 // 3},
         }
         if case.stage == "sft":
             config["data"]["loss_on"] = "all"

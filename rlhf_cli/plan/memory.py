@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rlhf_cli.config.models import Lora, Quantization
-from rlhf_cli.kernels.head import CHUNK, MOST_LOGITS
+from rlhf_cli.kernels.head import CACHED, CHUNK, MOST_LOGITS
 from rlhf_cli.processes.microbatches import BUCKET_BYTES
 from rlhf_cli.processes.sharding import LARGEST_FILE
 
@@ -29,7 +29,7 @@ STATES: dict[str, tuple[float, float, float]] = {
 LIBRARIES = {"float32": 45_000_000, "bfloat16": 75_000_000}
 """Bytes of a CPU process that belong to no tensor, by the precision of its passes: code that is read at its first use,
 rows of data, and what oneDNN generates and keeps for each shape of a product (benchmarks/plan_memory.py)."""
-SHARDING = 20_000_000
+SHARDING = 10_000_000
 """The same of a process that exchanges the weights of sharded models: buffers of FSDP and gloo."""
 
 
@@ -98,8 +98,9 @@ class Batch:
     """Microbatches for each optimizer step."""
     later: int | None = None
     """Most tokens of a microbatch that is not the first of its step; None: as many as the first may have."""
-    logits_copies: float = 2.0
-    """Tensors of the size of the logits that exist together: the logits and their gradient."""
+    logits_copies: float = 1.0
+    """Tensors of the size of the logits that exist together. One: what the backward pass keeps of them
+    (`linear_logprobs`)."""
 
     @property
     def after_first(self) -> Batch:
@@ -283,7 +284,9 @@ class Held:
         at_head = {"activations": activations, **merged, "logits": self.logits(batch), "gradients": head}
         at_layer = {"activations": activations + temporary, **merged, "gradients": of_layer}
         if self.among == 1:
-            return join(fullest([at_head, at_layer]), self.copied_weights)
+            # When the backward pass ends, its activations are free, and the gradient of the embeddings exists.
+            at_end = {"gradients": 4.0 * shape.vocabulary * shape.hidden if self.lora is None else 0.0}
+            return join(fullest([at_head, at_layer, at_end]), self.copied_weights)
         ends, blocks = self._gathered(trains=True)
         at_end = {"gradients": 2 * ends if self.lora is None else 0.0}
         return fullest([join(at_head, {"gathered": ends}), join(at_layer, {"gathered": ends + blocks}), at_end])
@@ -291,7 +294,8 @@ class Held:
     def in_forward(self, batch: Batch) -> dict[str, float]:
         """What a forward pass without gradients adds."""
         shape = self.shape
-        one = replace(batch, logits_copies=max(1.0, batch.logits_copies - 1))
+        whole = batch.logits_copies > Batch.logits_copies
+        one = replace(batch, logits_copies=batch.logits_copies - 1 if whole else 0.0)
         added = {
             "activations": batch.tokens * (3 * shape.widest + 4 * shape.hidden) * float(self.setting.number),
             "merged experts": 4.0 * shape.adapted_experts / shape.layers,
@@ -317,13 +321,15 @@ class Held:
         return {}
 
     def logits(self, batch: Batch) -> float:
-        """The logits, and their gradient if `batch.logits_copies` says so."""
+        """What exists of the logits and their gradient: so many copies, and a chunk if they are computed in chunks."""
         if not self.shape.has_head:
             return 0.0
         numbers = batch.targets * self.shape.vocabulary
-        if batch.logits_copies <= Batch.logits_copies and numbers > MOST_LOGITS:
-            return 3 * 4 * CHUNK  # one chunk at a time (`linear_logprobs`)
-        return batch.logits_copies * numbers * self.setting.number
+        copies = batch.logits_copies * numbers * self.setting.number
+        if batch.logits_copies > Batch.logits_copies:
+            return copies
+        chunk = 4.0 * min(numbers, CHUNK, max(CACHED[0], CACHED[1] * self.shape.vocabulary))
+        return 3 * chunk if numbers > MOST_LOGITS else copies + chunk
 
     def _gathered(self, *, trains: bool) -> tuple[float, float]:
         """What a process gathers of a sharded model: the weights outside of its blocks, and blocks.

@@ -21,7 +21,7 @@ from rlhf_cli.config.models import Lora
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.check import reason_of
 from rlhf_cli.models.deferred import BLOCK
-from rlhf_cli.models.forward import positions, vocabulary_rows
+from rlhf_cli.models.forward import is_packed, positions, vocabulary_rows
 from rlhf_cli.models.frozen import freeze
 from rlhf_cli.models.heads import offer_classifier
 from rlhf_cli.plan.activations import activation_bytes, fake_activation_bytes
@@ -73,6 +73,8 @@ class Shape:
     """Numbers of the experts, whose weights have three dimensions: they are in no linear layer, and stay in float32."""
     adapted_experts: int
     """Those with adapters, which peft adds to a copy of them in each pass."""
+    is_packed: bool
+    """Whether it runs on packed rows; of a plan only known of a trained model."""
     kept: float
     """Bytes for each token that autograd keeps until the backward pass."""
 
@@ -243,5 +245,6 @@ def _shape_of(model: PreTrainedModel, kept: float) -> Shape:
         ),
         experts=numbers(experts),
         adapted_experts=numbers(adapted),
+        is_packed=is_packed(model),
         kept=kept,
     )

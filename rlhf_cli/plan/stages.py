@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from rlhf_cli.config.ppo import PPO, PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage, Training
-from rlhf_cli.data.batches import PART_TOKENS
+from rlhf_cli.data.batches import part_tokens
 from rlhf_cli.plan.budget import BY_TOKENS, auto_tokens, machine_of_run
 from rlhf_cli.plan.memory import Batch, Held, Machine, Phase, Setting, fullest, join
 from rlhf_cli.plan.origins import ModelOrigins
@@ -61,11 +61,11 @@ def plan_stage(stage: str, config: Stage, origins: ModelOrigins, machine: Machin
         *_passes(config, models, batch, scored),
         Phase("save", join(_at_rest(config, models, "save"), {"file": max(m.file_bytes for m in _trained(models))})),
     ]
-    phases = [Phase(phase.name, join(phase.parts, _other_threads(phase, models, batch))) for phase in phases]
+    phases = [Phase(phase.name, join(phase.parts, _other_threads(phase, models))) for phase in phases]
     return StagePlan(stage, models, phases, batch, tokens, setting)
 
 
-def _other_threads(phase: Phase, models: list[Held], batch: Batch) -> dict[str, float]:
+def _other_threads(phase: Phase, models: list[Held]) -> dict[str, float]:
     """What a phase needs beyond one pass, where `threads` passes run at the same time (processes/threads.py).
 
     `tokens_per_microbatch: auto` does not count it: the result must not depend on the number of threads.
@@ -77,10 +77,8 @@ def _other_threads(phase: Phase, models: list[Held], batch: Batch) -> dict[str, 
     at_once = min(setting.threads, int(COPIES_BYTES // max(1.0, sum(gradients))))
     if at_once <= 1:
         return {}
-    # Parts of equal size have less than twice PART_TOKENS.
-    passes = at_once * min(1.0, 2 * PART_TOKENS / batch.tokens)
     of_pass = phase.parts.get("activations", 0.0) + phase.parts.get("logits", 0.0)
-    return {"other threads": max(0.0, passes - 1) * of_pass + at_once * max(gradients)}
+    return {"other threads": (at_once - 1) * of_pass + at_once * max(gradients)}
 
 
 def microbatch_tokens(config: Stage, models: Mapping[str, PreTrainedModel], world: World) -> int:
@@ -202,6 +200,10 @@ def _batch(config: Stage, models: list[Held], num_rows: int, tokens: int) -> Bat
         total, copies = at_once * longest, Batch.logits_copies
         targets = total if isinstance(config, SFTConfig) else 0
     size = min(max(tokens, longest), total)
+    first = models[0]
+    if first.setting.device == "cpu" and first.shape.is_packed and at_once == rows:
+        # Equal parts for the threads have, up to whole rows, less than twice the fewest tokens (`equal_chunks`).
+        size = min(size, -(-2 * part_tokens(first.shape.base) // longest) * longest)
     num = -(-rows * total // (at_once * size))
     later = _later_tokens(size, rows * total / at_once, longest)
     return Batch(size, round(size * targets / total), num, later, copies)

@@ -13,6 +13,7 @@ import yaml
 from transformers import LlamaForSequenceClassification
 
 from rlhf_cli.config.by_stage import load_stage_config
+from rlhf_cli.kernels.head import CACHED
 from rlhf_cli.models import cost
 from rlhf_cli.models.cost import CPU_TOKENS
 from rlhf_cli.plan import budget as budget_module
@@ -31,6 +32,8 @@ from support.tiny import merged
 
 GB = 1024**3
 LIBRARIES = memory.LIBRARIES["float32"]
+HEAD_CHUNK = 4 * CACHED[0]
+"""The logits that the head computes at a time, for a small vocabulary."""
 
 
 def test_activation_bytes_equal_the_formula():
@@ -73,10 +76,11 @@ def chosen(tmp_path, monkeypatch):
 
 
 def test_auto_by_hand(chosen):
-    """Weights, gradients, moments and the gradient of the head are constant; activations and logits grow."""
+    """Weights, gradients, moments, the gradient of the head and a chunk of its logits are constant. What grows are
+    activations, and what is kept of the logits."""
     model = llama()
     weights = sum(p.numel() for p in model.parameters())
-    head, a_token = 4 * 64 * 500, activation_bytes(model, "float32") + 2 * 4 * 500
+    head, a_token = 4 * 64 * 500 + HEAD_CHUNK, activation_bytes(model, "float32") + 4 * 500
     total = 0.1 * GB
     wanted = int((SHARE_OF_CPU * total - LIBRARIES - 16 * weights - head) / a_token)
     assert FEWEST_TOKENS < wanted < CPU_TOKENS // 2
@@ -92,7 +96,7 @@ def test_auto_by_hand(chosen):
     assert chosen(model, total, optimizer={"precision": "8bit"}) == small
 
     # One layer's activations, and the input of each.
-    recomputed = (a_token - 2 * 4 * 500) / 3 + 3 * 4 * 64 + 2 * 4 * 500
+    recomputed = (a_token - 4 * 500) / 3 + 3 * 4 * 64 + 4 * 500
     more = int((SHARE_OF_CPU * total - LIBRARIES - 16 * weights - head) / recomputed)
     assert chosen(model, total, gradient_checkpointing=True) == more > 1.9 * wanted
 
@@ -109,10 +113,10 @@ def test_auto_by_hand(chosen):
 
 def test_speed_limits_auto_on_a_cpu(chosen, monkeypatch):
     model = llama()
-    a_token = activation_bytes(model, "float32") + 2 * 4 * 500
-    monkeypatch.setattr(budget_module, "CPU_BYTES", 1500.5 * a_token)
+    a_token = activation_bytes(model, "float32") + 4 * 500
+    monkeypatch.setattr(budget_module, "CPU_BYTES", 1500.5 * a_token + HEAD_CHUNK)
     assert chosen(model, 64 * GB) == 1500
-    monkeypatch.setattr(budget_module, "CPU_BYTES", 700 * a_token)
+    monkeypatch.setattr(budget_module, "CPU_BYTES", 700 * a_token + HEAD_CHUNK)
     assert chosen(model, 64 * GB) == CPU_TOKENS // 2
 
 
@@ -122,19 +126,20 @@ def test_a_gpu_has_a_limit_and_a_share_of_its_own(write_config, tmp_path):
     path = write_config("sft", tmp_path, model={"path": str(tmp_path)}, precision="float32")
     config, sources = load_stage_config("sft", path), ModelOrigins({}, {"model": model})
     weights = sum(p.numel() for p in model.parameters())
-    a_token = activation_bytes(model, "float32") + 2 * 4 * 500
+    a_token = activation_bytes(model, "float32") + 4 * 500
     assert planned_tokens(config, sources, Machine("cuda", 80e9)) == GPU_TOKENS
-    wanted = int((SHARE_OF_GPU * 0.1e9 - 16 * weights - 4 * 64 * 500) / a_token)
+    wanted = int((SHARE_OF_GPU * 0.1e9 - 16 * weights - 4 * 64 * 500 - HEAD_CHUNK) / a_token)
     assert planned_tokens(config, sources, Machine("cuda", 0.1e9)) == wanted > CPU_TOKENS
 
 
 def test_passes_without_gradients(monkeypatch):
-    """Weights, the hidden states of a layer, and one tensor of logits."""
+    """Weights, the hidden states of a layer, and a chunk of logits."""
     model = llama().requires_grad_(False)
     weights = sum(p.numel() for p in model.parameters())
-    a_token = 4 * (3 * 176 + 4 * 64) + 4 * 500
-    monkeypatch.setattr(budget_module, "total_memory", lambda _: (4 * weights + 500.5 * a_token) / SHARE_OF_CPU)
-    assert forward_budget(model, CPU, "float32").tokens == 500
+    a_token = 4 * (3 * 176 + 4 * 64)
+    room = 4 * weights + HEAD_CHUNK + 600.5 * a_token
+    monkeypatch.setattr(budget_module, "total_memory", lambda _: room / SHARE_OF_CPU)
+    assert forward_budget(model, CPU, "float32").tokens == 600
 
 
 def test_the_memory_limit_of_a_container_is_used(monkeypatch, tmp_path):
@@ -158,7 +163,7 @@ LORA = {"lora": {"r": 2}}
 HALF = {"precision": "bfloat16"}
 CASES = {
     # Stage, device, megabytes for everything but the libraries, changes of the config.
-    "sft": ("sft", "cpu", 4, {"model": {"freeze": ["layers.0"]}, "gradient_checkpointing": True}),
+    "sft": ("sft", "cpu", 7, {"model": {"freeze": ["layers.0"]}, "gradient_checkpointing": True}),
     "sft lora": ("sft", "cuda", 3, {"model": LORA, **HALF}),
     "rm": ("rm", "cpu", 5, {"optimizer": {"precision": "8bit"}}),
     "ppo": ("ppo", "cpu", 9, {"ppo": {"ema_decay": 0.9}, "checkpoints": {"every_steps": 1}}),
