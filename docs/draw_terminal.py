@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-FIRST, LINES, WIDTH = "SFT against PPO", 31, 100
+FIRST, LINES, WIDTH = "SFT against PPO", 33, 100
 SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="A run's end">
 <style>
 .{unique_id}-matrix {{ font: {char_height}px Menlo, Consolas, 'DejaVu Sans Mono', monospace; white-space: pre }}
