@@ -265,8 +265,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 # ------------------------------------------------------------------------------- the last layer, for some of the tokens
 #
 # A loss or a score reads the last hidden states of some tokens only: those that predict a response, or the last one of
-# each text. Other layers need every token, as keys and values. In the last layer all that comes after its attention is
-# needed for the tokens that are read.
+# each text. Other layers need every token, as keys and values for the next layer. After the attention of the last layer
+# only the tokens that are read are needed.
 
 
 def use_short_layer(model: PreTrainedModel) -> str | None:
@@ -275,12 +275,12 @@ def use_short_layer(model: PreTrainedModel) -> str | None:
     Returns a line for the user if it keeps its class.
     """
     layers: list[Any] = [module for module in model.modules() if type(module).__name__ in LAYERS]
-    if not layers or model.config._attn_implementation not in PACKED:
+    if not layers or isinstance(layers[-1], ShortLayer) or model.config._attn_implementation not in PACKED:
         return None
     first, plain = layers[0], type(layers[0])
     # The name stays, by which transformers and FSDP find the layers of a family.
-    short = type(plain.__name__, (ShortLayer, plain), {})
-    line = swap_class([first], short, _probe_layer)  # of a model whose weights are read later, the first layer has some
+    short = type(plain.__name__, (ShortLayer, plain), {"__qualname__": ShortLayer.__name__})
+    line = swap_class([first], short, _probe_layer)
     if line is None:
         first.__class__, layers[-1].__class__ = plain, short
     return line

@@ -240,7 +240,9 @@ def swap_class(layers: Sequence[nn.Module], fast: type[nn.Module], probe: Callab
     gap = ((probe(first) - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
     if not gap <= SWAP_TOLERANCE:  # Also true of a NaN gap.
         first.__class__ = plain
-        return f"{plain.__name__}: {fast.__name__} differs from it by {gap:.1e}; the layers stay as they are (slower)"
+        return (
+            f"{plain.__name__}: {fast.__qualname__} differs from it by {gap:.1e}; the layers stay as they are (slower)"
+        )
     for layer in layers:
         layer.__class__ = fast
     return None

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_cli.kernels.layers import LAYERS, ShortLayer, use_fast_attention, use_short_layer
 from rlhf_cli.models.forward import autocast, choose_attention, hidden_at
+from rlhf_cli.models.load import prepare
 from rlhf_cli.models.passes import recompute_layers, recomputing
 from rlhf_cli.packing import pack, response_positions
 
@@ -89,12 +90,11 @@ def test_the_families_of_the_table_are_tested() -> None:
     } == LAYERS
 
 
-def rows_of_feed_forwards(model: Any, positions: torch.Tensor) -> list[int]:
-    """The tokens that each layer's feed-forward computes."""
+def tokens_of(part: str, model: Any, positions: torch.Tensor) -> list[int]:
+    """The tokens that a part of each layer computes."""
     rows: list[int] = []
-    hooks = [
-        layer.mlp.register_forward_hook(lambda _m, x, _y: rows.append(x[0].shape[1])) for layer in model.model.layers
-    ]
+    parts = [layer.get_submodule(part) for layer in model.model.layers]
+    hooks = [module.register_forward_hook(lambda _m, x, _y: rows.append(x[0].shape[1])) for module in parts]
     read(model, positions)
     for hook in hooks:
         hook.remove()
@@ -103,9 +103,15 @@ def rows_of_feed_forwards(model: Any, positions: torch.Tensor) -> list[int]:
 
 def test_only_the_last_layer_leaves_tokens_out() -> None:
     _, short = made("llama")
-    total = len(BATCH.ids)
-    assert rows_of_feed_forwards(short, BATCH.last) == [total, total, 3]
-    assert rows_of_feed_forwards(short, torch.arange(total)) == [total, total, total]
+    total, responses = len(BATCH.ids), POSITIONS["responses"]
+    for part in ("mlp", "self_attn.o_proj"):
+        assert tokens_of(part, short, BATCH.last) == [total, total, 3]
+        assert tokens_of(part, short, responses) == [total, total, len(responses)]
+        assert tokens_of(part, short, torch.arange(total)) == [total, total, total]
+    # All tokens are keys. The last tokens alone need no other queries.
+    assert tokens_of("self_attn.k_proj", short, BATCH.last) == [total, total, total]
+    assert tokens_of("self_attn.q_proj", short, BATCH.last) == [total, total, 3]
+    assert tokens_of("self_attn.q_proj", short, responses) == [total, total, total]
     assert [isinstance(layer, ShortLayer) for layer in short.model.layers] == [False, False, True]
 
 
@@ -120,6 +126,14 @@ def test_recomputed_layers_have_the_same_gradients(precision: str) -> None:
     assert all(torch.equal(gradients[name], gradient) for name, gradient in expected[1].items())
 
 
+def test_a_model_of_one_layer_can_be_prepared_twice() -> None:
+    """A value model may share the layers of the policy."""
+    config = AutoConfig.for_model("llama", **{**SIZES, "num_hidden_layers": 1})
+    model = AutoModelForCausalLM.from_config(config)
+    assert prepare(model, CPU) is prepare(model, CPU) is None
+    assert tokens_of("mlp", model, BATCH.last) == [3]
+
+
 def test_a_layer_that_computes_something_else_stays() -> None:
     model, _ = made("llama")
     plain = type(model.model.layers[0])
@@ -130,7 +144,7 @@ def test_a_layer_that_computes_something_else_stays() -> None:
     for layer in model.model.layers:
         layer.__class__ = type(plain.__name__, (plain,), {"forward": scaled})
     kept = [type(layer) for layer in model.model.layers]
-    assert "differs from it" in str(use_short_layer(model))
+    assert "LlamaDecoderLayer: ShortLayer differs from it" in str(use_short_layer(model))
     assert [type(layer) for layer in model.model.layers] == kept
 
 
