@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,15 @@ def test_a_second_call_does_nothing(three: Path) -> None:
     assert [line.split()[0] for line in table[2:5]] == ["1", "2", "3"]
 
 
+@pytest.fixture
+def own_interrupts() -> Iterator[None]:
+    """Python's own handler of Ctrl-C, whatever an earlier test has left: without it an interrupt counts as an error."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("own_interrupts")
 def test_an_interrupted_round_resumes(three: Path, project: Path) -> None:
     # The labels of a round take two calls, one for each reply; the second call of round 3 is interrupted.
     shutil.rmtree(project / "run")
