@@ -161,7 +161,7 @@ def configs_of(folder: str, method: str, place: Place) -> dict[str, Stage]:
     """The configs of a stage and of those before it."""
     stage, _, kind = method.partition(", ")
     lora = {"lora": LORA[kind]} if kind else {}
-    common = {"artifacts": "a", "optimizer": {"learning_rate": 1e-5}, **place.changes}
+    common = {"artifacts": "a", "threads": 1, "optimizer": {"learning_rate": 1e-5}, **place.changes}
     rows = {
         "data": {"train": "rows.jsonl", "max_length": TOKENS},
         "training": {"num_steps": 1, "minibatch_size": MINIBATCH, "tokens_per_microbatch": TOKENS},
@@ -199,11 +199,11 @@ INTRODUCTION = """# What model size fits which machine
 
 <!-- Written by docs/model_sizes.py; do not edit by hand. -->
 
-A run fits if its peak is at most {ROOM} of the memory. The peaks are those of `rlhf plan`, which computes
-[your own run](scale.md), for one process, AdamW in float32 and models that are published in bfloat16, with texts and
-microbatches of {TOKENS} tokens. The four models of PPO have the same size. GRPO has no value model and takes its
-rewards from a function. Rollouts sample {ROWS} responses at a time (`rollout.max_live_rows`), of {HALF} tokens after
-prompts of {HALF}.
+A run fits if its peak is at most {ROOM} of the memory. The peaks are those of `rlhf plan`, which computes [your
+own run](scale.md), for one process with one thread, AdamW in float32 and models that are published in bfloat16,
+with texts and microbatches of {TOKENS} tokens. The four models of PPO have the same size. GRPO has no value model
+and takes its rewards from a function. Rollouts sample {ROWS} responses at a time (`rollout.max_live_rows`), of
+{HALF} tokens after prompts of {HALF}.
 
 In full, a trained weight takes 16 bytes; with LoRA (r = 16) and QLoRA (NF4) only adapters take that, and the models of
 PPO share one set of frozen weights. [Other choices](training.md#memory) lower the figures further. On GPUs

@@ -78,9 +78,8 @@ class PackedBatch:
     prompt_lengths: list[int] | None = None
     """[B] tokens of each prompt, for models that read it with an encoder. Only these models need it."""
     kept: torch.Tensor | None = None
-    """[n] indices in the row of the tokens whose last hidden states are read, n below N. The last layer may compute
-    only
-    these (`ShortLayer`). None: all are."""
+    """[n] indices in the row of the tokens whose last hidden states are read, n below N; None: all are. The last layer
+    may compute only these (`ShortLayer`)."""
 
     @property
     def lengths(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Shaping of a response's score before it becomes a reward: a clip and several penalties.
+"""What is done to a response's score before it becomes a reward: comparisons, limits, a clip and several penalties.
 
 Each penalty is 0 or more and is subtracted from the score.
 """

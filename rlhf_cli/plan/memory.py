@@ -321,7 +321,7 @@ class Held:
         return {}
 
     def logits(self, batch: Batch) -> float:
-        """What exists of the logits and their gradient: so many copies, and a chunk if they are computed in chunks."""
+        """The logits and their gradient: `batch.logits_copies` tensors, and a chunk if they are computed in chunks."""
         if not self.shape.has_head:
             return 0.0
         numbers = batch.targets * self.shape.vocabulary

@@ -74,7 +74,7 @@ class Shape:
     adapted_experts: int
     """Those with adapters, which peft adds to a copy of them in each pass."""
     is_packed: bool
-    """Whether it runs on packed rows; of a plan only known of a trained model."""
+    """Whether it runs on packed rows. A plan knows this only for a trained model."""
     kept: float
     """Bytes for each token that autograd keeps until the backward pass."""
 

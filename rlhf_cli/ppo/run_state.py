@@ -41,7 +41,7 @@ class RunState:
         parts: dict[str, Stateful] = {
             "policy": Weights(models.policy),
             "policy_optimizer": setup.policy_stepper,
-            "carried": self,
+            "carried": self,  # the name in every checkpoint so far
         }
         value = models.value_model if models.value_model is not None else models.value_head
         if value is not None and setup.value_stepper is not None:

@@ -163,13 +163,11 @@ def like(tensor: Tensor, local_rows: Tensor) -> Tensor:
 
 # -------------------------------------------------------------------------------- time that processes wait in exchanges
 #
-# The seconds that a process spends in exchanges with the others.
-#
-# They tell which process of a run is slow. Between two exchanges a process computes, so the others wait for the one
-# that spends the least time in them. (Processor time would not tell: a process that gets fewer processor seconds needs
-# as many of them as the others.) On a CPU an exchange blocks, and a clock measures it. On GPUs it is queued, and a
-# clock would also measure the work that was queued before it. So two events on the current stream measure it there:
-# from the moment when this GPU has reached the exchange until all have.
+# The seconds in exchanges tell which process of a run is slow. Between two exchanges a process computes, so the others
+# wait for the one that spends the least time in them. (Processor time would not tell: a process that gets fewer
+# processor seconds needs as many of them as the others.) On a CPU an exchange blocks, and a clock measures it. On GPUs
+# it is queued, and a clock would also measure the work that was queued before it. So two events on the current stream
+# measure it there: from the moment when this GPU has reached the exchange until all have.
 
 
 MANY = 4096
