@@ -1,4 +1,4 @@
-"""The examples of docs/data.md are what the commands print."""
+"""The examples of docs/data.md are what the commands print; "..." is for lines that the page leaves out."""
 
 from __future__ import annotations
 
@@ -35,4 +35,8 @@ def test_the_example_of_a_faulty_file(tmp_path: Path, monkeypatch: pytest.Monkey
     write_faulty(tmp_path / "faulty.jsonl")
     result = CliRunner().invoke(app, command.split())
     assert result.exit_code == 1
-    assert [line.rstrip() for line in result.output.splitlines()] == wanted.splitlines()
+    printed = "".join(f"{line.rstrip()}\n" for line in result.output.splitlines())
+    start, *inner, end = wanted.split("...\n")
+    assert printed.startswith(start)
+    assert printed.endswith(end)
+    assert all(part in printed for part in inner)
