@@ -22,7 +22,7 @@ import time
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_cli.algorithms.language_model import lm_loss
+from rlhf_cli.algorithms.losses import lm_loss
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.models.forward import autocast, target_logprobs
 from rlhf_cli.models.load import prepare

@@ -32,28 +32,6 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, 0).sum()
 
 
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of x over the real tokens; every token has the same weight, whatever its row.
-
-    ``masked_sum(x, mask) / mask.sum()``
-
-    The mean over the tokens of a batch is not the mean of the means of its parts. To add up parts, use ``masked_sum``
-    with one divisor for all of them. Without real tokens the result is NaN.
-
-    Args:
-        x: any shape; padding may hold anything.
-        mask: the same shape, bool, True on real tokens.
-
-    Returns:
-        A scalar tensor.
-
-    >>> x = torch.tensor([[1.0, 2.0], [6.0, 1e6]])
-    >>> masked_mean(x, torch.tensor([[True, True], [True, False]]))
-    tensor(3.)
-    """
-    return masked_sum(x, mask) / mask.sum()
-
-
 def totals(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     """Each statistic summed over the parts of a batch, in float64, with one transfer from the device.
 

@@ -55,11 +55,17 @@ from rlhf_cli.algorithms.advantages import (
     reward_to_go,
     token_rewards,
 )
-from rlhf_cli.algorithms.aggregation import Weighting, loss_weights
 from rlhf_cli.algorithms.kl import kl_estimate, kl_loss, sequence_k2_loss
+from rlhf_cli.algorithms.losses import (
+    Weighting,
+    entropy_bonus,
+    loss_weights,
+    mixed_loss,
+    penalty_loss,
+    policy_loss,
+    value_loss,
+)
 from rlhf_cli.algorithms.names import GroupBaseline, KLEstimator
-from rlhf_cli.algorithms.policy import entropy_bonus, mixed_loss, penalty_loss, policy_loss
-from rlhf_cli.algorithms.value import value_loss
 from rlhf_cli.config.ppo import PPO, PPOConfig
 from rlhf_cli.models.passes import recomputing
 from rlhf_cli.ppo.metrics import (

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_cli.algorithms.language_model import lm_loss
+from rlhf_cli.algorithms.losses import lm_loss
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.batches import Budget, deal, stream
 from rlhf_cli.data.cache import Table, tokenise

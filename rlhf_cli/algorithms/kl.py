@@ -5,7 +5,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from rlhf_cli.algorithms.aggregation import weighted_sum
+from rlhf_cli.algorithms.losses import weighted_sum
 from rlhf_cli.algorithms.names import TokenKL
 from rlhf_cli.tensor_ops import masked_sum
 

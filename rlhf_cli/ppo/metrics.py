@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_cli.algorithms.losses import explained_variance
 from rlhf_cli.algorithms.statistics import distinct_n, pearson, word_shares
-from rlhf_cli.algorithms.value import explained_variance
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.health.history import GAP_TOLERANCE, RATIO_TOLERANCE
 from rlhf_cli.health.running import Health

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.kl import adaptive_kl_coef, adaptive_policy_kl_coef, kl_estimate
-from rlhf_cli.algorithms.language_model import lm_loss
-from rlhf_cli.algorithms.policy import mixed_loss, truncated_importance
+from rlhf_cli.algorithms.losses import lm_loss, mixed_loss, truncated_importance
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.batches import chunks, deal, stream
 from rlhf_cli.data.encoders import PromptRow

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rlhf_cli.processes.sharding import local
-from rlhf_cli.training.adamw import has_whole_blocks
+from rlhf_cli.training.optimizer import has_whole_blocks
 
 
 class ShardedAdamW8bit(AdamW8bit):

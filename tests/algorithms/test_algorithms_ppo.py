@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from rlhf_cli.algorithms.advantages import broadcast_to_tokens, gae, group_advantages, reward_to_go, token_rewards
-from rlhf_cli.algorithms.aggregation import loss_weights
 from rlhf_cli.algorithms.kl import (
     adaptive_kl_coef,
     kl_estimate,
@@ -18,10 +17,16 @@ from rlhf_cli.algorithms.kl import (
     kl_loss,
     sequence_k2_loss,
 )
-from rlhf_cli.algorithms.policy import entropy_bonus, penalty_loss, policy_loss, truncated_importance
+from rlhf_cli.algorithms.losses import (
+    entropy_bonus,
+    loss_weights,
+    penalty_loss,
+    policy_loss,
+    truncated_importance,
+    value_loss,
+)
 from rlhf_cli.algorithms.score_transforms import overlong_penalty
 from rlhf_cli.algorithms.statistics import Moments, merge, moments_of
-from rlhf_cli.algorithms.value import value_loss
 from rlhf_cli.tensor_ops import length_mask, token_entropy
 from support.formulas import (
     GARBAGE,

@@ -22,18 +22,15 @@ from rlhf_cli.algorithms.advantages import (
     reward_to_go,
     token_rewards,
 )
-from rlhf_cli.algorithms.aggregation import loss_weights
 from rlhf_cli.algorithms.best_of_n import best_of_n_kl_bound
 from rlhf_cli.algorithms.calibration import brier_score, calibration_error
 from rlhf_cli.algorithms.kl import adaptive_kl_coef, adaptive_policy_kl_coef, kl_estimate, kl_full, kl_loss
-from rlhf_cli.algorithms.language_model import lm_loss
-from rlhf_cli.algorithms.policy import entropy_bonus, mixed_loss, policy_loss
+from rlhf_cli.algorithms.losses import entropy_bonus, lm_loss, loss_weights, mixed_loss, policy_loss, value_loss
 from rlhf_cli.algorithms.reward_model import pairwise_loss, ranking_pairs, score_loss
 from rlhf_cli.algorithms.score_transforms import clip_score
 from rlhf_cli.algorithms.statistics import Moments, merge, moments_of
-from rlhf_cli.algorithms.value import value_loss
 from rlhf_cli.config.stage import Optimizer
-from rlhf_cli.tensor_ops import masked_mean, masked_sum, token_entropy, token_logprobs
+from rlhf_cli.tensor_ops import masked_sum, token_entropy, token_logprobs
 from rlhf_cli.training.optimizer import build_stepper, ema
 from support.paths import ROOT, TESTS
 
@@ -98,6 +95,10 @@ def check_token_logprobs_entropy(x):
 def check_response_logprobs_shift(x):
     start = x["context_length"]
     return {"logprobs": token_logprobs(x["logits"][:, start - 1 : -1], x["sequence"][:, start:])}
+
+
+def masked_mean(x, mask):
+    return masked_sum(x, mask) / mask.sum()
 
 
 def check_kl(estimator):

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_cli.algorithms.language_model import lm_loss
+from rlhf_cli.algorithms.losses import lm_loss
 from rlhf_cli.config.models import Lora
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.errors import ConfigError

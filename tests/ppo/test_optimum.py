@@ -20,12 +20,17 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.advantages import broadcast_to_tokens, gae, reward_to_go, token_rewards
-from rlhf_cli.algorithms.aggregation import loss_weights
 from rlhf_cli.algorithms.kl import kl_estimate, kl_full, kl_loss, sequence_k2_loss
-from rlhf_cli.algorithms.language_model import lm_loss
-from rlhf_cli.algorithms.policy import entropy_bonus, mixed_loss, penalty_loss, policy_loss
+from rlhf_cli.algorithms.losses import (
+    entropy_bonus,
+    lm_loss,
+    loss_weights,
+    mixed_loss,
+    penalty_loss,
+    policy_loss,
+    value_loss,
+)
 from rlhf_cli.algorithms.reward_model import pairwise_loss
-from rlhf_cli.algorithms.value import value_loss
 from rlhf_cli.config.rewards import Limit
 from rlhf_cli.ppo.scores import Limits
 from rlhf_cli.tensor_ops import token_entropy, token_logprobs

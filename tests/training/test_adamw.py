@@ -17,8 +17,7 @@ from rlhf_cli.plan.memory import STATES
 from rlhf_cli.report.progress import Display
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.training import adamw
-from rlhf_cli.training.adamw import RoundedAdamW, round_stochastically
-from rlhf_cli.training.optimizer import build_stepper, float32_moments
+from rlhf_cli.training.optimizer import RoundedAdamW, build_stepper, float32_moments, round_stochastically
 from support.gpu import DEVICES
 from support.resume import stopping_after
 from support.tiny import read_jsonl
