@@ -1,4 +1,4 @@
-"""Forward passes over packed batches: logits or hidden states at chosen positions.
+"""Forward passes over packed batches: logits, hidden states or scores at chosen positions.
 
 A model that uses transformers' AttentionInterface runs on the packed row. A model with its own attention (Bloom's
 ALiBi, an encoder) does not; `choose_attention` detects this by comparing the two, and the model runs on padded batches.
@@ -178,6 +178,20 @@ def hidden_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tenso
     ids, real_mask, position_ids = _padded_inputs(batch)
     output = model.base_model(input_ids=ids, attention_mask=real_mask, position_ids=position_ids, use_cache=False)
     return output.last_hidden_state[real_mask][positions]
+
+
+def scalar_scores(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """The head `score` of a causal sequence classifier: [n, H] -> [n, labels], always in float32."""
+    head = model.score
+    assert isinstance(head, torch.nn.Linear)
+    return scalar_head(head, hidden)
+
+
+def scalar_head(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    """A linear head in float32, [n, H] -> [n, labels]. bfloat16 would round away the differences between scores."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        scores: torch.Tensor = head(hidden.to(head.weight.dtype))
+    return scores
 
 
 def _computed(batch: PackedBatch) -> PackedBatch:

@@ -92,20 +92,6 @@ def scalar_weight(model: PreTrainedModel) -> torch.Tensor:
     return model.score.weight
 
 
-def scalar_scores(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
-    """The head `score` of a causal sequence classifier: [n, H] -> [n, labels], always in float32."""
-    head = model.score
-    assert isinstance(head, torch.nn.Linear)
-    return scalar_head(head, hidden)
-
-
-def scalar_head(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    """A linear head in float32, [n, H] -> [n, labels]. bfloat16 would round away the differences between scores."""
-    with torch.autocast(hidden.device.type, enabled=False):
-        scores: torch.Tensor = head(hidden.to(head.weight.dtype))
-    return scores
-
-
 def value_model_like(policy: PreTrainedModel) -> PreTrainedModel:
     """A sequence classifier with one label on a backbone of the policy's shape, without memory for its weights.
 

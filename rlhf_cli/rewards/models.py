@@ -21,9 +21,9 @@ from rlhf_cli.data.records import Message
 from rlhf_cli.data.special_tokens import SpecialTokens, cut_behind_eos, special_tokens_of
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.cost import CPU_TOKENS
-from rlhf_cli.models.forward import autocast, hidden_at, longest_input, positions, shares_prefixes
+from rlhf_cli.models.forward import autocast, hidden_at, longest_input, positions, scalar_scores, shares_prefixes
 from rlhf_cli.models.frozen import hold_frozen, is_held
-from rlhf_cli.models.heads import reads_last_token, scalar_scores
+from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import (
     LENGTH_CURVE,
     check_vocabulary,

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_cli.config.rewards import Steps
 from rlhf_cli.data.batches import Budget, in_order
 from rlhf_cli.data.special_tokens import special_tokens_of
-from rlhf_cli.models.forward import autocast, hidden_at, is_packed, longest_input
-from rlhf_cli.models.heads import scalar_head, scalar_heads
+from rlhf_cli.models.forward import autocast, hidden_at, is_packed, longest_input, scalar_head
+from rlhf_cli.models.heads import scalar_heads
 from rlhf_cli.packing import pack
 from rlhf_cli.processes.microbatches import over_microbatches
 from rlhf_cli.processes.sharding import device_of

@@ -24,11 +24,12 @@ from rlhf_cli.models.forward import (
     logits_and_hidden_at,
     logits_at,
     logprobs_at,
+    scalar_head,
+    scalar_scores,
     shares_prefixes,
     target_logits,
     vocabulary_rows,
 )
-from rlhf_cli.models.heads import scalar_head, scalar_scores
 from rlhf_cli.models.seq2seq import is_seq2seq, with_prompts
 from rlhf_cli.packing import SHORTEST_PREFIX, PackedBatch, end_to_end, pack, response_positions
 from rlhf_cli.processes.distributed import World, gather_rows

@@ -28,10 +28,9 @@ from rlhf_cli.processes.signals import Launcher, StopRequests
 from rlhf_cli.processes.threads import is_out_of_memory, lacks_thread, use_threads
 from rlhf_cli.report.progress import Display, figures
 from rlhf_cli.run import artifacts, checkpoint_files
-from rlhf_cli.run.checkpoint import CheckpointStore, Stateful
+from rlhf_cli.run.checkpoint import NOTHING_WRITTEN, CheckpointStore, StageFiles, Stateful
 from rlhf_cli.run.identity import identity, may_change, require_inputs
 from rlhf_cli.run.lock import Lock
-from rlhf_cli.run.stage_files import NOTHING_WRITTEN, StageFiles
 from rlhf_cli.training.bad_steps import BadSteps, LossScale, append_new
 from rlhf_cli.training.speed import Speed
 

@@ -213,7 +213,7 @@ def test_numbers_of_the_wrong_type_are_a_damaged_checkpoint(
     assert damage_of(path) is None
     store = CheckpointStore(directory, keep=2)
     monkeypatch.setattr(store, "parts", {"files": None} if isinstance(numbers, dict) else {})
-    from rlhf_cli.run.stage_files import StageFiles
+    from rlhf_cli.run.checkpoint import StageFiles
 
     files = StageFiles(project / "run", writes=False)
     chosen, rejected = store.newest(lambda values: files.mismatch(values["files"]))

@@ -18,7 +18,7 @@ from rlhf_cli.files import last_row
 from rlhf_cli.health.recap import findings_of, last_names
 from rlhf_cli.report import progress as progress_module
 from rlhf_cli.report.progress import Display, Progress, clock
-from rlhf_cli.run.stage_files import StageFiles
+from rlhf_cli.run.checkpoint import StageFiles
 
 FIGURES = {
     "sft": ["loss 1.23", "held-out 1.31", "grad norm 0.87", "lr 0.0005", "tokens/s 25305"],

@@ -16,7 +16,6 @@ from rlhf_cli.errors import ConfigError, Interrupted
 from rlhf_cli.plan.memory import STATES
 from rlhf_cli.report.progress import Display
 from rlhf_cli.run.stage_run import StageRun
-from rlhf_cli.training import adamw
 from rlhf_cli.training.optimizer import RoundedAdamW, build_stepper, float32_moments, round_stochastically
 from support.gpu import DEVICES
 from support.resume import stopping_after
@@ -41,7 +40,7 @@ def linear(dtype=torch.float32, size=(64, 128), device="cpu"):
 
 def test_float32_weights_get_plain_adamw(monkeypatch):
     """Bit for bit, also in chunks and with weight decay."""
-    monkeypatch.setattr(adamw, "CHUNK", 1000)
+    monkeypatch.setattr("rlhf_cli.training.optimizer.CHUNK", 1000)
     plain, ours = linear(), linear()
     settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
     reference = torch.optim.AdamW([{"params": plain.parameters(), "weight_decay": 0.1}], fused=True, **settings)
@@ -197,13 +196,13 @@ def losses(run_stage, root, make_model, name="llama", **changes):
 def test_two_processes_keep_equal_weights(make_model, write_config, run_stage, tmp_path, monkeypatch):
     """Stochastic rounding on two processes: both have the weights of one, up to the rounding of single weights."""
     model = {"path": str(make_model("llama"))}
-    kept, save = [], adamw.RoundedAdamW.step
+    kept, save = [], RoundedAdamW.step
 
     def step(self, closure=None):
         save(self, closure)
         kept.append(torch.cat([p.detach().float().reshape(-1) for g in self.param_groups for p in g["params"]]))
 
-    monkeypatch.setattr(adamw.RoundedAdamW, "step", step)
+    monkeypatch.setattr(RoundedAdamW, "step", step)
     run_in_threads(2, "sft", write_config("sft", tmp_path / "two", model=model, **BFLOAT16))
     assert len(kept) == 6
     for one, two in zip(kept[::2], kept[1::2], strict=True):

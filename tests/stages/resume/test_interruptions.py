@@ -21,9 +21,8 @@ import torch
 
 from rlhf_cli.run import artifacts
 from rlhf_cli.run.artifacts import digest_file
-from rlhf_cli.run.checkpoint import CheckpointStore
+from rlhf_cli.run.checkpoint import CheckpointStore, StageFiles
 from rlhf_cli.run.lock import Lock, Owner, lock_path, owner_of
-from rlhf_cli.run.stage_files import StageFiles
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.run.state import state_of
 from stages import sft as sft_stage

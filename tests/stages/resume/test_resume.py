@@ -20,8 +20,7 @@ from rlhf_cli.evaluation import normalization
 from rlhf_cli.ppo.scores import ReferenceReplies
 from rlhf_cli.program import program
 from rlhf_cli.run import artifacts, checkpoint, checkpoint_files
-from rlhf_cli.run.checkpoint import CheckpointStore, State
-from rlhf_cli.run.stage_files import StageFiles
+from rlhf_cli.run.checkpoint import CheckpointStore, StageFiles, State
 from rlhf_cli.run.stage_run import StageRun
 from stages import rm as rm_stage
 from support import crash
