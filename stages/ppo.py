@@ -98,16 +98,23 @@ from rlhf_cli.ppo.update import (
     batch_of_update,
     clip_gradients,
     microbatch,
-    microbatches_of,
     minibatches,
     rows_of_process,
+    select,
     take_step,
     update_phase,
 )
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.rewards.base import Scores
 from rlhf_cli.rollout.distribution import Response
-from rlhf_cli.rollout.rollout import RolloutBatch, TokenScores, collect, response_values, score_tokens
+from rlhf_cli.rollout.rollout import (
+    RolloutBatch,
+    TokenScores,
+    collect,
+    cut_responses,
+    response_values,
+    score_tokens,
+)
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.tensor_ops import totals
@@ -311,21 +318,21 @@ def _update(setup: Setup, batch: UpdateBatch, iteration: int, coefs: KLCoefs) ->
     first: dict[str, float] = {}
     largest = 0.0  # |log ratio| of a token of this process
     num_bad, num_skipped, stopped = 0, 0, False
-    for minibatch in minibatches(len(batch.responses), iteration, config):
+    for rows in minibatches(len(batch.responses), iteration, config):
         step += 1
         if stopped:
             take_step(setup, learns_policy=learns_policy, move=False)
             continue
-        rows = rows_of_process(batch, minibatch, setup.world)
+        minibatch = select(batch, rows_of_process(batch, rows, setup.world))
         with recomputing(setup.models.policy, setup.models.value_model):
-            stats, log_ratio = _backward(setup, batch, rows, step, coefs, learns_policy=learns_policy)
+            stats, log_ratio = _backward(setup, minibatch, step, coefs, learns_policy=learns_policy)
         if not first:
             # Before the first step the policy is the one that sampled: any ratio but 1 is a bug.
             error = max(setup.world.gather(log_ratio))
             first = {"policy/first_ratio": stats["policy/ratio"], "policy/first_ratio_error": error}
         stats |= clip_gradients(setup, learns_policy=learns_policy)
         where = f"ppo iteration {iteration + 1}, step {step}"
-        if not stage.may_step(iteration + 1, where, stats, partial(failed_batch, setup, batch, rows, step)):
+        if not stage.may_step(iteration + 1, where, stats, partial(failed_batch, setup, minibatch, step)):
             num_bad += 1
             take_step(setup, learns_policy=learns_policy, move=False)
             continue
@@ -343,16 +350,16 @@ def _update(setup: Setup, batch: UpdateBatch, iteration: int, coefs: KLCoefs) ->
 
 
 def _backward(
-    setup: Setup, batch: UpdateBatch, rows: list[int], step: int, coefs: KLCoefs, *, learns_policy: bool
+    setup: Setup, minibatch: UpdateBatch, step: int, coefs: KLCoefs, *, learns_policy: bool
 ) -> tuple[dict[str, float], float]:
-    """Compute the gradients of one minibatch; `rows` are this process's.
+    """Compute the gradients of this process's rows of one minibatch.
 
     The loss of a microbatch is a sum over its tokens, divided by those of the whole minibatch. So gradients add up.
 
     Returns its statistics over all processes, and this process's largest |log ratio|.
     """
     config, ppo, value_model = setup.config, setup.config.ppo, setup.models.value_model
-    num_tokens = setup.world.sum(batch.response_mask[rows].sum()).item()
+    num_tokens = setup.world.sum(minibatch.response_mask.sum()).item()
     log_ratios: list[Tensor] = []
 
     def weighting_of(mb: UpdateBatch, numbers: Tensor) -> Weighting:
@@ -366,9 +373,9 @@ def _backward(
         )
         return Weighting(weights=weights, num_tokens=num_tokens)
 
-    def of_policy(part: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
+    def of_policy(rows: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of the policy, with that of a value head on it."""
-        mb = microbatch(batch, part)
+        mb = microbatch(minibatch, rows)
         with torch.set_grad_enabled(learns_policy or value_model is None):
             new = score_tokens(
                 setup.models,
@@ -392,18 +399,18 @@ def _backward(
             loss, stats = loss + value, stats | value_stats
         return loss, stats
 
-    def of_value_model(part: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
+    def of_value_model(rows: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
         assert value_model is not None
-        mb = microbatch(batch, part)
+        mb = microbatch(minibatch, rows)
         values = response_values(value_model, mb.prompts, mb.responses, config.precision)
         return _value_term(mb, values, ppo, weighting_of(mb, values))
 
     gradients = setup.gradient_sum(learns_policy=learns_policy)
     losses = (of_policy,) if value_model is None else (of_policy, of_value_model)
-    parts = microbatches_of(setup, batch, rows)
-    stats = gradients.add(parts, *losses, last=config.ptx is None)
-    for part in parts:
-        count_update(setup, batch, part, learns_policy=learns_policy)
+    microbatches = cut_responses(setup.budget, setup.models.policy, minibatch.prompts, minibatch.responses)
+    stats = gradients.add(microbatches, *losses, last=config.ptx is None)
+    for rows in microbatches:
+        count_update(setup, minibatch, rows, learns_policy=learns_policy)
     ptx = backward_ptx(setup, step, gradients) if learns_policy else {}
     gradients.receive()
     largest = max([0.0, *torch.stack(log_ratios).tolist()]) if log_ratios else 0.0

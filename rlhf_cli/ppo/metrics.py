@@ -188,7 +188,7 @@ def log_samples(
         stage.display.exchange(str(first["prompt"]), {name: str(first["response"])})
 
 
-def failed_batch(setup: Setup, batch: UpdateBatch, rows: list[int], step: int) -> list[dict[str, Any]]:
+def failed_batch(setup: Setup, batch: UpdateBatch, step: int) -> list[dict[str, Any]]:
     """The minibatch of a step with a NaN or infinite loss or gradient: one JSON row per response, of all processes."""
     own = [
         {
@@ -207,7 +207,7 @@ def failed_batch(setup: Setup, batch: UpdateBatch, rows: list[int], step: int) -
                 for name in ("logprobs", "ref_logprobs", "values", "advantages", "returns")
             },
         }
-        for i in rows
+        for i in range(len(batch.responses))
     ]
     return [row for shard in setup.world.gather(own) for row in shard]
 

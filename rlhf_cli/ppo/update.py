@@ -21,9 +21,9 @@ from rlhf_cli.models.forward import autocast, target_logprobs
 from rlhf_cli.packing import send
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.processes.distributed import World
-from rlhf_cli.processes.microbatches import GradientSum, over_microbatches
+from rlhf_cli.processes.microbatches import GradientSum
 from rlhf_cli.rollout.distribution import Response
-from rlhf_cli.rollout.rollout import TokenScores, cut_responses, gather_responses, padded_rows, score_tokens
+from rlhf_cli.rollout.rollout import gather_responses, padded_scores
 from rlhf_cli.seeding import generator
 from rlhf_cli.tensor_ops import length_mask, pad_rows, totals
 
@@ -125,8 +125,8 @@ def refreshed(setup: Setup, batch: UpdateBatch) -> UpdateBatch:
 
     The ratio and the value clip then start from the current policy.
     """
-    logprobs, values = current_scores(setup, batch)
-    return replace(batch, logprobs=logprobs, values=values if values is not None else batch.values)
+    scores = current_scores(setup, batch)
+    return replace(batch, logprobs=scores["logprobs"], values=scores.get("values", batch.values))
 
 
 def corrected(batch: UpdateBatch, *, cap: float) -> UpdateBatch:
@@ -139,23 +139,10 @@ def corrected(batch: UpdateBatch, *, cap: float) -> UpdateBatch:
     return replace(batch, advantages=batch.advantages * importance)
 
 
-@torch.no_grad()
-def current_scores(setup: Setup, batch: UpdateBatch) -> tuple[Tensor, Tensor | None]:
-    """(log-probabilities, values), [B, R] each, of a batch under the current models; values None without any."""
-    prompts, responses = batch.prompts, batch.responses
-    cut = cut_responses(setup.budget, setup.models.policy, prompts, responses)
-
-    def score(rows: Sequence[int]) -> TokenScores:
-        texts = [prompts[i] for i in rows], [responses[i] for i in rows]
-        return score_tokens(setup.models, *texts, setup.sampling, setup.config.precision)
-
-    scores = over_microbatches(cut, score, *setup.models.with_weights)
-    lengths = batch.lengths
-    values = [part.values for part in scores if part.values is not None]
-    return (
-        padded_rows([part.logprobs for part in scores], cut, lengths),
-        padded_rows(values, cut, lengths) if values else None,
-    )
+def current_scores(setup: Setup, batch: UpdateBatch) -> dict[str, Tensor]:
+    """`logprobs` of a batch under the current policy, and `values` if there are any, [B, R] each."""
+    precision = setup.config.precision
+    return padded_scores(setup.models, batch.prompts, batch.responses, setup.sampling, precision, setup.budget)
 
 
 # ------------------------------------------------------------------------------------- which process has which rows
@@ -230,12 +217,6 @@ def minibatches(num_rows: int, iteration: int, config: PPOConfig) -> list[Sequen
         shuffle = generator(config.seed, "ppo minibatches", iteration, epoch)
         chosen += chunks(torch.randperm(num_rows, generator=shuffle).tolist(), config.ppo.minibatch_size)
     return chosen
-
-
-def microbatches_of(setup: Setup, batch: UpdateBatch, rows: Sequence[int]) -> list[list[int]]:
-    """These rows of a batch, cut into the microbatches that fit the budget."""
-    prompts, responses = [batch.prompts[i] for i in rows], [batch.responses[i] for i in rows]
-    return [[rows[i] for i in part] for part in cut_responses(setup.budget, setup.models.policy, prompts, responses)]
 
 
 def clip_gradients(setup: Setup, *, learns_policy: bool) -> dict[str, float]:
@@ -347,7 +328,7 @@ def adapt_kl_coefs(setup: Setup, coefs: KLCoefs, newest: UpdateBatch, metrics: M
 
 def _kl_after_update(setup: Setup, newest: UpdateBatch) -> float:
     """KL(old, new) per token after the update, by k3 on the newest rollout's tokens."""
-    logprobs, _ = current_scores(setup, newest)
+    logprobs = current_scores(setup, newest)["logprobs"]
     token_kl = kl_estimate(newest.logprobs, logprobs.to(newest.logprobs), estimator="k3")  # [B, R]
     mask = newest.response_mask
     sums = setup.world.sum_floats({"kl": (token_kl * mask).sum().item(), "tokens": float(mask.sum().item())})

@@ -6,7 +6,6 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -105,36 +104,23 @@ def collect(
     if models.offload is not None:
         models.offload.scoring()
     recompute = recompute or with_full_kl or (with_values and models.value_head is not None)
-
-    def score_under(model: PreTrainedModel, rows: Sequence[int]) -> Tensor:
-        texts = [prompts[i] for i in rows], [responses[i] for i in rows]
-        return response_logprobs(model, *texts, sampling, precision)
-
-    def score(rows: Sequence[int]) -> dict[str, Tensor]:
-        """One number per token of these responses, [sum of R_b] each, by name."""
-        texts = [prompts[i] for i in rows], [responses[i] for i in rows]
-        found: dict[str, Tensor] = {}
-        if recompute:
-            scores = score_tokens(
-                models, *texts, sampling, precision, with_values=with_values, with_full_kl=with_full_kl
-            )
-            found |= {name: numbers for name, numbers in vars(scores).items() if numbers is not None}
-        elif with_values and models.value_model is not None:
-            found["values"] = response_values(models.value_model, *texts, precision)
-        return found
-
-    cut, lengths = cut_responses(budget, models.policy, prompts, responses), [len(r.ids) for r in responses]
-    with torch.no_grad():
-        in_turn = with_full_kl and models.ref_policy is None  # each pass switches the adapters off and on
-        parts = over_microbatches(cut, score, *models.with_weights, in_turn=in_turn)
-        names = parts[0] if parts else ()
-        padded = {name: padded_rows([part[name] for part in parts], cut, lengths) for name in names}  # [B, R] each
-        if with_ref_logprobs and not with_full_kl:
-            with reference(models) as ref_policy:
-                ref_logprobs = over_microbatches(cut, partial(score_under, ref_policy), ref_policy)
-            if cut:
-                padded["ref_logprobs"] = padded_rows(ref_logprobs, cut, lengths)
+    lengths = [len(r.ids) for r in responses]
     sampled_logprobs = pad_rows(torch.tensor([x for r in responses for x in r.logprobs], device=device), lengths)
+    padded = padded_scores(
+        models,
+        prompts,
+        responses,
+        sampling,
+        precision,
+        budget,
+        with_logprobs=recompute,
+        with_values=with_values,
+        with_full_kl=with_full_kl,
+    )
+    if with_ref_logprobs and not with_full_kl:
+        with reference(models) as ref_policy:
+            of_ref = padded_scores(Models(ref_policy, None), prompts, responses, sampling, precision, budget)
+        padded["ref_logprobs"] = of_ref.get("logprobs", sampled_logprobs)
     return RolloutBatch(
         prompts=list(prompts),
         responses=responses,
@@ -184,15 +170,44 @@ def cut_responses(
     return budget.cut(lengths, groups, [len(p.ids) if len(p.ids) >= SHORTEST_PREFIX else 0 for p in prompts])
 
 
-def padded_rows(parts: Sequence[Tensor], cut: Sequence[Sequence[int]], lengths: Sequence[int]) -> Tensor:
-    """Put numbers computed per microbatch of `cut` back in the order of the rows: [B, R].
+@torch.no_grad()
+def padded_scores(
+    models: Models,
+    prompts: Sequence[PromptRow],
+    responses: Sequence[Response],
+    sampling: Sampling,
+    precision: str,
+    budget: Budget,
+    *,
+    with_logprobs: bool = True,
+    with_values: bool = True,
+    with_full_kl: bool = False,
+) -> dict[str, Tensor]:
+    """The numbers of `score_tokens` by their names, in microbatches and without gradients: [B, R] each.
 
-    >>> padded_rows([torch.tensor([1.0, 2.0]), torch.tensor([3.0])], [[1], [0]], [1, 2])
-    tensor([[3., 0.],
-            [1., 2.]])
+    Without `with_logprobs` only a separate value model runs. All processes must call this for sharded models, also one
+    without a response, which gets nothing.
     """
-    rows = [part.split([lengths[i] for i in microbatch]) for part, microbatch in zip(parts, cut, strict=True)]
-    return pad_rows(torch.cat(in_order(rows, cut)), lengths)
+
+    def score(rows: Sequence[int]) -> dict[str, Tensor]:
+        texts = [prompts[i] for i in rows], [responses[i] for i in rows]
+        if with_logprobs:
+            scores = score_tokens(
+                models, *texts, sampling, precision, with_values=with_values, with_full_kl=with_full_kl
+            )
+            return {name: numbers for name, numbers in vars(scores).items() if numbers is not None}
+        if with_values and models.value_model is not None:
+            return {"values": response_values(models.value_model, *texts, precision)}
+        return {}
+
+    microbatches, lengths = cut_responses(budget, models.policy, prompts, responses), [len(r.ids) for r in responses]
+    in_turn = with_full_kl and models.ref_policy is None  # each pass switches the adapters off and on
+    parts = over_microbatches(microbatches, score, *models.with_weights, in_turn=in_turn)
+    padded = {}
+    for name in parts[0] if parts else ():
+        each = [part[name].split([lengths[i] for i in rows]) for part, rows in zip(parts, microbatches, strict=True)]
+        padded[name] = pad_rows(torch.cat(in_order(each, microbatches)), lengths)
+    return padded
 
 
 # ------------------------------------------------------------------------------- responses exchanged between processes
