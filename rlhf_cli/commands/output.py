@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 from rlhf_cli.commands.options import OnBadRow
 from rlhf_cli.commands.writer import Failure
 from rlhf_cli.config.data import DataSource
-from rlhf_cli.data.formats import Purpose, read_record, recognise
+from rlhf_cli.data.formats import Purpose
 from rlhf_cli.data.paths import find_files
-from rlhf_cli.data.read import read_rows
-from rlhf_cli.data.records import BadRow, Record, turns_of
+from rlhf_cli.data.read import read_records
+from rlhf_cli.data.records import Record, turns_of
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
 from rlhf_cli.files import digest_file, json_object, read_object
 from rlhf_cli.report.progress import Display
@@ -72,23 +72,18 @@ def items(
 
     A row that cannot be read, or for which `check` raises DataError, stops the command or, with "skip", is Dropped.
     """
-    format_ = None
-    for row in read_rows(source):
+    for record in read_records(source, purpose, prompt_words=prompt_words):
         try:
-            if isinstance(row, BadRow):
-                raise DataError(f"{row.where}: {row.reason}")
-            if format_ is None:
-                format_ = recognise(row, source, purpose)
-            record = read_record(row, format_, source, prompt_words=prompt_words)
+            if isinstance(record, DataError):
+                raise record
             if check is not None:
                 check(record)
         except DataError as error:
-            # If no format fits the first row, the file is the wrong one; skipping would drop every row.
-            if on_bad_row == "error" or (format_ is None and not isinstance(row, BadRow)):
+            if on_bad_row == "error":
                 raise
             yield Dropped("cannot be read", {"detail": str(error)})
-            continue
-        yield record
+        else:
+            yield record
 
 
 def require_answer(record: Record) -> None:

@@ -1,7 +1,8 @@
-"""Rows from files and from the hub, one by one, each with its place for messages.
+"""Rows from files and from the hub, one by one, each with its place for messages; and the rows as records.
 
     path -> files -> bytes (decompressed) -> rows            a file, a folder, a glob
     path -> `datasets` -> rows                               a dataset of the hub
+    rows -> records                                          in the format of the first one (formats.py)
 
 Only the current row and a block of the file are in memory. A row that cannot be read is a `BadRow`, and reading
 continues after it. A fault that makes the rest of a file unreadable raises DataError. `files_json` reads JSON lists.
@@ -29,8 +30,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.files_json import BLOCK, DECODER, MAX_ROW, Fault, is_deep, json_fault, json_rows, object_fault
+from rlhf_cli.data.formats import Format, Purpose, read_record, recognise
 from rlhf_cli.data.paths import COMPRESSIONS, KINDS, ending, find_files, reason, shown_path
-from rlhf_cli.data.records import BadRow, Row, shown
+from rlhf_cli.data.records import BadRow, Record, Row, shown
 from rlhf_cli.errors import DataError
 from rlhf_cli.hub import is_offline
 from rlhf_cli.printing import is_utf8
@@ -82,6 +84,33 @@ def read_rows(source: DataSource) -> Iterator[Row | BadRow]:
         raise DataError(f"{shown_path(source.path)}: has no rows, at least one is needed. Is it the right file?")
     yield first
     yield from rows
+
+
+def read_records(
+    source: DataSource, purpose: Purpose, kinds: dict[str, str] | None = None, *, prompt_words: int = 0
+) -> Iterator[Record | DataError]:
+    """The rows of a source as records, and the error of each row that cannot be read.
+
+    The first `prompt_words` words of a plain text are its prompt. `kinds` gets the name of the source's format.
+
+    Raises DataError if no format fits the first readable row: the file is the wrong one, and to skip its rows would
+    leave none.
+    """
+    format_: Format | None = None
+    for row in read_rows(source):
+        if isinstance(row, BadRow):
+            yield DataError(f"{row.where}: {row.reason}")
+            continue
+        if format_ is None:
+            format_ = recognise(row, source, purpose)
+            if kinds is not None:
+                kinds[source.path] = format_.name
+        try:
+            record = read_record(row, format_, source, prompt_words=prompt_words)
+        except DataError as error:
+            yield error
+        else:
+            yield record
 
 
 # ------------------------------------------------------------------------------------------- files

@@ -18,9 +18,9 @@ from rlhf_cli.config.data import Data, DataSource, PromptData, Rows
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.encode import LengthLimits, Skipped
-from rlhf_cli.data.formats import Format, Purpose, read_record, recognise
-from rlhf_cli.data.read import read_rows
-from rlhf_cli.data.records import ASSISTANT, SPEAKERS, Answer, BadRow, Record, Row, number
+from rlhf_cli.data.formats import Format, Purpose, recognise
+from rlhf_cli.data.read import read_records, read_rows
+from rlhf_cli.data.records import ASSISTANT, SPEAKERS, Answer, Record, Row, number
 from rlhf_cli.data.row_counts import DUPLICATE, Report
 from rlhf_cli.data.splits import in_part, in_share, is_held_out, num_copies
 from rlhf_cli.errors import DataError
@@ -246,7 +246,10 @@ def records(
             continue
         seen: set[bytes] = set()
         for source in sources:
-            for record in _source_records(source, purpose, data, report, source_side, prompt_words):
+            for record in read_records(source, purpose, report.kinds, prompt_words=prompt_words):
+                if isinstance(record, DataError):
+                    report.bad_row(data, source_side, record)
+                    continue
                 if not in_part(source.select, record.key) or not in_share(data, purpose, record.key):
                     continue
                 side = "test" if splits and is_held_out(data, record.key) else source_side
@@ -283,27 +286,6 @@ def first_format(source: DataSource, purpose: Purpose) -> Format:
         if isinstance(row, Row):
             return recognise(row, source, purpose)
     raise DataError(f"{source.path}: none of its rows can be read")
-
-
-def _source_records(
-    source: DataSource, purpose: Purpose, data: Rows, report: Report, side: str, prompt_words: int
-) -> Iterator[Record]:
-    format_: Format | None = None
-    for row in read_rows(source):
-        try:
-            if isinstance(row, BadRow):
-                raise DataError(f"{row.where}: {row.reason}")
-            if format_ is None:
-                format_ = recognise(row, source, purpose)
-                report.kinds[source.path] = format_.name
-            record = read_record(row, format_, source, prompt_words=prompt_words)
-        except DataError as error:
-            # If no format fits the first row, the file is the wrong one; skipping would drop every row.
-            if format_ is None and isinstance(row, Row):
-                raise
-            report.bad_row(data, side, error)
-            continue
-        yield record
 
 
 def row_digest(record: Record) -> bytes:
