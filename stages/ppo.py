@@ -84,7 +84,6 @@ from rlhf_cli.ppo.scores import (
     ScoreScale,
     final_score,
     measure_reference_scores,
-    note_reward_errors,
     scores_of_rollout,
     split_dense,
     summed,
@@ -143,7 +142,7 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
         stage.display.end()
 
         save_models(setup)  # before anything else can fail
-        note_reward_errors(setup)
+        stage.display.note(*(source.report() for source in setup.rewards))  # scores that failed
         stage.publish(state.held_out.compare())
 
 

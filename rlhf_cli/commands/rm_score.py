@@ -76,8 +76,7 @@ def rm_score(
         refuse_own_output(source, out)
     display = Display("score", quiet=quiet, console=Console(soft_wrap=True, stderr=out is None))
     model, template, notes = _load(options)
-    for note in notes:
-        display.note(note)
+    display.note(*notes)
     summary = _Summary()
     with new_file(out) if out is not None else contextlib.nullcontext(sys.stdout.buffer) as file:
         for chunk in batched(islice(items(source, "sft", reading.on_bad_row, require_answer), num), CHUNK):
@@ -104,8 +103,7 @@ def _score_typed(options: RewardModelOptions, *, quiet: bool) -> None:
     display = Display("score", quiet=quiet, console=Console(soft_wrap=True, stderr=True))
     model, template, notes = _load(options)
     is_terminal = sys.stdin.isatty()
-    for note in notes if not is_terminal else [*notes, "a line is an answer, or a prompt, a tab and an answer"]:
-        display.note(note)
+    display.note(*notes, "a line is an answer, or a prompt, a tab and an answer" if is_terminal else None)
     for number, line in enumerate(sys.stdin, 1):
         prompt, _, answer = line.rstrip("\r\n").rpartition("\t")
         if not answer.strip():

@@ -44,11 +44,6 @@ from rlhf_cli.tensor_ops import pad_rows
 T = TypeVar("T")
 
 
-def rows_at_once(setup: Setup) -> int:
-    """The most responses that a process samples and scores together: as many as its share of a rollout batch."""
-    return -(-setup.config.ppo.rollout_batch_size // setup.world.size)
-
-
 def texts_of(setup: Setup, responses: Sequence[Response]) -> list[str]:
     """The responses as text."""
     return [response_text(setup.tokenizer, response, setup.sampling) for response in responses]
@@ -73,7 +68,7 @@ def sampled_and_scored(
     *,
     with_kl: bool,
 ) -> list[T]:
-    """Sample a response to each prompt of this process's share, and score it, `rows_at_once` of them at a time.
+    """Sample a response to each prompt of this process's share, and score it: at a time as many as in a rollout.
 
     `read` gets each rollout (without values, and with ref_policy's log-probabilities only if `with_kl`), the responses
     as text and their scores; returns all that it returns. With sharded models all processes pass over as many rollouts,
@@ -106,7 +101,8 @@ def sampled_and_scored(
         # The next rollout of a sharded policy begins with a collective operation, which a slow reward must not delay.
         return read(rollout, texts, or_failure(world, ask) if shares_passes else ask())
 
-    parts = list(chunks(world.shard(list(range(len(prompts)))), rows_at_once(setup)))
+    at_once = -(-config.ppo.rollout_batch_size // world.size)
+    parts = list(chunks(world.shard(list(range(len(prompts)))), at_once))
     return list(chain.from_iterable(over_microbatches(parts, score, *computing, in_turn=True)))
 
 
@@ -122,13 +118,6 @@ def scores_of_rollout(setup: Setup, rollout: RolloutBatch, iteration: int) -> tu
         save=lambda: setup.stage.save_now(iteration),
     )
     return texts, scores
-
-
-def note_reward_errors(setup: Setup) -> None:
-    """Tell the user how many scores each reward failed to give during the run."""
-    for line in dict.fromkeys(source.report() for source in setup.rewards):
-        if line:
-            setup.stage.display.note(line)
 
 
 def split_dense(scores: Scores, lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -85,11 +85,9 @@ class Loop(Generic[T]):
         self.shown = tuple(map(self._named, shown))
         self._after_evaluation = after_evaluation
         stage.speed.peak_flops = passes.peak_flops
-        for line in [self._plan(num_rows, mean_length), *passes.lines, *float32_moments(config.optimizer, model)]:
-            stage.display.note(line)
+        plan, moments = self._plan(num_rows, mean_length), float32_moments(config.optimizer, model)
         choice = "evaluation.keep_best" if best.metric is not None else None
-        for line in held_out.notes("evaluation.max_rows", choice):
-            stage.display.note(line)
+        stage.display.note(plan, *passes.lines, *moments, *held_out.notes("evaluation.max_rows", choice))
         for warning in warnings(config, self.num_steps, num_rows):
             stage.display.warn(warning)
 

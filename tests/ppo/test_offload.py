@@ -165,7 +165,7 @@ def test_offload_without_a_gpu_is_refused_or_said(run_stage, start, base, tmp_pa
     with pytest.raises(ConfigError, match="offload does nothing with device: cpu"):
         run_stage("ppo", tmp_path, **base, device="cpu", offload=BOTH)
     notes = []
-    monkeypatch.setattr(Display, "note", lambda _, text: notes.append(text))
+    monkeypatch.setattr(Display, "note", lambda _, *lines: notes.extend(filter(None, lines)))
     with start(offload=["frozen"]) as loaded:
         assert loaded.models.offload is None
     assert "offload: does nothing on this cpu, whose memory holds everything" in notes
