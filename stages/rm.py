@@ -382,9 +382,9 @@ def _accumulate(
     """The gradient of a batch, of which this process computes its share. Returns the statistics of the whole batch."""
     mine = _share(batch, stage.world)
 
-    def loss_of(part: Sequence[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss_of(rows: Sequence[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         with autocast(stage.world.device, config.precision):
-            loss, stats = _loss(model, [mine[i] for i in part], len(batch), scale, config)
+            loss, stats = _loss(model, [mine[i] for i in rows], len(batch), scale, config)
         return loss, {"loss/rm": loss, **stats}
 
     gradients = GradientSum(stage.world, stage.loss_scale.scaled, model)

@@ -148,8 +148,8 @@ def _accumulate(model: PreTrainedModel, batch: list[Example], budget: Budget, pr
     num_tokens = sum(sum(example.loss_mask) for example in batch)
     mine = _share(batch, world)
 
-    def loss_of(part: Sequence[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        examples = [mine[i] for i in part]
+    def loss_of(rows: Sequence[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        examples = [mine[i] for i in rows]
         with autocast(world.device, precision):
             # [target tokens of the microbatch]
             logprobs = target_logprobs(model, [e.ids for e in examples], [e.loss_mask for e in examples])

@@ -187,13 +187,13 @@ def equal_chunks(
         count *= 2
 
 
-def in_order(parts: Iterable[Iterable[T]], cut: Sequence[Sequence[int]]) -> list[T]:
-    """The items of `parts`, chunk by chunk as in `cut`, in the order of the rows.
+def in_order(parts: Iterable[Iterable[T]], microbatches: Sequence[Sequence[int]]) -> list[T]:
+    """The items of `parts`, which come microbatch by microbatch, in the order of the rows.
 
     >>> in_order([["b"], ["c", "a"]], [[1], [2, 0]])
     ['a', 'b', 'c']
     """
-    rows = [row for chunk in cut for row in chunk]
+    rows = [row for microbatch in microbatches for row in microbatch]
     items = [item for part in parts for item in part]
     found = dict(zip(rows, items, strict=True))
     return [found[row] for row in range(len(rows))]

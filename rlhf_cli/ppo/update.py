@@ -260,20 +260,21 @@ def backward_ptx(setup: Setup, step: int, gradients: GradientSum) -> dict[str, f
     if ptx is None:
         return {}
     size = ptx.minibatch_size or config.ppo.minibatch_size
-    rows = [setup.ptx[i] for i in stream(len(setup.ptx), size, step - 1, config.seed, "ppo ptx")]
-    num_tokens = sum(sum(row.loss_mask) for row in rows)  # of all processes
-    own = [rows[i] for i in deal([len(row.ids) for row in rows], setup.world.size)[setup.world.rank]]
+    examples = [setup.ptx[i] for i in stream(len(setup.ptx), size, step - 1, config.seed, "ppo ptx")]
+    num_tokens = sum(sum(example.loss_mask) for example in examples)  # of all processes
+    hands = deal([len(example.ids) for example in examples], setup.world.size)
+    own = [examples[i] for i in hands[setup.world.rank]]
 
-    def loss_of(part: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_of(rows: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
         with autocast(setup.world.device, config.precision):
-            ids, masks = [own[i].ids for i in part], [own[i].loss_mask for i in part]
+            ids, masks = [own[i].ids for i in rows], [own[i].loss_mask for i in rows]
             logprobs = target_logprobs(setup.models.policy, ids, masks)
         loss, _ = lm_loss(logprobs, num_tokens=num_tokens)
         return mixed_loss(torch.zeros_like(loss), loss, ptx_coef=ptx.coef, ptx_mode=ptx.mode), {"loss/ptx": loss}
 
-    stats = gradients.add(setup.budget.cut([len(row.ids) for row in own]), loss_of)
-    lengths = [len(row.ids) for row in own]
-    flops = setup.policy_work.training(lengths, sum(sum(row.loss_mask) for row in own))
+    lengths = [len(example.ids) for example in own]
+    stats = gradients.add(setup.budget.cut(lengths), loss_of)
+    flops = setup.policy_work.training(lengths, sum(sum(example.loss_mask) for example in own))
     setup.stage.speed.count("update", tokens=sum(lengths), flops=flops)
     return {"loss/ptx": 0.0, **totals(stats)}
 

@@ -303,18 +303,18 @@ def scores_and_features(
             members.setdefault(group, []).append(list(sequence))
         prefix = {group: common_prefix(own) for group, own in members.items()}
         shared = [prefix[group] for group in groups]
-    cut = budget.cut([len(ids) for ids in sequences], groups, shared)
+    microbatches = budget.cut([len(ids) for ids in sequences], groups, shared)
 
-    def score(part: Sequence[int]) -> torch.Tensor:
+    def score(rows: Sequence[int]) -> torch.Tensor:
         with autocast(device_of(model), precision):
-            found = _labels_and_hidden(model, [sequences[i] for i in part], groups and [groups[i] for i in part])
+            found = _labels_and_hidden(model, [sequences[i] for i in rows], groups and [groups[i] for i in rows])
         return torch.cat([x.float() for x in found], 1).cpu()
 
-    parts = over_microbatches(cut, score, model)
+    parts = over_microbatches(microbatches, score, model)
     if not sequences:
         return torch.zeros(0), None
-    rows = torch.stack(in_order(parts, cut))
-    logits, features = rows.tensor_split([int(model.config.num_labels or 1)], dim=1)
+    each = torch.stack(in_order(parts, microbatches))
+    logits, features = each.tensor_split([int(model.config.num_labels or 1)], dim=1)
     if (curve := length_curve(model)) is not None:
         assert lengths is not None, "the model is corrected for the length of replies"
         logits = logits - value_at(curve, torch.tensor(lengths))[:, None].to(logits.dtype)

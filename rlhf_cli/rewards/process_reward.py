@@ -152,17 +152,17 @@ def step_scores(
     """The logits or probabilities of all labels at the end of each step, [steps, labels] float32 on the CPU."""
     if not rows:
         return []
-    cut = budget.cut([len(ids) for ids, _ in rows])
+    microbatches = budget.cut([len(ids) for ids, _ in rows])
 
-    def score(part: Sequence[int]) -> list[torch.Tensor]:
-        device, read = device_of(model), [rows[i] for i in part]
+    def score(numbers: Sequence[int]) -> list[torch.Tensor]:
+        device, read = device_of(model), [rows[i] for i in numbers]
         with autocast(device, precision):
             logits = _logits(model, read)
         if as_probability:
             logits = logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(1)
         return list(logits.cpu().split([len(ends) for _, ends in read]))
 
-    return in_order(over_microbatches(cut, score, model), cut)
+    return in_order(over_microbatches(microbatches, score, model), microbatches)
 
 
 def _logits(model: PreTrainedModel, rows: Sequence[Tokens]) -> torch.Tensor:

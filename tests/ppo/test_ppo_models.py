@@ -276,7 +276,9 @@ def test_old_logprobs_auto_takes_them_from_the_sampler(watch, monkeypatch):
     """
     calls = []
     real = rollout_module.score_tokens
-    monkeypatch.setattr(rollout_module, "score_tokens", lambda *a, **k: calls.append(1) or real(*a, **k))
+    monkeypatch.setattr(
+        rollout_module, "score_tokens", lambda models, *a, **k: calls.append(models.policy) or real(models, *a, **k)
+    )
     for old_logprobs in ("auto", "sampled", "recomputed"):
         calls.clear()
         run = watch(old_logprobs, ppo={"old_logprobs": old_logprobs}, rollout={"temperature": 0.7})
@@ -284,7 +286,8 @@ def test_old_logprobs_auto_takes_them_from_the_sampler(watch, monkeypatch):
         recomputed = old_logprobs == "recomputed"
         assert (rollout.logprobs is rollout.sampled_logprobs) == (not recomputed)
         assert ("policy/sampler_gap" in first) == recomputed
-        assert bool(calls) == recomputed, "only the rollout calls this name of score_tokens"
+        ran = any(model is policy for model in calls)
+        assert ran == recomputed, "only the rollout calls this name of score_tokens"
         expected = logprobs_by(policy, rollout, run.setup.sampling)
         close(rollout.logprobs.double(), expected, 1e-5)
         assert first["policy/first_ratio"] == pytest.approx(1.0, abs=1e-5)
