@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rlhf_cli.algorithms.statistics import Moments
+from rlhf_cli.algorithms.score_transforms import Moments
 from rlhf_cli.ppo.held_out import HeldOut
 from rlhf_cli.ppo.metrics import new_health
 from rlhf_cli.ppo.scores import Limits, ReferenceReplies, ScoreScale

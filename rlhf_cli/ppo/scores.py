@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.score_transforms import (
+    Moments,
     clip_score,
     length_penalty,
     limited_score,
     log_sigmoid_score,
+    merge,
     missing_eos,
+    moments_of,
     next_lambda,
     overlong_penalty,
     preference_score,
 )
-from rlhf_cli.algorithms.statistics import Moments, merge, moments_of
 from rlhf_cli.config.ppo import PPO
 from rlhf_cli.config.rewards import Limit, Shaping
 from rlhf_cli.data.batches import chunks, stream

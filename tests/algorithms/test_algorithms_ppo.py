@@ -25,8 +25,7 @@ from rlhf_cli.algorithms.losses import (
     truncated_importance,
     value_loss,
 )
-from rlhf_cli.algorithms.score_transforms import overlong_penalty
-from rlhf_cli.algorithms.statistics import Moments, merge, moments_of
+from rlhf_cli.algorithms.score_transforms import Moments, merge, moments_of, overlong_penalty
 from rlhf_cli.tensor_ops import length_mask, token_entropy
 from support.formulas import (
     GARBAGE,

@@ -27,8 +27,7 @@ from rlhf_cli.algorithms.calibration import brier_score, calibration_error
 from rlhf_cli.algorithms.kl import adaptive_kl_coef, adaptive_policy_kl_coef, kl_estimate, kl_full, kl_loss
 from rlhf_cli.algorithms.losses import entropy_bonus, lm_loss, loss_weights, mixed_loss, policy_loss, value_loss
 from rlhf_cli.algorithms.reward_model import pairwise_loss, ranking_pairs, score_loss
-from rlhf_cli.algorithms.score_transforms import clip_score
-from rlhf_cli.algorithms.statistics import Moments, merge, moments_of
+from rlhf_cli.algorithms.score_transforms import Moments, clip_score, merge, moments_of
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.tensor_ops import masked_sum, token_entropy, token_logprobs
 from rlhf_cli.training.optimizer import build_stepper, ema
