@@ -37,7 +37,7 @@ from rlhf_cli.run.artifacts import (
 )
 from rlhf_cli.run.checkpoint_files import checkpoints_directory, damage_of, list_checkpoints
 from rlhf_cli.run.lock import lock_path, owner_of
-from rlhf_cli.run.stale import what_changed
+from rlhf_cli.run.state import what_changed
 
 NAMES_SHOWN = 5
 ARTIFACTS = "the `artifacts` directory of your configs"

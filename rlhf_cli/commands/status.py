@@ -13,8 +13,7 @@ from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.report.progress import Display
 from rlhf_cli.run.artifacts import MANIFEST, Manifest, partial_directory, read_manifest, stage_directory
 from rlhf_cli.run.checkpoint_files import checkpoints_directory, last_step
-from rlhf_cli.run.stale import problems_of
-from rlhf_cli.run.state import unfinished_stages, unfinished_state
+from rlhf_cli.run.state import problems_of, unfinished_stages, unfinished_state
 
 COLUMNS = ["stage", "state", "finished (UTC)", "seconds", "figures"]
 SHOWN = {

@@ -29,7 +29,7 @@ from rlhf_cli.program import command, set_options, torchrun
 from rlhf_cli.run import artifacts, checkpoint_files
 from rlhf_cli.run.artifacts import read_manifest_or_none
 from rlhf_cli.run.identity import identity, require_files, require_inputs, require_intact_inputs
-from rlhf_cli.run.stale import problems_of
+from rlhf_cli.run.state import problems_of
 
 Run = Callable[..., None]
 FULL_OR_UNWRITABLE = {

@@ -26,7 +26,7 @@ from rlhf_cli.models.frozen import frozen_policy
 from rlhf_cli.models.load import load_tokenizer, prepare
 from rlhf_cli.plan.budget import forward_budget
 from rlhf_cli.run.artifacts import read_manifest, stage_directory
-from rlhf_cli.run.stale import working_directory
+from rlhf_cli.run.state import working_directory
 
 PATHS = {"path", "function", "gold"}
 """Keys whose values are files, folders, `file.py:function` or hub ids."""

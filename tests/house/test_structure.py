@@ -83,7 +83,6 @@ WITHOUT_TORCH = (
     "health.recap",
     "health.ranking",
     "run.lock",
-    "run.stale",
     "run.state",
     "run.checkpoint_files",
 )

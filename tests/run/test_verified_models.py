@@ -24,7 +24,7 @@ from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer,
 from rlhf_cli.run import artifacts
 from rlhf_cli.run.artifacts import DamagedStageError, read_manifest, require_intact
 from rlhf_cli.run.identity import identity, imported_files
-from rlhf_cli.run.stale import what_changed
+from rlhf_cli.run.state import what_changed
 from support.projects import write_project
 from support.setup import config_of
 from support.worlds import in_each_process
