@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -33,15 +33,46 @@ from rlhf_cli.rewards.http_client import (
     without_secrets,
 )
 
+T = TypeVar("T")
+
 
 @dataclass(kw_only=True)
-class Endpoint(RewardSource):
+class ServerSource(RewardSource):
+    """A source that asks a server."""
+
+    config: ServerReward
+    token: str | None = field(default=None, repr=False)
+
+    def client(self, url: str, *, retry_malformed: bool = False) -> JSONClient:
+        """A client for the requests of one batch."""
+        return JSONClient(
+            url,
+            key=self.token,
+            timeout_s=self.config.timeout_s,
+            retries=self.config.retries,
+            backoff_s=self.config.backoff_s,
+            retry_malformed=retry_malformed,
+            stop_requested=stop_requested,
+        )
+
+    async def answered(self, samples: Samples, rows: Sequence[int], request: Awaitable[T]) -> T | None:
+        """The answer to a request about some rows; None if there is none and on_error is zero."""
+        try:
+            return await request
+        except StopRequestedError as error:
+            raise failure(f"{self.kind} {self.name}", samples, rows, str(error)) from None
+        except NoAnswer as error:
+            self.fail(samples, rows, str(error), error)
+            return None
+
+
+@dataclass(kw_only=True)
+class Endpoint(ServerSource):
     """A server that receives texts, `config.batch_size` in a request, and returns one score for each."""
 
     kind: ClassVar[str] = "reward"
     advice: str = "Check the server's log, or count such scores as 0.0 with on_error: zero"
     config: HTTPReward
-    token: str | None = field(default=None, repr=False)
 
     def score(self, samples: Samples) -> torch.Tensor:
         """The server's scores, [B] float32."""
@@ -52,23 +83,12 @@ class Endpoint(RewardSource):
     async def _request_all(self, samples: Samples, scores: list[float]) -> None:
         """Fill `scores`, a batch of rows in each request."""
         config = self.config
-        client = JSONClient(
-            config.url,
-            key=self.token,
-            timeout_s=config.timeout_s,
-            retries=config.retries,
-            backoff_s=config.backoff_s,
-            stop_requested=stop_requested,
-        )
-        async with client:
+        async with self.client(config.url) as client:
 
             async def request(rows: Sequence[int]) -> None:
-                try:
-                    rewards = await client.ask(self._body(samples, rows), lambda answer: rewards_in(answer, len(rows)))
-                except StopRequestedError as error:
-                    raise failure(f"{self.kind} {self.name}", samples, rows, str(error)) from None
-                except NoAnswer as error:
-                    self.fail(samples, rows, str(error), error)
+                asked = client.ask(self._body(samples, rows), lambda answer: rewards_in(answer, len(rows)))
+                rewards = await self.answered(samples, rows, asked)
+                if rewards is None:
                     return
                 for row, reward in zip(rows, rewards, strict=True):
                     try:

@@ -22,12 +22,11 @@ import torch
 
 from rlhf_cli.config.rewards import RubricReward
 from rlhf_cli.files import rows_of
-from rlhf_cli.processes.signals import stop_requested
-from rlhf_cli.rewards.base import RewardSource, Samples, failure
+from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.chat_client import completion_in, completions_url, usage_in
 from rlhf_cli.rewards.concurrency import for_each
-from rlhf_cli.rewards.endpoint import token_of
-from rlhf_cli.rewards.http_client import JSONClient, NoAnswer, StopRequestedError
+from rlhf_cli.rewards.endpoint import ServerSource, token_of
+from rlhf_cli.rewards.http_client import JSONClient, NoAnswer
 
 SYSTEM = """\
 You grade a reply. The user's message is a JSON object: "conversation" is what was asked, "reply" is the text to grade.
@@ -47,13 +46,12 @@ FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
 
 
 @dataclass(kw_only=True)
-class Rubric(RewardSource):
+class Rubric(ServerSource):
     """``sum of weight * grade / sum of weight``, each grade divided by the scale. `parts` has the grades, 0 to 1."""
 
     kind: ClassVar[str] = "rubric"
     advice: str = "Check the judge, or count such scores as 0.0 with on_error: zero"
     config: RubricReward
-    token: str | None = field(default=None, repr=False)
     grades: dict[str, list[float]] = field(default_factory=dict, repr=False)
     """The grades of every text that was judged so far, by `_digest`."""
     kept: Path | None = None
@@ -97,29 +95,16 @@ class Rubric(RewardSource):
 
     async def _judge_all(self, samples: Samples, each: Sequence[Any], rows: dict[str, list[int]]) -> None:
         """Fill `grades` for the texts of `rows`, one request for each."""
-        config = self.config
-        client = JSONClient(
-            completions_url(config.url),
-            key=self.token,
-            timeout_s=config.timeout_s,
-            retries=config.retries,
-            backoff_s=config.backoff_s,
-            retry_malformed=True,
-            stop_requested=stop_requested,
-        )
+        async with self.client(completions_url(self.config.url), retry_malformed=True) as client:
 
-        async def judge(item: tuple[str, list[int]]) -> None:
-            digest, own = item
-            try:
-                self.grades[digest] = await self._judge(client, each[own[0]], digest)
-                self._keep(digest)
-            except StopRequestedError as error:
-                raise failure(f"{self.kind} {self.name}", samples, own, str(error)) from None
-            except NoAnswer as error:
-                self.fail(samples, own, str(error), error)
+            async def judge(item: tuple[str, list[int]]) -> None:
+                digest, own = item
+                grades = await self.answered(samples, own, self._judge(client, each[own[0]], digest))
+                if grades is not None:
+                    self.grades[digest] = grades
+                    self._keep(digest)
 
-        async with client:
-            await for_each(list(rows.items()), judge, config.concurrency)
+            await for_each(list(rows.items()), judge, self.config.concurrency)
 
     def _keep(self, digest: str) -> None:
         if self.kept is not None:
