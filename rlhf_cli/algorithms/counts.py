@@ -1,4 +1,4 @@
-"""Statistics of counts: the interval of a rate, and the agreement of two labellers. They need no torch."""
+"""Statistics without torch: the interval of a rate, the agreement of labellers, how often the longer answer wins."""
 
 from collections.abc import Sequence
 from math import nan, sqrt
@@ -66,3 +66,13 @@ def cohen_kappa(table: Sequence[Sequence[int]]) -> tuple[float, float, float]:
     low, high = wilson_interval(agreed, n)
     kappa, low, high = ((rate - expected) / (1 - expected) for rate in (agreed / n, low, high))
     return kappa, max(-1.0, low), min(1.0, high)
+
+
+def longer_wins(lengths: Sequence[int]) -> float:
+    """The share of a ranking's pairs in which the better answer is longer; a tie counts one half. The best comes first.
+
+    >>> longer_wins([5, 3, 5])  # 5 beats 3, 5 ties with 5, 3 loses to 5
+    0.5
+    """
+    wins = [1.0 if a > b else 0.5 if a == b else 0.0 for i, a in enumerate(lengths) for b in lengths[i + 1 :]]
+    return sum(wins) / len(wins)

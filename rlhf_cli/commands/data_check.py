@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from rlhf_cli.algorithms.counts import wilson_interval
+from rlhf_cli.algorithms.counts import longer_wins, wilson_interval
 from rlhf_cli.commands.options import SOURCE_HELP, For, Format, Keys, OnBadRow, SourceOptions
 from rlhf_cli.commands.output import batched
 from rlhf_cli.config.by_stage import load_stage_config, stage_of
@@ -296,8 +296,7 @@ class Side:
         self._length("rejected", rejected)
         self.chosen_longer += chosen > rejected
         self.equally_long += chosen == rejected
-        pairs = [(better, worse) for n, better in enumerate(lengths) for worse in lengths[n + 1 :]]
-        self.longer_wins += sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs) / len(pairs)
+        self.longer_wins += longer_wins(lengths)
 
     def _length(self, name: str, length: int) -> None:
         self.lengths.setdefault(name, array("i")).append(length)

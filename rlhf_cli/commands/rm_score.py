@@ -196,7 +196,8 @@ class _Summary:
 
     def add(self, record: Record, scores: Sequence[float], ids: Sequence[list[int]]) -> None:
         """Count a row with the scores and token ids of its answers."""
-        from rlhf_cli.evaluation.agreement import gold_gap, longer_wins
+        from rlhf_cli.algorithms.counts import longer_wins
+        from rlhf_cli.evaluation.agreement import gold_gap
 
         self.num_rows += 1
         self.scores += scores
@@ -209,7 +210,7 @@ class _Summary:
         order = [number[text] for text in ranked.texts]
         self.of_rankings += [scores[n] for n in order]
         self.sizes.append(len(order))
-        self.longer.append(longer_wins([ids[n] for n in order]))
+        self.longer.append(longer_wins([len(ids[n]) for n in order]))
         self.gold.append(gold_gap(ranked))
         if len(self.shown) < NUM_SHOWN:
             sides = {

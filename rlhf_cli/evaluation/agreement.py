@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_cli.algorithms.calibration import brier_score, calibration_error
+from rlhf_cli.algorithms.counts import longer_wins
 from rlhf_cli.algorithms.length import regression_on_length, value_at
 from rlhf_cli.algorithms.names import RewardModelLoss
 from rlhf_cli.algorithms.reward_model import label_accuracy, ranking_pairs
@@ -66,7 +67,8 @@ def scores_of_rows(
 
 def figures_of_rankings(rankings: Sequence[RankedIds], scores: torch.Tensor) -> dict[str, float]:
     """The `ranking_figures` of rankings, from the scores of their answers, ranking by ranking."""
-    longer, gold = [longer_wins(item.answers) for item in rankings], [gold_gap(item.row) for item in rankings]
+    longer = [longer_wins([len(ids) for ids in item.answers]) for item in rankings]
+    gold = [gold_gap(item.row) for item in rankings]
     return ranking_figures(*margins_of(scores, [len(item.answers) for item in rankings]), longer, gold)
 
 
@@ -176,7 +178,7 @@ def probe_shares(probes: Sequence[RankedIds], scores: torch.Tensor) -> dict[str,
     An accuracy over all pairs can hide a defect that the model never sees.
     """
     accuracy = margins_of(scores, [len(item.answers) for item in probes])[1]
-    longer = torch.tensor([longer_wins(item.answers) for item in probes])
+    longer = torch.tensor([longer_wins([len(ids) for ids in item.answers]) for item in probes])
     names = [item.row.columns["probe"] for item in probes]
     masks = {name: torch.tensor([other == name for other in names]) for name in dict.fromkeys(names)}
     return {name: (accuracy[mask], longer[mask]) for name, mask in masks.items()}
@@ -199,13 +201,6 @@ def held_out_lines(
         if name != "num_rows":
             lines.append([key, f"{value:.4g}", counts.get(key, count)])
     return lines
-
-
-def longer_wins(answers: Sequence[Sequence[int]]) -> float:
-    """The share of a ranking's pairs in which the better answer is longer; a tie counts one half."""
-    lengths = [len(ids) for ids in answers]
-    wins = [1.0 if a > b else 0.5 if a == b else 0.0 for i, a in enumerate(lengths) for b in lengths[i + 1 :]]
-    return sum(wins) / len(wins)
 
 
 def gold_gap(row: Record) -> float | None:
