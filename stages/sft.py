@@ -45,7 +45,7 @@ from rlhf_cli.data.stage_rows import demonstration, records, sft_rows
 from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.recap import findings_of
 from rlhf_cli.models.cost import Work
-from rlhf_cli.models.forward import autocast, check_positions, positions, target_logprobs
+from rlhf_cli.models.forward import autocast, check_positions, positions, scored_targets, target_logprobs
 from rlhf_cli.models.frozen import freeze
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
 from rlhf_cli.models.lora import add_adapters, defers_base, prepare_base
@@ -57,7 +57,6 @@ from rlhf_cli.models.vocabulary import add_tokens, embed_tokens
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.microbatches import GradientSum
 from rlhf_cli.report.progress import Display
-from rlhf_cli.rollout.rollout import scored_targets
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.speaker import Speaker
 from rlhf_cli.run.artifacts import model_directory

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,11 +27,10 @@ from rlhf_cli.data.stage_rows import ppo_rows
 from rlhf_cli.evaluation.figures import difference_figure, mean_figure, ratio_figure, share_figure
 from rlhf_cli.evaluation.likelihood import loss_difference, row_sums
 from rlhf_cli.evaluation.reward_model import Scorer, rows_of_stage, scorer_of
-from rlhf_cli.models.forward import positions, target_logits, vocabulary_rows
+from rlhf_cli.models.forward import budget_of_logits, positions, target_logits
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
 from rlhf_cli.report.figure import Figure, Figures
 from rlhf_cli.rollout.distribution import Response
-from rlhf_cli.rollout.rollout import MAX_LOGITS
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.speaker import Speaker
 from rlhf_cli.trained.locate import StageModel
@@ -144,15 +143,14 @@ def token_distances(
     """
     kl: dict[int, Tensor] = {}
     other: dict[int, Tensor] = {}
-    budget = run.budget(original, PRECISION)
-    budget = replace(budget, tokens=max(1, min(budget.tokens, MAX_LOGITS // vocabulary_rows(original))))
-    for part in budget.cut([len(row) for row in ids]):
-        some = [ids[i] for i in part], [masks[i] for i in part]
+    budget = budget_of_logits(original, run.budget(original, PRECISION))
+    for rows in budget.cut([len(row) for row in ids]):
+        some = [ids[i] for i in rows], [masks[i] for i in rows]
         before, after = target_logits(original, *some)[0], target_logits(exported, *some)[0]  # [N, V] each
-        lengths = [sum(masks[i]) for i in part]
+        lengths = [sum(masks[i]) for i in rows]
         is_other = (before.argmax(-1) != after.argmax(-1)).double().cpu()
-        kl |= dict(zip(part, kl_full(before, after).double().cpu().split(lengths), strict=True))
-        other |= dict(zip(part, is_other.split(lengths), strict=True))
+        kl |= dict(zip(rows, kl_full(before, after).double().cpu().split(lengths), strict=True))
+        other |= dict(zip(rows, is_other.split(lengths), strict=True))
     return [kl[i] for i in range(len(ids))], [other[i] for i in range(len(ids))]
 
 

@@ -16,9 +16,9 @@ from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Example
 from rlhf_cli.evaluation.figures import mean_figure, rate_figure, ratio_figure, share_figure
+from rlhf_cli.models.forward import scored_targets
 from rlhf_cli.report.figure import Figure, Figures
 from rlhf_cli.rewards.rules import repeated
-from rlhf_cli.rollout.rollout import scored_targets
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.speaker import Speaker
 

@@ -18,12 +18,15 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_cli.data.batches import Budget
+from rlhf_cli.data.encode import Example
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.kernels import attention
 from rlhf_cli.kernels.head import linear_logprobs
 from rlhf_cli.models import seq2seq
 from rlhf_cli.models.seq2seq import is_seq2seq, last_hidden_state, with_prompts
 from rlhf_cli.packing import PackedBatch, end_to_end, pack, send
+from rlhf_cli.processes.microbatches import over_microbatches
 from rlhf_cli.processes.sharding import device_of, gathered
 from rlhf_cli.tensor_ops import token_logprobs
 
@@ -32,6 +35,8 @@ BFLOAT16_TOLERANCE = 3e-2
 """Largest difference that counts as rounding, relative to the largest number compared, in float32 and in bfloat16."""
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Number formats by their name in a config file."""
+MAX_LOGITS = 1 << 28
+"""Logits that are held at the same time: 1 GB in float32."""
 _has_plain_head: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
 
 
@@ -144,6 +149,27 @@ def _pack_targets(
     if is_seq2seq(model):
         batch = with_prompts(batch, [row.index(True) for row in target_mask])
     return batch, send(end_to_end(target_mask).nonzero()[:, 0], batch.ids.device)
+
+
+def budget_of_logits(model: PreTrainedModel, budget: Budget) -> Budget:
+    """The budget of passes that hold all logits of a token, which training never does (kernels/head.py)."""
+    return replace(budget, tokens=max(1, min(budget.tokens, MAX_LOGITS // vocabulary_rows(model))))
+
+
+def scored_targets(
+    model: PreTrainedModel, rows: Sequence[Example], budget: Budget, precision: str
+) -> list[tuple[Sequence[int], torch.Tensor, torch.Tensor]]:
+    """The targets of the rows by microbatch: its row numbers, and for each of its N targets, row by row, the
+    log-probability and whether the target is the likeliest token, [N] float64 each."""
+    device = device_of(model)
+
+    def score(numbers: Sequence[int]) -> tuple[Sequence[int], torch.Tensor, torch.Tensor]:
+        with autocast(device, precision):  # [N, V] and [N]
+            logits, targets = target_logits(model, [rows[i].ids for i in numbers], [rows[i].loss_mask for i in numbers])
+        return numbers, token_logprobs(logits, targets).cpu().double(), (logits.argmax(-1) == targets).cpu().double()
+
+    microbatches = budget_of_logits(model, budget).cut([len(row.ids) for row in rows])
+    return over_microbatches(microbatches, score, model)
 
 
 @gathered

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.kl import kl_full
 from rlhf_cli.data.batches import Budget, in_order
-from rlhf_cli.data.encode import Example
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.models.forward import (
     autocast,
@@ -26,8 +25,6 @@ from rlhf_cli.models.forward import (
     scalar_head,
     scalar_scores,
     shares_prefixes,
-    target_logits,
-    vocabulary_rows,
 )
 from rlhf_cli.models.seq2seq import is_seq2seq, with_prompts
 from rlhf_cli.packing import SHORTEST_PREFIX, PackedBatch, end_to_end, pack, response_positions
@@ -248,8 +245,6 @@ def _gather_ids_of_tokens(
 # -------------------------------------------------------- log-probabilities, values, entropy and exact KL of each token
 
 
-MAX_LOGITS = 1 << 28
-"""Logits that are held at the same time: 1 GB in float32."""
 FULL_KL_CHUNK = 512
 """Tokens whose full distributions are compared per chunk. Only one chunk's [512, V] is held twice."""
 
@@ -428,23 +423,3 @@ def _full_kl(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
     if logits.requires_grad:
         return torch.cat([checkpoint(chunk_kl, a, b, use_reentrant=False) for a, b in chunks])
     return torch.cat([chunk_kl(a, b) for a, b in chunks])
-
-
-# ------------------------------------------------------------------------------------------- demonstrations
-
-
-def scored_targets(
-    model: PreTrainedModel, rows: Sequence[Example], budget: Budget, precision: str
-) -> list[tuple[Sequence[int], Tensor, Tensor]]:
-    """The targets of the rows, chunk by chunk: the row numbers of a chunk, and for each of its N targets, row by row,
-    the log-probability and whether the target is the likeliest token, [N] float64 each."""
-    # This needs all logits of a token, which training never holds (kernels/head.py).
-    budget = replace(budget, tokens=max(1, min(budget.tokens, MAX_LOGITS // vocabulary_rows(model))))
-    device = device_of(model)
-
-    def score(part: Sequence[int]) -> tuple[Sequence[int], Tensor, Tensor]:
-        with autocast(device, precision):  # [N, V] and [N]
-            logits, targets = target_logits(model, [rows[i].ids for i in part], [rows[i].loss_mask for i in part])
-        return part, token_logprobs(logits, targets).cpu().double(), (logits.argmax(-1) == targets).cpu().double()
-
-    return over_microbatches(budget.cut([len(row.ids) for row in rows]), score, model)
