@@ -39,9 +39,10 @@ if __name__ == "__main__":  # Before torch is imported, which reads these settin
     set_up_process()
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple
 from functools import partial
-from typing import assert_never
+from typing import Any, assert_never
 
 import torch
 import torch.nn.functional as F
@@ -66,8 +67,10 @@ from rlhf_cli.algorithms.losses import (
     value_loss,
 )
 from rlhf_cli.algorithms.names import GroupBaseline, KLEstimator
+from rlhf_cli.algorithms.score_transforms import Moments
 from rlhf_cli.config.ppo import PPO, PPOConfig
 from rlhf_cli.models.passes import recomputing
+from rlhf_cli.ppo.held_out import HeldOut
 from rlhf_cli.ppo.metrics import (
     SHOWN,
     count_rollout,
@@ -75,12 +78,13 @@ from rlhf_cli.ppo.metrics import (
     failed_batch,
     iteration_metrics,
     log_samples,
+    new_health,
     report_iteration,
     report_start,
 )
-from rlhf_cli.ppo.run_state import RunState
 from rlhf_cli.ppo.scores import (
     Limits,
+    ReferenceReplies,
     ScoreScale,
     final_score,
     measure_reference_scores,
@@ -91,10 +95,10 @@ from rlhf_cli.ppo.scores import (
 from rlhf_cli.ppo.setup import Setup, adjacent_responses, load_setup, plan, save_models
 from rlhf_cli.ppo.update import (
     KLCoefs,
+    Recent,
     UpdateBatch,
     adapt_kl_coefs,
     backward_ptx,
-    batch_of_update,
     clip_gradients,
     microbatch,
     minibatches,
@@ -115,6 +119,7 @@ from rlhf_cli.rollout.rollout import (
     score_tokens,
 )
 from rlhf_cli.rollout.sampling import draw_uniforms
+from rlhf_cli.run.checkpoint import State, Stateful, Weights
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.tensor_ops import totals
 
@@ -146,6 +151,54 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
         stage.publish(state.held_out.compare())
 
 
+class RunState:
+    """What the run carries from one iteration to the next; a checkpoint stores it."""
+
+    def __init__(self, setup: Setup):
+        self.setup, ppo = setup, setup.config.ppo
+        self.coefs = KLCoefs(ppo.kl_coef, ppo.policy_kl_coef)
+        self.scale = ScoreScale(ppo)
+        self.limits = Limits(setup.config.limits)
+        self.references = ReferenceReplies(setup)
+        self.health = new_health(setup)
+        self.held_out = HeldOut(setup, self.health)
+        self.recent = Recent(setup)
+
+    def parts(self) -> dict[str, Stateful]:
+        """Everything that a checkpoint stores, by name."""
+        setup, models = self.setup, self.setup.models
+        parts: dict[str, Stateful] = {
+            "policy": Weights(models.policy),
+            "policy_optimizer": setup.policy_stepper,
+            "carried": self,  # the name in every checkpoint so far
+        }
+        value = models.value_model if models.value_model is not None else models.value_head
+        if value is not None and setup.value_stepper is not None:
+            parts |= {"value_model": Weights(value), "value_optimizer": setup.value_stepper}
+        if setup.average is not None:
+            parts["ema"] = setup.average
+        if self.limits.limits:
+            parts["limits"] = self.limits
+        return parts
+
+    def state(self) -> State:
+        tensors, rollouts = self.recent.state()
+        return tensors, {
+            **asdict(self.coefs),
+            "score_moments": astuple(self.scale.moments),
+            "health": self.health.state_dict(),
+            **self.held_out.state(),
+            "rollouts": rollouts,
+        }
+
+    def restore(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        self.coefs.kl_coef, self.coefs.policy_kl_coef = numbers["kl_coef"], numbers["policy_kl_coef"]
+        self.scale.moments = Moments(*numbers["score_moments"])
+        self.health.load_state_dict(numbers["health"])
+        self.held_out.restore(numbers)
+        self.recent.restore(tensors, numbers["rollouts"])
+
+
 def _iterate(setup: Setup, state: RunState, iteration: int) -> None:
     """One iteration: the six steps of the module's docstring."""
     config, stage = setup.config, setup.stage
@@ -171,7 +224,7 @@ def _iterate(setup: Setup, state: RunState, iteration: int) -> None:
     old = (rollout.logprobs, rollout.sampled_logprobs, rollout.ref_logprobs, rollout.values)
     newest = UpdateBatch(rollout.prompts, rollout.responses, mask, *old, advantages, returns)
     with update_phase(setup):
-        batch = batch_of_update(setup, state.recent, newest, iteration)
+        batch = state.recent.add(newest, iteration)
         update = _update(setup, batch, iteration, state.coefs)
 
     # 6. Figures and health, then the coefficients that follow the KL or a limit.

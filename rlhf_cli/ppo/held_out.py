@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -251,6 +251,21 @@ class HeldOut:
             text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
             (stage.directory / "evaluation.json").write_text(text, encoding="utf-8")
         return {f"{name}/{key}": v for name, side in sides.items() for key, v in side.metrics.items()}
+
+    def state(self) -> dict[str, Any]:
+        """The best figure and the latest iteration, for a checkpoint."""
+        best = self.best
+        return {"best": {"step": best.step, "value": self._signed(best.value)}, "evaluated": self.last_step}
+
+    def restore(self, numbers: Mapping[str, Any]) -> None:
+        """Take over what `state` returned."""
+        best = numbers["best"]
+        self.best.restore({}, {"step": best["step"], "value": self._signed(best["value"])})
+        self.last_step = numbers["evaluated"]
+
+    def _signed(self, value: float | None) -> float | None:
+        """The best value as a checkpoint stores it: higher is better, so a figure to be minimised is negated."""
+        return -value if value is not None and self.best.lower else value
 
     def _measure(self, step: int, prompts: Drawn[PromptRow]) -> Evaluation:
         """The figures after `step` iterations. If a reward fails, save a checkpoint of that step before raising."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Self, assert_never
+from typing import Any, Self, assert_never
 
 import torch
 from torch import Tensor
@@ -97,27 +97,61 @@ def merge(parts: Sequence[UpdateBatch]) -> UpdateBatch:
 # ------------------------------------------------------- the newest rollout, and older ones brought up to date
 
 
-Recent = deque[tuple[int, UpdateBatch]]
-"""The rollouts that an update trains on, each with its iteration."""
+class Recent:
+    """The rollouts that an update trains on: the newest one, and older ones if the config keeps them."""
 
+    def __init__(self, setup: Setup):
+        self.setup = setup
+        self.rollouts: deque[tuple[int, UpdateBatch]] = deque(maxlen=setup.config.ppo.num_rollouts_per_update)
+        """This process's rows of each, with its iteration."""
 
-def batch_of_update(setup: Setup, recent: Recent, newest: UpdateBatch, iteration: int) -> UpdateBatch:
-    """Add the newest rollout to the recent ones; returns all their rows, of all processes.
+    def add(self, newest: UpdateBatch, iteration: int) -> UpdateBatch:
+        """Add the newest rollout; returns the rows of all rollouts, of all processes.
 
-    The advantages of rollouts that another policy, or the same policy in another computation, may have sampled are
-    corrected for it.
-    """
-    one = setup.config.ppo.num_rollouts_per_update == 1
-    recent.append((iteration, newest if one else newest.to("cpu")))
-    parts = []
-    for made_in, batch in recent:
-        batch = batch.to(setup.world.device)
-        if made_in < iteration:
-            batch = refreshed(setup, batch)
-        if made_in < iteration or setup.sampler_may_differ:
-            batch = corrected(batch, cap=setup.config.ppo.importance_ratio_cap)
-        parts.append(from_all_processes(batch, partial(setup.prompts_of, made_in), setup.world, setup.adjacent))
-    return merge(parts)
+        The advantages of rollouts that another policy, or the same policy in another computation, may have sampled are
+        corrected for it.
+        """
+        setup = self.setup
+        self.rollouts.append((iteration, newest if self.rollouts.maxlen == 1 else newest.to("cpu")))
+        parts = []
+        for made_in, batch in self.rollouts:
+            batch = batch.to(setup.world.device)
+            if made_in < iteration:
+                batch = refreshed(setup, batch)
+            if made_in < iteration or setup.sampler_may_differ:
+                batch = corrected(batch, cap=setup.config.ppo.importance_ratio_cap)
+            parts.append(self._of_all_processes(made_in, batch))
+        return merge(parts)
+
+    def _of_all_processes(self, iteration: int, batch: UpdateBatch) -> UpdateBatch:
+        setup = self.setup
+        return from_all_processes(batch, partial(setup.prompts_of, iteration), setup.world, setup.adjacent)
+
+    def state(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+        """The tensors and the responses of the rollouts, for a checkpoint. Prompts follow from the iteration."""
+        tensors: dict[str, Tensor] = {}
+        rollouts = []
+        # The next update adds a rollout, which pushes the oldest one out: it need not be saved.
+        longest = self.rollouts.maxlen or 1
+        for number, (iteration, batch) in enumerate(list(self.rollouts)[1 - longest :] if longest > 1 else []):
+            merged = self._of_all_processes(iteration, batch.to("cpu"))
+            tensors |= {f"{number}/{name}": getattr(merged, name) for name in TENSORS}
+            responses = [
+                {"ids": r.ids, "ended": r.ended, "kept": r.allowed_ids, "forbidden": r.forbidden_ids}
+                for r in merged.responses
+            ]
+            rollouts.append({"iteration": iteration, "responses": responses})
+        return tensors, rollouts
+
+    def restore(self, tensors: Mapping[str, Tensor], rollouts: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what `state` returned."""
+        self.rollouts.clear()
+        for number, saved in enumerate(rollouts):
+            responses = [Response(r["ids"], [], r["ended"], r["kept"], r.get("forbidden")) for r in saved["responses"]]
+            own = {name: tensors[f"{number}/{name}"] for name in TENSORS}
+            merged = UpdateBatch(prompts=self.setup.prompts_of(saved["iteration"]), responses=responses, **own)
+            rows = self.setup.world.shard(range(len(responses)), self.setup.adjacent)
+            self.rollouts.append((saved["iteration"], select(merged, rows)))
 
 
 def refreshed(setup: Setup, batch: UpdateBatch) -> UpdateBatch:
