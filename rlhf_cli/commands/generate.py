@@ -167,7 +167,7 @@ class Generator:
         """A response to each prompt, with its score if there are rewards."""
         import torch
 
-        from rlhf_cli.rewards.sources import samples_of, total_score
+        from rlhf_cli.rewards.base import samples_of, total_score
         from rlhf_cli.seeding import generator
 
         options, speaker, longest = self.options, self.speaker, self.speaker.max_new_tokens

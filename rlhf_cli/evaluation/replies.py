@@ -28,9 +28,9 @@ from rlhf_cli.evaluation.figures import (
 from rlhf_cli.evaluation.judging import equal_length_figure
 from rlhf_cli.evaluation.likelihood import reply_figures
 from rlhf_cli.report.figure import Figures
-from rlhf_cli.rewards.base import RewardSource
+from rlhf_cli.rewards.base import RewardSource, samples_of, total_score
 from rlhf_cli.rewards.functions import call, load_function, named_numbers
-from rlhf_cli.rewards.sources import load_rewards, samples_of, total_score
+from rlhf_cli.rewards.sources import load_rewards
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import Models, collect
 from rlhf_cli.rollout.sampling import draw_uniforms

@@ -34,9 +34,8 @@ from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.processes.distributed import World, gather_texts, where
 from rlhf_cli.processes.microbatches import over_microbatches
 from rlhf_cli.processes.sharding import is_sharded
-from rlhf_cli.rewards.base import Scores
+from rlhf_cli.rewards.base import Scores, samples_of, total_score
 from rlhf_cli.rewards.models import RewardModel
-from rlhf_cli.rewards.sources import samples_of, total_score
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import Models, RolloutBatch, collect
 from rlhf_cli.rollout.sampling import draw_uniforms, response_text

@@ -37,7 +37,7 @@ from rlhf_cli.models.seq2seq import end_of_text
 from rlhf_cli.models.shard import prepare_for
 from rlhf_cli.packing import common_prefix, pack
 from rlhf_cli.processes.microbatches import over_microbatches
-from rlhf_cli.processes.sharding import device_of, gathered
+from rlhf_cli.processes.sharding import device_of, gathered, is_sharded
 from rlhf_cli.rewards.base import RewardSource, Samples, shown
 from rlhf_cli.run.artifacts import model_directory
 
@@ -72,6 +72,10 @@ class RewardModel(RewardSource):
     """Prompts come from a client's template: special tokens in them stay special without `template`."""
     num_cut: int = 0
     """Texts cut so far because they were longer than the model accepts or was trained on."""
+
+    @property
+    def shares_passes(self) -> bool:
+        return is_sharded(self.model)
 
     def report(self) -> str:
         """One line about cut texts and failed scores, or ""."""

@@ -14,7 +14,7 @@ from rlhf_cli.errors import RewardError
 from rlhf_cli.ppo import scores
 from rlhf_cli.ppo.scores import or_failure
 from rlhf_cli.processes import distributed, microbatches
-from rlhf_cli.rewards import models, sources
+from rlhf_cli.rewards import base, models
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.models import RewardModel
 from support.compare import same_runs, same_weights
@@ -213,7 +213,7 @@ def test_processes_fail_together_if_the_first_of_two_sharded_reward_models_fails
         assert world().gather(id(model)) == [id(model)] * 2, "all processes make the passes of the same model"
         return torch.zeros(len(sequences)), None
 
-    monkeypatch.setattr(sources, "is_sharded", lambda _: True)
+    monkeypatch.setattr(models, "is_sharded", lambda _: True)
     monkeypatch.setattr(models, "scores_and_features", passes)
     settings: Any = {
         "tokenizer": SimpleNamespace(eos_token=None),
@@ -229,7 +229,7 @@ def test_processes_fail_together_if_the_first_of_two_sharded_reward_models_fails
         distributed.at_step("ppo step 7")
         with pytest.raises(RewardError, match=r"^ppo step 7, process 1 of 2: its chat template failed$"):
             or_failure(
-                this, lambda: or_failure(this, lambda: sources.total_score(rewards, Samples([], ["a"], [], [], [], [])))
+                this, lambda: or_failure(this, lambda: base.total_score(rewards, Samples([], ["a"], [], [], [], [])))
             )
         return True
 

@@ -21,8 +21,9 @@ from rlhf_cli.config.rewards import Reward, named_rewards
 from rlhf_cli.errors import ConfigError, DataError, RewardError
 from rlhf_cli.processes.signals import StopRequests, stop_requested
 from rlhf_cli.rewards import endpoint, http_client
+from rlhf_cli.rewards.base import total_score
 from rlhf_cli.rewards.http_client import JSONClient
-from rlhf_cli.rewards.sources import check_rows, load_rewards, total_score
+from rlhf_cli.rewards.sources import check_rows, load_rewards
 from rlhf_cli.run.checkpoint_files import last_step
 from support.rewards import CPU, asks, batch, lengths, source_of
 

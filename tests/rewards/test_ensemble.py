@@ -16,7 +16,8 @@ from rlhf_cli.errors import ArtifactError
 from rlhf_cli.plan.memory import Setting
 from rlhf_cli.plan.origins import ModelOrigins
 from rlhf_cli.plan.stages import models_of
-from rlhf_cli.rewards.sources import load_rewards, total_score
+from rlhf_cli.rewards.base import total_score
+from rlhf_cli.rewards.sources import load_rewards
 from support.compare import same_runs
 from support.rewards import batch
 from support.runs import run_forked

@@ -17,8 +17,8 @@ import torch
 from rlhf_cli.errors import ConfigError, RewardError
 from rlhf_cli.processes.signals import StopRequests, discard_output_of_closed
 from rlhf_cli.rewards import guard
+from rlhf_cli.rewards.base import total_score
 from rlhf_cli.rewards.functions import load_function
-from rlhf_cli.rewards.sources import total_score
 from support.rewards import batch, source_of
 
 IMPORTS = "import os, random, signal, sys\nimport numpy, torch\n"

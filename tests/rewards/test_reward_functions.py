@@ -7,9 +7,8 @@ import re
 import pytest
 
 from rlhf_cli.errors import ConfigError, RewardError
-from rlhf_cli.rewards.base import Samples
+from rlhf_cli.rewards.base import Samples, total_score
 from rlhf_cli.rewards.functions import call, named_numbers
-from rlhf_cli.rewards.sources import total_score
 from support.rewards import batch, source_of
 
 # ----------------------------------------------------------------------------------------- functions

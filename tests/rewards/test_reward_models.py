@@ -15,9 +15,8 @@ from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError, RewardError
 from rlhf_cli.models.load import load_reward_model, load_tokenizer
 from rlhf_cli.rewards import models
-from rlhf_cli.rewards.base import Samples
+from rlhf_cli.rewards.base import Samples, total_score
 from rlhf_cli.rewards.models import encode_whole, load_reward_source, score_sequences
-from rlhf_cli.rewards.sources import total_score
 from support.rewards import CHAT, CPU, batch
 from support.tiny import encoder, read_jsonl
 

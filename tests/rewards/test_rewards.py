@@ -17,7 +17,8 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import Reward, reward_names
 from rlhf_cli.errors import ConfigError, DataError, RewardError
 from rlhf_cli.rewards import rules
-from rlhf_cli.rewards.sources import check_rows, total_score
+from rlhf_cli.rewards.base import total_score
+from rlhf_cli.rewards.sources import check_rows
 from support.paths import ROOT, TESTS
 from support.rewards import batch, lengths, scores_of, source_of
 from support.tiny import encoder, read_jsonl, sentence, write_jsonl

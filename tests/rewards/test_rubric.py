@@ -11,8 +11,8 @@ from pydantic import TypeAdapter, ValidationError
 from rlhf_cli.config.rewards import Reward
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError, Interrupted, RewardError
+from rlhf_cli.rewards.base import total_score
 from rlhf_cli.rewards.rubric import grades_in
-from rlhf_cli.rewards.sources import total_score
 from support.compare import same_runs
 from support.crash import outcome
 from support.resume import same, stopping_after

@@ -23,9 +23,9 @@ from transformers import (
 from rlhf_cli.config.rewards import Reward, named_rewards
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.errors import ArtifactError, ConfigError, RewardError
-from rlhf_cli.rewards.base import Samples
+from rlhf_cli.rewards.base import Samples, total_score
 from rlhf_cli.rewards.process_reward import split_steps, step_scores, token_ends
-from rlhf_cli.rewards.sources import load_rewards, total_score
+from rlhf_cli.rewards.sources import load_rewards
 from support.tiny import CPU, character_tokenizer, random_ids, read_jsonl
 
 LETTERS = ["<e>", *"abcdefgh.;? QA:\n"]

@@ -17,8 +17,9 @@ from rlhf_cli.cli import app
 from rlhf_cli.config.rewards import ModelReward, named_rewards
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, new_reward_model
+from rlhf_cli.rewards.base import total_score
 from rlhf_cli.rewards.models import length_curve
-from rlhf_cli.rewards.sources import load_rewards, total_score
+from rlhf_cli.rewards.sources import load_rewards
 from support.compare import same_figures, same_weights
 from support.rewards import batch
 from support.tiny import BAD, CPU, GOOD, WORDS, read_jsonl, write_jsonl

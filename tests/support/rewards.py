@@ -6,8 +6,8 @@ import torch
 from pydantic import TypeAdapter
 
 from rlhf_cli.config.rewards import Reward, named_rewards
-from rlhf_cli.rewards.base import Samples
-from rlhf_cli.rewards.sources import load_rewards, total_score
+from rlhf_cli.rewards.base import Samples, total_score
+from rlhf_cli.rewards.sources import load_rewards
 from support.tiny import merged
 
 CPU = torch.device("cpu")
