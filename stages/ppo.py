@@ -100,7 +100,6 @@ from rlhf_cli.ppo.update import (
     adapt_kl_coefs,
     backward_ptx,
     clip_gradients,
-    microbatch,
     minibatches,
     rows_of_process,
     select,
@@ -427,7 +426,7 @@ def _backward(
 
     def of_policy(rows: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of the policy, with that of a value head on it."""
-        mb = microbatch(minibatch, rows)
+        mb = select(minibatch, rows)
         with torch.set_grad_enabled(learns_policy or value_model is None):
             new = score_tokens(
                 setup.models,
@@ -453,7 +452,7 @@ def _backward(
 
     def of_value_model(rows: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
         assert value_model is not None
-        mb = microbatch(minibatch, rows)
+        mb = select(minibatch, rows)
         values = response_values(value_model, mb.prompts, mb.responses, config.precision)
         return _value_term(mb, values, ppo, weighting_of(mb, values))
 

@@ -63,19 +63,15 @@ class UpdateBatch:
 TENSORS = ("response_mask", "logprobs", "sampled_logprobs", "ref_logprobs", "values", "advantages", "returns")
 
 
-def select(batch: UpdateBatch, rows: Sequence[int], width: int | None = None) -> UpdateBatch:
-    """Some rows of a batch, in the given order; of `width` tokens, or with the same padding."""
+def select(batch: UpdateBatch, rows: Sequence[int]) -> UpdateBatch:
+    """Some rows of a batch, in the given order, padded to the longest of them."""
+    width = max((len(batch.responses[i].ids) for i in rows), default=0)
     chosen = send(torch.tensor(rows, dtype=torch.int64), batch.response_mask.device)
     return UpdateBatch(
         prompts=[batch.prompts[i] for i in rows],
         responses=[batch.responses[i] for i in rows],
         **{name: getattr(batch, name)[chosen, :width] for name in TENSORS},
     )
-
-
-def microbatch(batch: UpdateBatch, rows: Sequence[int]) -> UpdateBatch:
-    """Some rows of a batch, padded to the longest of them."""
-    return select(batch, rows, max((len(batch.responses[i].ids) for i in rows), default=0))
 
 
 def merge(parts: Sequence[UpdateBatch]) -> UpdateBatch:

@@ -20,7 +20,7 @@ from rlhf_cli.models.cost import work_of
 from rlhf_cli.models.forward import shares_prefixes
 from rlhf_cli.models.load import prepare
 from rlhf_cli.packing import pack
-from rlhf_cli.ppo.update import UpdateBatch, rows_of_process
+from rlhf_cli.ppo.update import UpdateBatch, rows_of_process, select
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import cut_responses, shared_prompts
@@ -103,6 +103,16 @@ def test_processes_get_equal_rows_and_about_equal_tokens(seed, num_processes):
     tokens = [sum(lengths[row] for row in hand) for hand in hands]
     assert max(tokens) - min(tokens) <= max(lengths, default=0)
     assert deal(lengths, num_processes) == hands
+
+
+def test_chosen_rows_are_as_wide_as_the_longest_of_them():
+    """As wide as the log-probabilities of another pass over them, which a resumed update computes."""
+    responses = [Response([7] * length, [], True) for length in (5, 2, 3)]
+    batch = UpdateBatch([PromptRow("", [1], None)] * 3, responses, *torch.arange(15).view(3, 5).expand(7, 3, 5))
+    chosen = select(batch, [2, 1])
+    assert chosen.logprobs.tolist() == [[10, 11, 12], [5, 6, 7]]
+    assert chosen.lengths == [3, 2]
+    assert select(batch, []).logprobs.shape == (0, 0)
 
 
 @pytest.mark.parametrize("num_processes", [2, 4, 8])
