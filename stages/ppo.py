@@ -146,7 +146,7 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
         stage.display.end()
 
         save_models(setup)  # before anything else can fail
-        stage.display.note(*(source.report() for source in setup.rewards))  # scores that failed
+        stage.display.notes(*(source.report() for source in setup.rewards))  # scores that failed
         stage.publish(state.held_out.compare())
 
 

@@ -328,7 +328,7 @@ def _model(config: RMConfig, stage: StageRun) -> PreTrainedModel:
     model, _, _ = _backbone(config, deferred=shards(config) or defers_base(lora, config, device))
     prepare_base(model, lora, "model.lora", config, device)
     lines = [prepare(model, device), add_adapters(model, lora, base_of(config), "model.lora", config)]
-    stage.display.note(*lines, shard_for(config, model, device))
+    stage.display.notes(*lines, shard_for(config, model, device))
     return model
 
 
@@ -338,7 +338,7 @@ def _rows(config: RMConfig, display: Display) -> TokenRows:
     The backbone tells how it reads a text. Its weights are not in memory when this returns.
     """
     model, tokenizer, lines = _backbone(config, deferred=True)
-    display.note(*lines)
+    display.notes(*lines)
     spec = rm_rows(config)
     encoder = answer_encoder(tokenizer, spec, reads_last_token=reads_last_token(model))
     longest = longest_input(model, tokenizer)

@@ -82,7 +82,7 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         lines.append(prepare(model, world.device))
         lines.append(add_adapters(model, config.model.lora, base_of(config), "model.lora", config))
         lines.append(shard_for(config, model, world.device))
-        display.note(*lines)
+        display.notes(*lines)
         check_positions(model, config.data.max_length, "data.max_length")
 
         # 2. Rows to tokens.

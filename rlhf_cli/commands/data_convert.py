@@ -81,7 +81,7 @@ def data_convert(
         if not number:
             reasons = "; ".join(report.skipped.get("train", {})) or "none has what the stage needs"
             raise DataError(f"{part.rows.train[0].path}: no row is left to write: {reasons}")
-    display.note(*report.lines())
+    display.notes(*report.lines())
     display.note(f"{out}: {number:,} rows")
     if lost:
         more = ", ..." if len(lost) > 20 else ""

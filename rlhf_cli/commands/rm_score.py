@@ -76,7 +76,7 @@ def rm_score(
         refuse_own_output(source, out)
     display = Display("score", quiet=quiet, console=Console(soft_wrap=True, stderr=out is None))
     model, template, notes = _load(options)
-    display.note(*notes)
+    display.notes(*notes)
     summary = _Summary()
     with new_file(out) if out is not None else contextlib.nullcontext(sys.stdout.buffer) as file:
         for chunk in batched(islice(items(source, "sft", reading.on_bad_row, require_answer), num), CHUNK):
@@ -103,7 +103,7 @@ def _score_typed(options: RewardModelOptions, *, quiet: bool) -> None:
     display = Display("score", quiet=quiet, console=Console(soft_wrap=True, stderr=True))
     model, template, notes = _load(options)
     is_terminal = sys.stdin.isatty()
-    display.note(*notes, "a line is an answer, or a prompt, a tab and an answer" if is_terminal else None)
+    display.notes(*notes, "a line is an answer, or a prompt, a tab and an answer" if is_terminal else None)
     for number, line in enumerate(sys.stdin, 1):
         prompt, _, answer = line.rstrip("\r\n").rpartition("\t")
         if not answer.strip():

@@ -69,7 +69,7 @@ def compare(roots: Sequence[Path], *, seed: int = 0) -> None:
                 "have different random numbers. Evaluate both with the same --seed"
             )
     display = Display("compare", quiet=False)
-    display.note(*legend)
+    display.notes(*legend)
     keys = [key for key in SHOWN if all(key in row["ppo"] for run in runs for row in run.replies)]
     if len({meaning_of(run.manifests.get("ppo"), "score") for run in runs}) > 1:
         keys.remove("score")

@@ -186,7 +186,7 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     model_notes = _prepare(models, config, world.device, base, value)
     sampler, shard_notes = shard_models(models, config, world.device)
     models = replace(models, sampler=sampler.model if sampler is not None else None)
-    stage.display.note(*reward_notes, value.note, *model_notes, *shard_notes, kl_note(config))
+    stage.display.notes(*reward_notes, value.note, *model_notes, *shard_notes, kl_note(config))
 
     train, held_out = _load_prompts(config, policy, tokenizer, stage)
     sides: tuple[Sequence[PromptRow], ...] = (train, held_out.validation, held_out.test)
@@ -197,7 +197,7 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     stage.speed.peak_flops = peak_flops(world.device, config.precision)
     trained = [model for model in (policy, value.model) if model is not None]  # after the budget of plain passes
     lines, compile_s = set_up_passes(trained, config, world.device)
-    stage.display.note(*lines)
+    stage.display.notes(*lines)
     policy_stepper, value_stepper = _steppers(models, config, stage)
     steppers = [stepper for stepper in (policy_stepper, value_stepper) if stepper is not None]
     models = replace(models, offload=_offload(config, models, rewards, steppers, stage))
@@ -234,7 +234,7 @@ def _load_prompts(
     stage.display.about_rows(rows.lines, rows.warnings)
     held_out = held_out_rows(rows, config.data, config.evaluation.num_prompts, config.seed)
     choice = "evaluation.best_metric" if config.evaluation.best_metric is not None else None
-    stage.display.note(*held_out.notes("evaluation.num_prompts", choice))
+    stage.display.notes(*held_out.notes("evaluation.num_prompts", choice))
     return rows.train, held_out
 
 
@@ -335,7 +335,7 @@ def _check_lengths(
         if model is not None:
             check_positions(model, longest, "rollout.max_new_tokens")
     with autocast(stage.world.device, config.precision):
-        stage.display.note(*decoder_notes(models.sampler or models.policy, longest, config.rollout.decoder))
+        stage.display.notes(*decoder_notes(models.sampler or models.policy, longest, config.rollout.decoder))
 
 
 def _budget(config: PPOConfig, stage: StageRun, models: Models, rewards: Sequence[RewardSource]) -> Budget:
@@ -397,7 +397,7 @@ def _steppers(models: Models, config: PPOConfig, stage: StageRun) -> tuple[Stepp
         models.policy, config.optimizer, policy_steps, seed=config.seed, scale=stage.loss_scale
     )
     value = models.value_model if models.value_model is not None else models.value_head
-    stage.display.note(*float32_moments(config.optimizer, models.policy, value))
+    stage.display.notes(*float32_moments(config.optimizer, models.policy, value))
     if value is None:
         return policy_stepper, None
     rate = config.value_model.learning_rate

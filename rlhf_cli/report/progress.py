@@ -203,15 +203,19 @@ class Display:
             self._live.stop()
             self._live = None
 
-    def note(self, *lines: str | None) -> None:
+    def note(self, text: str) -> None:
+        """Print a line of information."""
+        if not self.quiet:
+            self._print(f"{self.stage}: {text}")
+
+    def notes(self, *lines: str | None) -> None:
         """Print lines of information, each once; None and an empty line print nothing."""
         for line in filter(None, dict.fromkeys(lines)):
-            if not self.quiet:
-                self._print(f"{self.stage}: {line}")
+            self.note(line)
 
     def about_rows(self, lines: Sequence[str], warnings: Sequence[str]) -> None:
         """Print the notes about the rows of the data, then the warnings."""
-        self.note(*lines)
+        self.notes(*lines)
         for line in warnings:
             self.warn(line)
 

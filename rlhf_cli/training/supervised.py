@@ -87,7 +87,7 @@ class Loop(Generic[T]):
         stage.speed.peak_flops = passes.peak_flops
         plan, moments = self._plan(num_rows, mean_length), float32_moments(config.optimizer, model)
         choice = "evaluation.keep_best" if best.metric is not None else None
-        stage.display.note(plan, *passes.lines, *moments, *held_out.notes("evaluation.max_rows", choice))
+        stage.display.notes(plan, *passes.lines, *moments, *held_out.notes("evaluation.max_rows", choice))
         for warning in warnings(config, self.num_steps, num_rows):
             stage.display.warn(warning)
 

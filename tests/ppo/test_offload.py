@@ -12,6 +12,7 @@ import torch
 
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.errors import ConfigError, Interrupted
+from rlhf_cli.files import OF_THE_MACHINE
 from rlhf_cli.models.load import load_policy
 from rlhf_cli.ppo import setup as ppo_setup
 from rlhf_cli.report.progress import Display
@@ -19,7 +20,6 @@ from rlhf_cli.rollout.offload import Offload
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.training.optimizer import build_stepper
 from support.gpu import DEVICES
-from support.paths import OF_THE_MACHINE
 from support.resume import stopping_after
 from support.tiny import CPU, read_jsonl
 
@@ -165,7 +165,7 @@ def test_offload_without_a_gpu_is_refused_or_said(run_stage, start, base, tmp_pa
     with pytest.raises(ConfigError, match="offload does nothing with device: cpu"):
         run_stage("ppo", tmp_path, **base, device="cpu", offload=BOTH)
     notes = []
-    monkeypatch.setattr(Display, "note", lambda _, *lines: notes.extend(filter(None, lines)))
+    monkeypatch.setattr(Display, "note", lambda _, text: notes.append(text))
     with start(offload=["frozen"]) as loaded:
         assert loaded.models.offload is None
     assert "offload: does nothing on this cpu, whose memory holds everything" in notes

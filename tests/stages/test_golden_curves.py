@@ -13,7 +13,8 @@ import os
 
 import pytest
 
-from support.paths import OF_THE_MACHINE, TESTS
+from rlhf_cli.files import OF_THE_MACHINE
+from support.paths import TESTS
 from support.tiny import read_jsonl
 
 CURVES = TESTS / "golden" / "curves"

@@ -92,7 +92,7 @@ def test_a_run_says_at_its_start_which_moments_are_float32(stage, run_stage, mak
     pytest.importorskip("bitsandbytes")
     monkeypatch.setattr("rlhf_cli.training.optimizer.has_whole_blocks", lambda _: False)
     notes, name = [], "policy" if stage == "ppo" else "model"
-    monkeypatch.setattr(Display, "note", lambda _, *lines: notes.extend(filter(None, lines)))
+    monkeypatch.setattr(Display, "note", lambda _, line: notes.append(line))
     monkeypatch.setattr(Display, "begin", lambda *_: sys.exit("the steps begin"))
     rewards = {"rewards": [{"type": "function", "function": f"{tmp_path}/f.py:f"}]} if stage == "ppo" else {}
     (tmp_path / "f.py").write_text("def f(prompts, responses, rows): return [0.0] * len(rows)", encoding="utf-8")
