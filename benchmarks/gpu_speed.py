@@ -166,9 +166,8 @@ class Bench:
             )
 
         def ours() -> None:
-            # Both sides compute in bfloat16, which the paged decoder of a CPU does not.
             with torch.no_grad(), autocast(self.device, self.precision):
-                sample(model, prompts, table, Sampling(decoder="plain"))
+                sample(model, prompts, table, Sampling())
 
         measure(f"rollouts, batch {plan.rollout_rows}", ours)
         unpacked = self.inputs.model(LlamaForCausalLM, packed=False).to(torch.bfloat16)

@@ -352,7 +352,7 @@ def write(results: Path, out: Path) -> None:
         try:
             lines += make()
         except (KeyError, IndexError):
-            lines += [f"{'GPU: unmeasured' if title == 'GPU' else 'Not measured'}.", ""]
+            lines += [f"{'See [GPU.md](GPU.md)' if title == 'GPU' else 'Not measured'}.", ""]
     out.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 

@@ -212,9 +212,9 @@ checkpoint, 12 bytes for each trained weight: `checkpoints.every_minutes: null` 
 """
 ACCURACY = """## How close this is
 
-**The figures for GPUs are computed, not measured**, and so are those of models with more than 300 million parameters.
-Smaller ones were within 15 % of measured peaks on a CPU. There freed memory that the C library keeps can make them
-higher ([what helps](scale.md#the-plan-against-measured-peaks)).
+**The figures of models with more than 300 million parameters are computed, not measured.** Smaller ones were within
+15 % of measured peaks on a CPU, and on an [H100](speed.md#on-a-gpu) five runs of 25 million. On a CPU freed memory that
+the C library keeps can make them higher ([what helps](scale.md#the-plan-against-measured-peaks)).
 """
 
 if __name__ == "__main__":

@@ -383,10 +383,10 @@ class Rollout(Section):
     which is fastest."""
     decoder: DecoderName = "auto"
     """What computes the logits while sampling. `paged` is fast for Llama-like models and GPT-2 in float32 on a CPU.
-    `plain` runs the model's own forward, for any model. `auto` takes `paged` where it can and `plain` elsewhere.
-    A decoder that differs from the model's own forward is refused before the first rollout. `sharded` is for a policy
-    that is sharded and fits no process whole: all processes sample from the sharded policy in
-    step, each its own responses. The others sample from a whole copy of such a policy."""
+    `plain` runs the model's own forward, for any model. `auto` takes `paged` where it can, on a GPU CUDA graphs of the
+    same families, and `plain` elsewhere. A decoder that differs from the model's own forward is refused before the
+    first rollout. `sharded` is for a policy that is sharded and fits no process whole: all processes sample from the
+    sharded policy in step, each its own responses. The others sample from a whole copy of such a policy."""
 
     def rules(self) -> Iterator[str]:
         if self.min_new_tokens > self.max_new_tokens:

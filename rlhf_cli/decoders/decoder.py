@@ -118,8 +118,8 @@ OWN_FORWARD: tuple[DecoderName, ...] = ("plain", "sharded")
 def choose_decoder(model: PreTrainedModel, longest: int, name: DecoderName = "auto") -> Decoder:
     """The decoder for rows of at most `longest` tokens.
 
-    ``auto`` takes the paged decoder if it supports the model, and the plain one otherwise. Raises ConfigError if a
-    decoder that was asked for by name does not support the model.
+    ``auto`` takes the graphed decoder on a GPU and the paged one on a CPU if they support the model, and the plain one
+    otherwise. Raises ConfigError if a decoder that was asked for by name does not support the model.
     """
     try:
         return _decoder(model, longest, name)
@@ -152,7 +152,7 @@ def decoder_notes(model: PreTrainedModel, longest: int, name: DecoderName = "aut
 
 
 def _decoder(model: PreTrainedModel, longest: int, name: DecoderName) -> Decoder:
-    """The decoder of this name; `auto` tries the paged one. Raises UnsupportedError."""
+    """The decoder of this name; `auto` tries the fast one of the device. Raises UnsupportedError."""
     if is_sharded(model) and name not in OWN_FORWARD:
         raise UnsupportedError("its weights are sharded among the processes")
     if is_seq2seq(model):
@@ -163,6 +163,10 @@ def _decoder(model: PreTrainedModel, longest: int, name: DecoderName) -> Decoder
         require_own_logits(model)
         return Seq2SeqDecoder(model)
     match name:
+        case "auto" if device_of(model).type == "cuda":
+            from rlhf_cli.decoders.graphed import graphed_decoder
+
+            return graphed_decoder(model, longest)
         case "auto" | "paged":
             from rlhf_cli.decoders.paged import paged_decoder
 

@@ -1,4 +1,4 @@
-"""The layers of Llama-like models and GPT-2, as functions of tensors, for the paged decoder (paged.py)."""
+"""The layers of Llama-like models and GPT-2, as functions of tensors, for the decoders paged.py and graphed.py."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rlhf_cli.decoders.decoder import UnsupportedError
 from rlhf_cli.kernels.linear import FastConv1D, FastLinear, fixed_linear, fixed_weight
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+LINEAR = (nn.Linear, FastLinear, Conv1D, FastConv1D)
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that depend only on the position, not on the length of the text."""
 
@@ -97,6 +98,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     order that both have.
     """
     half = x.shape[-1] // 2
+    x = x.float() if x.dtype.itemsize == 2 else x  # torch has no complex numbers of two 16-bit ones
     rotated = torch.complex(x[..., :half], x[..., half:]).mul_(rotation)
     return torch.view_as_real(rotated).flatten(2)
 
@@ -130,7 +132,7 @@ class NetworkWeights(list[Tensor]):
 
     def linear(self, *modules: Any) -> Map:
         """Linear layers with the same input as one product, side by side."""
-        if not all(type(module) in (nn.Linear, FastLinear, Conv1D, FastConv1D) for module in modules):
+        if not all(type(module) in LINEAR for module in modules):
             self.are_all = False
             return modules[0] if len(modules) == 1 else lambda x: torch.cat([module(x) for module in modules], dim=-1)
         weights = [m.weight.t() if isinstance(m, Conv1D) else m.weight for m in modules]
@@ -179,8 +181,11 @@ class NetworkWeights(list[Tensor]):
         return module
 
 
-def read_network(model: PreTrainedModel, longest: int) -> Network:
-    """The network with the model's current weights, for rows of at most `longest` tokens. Raises UnsupportedError."""
+def read_network(model: PreTrainedModel, longest: int, weights: NetworkWeights) -> Network:
+    """The network with the model's current weights, for rows of at most `longest` tokens. Raises UnsupportedError.
+
+    `weights` is empty. Its methods make the functions of the network.
+    """
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         raise UnsupportedError("its modules have hooks")
     family = model.config.model_type
@@ -188,20 +193,19 @@ def read_network(model: PreTrainedModel, longest: int) -> Network:
         window = model.config.to_dict().get("sliding_window")
         if window is not None and longest > window:
             raise UnsupportedError(f"a text of {longest} tokens is longer than its sliding window of {window}")
-        return _read_llama(model, longest)
+        return _read_llama(model, longest, weights)
     if family == "gpt2":
-        return _read_gpt2(model)
+        return _read_gpt2(model, weights)
     raise UnsupportedError(f"no fast decoder supports the family {family}")
 
 
-def _read_llama(model: Any, longest: int) -> Network:
+def _read_llama(model: Any, longest: int, weights: NetworkWeights) -> Network:
     config, backbone = model.config, model.model
     rope = config.rope_parameters["rope_type"]
     if rope not in FIXED_ROPE:
         raise UnsupportedError(f"its rotary embedding ({rope}) changes with the length of the text")
     head_dim = backbone.layers[0].self_attn.head_dim
     device = next(model.parameters()).device
-    weights = NetworkWeights()
     embed = weights.embedding(backbone.embed_tokens)
     positions = torch.arange(longest, device=device)[None]
     cos, sin = (x[0, :, : head_dim // 2] for x in backbone.rotary_emb(torch.zeros(1, device=device), positions))
@@ -237,9 +241,8 @@ def _read_llama(model: Any, longest: int) -> Network:
     )
 
 
-def _read_gpt2(model: Any) -> Network:
+def _read_gpt2(model: Any, weights: NetworkWeights) -> Network:
     config, backbone = model.config, model.transformer
-    weights = NetworkWeights()
     token, position = weights.embedding(backbone.wte), weights.embedding(backbone.wpe)
 
     def layer(block: Any) -> Layer:

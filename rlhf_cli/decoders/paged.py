@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_cli.decoders.decoder import UnsupportedError, gap_to_forward, once_per_model, recorded
-from rlhf_cli.decoders.network import read_network
+from rlhf_cli.decoders.network import NetworkWeights, read_network
 from rlhf_cli.decoders.paged_cache import PAGE, PagedCache, Places, attend
 from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, held_precision, positions, vocabulary_rows
 from rlhf_cli.packing import pack
@@ -136,7 +136,7 @@ class PagedDecoder:
         if weight.device.type != "cpu" or weight.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
             raise UnsupportedError("the paged decoder needs float32 on a CPU")
         self._model = model
-        self.network = read_network(model, longest)
+        self.network = read_network(model, longest, NetworkWeights())
         self.cache = self._new_cache()
         self._recorded: Callable[..., Tensor] | None = None
 

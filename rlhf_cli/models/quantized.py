@@ -11,6 +11,7 @@ with 8-bit weights, which takes half the time of one in float32.
 
 from __future__ import annotations
 
+import functools
 import logging
 from functools import partial
 from typing import Any
@@ -98,7 +99,7 @@ def _quantized(layer: nn.Linear, quantization: Quantization, library: Any, key: 
     """A layer that computes with the rounded weight."""
     read_deferred(layer)
     # Under autocast the product is in bfloat16 all the same.
-    quantized = library.nn.Linear4bit(1, 1, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+    quantized = _autocast_linear()(1, 1, bias=False, compute_dtype=torch.float32, quant_type="nf4")
     quantized.in_features, quantized.out_features = layer.in_features, layer.out_features
     # On a CPU with AVX512-BF16 the forward pass would repack the weight in place outside of training. After that,
     # layers below get no gradient, and log-probabilities are off by 0.05.
@@ -122,6 +123,24 @@ def _quantized(layer: nn.Linear, quantization: Quantization, library: Any, key: 
             "another version"
         )
     return quantized.train(layer.training)
+
+
+@functools.cache
+def _autocast_linear() -> Any:
+    """bitsandbytes' layer, whose result under autocast has the format of autocast, like that of a plain layer.
+
+    bitsandbytes gives it in the format of its input. Behind a norm that is float32, and activations of twice the size.
+    """
+    from bitsandbytes import nn as layers
+
+    class Linear4bit(layers.Linear4bit):
+        def forward(self, x: Tensor) -> Tensor:
+            device = x.device.type
+            x = x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+            result: Tensor = super().forward(x)
+            return result
+
+    return Linear4bit
 
 
 def use_inference_kernel(model: nn.Module, device: torch.device) -> None:
@@ -180,7 +199,7 @@ def _bitsandbytes(key: str) -> Any:
 
 def quantized_layers(model: nn.Module) -> list[tuple[Any, str, Any]]:
     """(parent, name, layer) of every quantized layer."""
-    # The class is of bitsandbytes, which is imported only where it is needed.
+    # The class is that of `_autocast_linear`, and bitsandbytes is imported only where it is needed.
     return [place for place in places(model) if type(place[2]).__name__ == "Linear4bit"]
 
 

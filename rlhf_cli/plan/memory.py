@@ -316,7 +316,9 @@ class Held:
         """The weights that a decoder holds beside it: what it gathers of a sharded one, or its copy of some."""
         if self.among > 1:
             return self.copied_weights
-        if self.setting.device == "cpu" and not self.setting.half and self.lora is None:
+        if self.setting.device != "cpu":
+            return {"rollout copy": 2 * self._num_cast} if self._num_cast else {}
+        if not self.setting.half and self.lora is None:
             return {"rollout copy": self.shape.joined * 4}
         return {}
 
@@ -328,7 +330,11 @@ class Held:
         copies = batch.logits_copies * numbers * self.setting.number
         if batch.logits_copies > Batch.logits_copies:
             return copies
-        chunk = 4.0 * min(numbers, CHUNK, max(CACHED[0], CACHED[1] * self.shape.vocabulary))
+        if self.setting.device == "cpu":
+            chunk = 4.0 * min(numbers, CHUNK, max(CACHED[0], CACHED[1] * self.shape.vocabulary))
+        else:
+            # The product, and in 16 bits its copy in float32.
+            chunk = (4.0 if self.setting.number == 4 else 6.0) * min(numbers, CHUNK)
         return 3 * chunk if numbers > MOST_LOGITS else copies + chunk
 
     def _gathered(self, *, trains: bool) -> tuple[float, float]:
@@ -354,9 +360,17 @@ class Held:
             return {"gathered": sum(self._gathered(trains=False))}
         if self.lora is not None and self.lora.quantize is not None:
             return {"dequantized": 4.0 * shape.hidden * shape.widest}
-        if not setting.half or (setting.states == "bfloat16" and self.lora is None):
+        if not self._num_cast:
             return {}
-        in_float32 = float(shape.linear)
+        return {"16-bit copies": 2 * self._num_cast / (shape.layers if setting.checkpointing else 1)}
+
+    @property
+    def _num_cast(self) -> float:
+        """Numbers of the float32 weights that passes in 16 bits cast."""
+        setting, shape = self.setting, self.shape
+        is_quantized = self.lora is not None and self.lora.quantize is not None
+        if not setting.half or is_quantized or (setting.states == "bfloat16" and self.lora is None):
+            return 0.0
         if not self.is_trained or self.holds_half:
-            in_float32 -= shape.frozen_linear - self._num_merged
-        return {"16-bit copies": 2 * in_float32 / (shape.layers if setting.checkpointing else 1)}
+            return shape.linear - shape.frozen_linear + self._num_merged
+        return float(shape.linear)

@@ -28,7 +28,7 @@ from rlhf_cli.plan.activations import activation_bytes, fake_activation_bytes
 from rlhf_cli.tensor_ops import num_weights, weight_shape
 
 SIDE_BY_SIDE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-"""Layers whose weights the paged decoder copies, to compute them as one product."""
+"""Layers whose weights a fast decoder copies, to compute them as one product."""
 UNREAD = ("_name_or_path", "transformers_version", "dtype")
 """Keys of a config that do not change the model."""
 

@@ -282,6 +282,8 @@ def _sampling(config: Stage, models: list[Held], origins: ModelOrigins) -> list[
         num, most = config.ppo.rollout_batch_size, config.rollout.max_live_rows
         length = _longest_prompt(config, models) + config.rollout.max_new_tokens
         sampling = sampler.in_sampling(live_rows(num, most, setting.processes), length)
+        if policy.among > 1 and setting.half:
+            sampling.pop("rollout copy", None)  # the copy of a sharded policy is in 16 bits already (`_at_rest`)
         rollout = join(_at_rest(config, models, "rollout"), sampling)
         if copies and policy.among > 1:
             # Before the first rollout the copy is in float32, and compared with the policy. No optimizer exists yet.

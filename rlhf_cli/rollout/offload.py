@@ -52,10 +52,11 @@ class Offload:
         self._on_cpu: dict[int, Tensor] = {}
         """The CPU copies of the frozen weights, made once."""
         self._frozen_are_away = False
+        self._moments_are_away = False
 
     def sampling(self, policy: PreTrainedModel) -> None:
         """Before `policy` is sampled from: nothing else is needed on the device."""
-        self._move_optimizers(CPU)
+        self._move_moments(away=True)
         if any(policy is model for model in self.frozen):
             self.scoring()
         else:
@@ -75,9 +76,9 @@ class Offload:
             self.scoring()
         else:
             self._park_frozen()
-        self._move_optimizers(self.device)
+        self._move_moments(away=False)
         yield
-        self._move_optimizers(CPU)
+        self._move_moments(away=True)
 
     def _park_frozen(self) -> None:
         if not self._frozen_are_away:
@@ -87,13 +88,16 @@ class Offload:
                 weight.data = self._on_cpu[number]
             self._frozen_are_away = True
 
-    def _move_optimizers(self, device: torch.device) -> None:
+    def _move_moments(self, *, away: bool) -> None:
         """Move every state tensor that has as many numbers as its weight; others are small or counts."""
+        if away == self._moments_are_away:
+            return
         for optimizer in self.optimizers:
             for weight, state in optimizer.state.items():
                 for name, tensor in state.items():
                     if isinstance(tensor, Tensor) and local(tensor).shape == local(weight).shape:
-                        state[name] = like(tensor, _copied(local(tensor), device))
+                        state[name] = like(tensor, _copied(local(tensor), CPU if away else self.device))
+        self._moments_are_away = away
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:

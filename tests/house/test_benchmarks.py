@@ -118,7 +118,7 @@ def test_the_report_lists_slow_and_missing_measurements(load, tmp_path):
     text = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
     assert "| SFT a | 1 | real tokens/s | 11.33 | 17 | **1.50 (1.50-1.50)** |" in text
     assert "BELOW THE FLOOR" in text
-    assert "GPU: unmeasured." in text
+    assert "See [GPU.md](GPU.md)." in text
     assert "## Growth\n\nNot measured." in text
 
 

@@ -96,6 +96,16 @@ def test_quantized_weights_compute_what_the_dequantized_ones_do(pair, base, quan
         close(parameter.grad, by_name[name].grad, TOLERANCE[device])
 
 
+def test_a_layer_gives_what_autocast_gives(pair):
+    """bfloat16, as a plain layer does, and not the format of its input: activations would take twice the memory."""
+    model, _ = pair()
+    x, layers = torch.ones(2, 64), [layer for _, _, layer in quantized_layers(model)]
+    layer = next(layer for layer in layers if layer.in_features == 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+    assert layer(x).dtype == torch.float32
+
+
 def test_a_pass_without_gradients_does_not_repack_the_weights(pair):
     """On CPUs with AVX512-BF16 bitsandbytes would repack in place, silently."""
     model, plain = pair()

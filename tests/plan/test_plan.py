@@ -193,6 +193,17 @@ def test_the_copy_of_a_sharded_policy_is_in_float32_while_it_is_compared(shapes)
         assert ("keys and values" in parts) == (rows > 1)
 
 
+def test_a_gpu_holds_a_copy_of_float32_weights_in_16_bits_while_it_samples(shapes):
+    machine = ["--gpus", 1, "--gpu-memory", "640GB", "--set", f"sft:model.path={shapes / '8b'}"]
+
+    def copy(*more):
+        (phase,) = [p for p in plan("configs/hh", *machine, *more)[2]["phases"] if p["name"] == "rollout"]
+        return phase["parts"].get("rollout copy", 0)
+
+    assert copy() == pytest.approx(2 * 7.5e9, rel=0.01), "all but the embeddings"
+    assert copy("--set", "ppo:precision=float32") == copy("--set", "ppo:optimizer.precision=bfloat16") == 0
+
+
 def test_the_update_holds_the_moving_average_and_the_models_of_a_full_kl(shapes):
     machine = ["--gpus", 1, "--gpu-memory", "640GB", "--set", f"sft:model.path={shapes / '8b'}"]
     offload = ["--set", "ppo:offload=[optimizer, frozen]", "--set", "ppo:ppo.kl_in=loss"]

@@ -1,0 +1,265 @@
+"""The graphed decoder: fast sampling from Llama-like models and GPT-2 on a GPU.
+
+A step for one token per row is about a thousand small operations. Starting them one by one from Python takes ten times
+as long as computing them. So a step is captured once as a CUDA graph, which starts as a whole, and captured again when
+the number of rows changes.
+
+Keys and values lie in one tensor per layer, with room for the longest row. Attention reads all of it with a mask.
+Float32 weights are cast to the number format of the passes once per rollout: autocast would cast them in every step.
+
+The decoder is compared with the model's own forward at its first use (`graphed_decoder`). If they differ, or the step
+cannot be captured, and for any other family, sampling uses the model's own forward (plain.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from rlhf_cli.decoders.decoder import Decoder, UnsupportedError, gap_to_forward, once_per_model
+from rlhf_cli.decoders.network import LINEAR, Map, NetworkWeights, read_network
+from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, autocast, held_precision
+
+LEAVES_BELOW = 0.5
+"""Finished rows leave once at most this share of the rows is unfinished. A new graph takes as long as several steps."""
+FEWEST_ROWS = 32
+"""With at most this many rows a step takes as long as reading the weights, so finished rows stay."""
+READ_TOKENS = 16384
+"""Maximum tokens, padding included, per forward pass over prompts."""
+ALIGNED = 8
+"""Numbers of a row of the mask are a multiple of this, for torch's memory-efficient attention."""
+
+
+@torch.no_grad()
+def graphed_decoder(model: PreTrainedModel, longest: int) -> GraphedDecoder:
+    """A decoder for rows of at most `longest` tokens. Raises UnsupportedError with the reason."""
+    try:
+        if reason := _why_not(model):
+            raise UnsupportedError(reason)
+        return GraphedDecoder(model, longest)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedError(f"no CUDA graph of its steps ({type(error).__name__}: {error})") from error
+
+
+@once_per_model
+def _why_not(model: PreTrainedModel) -> str:
+    """Why the decoder cannot be used, "" if it can.
+
+    It is compared in float32, where the model's own rounding hides nothing, and then runs once as it will be used.
+    """
+    precision = held_precision(model) or "float32"
+    with autocast(_device(model), precision):
+        gap = gap_to_forward(model, lambda longest: GraphedDecoder(model, longest))
+    # "not <=" is also true of a NaN gap.
+    if not gap <= (TOLERANCE if precision == "float32" else BFLOAT16_TOLERANCE):
+        return f"the graphed decoder differs from a plain forward by {gap:.1e}"
+    gap = gap_to_forward(model, lambda longest: GraphedDecoder(model, longest))
+    return "" if math.isfinite(gap) else "the graphed decoder overflows"
+
+
+class GraphedDecoder:
+    """Next-token logits of live rows, a step as one CUDA graph. See `Decoder` for its methods.
+
+    On a CPU, for tests, a step runs operation by operation.
+    """
+
+    admits_beside_others = True
+
+    def __init__(self, model: PreTrainedModel, longest: int):
+        """`longest` is the maximum length of a row in tokens. Raises UnsupportedError."""
+        device = _device(model)
+        half = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        self.network = network = read_network(model, longest, _Weights(half))
+        self.dtype = half or next(model.parameters()).dtype
+        self.length = longest + -longest % ALIGNED
+        shape = 0, network.kv_heads, self.length, network.head_dim  # [N, kv_heads, length, D]
+        pools = [torch.zeros(2, *shape, dtype=self.dtype, device=device) for _ in network.layers]
+        self.keys, self.values = [pool[0] for pool in pools], [pool[1] for pool in pools]
+        self.positions = torch.zeros(0, dtype=torch.int64, device=device)  # of the next token of each row [N]
+        self._ids = self.positions.clone()
+        self._logits = torch.zeros(0, device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def admit(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Add a row for each prompt; return the logits [prompts, V]. Equal prompts are computed once."""
+        number = {prompt: row for row, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        distinct, device = list(number), self.positions.device
+        keys, values = ([p.new_zeros(len(distinct), *p.shape[1:]) for p in pool] for pool in (self.keys, self.values))
+        most, hidden = max(1, READ_TOKENS // max(map(len, distinct))), []
+        for first in range(0, len(distinct), most):
+            part = slice(first, first + most)
+            hidden.append(self._read(distinct[part], [p[part] for p in keys], [p[part] for p in values]))
+        rows = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=device)
+        self.keys = [torch.cat([old, new[rows]]) for old, new in zip(self.keys, keys, strict=True)]
+        self.values = [torch.cat([old, new[rows]]) for old, new in zip(self.values, values, strict=True)]
+        self.positions = torch.cat([self.positions, torch.tensor([len(p) for p in prompts], device=device)])
+        self._graph = None
+        return self.network.logits(torch.cat(hidden))[rows]
+
+    def _read(self, prompts: Sequence[Sequence[int]], keys: list[Tensor], values: list[Tensor]) -> Tensor:
+        """Hidden states at the last token of each prompt [n, hidden]; writes keys and values."""
+        count, width = len(prompts), max(map(len, prompts))
+        device = self.positions.device
+        # Padding is behind the prompt, where causal attention does not see it, and new tokens overwrite it.
+        ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], device=device)
+        positions = torch.arange(width, device=device).repeat(count)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            q, k, v = (x.to(self.dtype).unflatten(0, (count, width)).transpose(1, 2) for x in (query, key, value))
+            keys[layer][:, :, :width], values[layer][:, :, :width] = k, v
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
+            return output.transpose(1, 2).reshape(count * width, -1)
+
+        hidden = self.network.forward(ids.flatten(), positions, attend).unflatten(0, (count, width))
+        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
+        return hidden[torch.arange(count, device=device), last]
+
+    def step(self, ids: Tensor) -> Tensor:
+        """Append one token to each row, ids [B]; return the logits of the next tokens [B, V], valid until the next
+        step."""
+        if self._graph is None:
+            self._ids = ids.clone()
+            self._capture()
+        self._ids.copy_(ids)
+        if self._graph is None:
+            self._logits = self._next_logits()
+        else:
+            self._graph.replay()
+        self.positions += 1
+        return self._logits
+
+    def _capture(self) -> None:
+        """Capture the step for the present rows. It computes the same numbers as often as it runs."""
+        if self.positions.device.type != "cuda" or not len(self.positions):
+            return
+        here, beside = torch.cuda.current_stream(), _stream(self.positions.device)
+        beside.wait_stream(here)
+        graph, device = torch.cuda.CUDAGraph(), self.positions.device.type
+        dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        # Weights that autocast casts and keeps would not outlive the capture. cuDNN's attention would plan anew for
+        # each number of rows.
+        with (
+            torch.cuda.stream(beside),
+            torch.autocast(device, dtype, enabled=enabled, cache_enabled=False),
+            sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]),
+        ):
+            self._next_logits()  # libraries allocate what they need at the first call
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self._logits = self._next_logits()
+            finally:
+                graph.capture_end()
+        here.wait_stream(beside)
+        self._graph = graph
+
+    def _next_logits(self) -> Tensor:
+        """The logits [N, V] after `_ids` at `positions`; writes their keys and values."""
+        count, (kv_heads, length, size) = len(self.positions), self.keys[0].shape[1:]
+        device = self.positions.device
+        head = torch.arange(count * kv_heads, device=device)
+        slots = head * length + self.positions.repeat_interleave(kv_heads)
+        unseen_mask = torch.arange(length, device=device) > self.positions[:, None]
+        bias = torch.zeros(count, length, dtype=self.dtype, device=device).masked_fill_(unseen_mask, -torch.inf)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            keys, values = self.keys[layer], self.values[layer]
+            keys.view(-1, size).index_copy_(0, slots, key.to(self.dtype).flatten(0, 1))
+            values.view(-1, size).index_copy_(0, slots, value.to(self.dtype).flatten(0, 1))
+            # The queries that share a key head are as many queries of one head.
+            q = query.to(self.dtype).unflatten(1, (kv_heads, -1))  # [N, kv_heads, heads / kv_heads, D]
+            mask = bias[:, None, None].expand(-1, kv_heads, q.shape[2], -1)
+            return F.scaled_dot_product_attention(q, keys, values, mask, scale=scaling).flatten(1)
+
+        return self.network.logits(self.network.forward(self._ids, self.positions, attend))
+
+    def apart(self, rows: int) -> list[Decoder]:  # noqa: ARG002
+        return [self]
+
+    def leave(self, rows: int, unfinished: int) -> bool:
+        """Leaving costs a copy of keys and values and a new graph."""
+        return rows > FEWEST_ROWS and unfinished <= LEAVES_BELOW * rows
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep only these rows, in this order."""
+        self._graph = None
+        self.keys, self.values = [p[rows] for p in self.keys], [p[rows] for p in self.values]
+        self.positions = self.positions[rows]
+
+
+class _Weights(NetworkWeights):
+    """Linear layers in the number format of the passes, and torch's own norm. Only float32 weights are copied."""
+
+    def __init__(self, half: torch.dtype | None):
+        """half: the format to which autocast casts; None if it is off."""
+        super().__init__()
+        self.half = half
+
+    def linear(self, *modules: Any) -> Map:
+        """Linear layers with the same input: as one product if their weights are copied anyway."""
+        if len(modules) == 1:
+            return self._linear(modules[0])
+        weights = [_weight(module) for module in modules]
+        are_copied = self.half is not None and all(weight.dtype != self.half for weight in weights)
+        if are_copied and all(type(module) in LINEAR for module in modules):
+            biases = [w.new_zeros(len(w)) if m.bias is None else m.bias for m, w in zip(modules, weights, strict=True)]
+            bias = None if all(module.bias is None for module in modules) else self._cast(torch.cat(biases))
+            return _product(torch.cat([self._cast(weight) for weight in weights]), bias)
+        maps = [self._linear(module) for module in modules]
+        return lambda x: torch.cat([one(x) for one in maps], dim=-1)
+
+    def _linear(self, module: Any) -> Map:
+        """``x @ W.T + b``, with LoRA adapters ``+ (x @ A.T) @ (scaling * B).T``; any other layer is called as it is."""
+        base = getattr(module, "base_layer", module)
+        is_lora = base is not module and hasattr(module, "lora_variant") and not module.lora_variant
+        if type(base) not in LINEAR or not (base is module or is_lora):
+            self.are_all = False
+            return cast(Map, module)
+        product = _product(self._cast(_weight(base)), None if base.bias is None else self._cast(base.bias))
+        names = [] if base is module or module.disable_adapters or module.merged else module.active_adapters
+        adapters = [
+            (
+                _product(self._cast(module.lora_A[name].weight)),
+                _product(self._cast(module.lora_B[name].weight * module.scaling[name])),
+            )
+            for name in names
+            if name in module.lora_A
+        ]
+        return lambda x: sum((up(down(x)) for down, up in adapters), product(x))
+
+    def _cast(self, weight: Tensor) -> Tensor:
+        return weight.to(self.half or weight.dtype)
+
+    def rms_norm(self, module: Any) -> Map:
+        """torch's norm: one operation on a GPU."""
+        weight, eps = module.weight.float(), module.variance_epsilon
+        return lambda x: F.rms_norm(x.float(), weight.shape, weight, eps)
+
+
+def _weight(module: Any) -> Tensor:
+    """The weight [out, in] of a linear layer."""
+    weight: Tensor = getattr(module, "base_layer", module).weight
+    return weight.t() if isinstance(module, Conv1D) else weight
+
+
+def _product(weight: Tensor, bias: Tensor | None = None) -> Map:
+    return lambda x: F.linear(x.to(weight.dtype), weight, bias)
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures: cuBLAS keeps 32 MB for each stream that it has worked on."""
+    return torch.cuda.Stream(device)
+
+
+def _device(model: PreTrainedModel) -> torch.device:
+    return next(model.parameters()).device

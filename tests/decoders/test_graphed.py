@@ -1,0 +1,154 @@
+"""The graphed decoder against plain forward passes, token by token: step by step on a CPU, as CUDA graphs on a GPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf_cli.config.models import Lora
+from rlhf_cli.decoders.decoder import UnsupportedError, choose_decoder, decoder_notes, gap_to_forward
+from rlhf_cli.decoders.graphed import GraphedDecoder, graphed_decoder
+from rlhf_cli.decoders.plain import PlainDecoder
+from rlhf_cli.models.adapters import adapters_off, add_lora
+from rlhf_cli.models.forward import autocast
+from rlhf_cli.models.quantized import quantize
+from rlhf_cli.rollout.sampling import sample
+from support.compare import adapt
+from support.decoders import (
+    _LLAMA,
+    FAST,
+    PROMPTS,
+    SAMPLINGS,
+    UNIFORMS,
+    UNSUPPORTED,
+    VOCAB,
+    Seen,
+    check_against_plain,
+    made,
+    plain_logits,
+    plain_responses,
+    random_ids,
+    same,
+)
+from support.gpu import DEVICES, needs_gpu
+
+
+def on(device, name):
+    return copy.deepcopy(made(name)).to(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", FAST)
+@torch.no_grad()
+def test_the_logits_of_every_step_equal_a_plain_forward(name, device, monkeypatch):
+    """Rows of different lengths. Some leave, others change places, and others enter beside them."""
+    monkeypatch.setattr("rlhf_cli.decoders.graphed.READ_TOKENS", 200)
+    later, texts = random_ids(3, 66, 20, seed=8), [list(prompt) for prompt in PROMPTS]
+    decoder = GraphedDecoder(on(device, name), 157)
+    logits = decoder.admit(PROMPTS)
+    drawn, seen = torch.Generator().manual_seed(5), Seen()
+    for step in range(60):
+        seen.add(texts, logits.cpu())
+        if step in (3, 20, 21, 40):
+            stay = torch.tensor([i for i in range(len(texts)) if (i + step) % 3 != 0]).flip(0)
+            decoder.keep(stay.to(device))
+            texts = [texts[i] for i in stay]
+        ids = torch.randint(0, VOCAB, (len(texts),), generator=drawn)
+        for text, token in zip(texts, ids.tolist(), strict=True):
+            text.append(token)
+        logits = decoder.step(ids.to(device))
+        assert (decoder._graph is not None) == (device == "cuda")
+        if step in (5, 30):
+            logits = torch.cat([logits, decoder.admit(later)])
+            texts += [list(prompt) for prompt in later]
+    assert check_against_plain(seen, made(name)) > 300
+
+
+@torch.no_grad()
+def decoded(model, text, prompt_length):
+    """The logits after each token of a text from the last one of its prompt on: [n, V] float32 on the CPU."""
+    device = model.device
+    decoder = GraphedDecoder(model, len(text) + 1)
+    logits = [decoder.admit([text[:prompt_length]])]
+    for token in text[prompt_length:]:
+        logits.append(decoder.step(torch.tensor([token], device=device)).clone())
+    return torch.cat(logits).float().cpu()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("held", [False, True], ids=["autocast", "held"])
+@pytest.mark.parametrize("name", FAST)
+def test_in_bfloat16_it_is_as_close_to_float32_as_the_model(name, held, device):
+    """Under autocast, and with weights held in bfloat16."""
+    model, (text,) = on(device, name), random_ids(60, seed=3)
+    if held:
+        model = model.to(torch.bfloat16)
+    exact = plain_logits(made(name), text)[9:]
+    with torch.no_grad(), autocast(torch.device(device), "bfloat16"):
+        assert GraphedDecoder(model, 20).keys[0].dtype == torch.bfloat16
+        own = model(input_ids=torch.tensor([text], device=device)).logits[0, 9:].float().cpu()
+        ours = decoded(model, text, 10)
+    errors = [(logits - exact).pow(2).mean().sqrt() for logits in (ours, own)]
+    assert 0 < errors[0] < 1.2 * errors[1], errors
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@torch.no_grad()
+def test_adapters_are_added_to_the_weights(name, dora, device):
+    """Also none while they are switched off. DoRA changes the norm of the weights, so it is called as it is."""
+    pytest.importorskip("peft")
+    model, without = copy.deepcopy(made(name)), on(device, name)
+    add_lora(model, Lora(r=4, dora=dora), "policy.lora", seed=0)
+    adapt(model)
+    model = model.to(device)
+
+    def decoder(longest):
+        return GraphedDecoder(model, longest)
+
+    assert decoder(20).network.weights.are_all is not dora
+    assert gap_to_forward(model, decoder) < 1e-4
+    assert gap_to_forward(without, decoder) > 1e-2
+    with adapters_off(model):
+        assert gap_to_forward(without, decoder) < 1e-4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_layers_in_4_bits_are_called_as_they_are(device):
+    pytest.importorskip("bitsandbytes")
+    config = AutoConfig.for_model("llama", **{**_LLAMA, "hidden_size": 64, "intermediate_size": 128})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    quantize(model, "nf4", "model.lora")
+    model, (text,) = model.to(device), random_ids(30, seed=3)
+    with torch.no_grad(), autocast(torch.device(device), "bfloat16"):
+        own = model(input_ids=torch.tensor([text], device=device)).logits[0, 9:].float().cpu()
+        ours = decoded(model, text, 10)
+    assert (ours - own).norm() < 3e-2 * own.norm()
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_other_models_are_refused(name):
+    with pytest.raises(UnsupportedError, match=UNSUPPORTED[name][2]):
+        graphed_decoder(made(name), 20)
+
+
+def test_a_decoder_that_differs_is_refused(monkeypatch):
+    assert isinstance(graphed_decoder(on("cpu", "llama"), 21), GraphedDecoder)
+    monkeypatch.setattr(GraphedDecoder, "step", lambda _, ids: torch.zeros(len(ids), VOCAB))
+    with pytest.raises(UnsupportedError, match=r"the graphed decoder differs from a plain forward by \d"):
+        graphed_decoder(on("cpu", "llama"), 21)
+
+
+@needs_gpu
+def test_auto_takes_it_on_a_gpu_and_draws_the_tokens_of_a_cpu():
+    model, other = on("cuda", "qwen2"), on("cuda", "gpt_neox")
+    assert isinstance(choose_decoder(model, 50), GraphedDecoder)
+    assert isinstance(choose_decoder(other, 50), PlainDecoder)
+    assert decoder_notes(model, 50) == []
+    for kind in ("plain", "filters", "min_new_tokens"):
+        same(sample(model, PROMPTS, UNIFORMS, SAMPLINGS[kind]), plain_responses("qwen2", kind))
+        same(sample(model, PROMPTS, UNIFORMS, SAMPLINGS[kind], max_live_rows=4), plain_responses("qwen2", kind))
