@@ -129,8 +129,6 @@ def stored_tensors(folder: str | Path) -> list[tuple[str, list[int]]]:
 # ------------------------------------------------------------------------------------------- JSON Lines
 
 
-OF_THE_MACHINE = ("time/", "speed/", "memory/")
-"""Prefixes of metrics that describe the machine: they differ between two runs of the same computation."""
 LAST_BYTES = 1 << 16
 """Bytes at the end of a file in which its last row is looked for."""
 

@@ -12,7 +12,6 @@ import torch
 
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.errors import ConfigError, Interrupted
-from rlhf_cli.files import OF_THE_MACHINE
 from rlhf_cli.models.load import load_policy
 from rlhf_cli.ppo import setup as ppo_setup
 from rlhf_cli.report.progress import Display
@@ -20,6 +19,7 @@ from rlhf_cli.rollout.offload import Offload
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.training.optimizer import build_stepper
 from support.gpu import DEVICES
+from support.paths import OF_THE_MACHINE
 from support.resume import stopping_after
 from support.tiny import CPU, read_jsonl
 

@@ -25,7 +25,6 @@ from rlhf_cli.config.models import Lora
 from rlhf_cli.config.ppo import PPO, PPOConfig, PPOEvaluation, Ptx, Rollout, ValueModel
 from rlhf_cli.data.batches import stream
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.files import OF_THE_MACHINE
 from rlhf_cli.models.load import load_policy
 from rlhf_cli.ppo.scores import ScoreScale, ask_rewards, measure_reference_scores, texts_of
 from rlhf_cli.ppo.setup import kl_note, load_setup
@@ -45,7 +44,7 @@ from support.oracles import (
     slow_advantages,
     weighted_scores,
 )
-from support.paths import TESTS
+from support.paths import OF_THE_MACHINE, TESTS
 from support.setup import config_of, learning, reward_calls, weights_of
 from support.tiny import STOP, encoder, merged, read_jsonl, write_jsonl
 

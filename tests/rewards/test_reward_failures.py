@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rlhf_cli.errors import RewardError
-from rlhf_cli.files import OF_THE_MACHINE
 from rlhf_cli.run.checkpoint_files import last_step
+from support.paths import OF_THE_MACHINE
 from support.runs import ended_forked
 from support.tiny import read_jsonl
 

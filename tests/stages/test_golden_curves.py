@@ -13,8 +13,7 @@ import os
 
 import pytest
 
-from rlhf_cli.files import OF_THE_MACHINE
-from support.paths import TESTS
+from support.paths import OF_THE_MACHINE, TESTS
 from support.tiny import read_jsonl
 
 CURVES = TESTS / "golden" / "curves"

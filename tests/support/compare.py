@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from rlhf_cli.files import OF_THE_MACHINE
 from rlhf_cli.models.adapters import merge_in_place
+from support.paths import OF_THE_MACHINE
 from support.tiny import random_ids, read_jsonl
 
 TOLERANCE = 1e-5

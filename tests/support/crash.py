@@ -28,12 +28,12 @@ from typing import Any
 import torch
 
 from rlhf_cli import cli
-from rlhf_cli.files import OF_THE_MACHINE, JsonLines
+from rlhf_cli.files import JsonLines
 from rlhf_cli.models import save
 from rlhf_cli.run import checkpoint
 from rlhf_cli.run.artifacts import digest_file
 from stages import ppo, rm, sft
-from support.paths import ROOT, TESTS
+from support.paths import OF_THE_MACHINE, ROOT, TESTS
 
 IMPORTED = (ppo, rm, sft)
 """Modules that the fork server has for its children."""

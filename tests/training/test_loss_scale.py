@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rlhf_cli.errors import Interrupted, RunError
-from rlhf_cli.files import OF_THE_MACHINE
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.training.bad_steps import BadSteps, LossScale
 from support.gpu import DEVICES
+from support.paths import OF_THE_MACHINE
 from support.resume import stopping_after
 from support.tiny import CPU, read_jsonl
 
