@@ -44,7 +44,7 @@ from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.offload import Offload
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from rlhf_cli.run.checkpoint import CheckpointStore, Weights
-from rlhf_cli.training import adamw
+from rlhf_cli.training import optimizer as optimizers
 from rlhf_cli.training.bad_steps import LossScale
 from rlhf_cli.training.optimizer import build_stepper
 from stages import rm, sft
@@ -299,7 +299,7 @@ def check_rounding(world: World) -> None:
         patch.setattr(adamw, "CHUNK", 300)
         patch.setattr(adamw, "DRAWN", 256)
         for weight in (sharded, unsharded):
-            optimizer = adamw.RoundedAdamW([{"params": [weight]}], **settings)
+            optimizer = optimizers.RoundedAdamW([{"params": [weight]}], **settings)
             for gradient in given[1:]:
                 weight.grad = distribute_tensor(gradient, mesh, [Shard(0)]) if weight is sharded else gradient
                 optimizer.step()
@@ -329,7 +329,7 @@ def check_8bit(world: World) -> None:
     unsharded = torch.nn.Parameter(given[0].clone())
     learning = Optimizer(learning_rate=0.1, precision="8bit")
     for weight in (sharded, unsharded):
-        optimizer = adamw.new_adamw([{"params": [weight]}], learning, 0.1, seed=0)
+        optimizer = optimizers.new_adamw([{"params": [weight]}], learning, 0.1, seed=0)
         for gradient in given[1:]:
             weight.grad = distribute_tensor(gradient, mesh, [Shard(0)]) if weight is sharded else gradient.clone()
             optimizer.step()
