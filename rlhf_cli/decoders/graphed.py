@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_cli.decoders.decoder import Decoder, UnsupportedError, gap_to_forward, once_per_model
 from rlhf_cli.decoders.network import LINEAR, Map, NetworkWeights, read_network
 from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, autocast, held_precision
+from rlhf_cli.processes.sharding import device_of
 
 LEAVES_BELOW = 0.5
 """Finished rows leave once at most this share of the rows is unfinished. A new graph takes as long as several steps."""
@@ -57,7 +58,7 @@ def _why_not(model: PreTrainedModel) -> str:
     It is compared in float32, where the model's own rounding hides nothing, and then runs once as it will be used.
     """
     precision = held_precision(model) or "float32"
-    with autocast(_device(model), precision):
+    with autocast(device_of(model), precision):
         gap = gap_to_forward(model, lambda longest: GraphedDecoder(model, longest))
     # "not <=" is also true of a NaN gap.
     if not gap <= (TOLERANCE if precision == "float32" else BFLOAT16_TOLERANCE):
@@ -76,7 +77,7 @@ class GraphedDecoder:
 
     def __init__(self, model: PreTrainedModel, longest: int):
         """`longest` is the maximum length of a row in tokens. Raises UnsupportedError."""
-        device = _device(model)
+        device = device_of(model)
         half = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         self.network = network = read_network(model, longest, _Weights(half))
         self.dtype = half or next(model.parameters()).dtype
@@ -259,7 +260,3 @@ def _product(weight: Tensor, bias: Tensor | None = None) -> Map:
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """The stream of all captures: cuBLAS keeps 32 MB for each stream that it has worked on."""
     return torch.cuda.Stream(device)
-
-
-def _device(model: PreTrainedModel) -> torch.device:
-    return next(model.parameters()).device

@@ -296,8 +296,8 @@ def check_rounding(world: World) -> None:
     unsharded = torch.nn.Parameter(given[0].clone())
     settings: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "seed": 0}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adamw, "CHUNK", 300)
-        patch.setattr(adamw, "DRAWN", 256)
+        patch.setattr(optimizers, "CHUNK", 300)
+        patch.setattr(optimizers, "DRAWN", 256)
         for weight in (sharded, unsharded):
             optimizer = optimizers.RoundedAdamW([{"params": [weight]}], **settings)
             for gradient in given[1:]:
