@@ -11,7 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rlhf_cli.ppo.held_out import HeldOut
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from rlhf_cli.training.best import Best
 from support.oracles import chosen, distributions, plain_copy
 from support.setup import reward_calls
 from support.tiny import merged, read_jsonl, write_jsonl
@@ -133,3 +135,15 @@ def test_rewards_and_judges_get_the_row_of_each_prompt(run_stage, write_config, 
     num_prompts = len(read_jsonl(Path(changes["data"]["test"])))
     asked = (tmp_path / "rows.py.asked").read_text().split()
     assert asked == [str(num_prompts)] * 2, "once about the SFT model's replies, once about the policy's"
+
+
+@pytest.mark.parametrize(("lower", "stored"), [(False, 0.25), (True, -0.25)])
+def test_the_best_figure_in_a_checkpoint_is_higher_if_it_is_better(lower, stored):
+    """As every version stored it, so that their checkpoints load."""
+    held_out, resumed = object.__new__(HeldOut), object.__new__(HeldOut)
+    held_out.best, held_out.last_step = Best("kl", lower=lower), 4
+    held_out.best.is_better(3, {"kl": 0.25})
+    assert held_out.state() == {"best": {"step": 3, "value": stored}, "evaluated": 4}
+    resumed.best = Best("kl", lower=lower)
+    resumed.restore(held_out.state())
+    assert (resumed.best.step, resumed.best.value, resumed.last_step) == (3, 0.25, 4)
