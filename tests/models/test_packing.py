@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_cli.config.loader import load_config
+from rlhf_cli.config.models import Lora
 from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.batches import Budget
@@ -19,11 +21,14 @@ from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.kernels import attention
 from rlhf_cli.models import forward
+from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.forward import check_head, choose_attention, hidden_at, is_packed, logits_at, shares_prefixes
 from rlhf_cli.models.load import set_dropout_off
 from rlhf_cli.models.passes import recompute_layers
 from rlhf_cli.packing import FEWEST_EQUAL, PackedBatch, Segment, end_to_end, pack, response_positions
+from rlhf_cli.processes import threads
 from rlhf_cli.rewards.models import score_sequences, sequence_scores
+from rlhf_cli.rollout import rollout
 from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import Models, collect, response_logprobs, score_tokens
 from stages import rm as rm_stage
@@ -410,6 +415,30 @@ def test_the_full_kl_needs_no_extra_pass_for_ref_logprobs(pair):
     wanted = collect(rows, uniforms, Models(model, other), **choices)
     close(found.ref_logprobs, wanted.ref_logprobs)
     assert not torch.allclose(found.ref_logprobs, found.logprobs, atol=1e-2)
+
+
+def test_passes_that_switch_adapters_off_are_made_one_after_the_other(monkeypatch):
+    """Two threads would switch the adapters of one model off and on at the same time."""
+    pytest.importorskip("peft")
+    _, model = made("llama")
+    add_lora(model, Lora(r=2), "policy.lora", seed=0)
+    running, most, real = [], [], rollout.score_tokens
+
+    def slow(*arguments, **options):
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.1)
+        running.pop()
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(rollout, "score_tokens", slow)
+    monkeypatch.setattr(threads, "num_threads", lambda: 2)
+    choices = (ROWS, RESPONSES, DRAWN, "float32", Budget(10_000, 1))
+    rollout.padded_scores(Models(model, model), *choices)
+    assert max(most) == 2, "other passes are made at the same time"
+    most.clear()
+    rollout.padded_scores(Models(model, None), *choices, with_full_kl=True)
+    assert most == [1] * len(ROWS)
 
 
 def test_a_shared_backbone_gives_log_probabilities_and_values_in_one_pass():
