@@ -17,7 +17,7 @@ from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.batches import Budget, deal, in_order, token_chunks
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.models.cost import work_of
-from rlhf_cli.models.forward import shares_prefixes
+from rlhf_cli.models.forward import MAX_LOGITS, budget_of_logits, shares_prefixes
 from rlhf_cli.models.load import prepare
 from rlhf_cli.packing import pack
 from rlhf_cli.ppo.update import UpdateBatch, rows_of_process, select
@@ -103,6 +103,13 @@ def test_processes_get_equal_rows_and_about_equal_tokens(seed, num_processes):
     tokens = [sum(lengths[row] for row in hand) for hand in hands]
     assert max(tokens) - min(tokens) <= max(lengths, default=0)
     assert deal(lengths, num_processes) == hands
+
+
+def test_passes_that_hold_all_logits_hold_a_limited_number_of_them():
+    policy = llama()
+    vocabulary = policy.config.vocab_size
+    assert budget_of_logits(policy, Budget(1 << 40, rows=3)) == Budget(MAX_LOGITS // vocabulary, rows=3)
+    assert budget_of_logits(policy, Budget(5)) == Budget(5)
 
 
 def test_chosen_rows_are_as_wide_as_the_longest_of_them():

@@ -237,3 +237,8 @@ def test_an_exchange_is_wrapped_and_indented_on_a_terminal_and_one_line_each_in_
     assert (len(lines) > 3) is is_terminal
     assert all(line.startswith("    ") and (len(line) <= 40 or not is_terminal) for line in lines)
     assert " ".join(" ".join(lines).split()) == f"PPO> {reply.strip()}"
+
+
+def test_notes_are_printed_once_and_without_empty_ones(capsys):
+    Display("ppo", quiet=False).notes("held in bfloat16", None, "slow layers", "", "held in bfloat16")
+    assert capsys.readouterr().out == "ppo: held in bfloat16\nppo: slow layers\n"

@@ -9,6 +9,7 @@ import time
 from fractions import Fraction
 
 import pytest
+import torch
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
@@ -17,7 +18,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import Reward, reward_names
 from rlhf_cli.errors import ConfigError, DataError, RewardError
 from rlhf_cli.rewards import rules
-from rlhf_cli.rewards.base import total_score
+from rlhf_cli.rewards.base import RewardSource, total_score
 from rlhf_cli.rewards.sources import check_rows
 from support.paths import ROOT, TESTS
 from support.rewards import batch, lengths, scores_of, source_of
@@ -311,3 +312,23 @@ def test_every_example_of_the_documentation_is_a_config():
     for section in sections:
         for key in section.model_fields:
             assert re.search(rf"`[^`\n]*\b{key}\b[^`\n]*`", DOCS), key
+
+
+def test_a_source_whose_passes_all_processes_share_scores_before_one_that_may_fail():
+    """Otherwise a process with the failure would not make the passes that the others wait for."""
+    scored = []
+
+    class Fails(RewardSource):
+        def score(self, samples):  # noqa: ARG002
+            raise RewardError("no server")
+
+    class Shared(RewardSource):
+        shares_passes = True
+
+        def score(self, samples):
+            scored.append(samples.responses)
+            return torch.zeros(len(samples.responses))
+
+    with pytest.raises(RewardError, match=r"^no server$"):
+        total_score([Fails(name="server"), Shared(name="model")], batch(["x", "y"]))
+    assert scored == [["x", "y"]]
