@@ -1,8 +1,8 @@
 """The graphed decoder: fast sampling from Llama-like models and GPT-2 on a GPU.
 
 A step for one token per row is about a thousand small operations. Starting them one by one from Python takes ten times
-as long as computing them. So a step is captured once as a CUDA graph, which starts as a whole, and captured again when
-the number of rows changes.
+as long as computing them. So a step is captured as a CUDA graph, which starts as a whole, and captured again when rows
+enter or leave.
 
 Keys and values lie in one tensor per layer, with room for the longest row. Attention reads all of it with a mask.
 Float32 weights are cast to the number format of the passes once per rollout: autocast would cast them in every step.
@@ -13,6 +13,7 @@ cannot be captured, and for any other family, sampling uses the model's own forw
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Sequence
@@ -27,15 +28,18 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.decoders.decoder import Decoder, UnsupportedError, gap_to_forward, once_per_model
 from rlhf_cli.decoders.network import LINEAR, Map, NetworkWeights, read_network
+from rlhf_cli.models.cost import READ_TOKENS
 from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, autocast, held_precision
 from rlhf_cli.processes.sharding import device_of
+from rlhf_cli.processes.threads import is_out_of_memory
 
 LEAVES_BELOW = 0.5
 """Finished rows leave once at most this share of the rows is unfinished. A new graph takes as long as several steps."""
 FEWEST_ROWS = 32
-"""With at most this many rows a step takes as long as reading the weights, so finished rows stay."""
-READ_TOKENS = 16384
-"""Maximum tokens, padding included, per forward pass over prompts."""
+"""A step of at most this many rows takes as long as reading the weights: finished rows stay beside unfinished ones."""
+CAPTURE_BYTES = 1 << 29
+"""Memory of the GPU that a capture finds free, beside that of four times the logits. While it captures, torch does not
+give back the memory that it keeps for later, that of earlier graphs included, but raises OutOfMemoryError."""
 ALIGNED = 8
 """Numbers of a row of the mask are a multiple of this, for torch's memory-efficient attention."""
 
@@ -43,28 +47,31 @@ ALIGNED = 8
 @torch.no_grad()
 def graphed_decoder(model: PreTrainedModel, longest: int) -> GraphedDecoder:
     """A decoder for rows of at most `longest` tokens. Raises UnsupportedError with the reason."""
-    try:
-        if reason := _why_not(model):
-            raise UnsupportedError(reason)
-        return GraphedDecoder(model, longest)
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise UnsupportedError(f"no CUDA graph of its steps ({type(error).__name__}: {error})") from error
+    if reason := _why_not(model):
+        raise UnsupportedError(reason)
+    return GraphedDecoder(model, longest)
 
 
 @once_per_model
 def _why_not(model: PreTrainedModel) -> str:
     """Why the decoder cannot be used, "" if it can.
 
-    It is compared in float32, where the model's own rounding hides nothing, and then runs once as it will be used.
+    It is compared in float32, where the model's own rounding hides nothing. Then it runs once as it will be used, which
+    must give finite numbers.
     """
     precision = held_precision(model) or "float32"
-    with autocast(device_of(model), precision):
-        gap = gap_to_forward(model, lambda longest: GraphedDecoder(model, longest))
+    try:
+        with autocast(device_of(model), precision):
+            gap = gap_to_forward(model, lambda longest: GraphedDecoder(model, longest))
+        in_use = gap_to_forward(model, lambda longest: GraphedDecoder(model, longest))
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
+        return f"no CUDA graph of its steps ({type(error).__name__}: {error})"
     # "not <=" is also true of a NaN gap.
     if not gap <= (TOLERANCE if precision == "float32" else BFLOAT16_TOLERANCE):
         return f"the graphed decoder differs from a plain forward by {gap:.1e}"
-    gap = gap_to_forward(model, lambda longest: GraphedDecoder(model, longest))
-    return "" if math.isfinite(gap) else "the graphed decoder overflows"
+    return "" if math.isfinite(in_use) else "the graphed decoder overflows"
 
 
 class GraphedDecoder:
@@ -100,10 +107,11 @@ class GraphedDecoder:
             part = slice(first, first + most)
             hidden.append(self._read(distinct[part], [p[part] for p in keys], [p[part] for p in values]))
         rows = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=device)
-        self.keys = [torch.cat([old, new[rows]]) for old, new in zip(self.keys, keys, strict=True)]
-        self.values = [torch.cat([old, new[rows]]) for old, new in zip(self.values, values, strict=True)]
-        self.positions = torch.cat([self.positions, torch.tensor([len(p) for p in prompts], device=device)])
         self._graph = None
+        for pool, new in ((self.keys, keys), (self.values, values)):  # layer by layer: both are as large as the cache
+            for layer, old in enumerate(pool):
+                pool[layer] = torch.cat([old, new.pop(0)[rows]])
+        self.positions = torch.cat([self.positions, torch.tensor([len(p) for p in prompts], device=device)])
         return self.network.logits(torch.cat(hidden))[rows]
 
     def _read(self, prompts: Sequence[Sequence[int]], keys: list[Tensor], values: list[Tensor]) -> Tensor:
@@ -128,40 +136,49 @@ class GraphedDecoder:
     def step(self, ids: Tensor) -> Tensor:
         """Append one token to each row, ids [B]; return the logits of the next tokens [B, V], valid until the next
         step."""
-        if self._graph is None:
-            self._ids = ids.clone()
-            self._capture()
-        self._ids.copy_(ids)
-        if self._graph is None:
+        if self.positions.device.type != "cuda":
+            self._ids = ids
             self._logits = self._next_logits()
         else:
+            if self._graph is None:
+                self._ids = ids.clone()
+                self._graph = self._captured()
+            self._ids.copy_(ids)
             self._graph.replay()
         self.positions += 1
         return self._logits
 
-    def _capture(self) -> None:
-        """Capture the step for the present rows. It computes the same numbers as often as it runs."""
-        if self.positions.device.type != "cuda" or not len(self.positions):
-            return
-        here, beside = torch.cuda.current_stream(), _stream(self.positions.device)
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        """The step of the present rows as a graph. It computes the same numbers as often as it runs."""
+        device = self.positions.device
+        here, beside = torch.cuda.current_stream(device), _stream(device)
         beside.wait_stream(here)
-        graph, device = torch.cuda.CUDAGraph(), self.positions.device.type
-        dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        # Weights that autocast casts and keeps would not outlive the capture. cuDNN's attention would plan anew for
-        # each number of rows.
-        with (
-            torch.cuda.stream(beside),
-            torch.autocast(device, dtype, enabled=enabled, cache_enabled=False),
-            sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]),
-        ):
-            self._next_logits()  # libraries allocate what they need at the first call
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self._logits = self._next_logits()
-            finally:
+        graph = torch.cuda.CUDAGraph()
+        dtype, enabled = torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
+        try:
+            # Weights that autocast casts and keeps would not outlive the capture. cuDNN's attention would plan anew for
+            # each number of rows.
+            with (
+                torch.cuda.stream(beside),
+                torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=False),
+                sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]),
+            ):
+                first = self._next_logits()  # libraries allocate what they need at the first call
+                if torch.cuda.mem_get_info(device)[0] < CAPTURE_BYTES + 4 * first.nbytes:
+                    torch.cuda.empty_cache()
+                del first
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    self._logits = self._next_logits()
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):  # says only that the capture has failed
+                        graph.capture_end()
+                    raise
                 graph.capture_end()
-        here.wait_stream(beside)
-        self._graph = graph
+        finally:
+            # Also if it failed: others may get the memory that the first call still writes to.
+            here.wait_stream(beside)
+        return graph
 
     def _next_logits(self) -> Tensor:
         """The logits [N, V] after `_ids` at `positions`; writes their keys and values."""
@@ -188,17 +205,22 @@ class GraphedDecoder:
 
     def leave(self, rows: int, unfinished: int) -> bool:
         """Leaving costs a copy of keys and values and a new graph."""
-        return rows > FEWEST_ROWS and unfinished <= LEAVES_BELOW * rows
+        return unfinished == 0 or (rows > FEWEST_ROWS and unfinished <= LEAVES_BELOW * rows)
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, in this order."""
         self._graph = None
-        self.keys, self.values = [p[rows] for p in self.keys], [p[rows] for p in self.values]
+        for pool in (self.keys, self.values):
+            for layer, old in enumerate(pool):  # layer by layer: a copy of them all would be as large as the cache
+                pool[layer] = old[rows]
         self.positions = self.positions[rows]
 
 
 class _Weights(NetworkWeights):
-    """Linear layers in the number format of the passes, and torch's own norm. Only float32 weights are copied."""
+    """Linear layers in the number format of the passes, and torch's own norm. Only float32 weights are copied.
+
+    The functions hold their weights: a captured step is never run with others, so the list stays empty but for tables.
+    """
 
     def __init__(self, half: torch.dtype | None):
         """half: the format to which autocast casts; None if it is off."""
@@ -209,9 +231,8 @@ class _Weights(NetworkWeights):
         """Linear layers with the same input: as one product if their weights are copied anyway."""
         if len(modules) == 1:
             return self._linear(modules[0])
-        weights = [_weight(module) for module in modules]
-        are_copied = self.half is not None and all(weight.dtype != self.half for weight in weights)
-        if are_copied and all(type(module) in LINEAR for module in modules):
+        if all(type(module) in LINEAR and self.half not in (None, module.weight.dtype) for module in modules):
+            weights = [_weight(module) for module in modules]
             biases = [w.new_zeros(len(w)) if m.bias is None else m.bias for m, w in zip(modules, weights, strict=True)]
             bias = None if all(module.bias is None for module in modules) else self._cast(torch.cat(biases))
             return _product(torch.cat([self._cast(weight) for weight in weights]), bias)
@@ -222,8 +243,11 @@ class _Weights(NetworkWeights):
         """``x @ W.T + b``, with LoRA adapters ``+ (x @ A.T) @ (scaling * B).T``; any other layer is called as it is."""
         base = getattr(module, "base_layer", module)
         is_lora = base is not module and hasattr(module, "lora_variant") and not module.lora_variant
-        if type(base) not in LINEAR or not (base is module or is_lora):
-            self.are_all = False
+        if (
+            type(base) not in LINEAR
+            or not (base is module or is_lora)
+            or any(getattr(module, "lora_bias", {}).values())
+        ):
             return cast(Map, module)
         product = _product(self._cast(_weight(base)), None if base.bias is None else self._cast(base.bias))
         names = [] if base is module or module.disable_adapters or module.merged else module.active_adapters
@@ -248,7 +272,7 @@ class _Weights(NetworkWeights):
 
 def _weight(module: Any) -> Tensor:
     """The weight [out, in] of a linear layer."""
-    weight: Tensor = getattr(module, "base_layer", module).weight
+    weight: Tensor = module.weight
     return weight.t() if isinstance(module, Conv1D) else weight
 
 

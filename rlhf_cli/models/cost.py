@@ -27,6 +27,8 @@ docs/speed.md):
 
 With fewer tokens the fixed cost of each operation shows. With many more, the allocator returns large tensors to the
 system and requests them again. Where the times are equal, the smaller memory decides."""
+READ_TOKENS = 4096
+"""Maximum tokens of prompts, padding included, that a GPU reads in one pass before it samples."""
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 """Files in which Linux reports the memory limit of a container."""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_cli.config.models import Lora, Quantization
 from rlhf_cli.kernels.head import CACHED, CHUNK, MOST_LOGITS
+from rlhf_cli.models.cost import READ_TOKENS
 from rlhf_cli.processes.microbatches import BUCKET_BYTES
 from rlhf_cli.processes.sharding import LARGEST_FILE
 
@@ -305,10 +306,15 @@ class Held:
 
     def in_sampling(self, rows: int, length: int) -> dict[str, float]:
         """What sampling `rows` responses at the same time adds: keys and values, logits, and the decoder's weights."""
+        shape, number = self.shape, float(self.setting.number)
         parts = {
-            "keys and values": rows * length * self.shape.cache * float(self.setting.number),
-            "logits": 3.0 * rows * self.shape.vocabulary * 4,
+            "keys and values": rows * length * shape.cache * number,
+            "logits": 3.0 * rows * shape.vocabulary * 4,
         }
+        if self.setting.device != "cpu":
+            a_token = 3 * shape.widest * number + shape.hidden * (16 + 6 * number)
+            parts["prompts"] = min(READ_TOKENS, rows * length) * a_token
+            parts["logits"] += 2 * rows * shape.vocabulary * number  # of the first call and of the graph
         return parts | self.of_decoder
 
     @property
@@ -317,7 +323,10 @@ class Held:
         if self.among > 1:
             return self.copied_weights
         if self.setting.device != "cpu":
-            return {"rollout copy": 2 * self._num_cast} if self._num_cast else {}
+            is_quantized = self.lora is not None and self.lora.quantize is not None
+            casts_head = is_quantized and self.setting.half and self.stored != 2
+            copied = self._num_cast + casts_head * self.shape.vocabulary * self.shape.hidden
+            return {"rollout copy": 2 * copied} if copied else {}
         if not self.setting.half and self.lora is None:
             return {"rollout copy": self.shape.joined * 4}
         return {}

@@ -90,8 +90,8 @@ class Offload:
 
     def _move_moments(self, *, away: bool) -> None:
         """Move every state tensor that has as many numbers as its weight; others are small or counts."""
-        if away == self._moments_are_away:
-            return
+        if away == self._moments_are_away or not any(optimizer.state for optimizer in self.optimizers):
+            return  # before the first step there are none, and a run that is resumed reads them after it has sampled
         for optimizer in self.optimizers:
             for weight, state in optimizer.state.items():
                 for name, tensor in state.items():

@@ -183,8 +183,9 @@ def _decode(
         if on_tokens is not None:
             on_tokens(live.new_ids)
 
-        # 3. Finished rows leave once the decoder gains by it.
-        if live.num_over > 0 and (live.is_full or decoder.leave(live.count, live.count - live.num_over)):
+        # 3. Finished rows leave once the decoder gains by it, and if prompts wait once half are finished.
+        makes_room = num_started < len(prompts) and 2 * live.num_over >= live.count
+        if live.num_over > 0 and (live.is_full or makes_room or decoder.leave(live.count, live.count - live.num_over)):
             stay = live.unfinished()
             decoder.keep(stay)
             live.keep(stay)

@@ -15,7 +15,8 @@ from rlhf_cli.decoders.plain import PlainDecoder
 from rlhf_cli.models.adapters import adapters_off, add_lora
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.quantized import quantize
-from rlhf_cli.rollout.sampling import sample
+from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from support.compare import adapt
 from support.decoders import (
     _LLAMA,
@@ -110,7 +111,6 @@ def test_adapters_are_added_to_the_weights(name, dora, device):
     def decoder(longest):
         return GraphedDecoder(model, longest)
 
-    assert decoder(20).network.weights.are_all is not dora
     assert gap_to_forward(model, decoder) < 1e-4
     assert gap_to_forward(without, decoder) > 1e-2
     with adapters_off(model):
@@ -141,6 +141,52 @@ def test_a_decoder_that_differs_is_refused(monkeypatch):
     monkeypatch.setattr(GraphedDecoder, "step", lambda _, ids: torch.zeros(len(ids), VOCAB))
     with pytest.raises(UnsupportedError, match=r"the graphed decoder differs from a plain forward by \d"):
         graphed_decoder(on("cpu", "llama"), 21)
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """The number of rows of each step of the sampler, which decodes by it also on a CPU."""
+    counts = []
+
+    class Counting(GraphedDecoder):
+        def step(self, ids):
+            counts.append(len(ids))
+            return super().step(ids)
+
+    monkeypatch.setattr("rlhf_cli.rollout.sampling.choose_decoder", lambda model, longest, _: Counting(model, longest))
+    return counts
+
+
+OFTEN = Sampling(stop=frozenset(range(0, VOCAB, 9)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [1, 6, 40])
+def test_no_step_is_computed_after_the_last_row_has_ended(steps, rows, device):
+    """Its tokens would be shown as part of the reply (`Speaker.stream`)."""
+    tokens, uniforms = [], draw_uniforms(0, "x", 0, rows, 100)
+    responses = sample(on(device, "llama"), [[1, 2, 3]] * rows, uniforms, OFTEN, on_tokens=tokens.append)
+    assert all(response.ended for response in responses)
+    assert len(steps) == max(len(response.ids) for response in responses) - 1
+    assert len(tokens) == len(steps) + 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_waiting_prompts_enter_once_half_of_few_rows_have_ended(steps, device):
+    model = on(device, "llama")
+    responses = sample(model, [[1, 2, 3]] * 40, draw_uniforms(0, "x", 0, 40, 100), OFTEN, max_live_rows=8)
+    assert len(steps) < 2 * sum(len(response.ids) for response in responses) / 8
+    for kind in ("plain", "filters"):
+        same(sample(model, PROMPTS, UNIFORMS, SAMPLINGS[kind], max_live_rows=4), plain_responses("llama", kind))
+
+
+def test_memory_that_runs_out_is_no_reason_for_another_decoder(monkeypatch):
+    def fails(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(GraphedDecoder, "step", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        graphed_decoder(on("cpu", "llama"), 20)
 
 
 @needs_gpu

@@ -42,7 +42,7 @@ def test_the_memory_of_a_method_follows_from_its_models(page: ModuleType, small:
     assert gigabytes["SFT"] < gigabytes["GRPO"] < gigabytes["PPO"]
     assert gigabytes["SFT, LoRA"] < gigabytes["SFT"] - 12 * weights / 1e9, "adapters need no moments of frozen weights"
     # Reference, value and reward model have the policy's weights.
-    assert gigabytes["PPO, LoRA"] - gigabytes["SFT, LoRA"] < 0.5 * (gigabytes["PPO"] - gigabytes["SFT"])
+    assert gigabytes["PPO, LoRA"] - gigabytes["SFT, LoRA"] < 0.6 * (gigabytes["PPO"] - gigabytes["SFT"])
 
 
 def test_the_largest_model_is_the_last_that_fits(page: ModuleType) -> None:

@@ -89,6 +89,20 @@ def test_weights_and_moments_move_and_keep_their_bits(make_model):
     assert all(torch.equal(moment, old) for moment, old in zip(kept, moments, strict=True))
 
 
+def test_moments_that_a_resumed_run_reads_leave_the_device(make_model):
+    """It has sampled before, to measure SFT: there were none then."""
+    policy = load_policy(str(make_model("llama")))
+    optimizer = torch.optim.AdamW(policy.parameters())
+    offload = Offload(CPU, [], [optimizer], shared=[policy])
+    offload.sampling(policy)
+    for p in policy.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    read = [state["exp_avg"] for state in optimizer.state.values()]
+    offload.sampling(policy)
+    assert not set(addresses(read)) & set(addresses(state["exp_avg"] for state in optimizer.state.values()))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("precision", ["float32", "8bit", "bfloat16"])
 def test_steps_with_and_without_offload_give_the_same_bits(make_model, precision, device):
