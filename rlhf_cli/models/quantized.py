@@ -36,6 +36,8 @@ PART = 2**18
 """Weights that a CPU converts at a time. They stay in its cache."""
 FEW_ROWS = 8
 """Most rows for which torch's product with 8-bit weights is the faster one on a CPU."""
+KERNEL_BLOCK = 32
+"""Outputs must be a multiple of it for bitsandbytes' own product on a CPU with AVX512-BF16."""
 INT8_BLOCK = 64
 """Inputs must be a multiple of it for that product: torch 2.13 reads beyond the end of rows of 40 or 770."""
 
@@ -150,7 +152,8 @@ def use_inference_kernel(model: nn.Module, device: torch.device) -> None:
     float32 of one row. It repacks the weights at the first use, so they can no longer be merged.
     """
     for _, _, layer in quantized_layers(model):
-        if device.type == "cpu" and torch.cpu.get_capabilities().get("avx512_bf16"):
+        fits = layer.out_features % KERNEL_BLOCK == 0
+        if fits and device.type == "cpu" and torch.cpu.get_capabilities().get("avx512_bf16"):
             layer.support_avx512bf16_for_cpu, layer.compute_dtype = True, torch.bfloat16
 
 
