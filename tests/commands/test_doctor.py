@@ -154,6 +154,9 @@ def test_every_flipped_bit_and_every_missing_file_is_named(stage: Path) -> None:
         flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :] if content else b"x"
         for broken in (flipped, content + b"\0", *([content[:-1]] if content else [])):
             path.write_bytes(broken)
+            if name.endswith(".md"):  # a model card may be edited
+                assert words(module.finished(stage, "sft")) == ["ok", "ok"]
+                continue
             line = only(module.finished(stage, "sft"), "problem")
             assert line == f"{stage}: modified after they were written: {name}"
         path.unlink()
