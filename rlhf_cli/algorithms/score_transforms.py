@@ -98,7 +98,7 @@ def moments_of(x: torch.Tensor) -> Moments:
     return Moments(float(x.numel()), float(mean), float((x - mean).square().sum()))
 
 
-# ------------------------------------------------------------------------------------------- intervals by the bootstrap
+# ----------------------------------------------------------------------------------------------- from scores to rewards
 
 
 def clip_score(score: Tensor, clip: float) -> Tensor:

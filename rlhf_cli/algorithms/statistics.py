@@ -247,7 +247,7 @@ def word_shares(texts: Sequence[str]) -> dict[str, float]:
     return {word: count / len(texts) for word, count in counts.items()}
 
 
-# -------------------------------------------------------------------------------------------- running mean and variance
+# ------------------------------------------------------------------------------------------- intervals by the bootstrap
 
 
 NUM_RESAMPLES = 2000

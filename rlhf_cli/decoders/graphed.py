@@ -134,8 +134,10 @@ class GraphedDecoder:
         return hidden[torch.arange(count, device=device), last]
 
     def step(self, ids: Tensor) -> Tensor:
-        """Append one token to each row, ids [B]; return the logits of the next tokens [B, V], valid until the next
-        step."""
+        """Append one token to each row, ids [B]; return the logits of the next tokens [B, V].
+
+        The next step writes its own logits into the same tensor.
+        """
         if self.positions.device.type != "cuda":
             self._ids = ids
             self._logits = self._next_logits()
@@ -156,8 +158,8 @@ class GraphedDecoder:
         graph = torch.cuda.CUDAGraph()
         dtype, enabled = torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
         try:
-            # Weights that autocast casts and keeps would not outlive the capture. cuDNN's attention would plan anew for
-            # each number of rows.
+            # Autocast must not keep the weights that it casts here: a graph's memory is reused. cuDNN's attention would
+            # build a plan for each new number of rows.
             with (
                 torch.cuda.stream(beside),
                 torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=False),

@@ -175,6 +175,11 @@ class Held:
         return "float32" if self.lora is not None and is_rounded else self.setting.states
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether its frozen linear layers are held in 4 bits."""
+        return self.lora is not None and self.lora.quantize is not None
+
+    @property
     def holds_half(self) -> bool:
         """Whether frozen weights that are numbers of 16 bits in the file stay so (`rlhf_cli.models.frozen`)."""
         return self.setting.half and not (self.is_trained and self.lora is None) and self.stored == 2
@@ -323,8 +328,7 @@ class Held:
         if self.among > 1:
             return self.copied_weights
         if self.setting.device != "cpu":
-            is_quantized = self.lora is not None and self.lora.quantize is not None
-            casts_head = is_quantized and self.setting.half and self.stored != 2
+            casts_head = self.is_quantized and self.setting.half and self.stored != 2
             copied = self._num_cast + casts_head * self.shape.vocabulary * self.shape.hidden
             return {"rollout copy": 2 * copied} if copied else {}
         if not self.setting.half and self.lora is None:
@@ -367,7 +371,7 @@ class Held:
         shape, setting = self.shape, self.setting
         if self.among > 1:
             return {"gathered": sum(self._gathered(trains=False))}
-        if self.lora is not None and self.lora.quantize is not None:
+        if self.is_quantized:
             return {"dequantized": 4.0 * shape.hidden * shape.widest}
         if not self._num_cast:
             return {}
@@ -377,8 +381,7 @@ class Held:
     def _num_cast(self) -> float:
         """Numbers of the float32 weights that passes in 16 bits cast."""
         setting, shape = self.setting, self.shape
-        is_quantized = self.lora is not None and self.lora.quantize is not None
-        if not setting.half or is_quantized or (setting.states == "bfloat16" and self.lora is None):
+        if not setting.half or self.is_quantized or (setting.states == "bfloat16" and self.lora is None):
             return 0.0
         if not self.is_trained or self.holds_half:
             return shape.linear - shape.frozen_linear + self._num_merged

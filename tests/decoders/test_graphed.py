@@ -14,7 +14,7 @@ from rlhf_cli.decoders.graphed import GraphedDecoder, graphed_decoder
 from rlhf_cli.decoders.plain import PlainDecoder
 from rlhf_cli.models.adapters import adapters_off, add_lora
 from rlhf_cli.models.forward import autocast
-from rlhf_cli.models.quantized import quantize
+from rlhf_cli.models.quantized import quantize, quantized_layers
 from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from support.compare import adapt
@@ -118,15 +118,20 @@ def test_adapters_are_added_to_the_weights(name, dora, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_layers_in_4_bits_are_called_as_they_are(device):
+def test_layers_in_4_bits_are_called_as_they_are(monkeypatch, device):
     pytest.importorskip("bitsandbytes")
     config = AutoConfig.for_model("llama", **{**_LLAMA, "hidden_size": 64, "intermediate_size": 128})
     model = AutoModelForCausalLM.from_config(config).eval()
     quantize(model, "nf4", "model.lora")
+    calls, kind = [], type(quantized_layers(model)[0][2])
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda layer, x: calls.append(layer) or forward(layer, x))
     model, (text,) = model.to(device), random_ids(30, seed=3)
     with torch.no_grad(), autocast(torch.device(device), "bfloat16"):
         own = model(input_ids=torch.tensor([text], device=device)).logits[0, 9:].float().cpu()
+        of_own = len(calls)
         ours = decoded(model, text, 10)
+    assert len(calls) > of_own
     assert (ours - own).norm() < 3e-2 * own.norm()
 
 

@@ -185,6 +185,14 @@ def test_adapters_are_counted_as_they_are_read(kept, tmp_path):
     assert held.copied_weights == ({"16-bit copies": 2 * layers} if kept == "exact" else {})
 
 
+@pytest.mark.parametrize(("stored", "copied"), [(2, {}), (4, {"rollout copy": 2 * 97 * 64})])
+def test_a_gpu_casts_the_float32_head_beside_4_bit_layers_once_per_rollout(stored, copied):
+    pytest.importorskip("peft")
+    lora = Lora(r=2, quantize="nf4")
+    shape = shape_of(config_of("llama"), False, "bfloat16", lora)
+    assert Held("policy", shape, Setting("cuda", half=True), lora=lora, stored=stored).of_decoder == copied
+
+
 def test_llama_70b_has_its_published_size_and_takes_seconds():
     config = LlamaConfig(
         hidden_size=8192,
