@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from support.paths import ROOT
+from support.source import module_at
 
 FOLDER = ROOT / "data" / "support"
 TRAINING = ["sft_train", "pref_train", "scored_train", "prompts_train"]
@@ -31,17 +31,8 @@ COUNTS = {
 PROMPT = "Human: Hello, Felix here. I want to return the tent. Order T5.\n\nAssistant:"
 
 
-def load_gold() -> ModuleType:
-    """The judge, loaded by path as the evaluation loads it."""
-    spec = importlib.util.spec_from_file_location("support_gold", FOLDER / "gold.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-gold = load_gold()
+gold = module_at(FOLDER / "gold.py")
+"""The judge, loaded by path as the evaluation loads it."""
 
 
 def name_of(file: str) -> str:

@@ -36,10 +36,10 @@ SOURCE = "\n".join(path.read_text(encoding="utf-8") for room in ROOMS for path i
 
 
 def keys_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key of a schema with its default; a list of sections gives the keys of its items."""
+    """Every dotted key of a schema with its field; a list of sections gives the keys of its items."""
     for name, field in fields_of(kind).items():
         key = prefix + name
-        yield key, field.get_default(call_default_factory=True)
+        yield key, field
         for member in alternatives(field.annotation)[0]:
             for inner in [member, *getattr(member, "__args__", ())]:
                 for section in alternatives(inner)[0]:
@@ -47,6 +47,8 @@ def keys_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
                         yield from keys_of(section, f"{key}.")
 
 
+FIELDS = [pair for schema in CONFIGS.values() for pair in keys_of(schema)]
+"""A key occurs several times if it exists in several stages, or in several kinds of a section."""
 KEYS = {stage: dict(keys_of(schema)) for stage, schema in CONFIGS.items()}
 ALL_KEYS = {key for keys in KEYS.values() for key in keys}
 SECTIONS = sorted({key.split(".")[0] for key in ALL_KEYS if "." in key})
@@ -99,23 +101,9 @@ def test_every_key_of_a_stage_is_documented(stage: str) -> None:
     assert not missing
 
 
-def annotations_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key of a schema with its annotation."""
-    for name, field in fields_of(kind).items():
-        yield prefix + name, Annotated[field.annotation, field]
-        for member in alternatives(field.annotation)[0]:
-            for inner in [member, *getattr(member, "__args__", ())]:
-                for section in alternatives(inner)[0]:
-                    if fields_of(section):
-                        yield from annotations_of(section, f"{prefix}{name}.")
-
-
-ANNOTATIONS = [pair for schema in CONFIGS.values() for pair in annotations_of(schema)]
-
-
-def is_valid(annotation: Any, value: Any) -> bool:
+def is_valid(field: Any, value: Any) -> bool:
     try:
-        TypeAdapter(annotation).validate_python(value)
+        TypeAdapter(Annotated[field.annotation, field]).validate_python(value)
     except ValidationError:
         return False
     return True
@@ -134,8 +122,8 @@ def test_every_value_that_a_page_gives_to_a_key_is_allowed(page: str) -> None:
         match = re.fullmatch(r"([a-z_][\w.]*): ([^{}<>]+)", span)
         if match is None or "..." in span or match[2].isupper():
             continue
-        kinds = [kind for key, kind in ANNOTATIONS if f".{key}".endswith(f".{match[1]}")]
-        if kinds and not any(is_valid(kind, yaml.safe_load(match[2])) for kind in kinds):
+        fields = [field for key, field in FIELDS if f".{key}".endswith(f".{match[1]}")]
+        if fields and not any(is_valid(field, yaml.safe_load(match[2])) for field in fields):
             wrong.append(span)
     assert not wrong
 
@@ -175,7 +163,7 @@ def test_the_defaults_of_the_option_tables_are_those_of_the_schemas(page: str) -
             stages = [page.removeprefix("docs/").removesuffix(".md")]
             stages = stages if stages[0] in CONFIGS else [stage for stage in CONFIGS if name in KEYS[stage]]
             for stage in stages:
-                default = written(KEYS[stage][name])
+                default = written(KEYS[stage][name].get_default(call_default_factory=True))
                 default = float(default) if isinstance(value, str) and re.fullmatch(r"[\d.]+e-?\d+", value) else default
                 value = float(value) if isinstance(default, float) else value
                 assert (value if value != {} else {}) == default or (value == "required" and default is None), name

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from types import ModuleType
 
 import pytest
 
 from support.paths import ROOT
+from support.source import module_at
 
 PAGE = ROOT / "docs" / "model_sizes.md"
 
 
 @pytest.fixture(scope="module")
 def page() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("model_sizes", PAGE.with_suffix(".py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # Where dataclasses look up annotations.
-    spec.loader.exec_module(module)
-    return module
+    return module_at(PAGE.with_suffix(".py"))
 
 
 @pytest.fixture

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from types import ModuleType
 
 import pytest
 
 from support.paths import ROOT
+from support.source import module_at
 
 PAGE = ROOT / "benchmarks" / "SCALE.md"
 SEVEN_B = 6_738_415_616
@@ -23,12 +23,7 @@ PASS_OF_SCORER = PASS - 2 * ENDS
 
 @pytest.fixture(scope="module")
 def page() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("scale", PAGE.with_name("scale.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(PAGE.with_name("scale.py"))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from support.paths import ROOT
 
 
 @pytest.fixture
-def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder like a virtual environment's bin, with a python and an rlhf; nothing on the PATH."""
     folder = tmp_path / ".venv" / "bin"
     folder.mkdir(parents=True)
@@ -27,48 +27,42 @@ def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_an_activated_environment(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(venv))
+def test_in_an_activated_environment_and_under_uv(bin_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(bin_folder))
     assert program.command("status", "a b") == "rlhf status 'a b'"
     assert program.torchrun() == "torchrun"
+    monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", "1")
+    assert program.program() == "uv run rlhf"
 
 
-def test_an_environment_that_is_not_activated(venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert program.program() == str(venv / "rlhf")
+def test_in_an_environment_that_is_not_activated(
+    bin_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert program.program() == str(bin_folder / "rlhf")
     monkeypatch.chdir(tmp_path)
     assert program.program() == ".venv/bin/rlhf"
     assert program.torchrun() == ".venv/bin/python -m torch.distributed.run"
 
 
-def test_an_rlhf_of_another_environment_is_not_advised(
-    venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_rlhf_on_the_path_is_advised_only_if_it_is_this_one(
+    bin_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "other").mkdir()
-    shutil.copy(venv / "rlhf", tmp_path / "other" / "rlhf")
+    """pipx and `uv tool install` leave a link to it."""
+    for name in ("other", "local"):
+        (tmp_path / name).mkdir()
+    shutil.copy(bin_folder / "rlhf", tmp_path / "other" / "rlhf")
+    (tmp_path / "local" / "rlhf").symlink_to(bin_folder / "rlhf")
     monkeypatch.setenv("PATH", str(tmp_path / "other"))
-    assert program.program() == str(venv / "rlhf")
-
-
-def test_a_link_on_the_path_to_this_rlhf(venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As pipx and `uv tool install` leave it."""
-    (tmp_path / "local").mkdir()
-    (tmp_path / "local" / "rlhf").symlink_to(venv / "rlhf")
+    assert program.program() == str(bin_folder / "rlhf")
     monkeypatch.setenv("PATH", str(tmp_path / "local"))
     assert program.program() == "rlhf"
 
 
-def test_a_checkout_that_is_not_installed(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (venv / "rlhf").unlink()
-    monkeypatch.setenv("PATH", str(venv))
+def test_a_checkout_that_is_not_installed(bin_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (bin_folder / "rlhf").unlink()
+    assert program.program() == f"{bin_folder}/python -m rlhf_cli"
+    monkeypatch.setenv("PATH", str(bin_folder))
     assert program.program() == "python -m rlhf_cli"
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert program.program() == f"{venv}/python -m rlhf_cli"
-
-
-def test_uv_run(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(venv))
-    monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", "1")
-    assert program.program() == "uv run rlhf"
 
 
 def test_the_command_of_this_environment_starts() -> None:
@@ -79,7 +73,6 @@ def test_the_command_of_this_environment_starts() -> None:
 def test_an_extra_is_installed_from_the_checkout_or_as_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
     monkeypatch.chdir(ROOT)
     assert program.install_extra("lora", "peft").endswith("-m pip install -e '.[lora]'")
     monkeypatch.chdir(tmp_path)

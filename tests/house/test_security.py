@@ -34,7 +34,7 @@ from rlhf_cli.data.read import read_rows
 from rlhf_cli.errors import ArtifactError, DataError, UserError
 from rlhf_cli.models import load
 from rlhf_cli.run.artifacts import digest_file
-from rlhf_cli.run.checkpoint_files import checkpoints_directory, damage_of, list_checkpoints, new_checkpoint
+from rlhf_cli.run.checkpoint_files import checkpoints_directory, damage_of, list_checkpoints
 from rlhf_cli.run.stage_run import StageRun
 from support import crash
 from support.paths import ROOT
@@ -110,53 +110,41 @@ def test_the_traps_spring_when_they_are_read(tmp_path: Path) -> None:
     assert [(tmp_path / name).exists() for name in ("one", "two", "three")] == [True] * 3
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.bin", "adapter_model.bin", "x.pt"])
 @pytest.mark.parametrize("loader", LOADERS)
-def test_a_model_whose_weights_are_a_pickle_is_refused(model: Path, sprung: Path, loader: str, name: str) -> None:
+def test_a_model_whose_weights_are_a_pickle_is_refused(model: Path, sprung: Path, loader: str) -> None:
     (model / "model.safetensors").unlink()
-    torch.save({"model.norm.weight": Trap(sprung)}, model / name)
-    opened.clear()
-    assert "as *.safetensors" in refused(LOADERS[loader], model)
-    assert str(model / name) not in opened
+    for name in ("pytorch_model.bin", "model.bin", "adapter_model.bin", "x.pt"):
+        torch.save({"model.norm.weight": Trap(sprung)}, model / name)
+        opened.clear()
+        assert "as *.safetensors" in refused(LOADERS[loader], model)
+        assert str(model / name) not in opened
+        (model / name).unlink()
 
 
-def pickled(model: Path, sprung: Path, name: str) -> None:
-    """Write the weights of a working model as a pickle with a trap in it."""
+@pytest.mark.parametrize("named_by", ["index", "config"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("pytorch_model.bin", "adapter_model.bin"),
+        *("../llama2/model.safetensors", "/etc/model.safetensors", "a/b.safetensors", ".."),
+    ],
+)
+def test_files_that_name_a_pickle_or_a_path_as_weights_are_refused(
+    model: Path, sprung: Path, name: str, named_by: str
+) -> None:
+    shutil.copytree(model, model.parent / "llama2")
     tensors = load_file(model / "model.safetensors")
     (model / "model.safetensors").rename(model / "others.safetensors")
-    torch.save({**tensors, "trap": Trap(sprung)}, model / name)
-
-
-def index(model: Path, shard: str) -> None:
-    names = load_file(next(model.glob("*.safetensors"))).keys()
-    text = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, shard)})
-    (model / "model.safetensors.index.json").write_text(text)
-
-
-@pytest.mark.parametrize("loader", LOADERS)
-def test_an_index_that_names_a_pickle_is_refused(model: Path, sprung: Path, loader: str) -> None:
-    pickled(model, sprung, "pytorch_model.bin")
-    index(model, "pytorch_model.bin")
+    for pickled in ("pytorch_model.bin", "adapter_model.bin"):
+        torch.save({**tensors, "trap": Trap(sprung)}, model / pickled)
+    if named_by == "index":
+        index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, name)}
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        change_config(model, transformers_weights=name)
     opened.clear()
-    assert refused(LOADERS[loader], model).startswith("its files name 'pytorch_model.bin' as weights")
-    assert str(model / "pytorch_model.bin") not in opened
-
-
-@pytest.mark.parametrize("name", ["../llama2/model.safetensors", "/etc/model.safetensors", "a/b.safetensors", ".."])
-def test_an_index_with_a_path_outside_the_model_is_refused(model: Path, name: str) -> None:
-    shutil.copytree(model, model.parent / "llama2")
-    (model / "model.safetensors").rename(model / "others.safetensors")
-    index(model, name)
-    assert refused(load.load_policy, model).startswith(f"its files name {name!r} as weights")
-
-
-@pytest.mark.parametrize("name", ["adapter_model.bin", "pytorch_model.bin", "../llama/model.safetensors"])
-def test_a_config_that_points_to_other_weights_is_refused(model: Path, sprung: Path, name: str) -> None:
-    pickled(model, sprung, "adapter_model.bin")
-    shutil.copy(model / "adapter_model.bin", model / "pytorch_model.bin")
-    change_config(model, transformers_weights=name)
-    opened.clear()
-    assert refused(load.load_policy, model).startswith(f"its files name {name!r} as weights")
+    for loader in LOADERS.values():
+        assert refused(loader, model).startswith(f"its files name {name!r} as weights")
     assert not [path for path in opened if path.endswith("_model.bin")]
 
 
@@ -410,67 +398,6 @@ def test_a_data_path_cannot_name_a_reader_of_datasets(tmp_path: Path, sprung: Pa
 # ---------------------------------------------------------------------------------------- artifacts
 
 
-def saved(root: Path, names: dict[str, bytes]) -> Path:
-    """A valid checkpoint with these files."""
-    directory = checkpoints_directory(root, "sft")
-    directory.mkdir(parents=True, exist_ok=True)
-    with new_checkpoint(directory, 3) as checkpoint_directory:
-        for name, data in names.items():
-            (checkpoint_directory / name).write_bytes(data)
-    (checkpoint,) = list_checkpoints(directory)
-    assert damage_of(checkpoint) is None
-    return checkpoint
-
-
-def write_manifest(checkpoint: Path, files: Any) -> None:
-    """Write a manifest of our format for these files."""
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    (checkpoint / "manifest.json").write_text(json.dumps({**manifest, "files": files}, indent=2) + "\n")
-
-
-@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/b", "", ".", "..", "a\0b", "../../secret"])
-def test_a_checkpoint_with_a_path_outside_it_is_refused(tmp_path: Path, name: str) -> None:
-    checkpoint = saved(tmp_path, {"state.safetensors": b"x"})
-    secret = checkpoint.parent / "secret"
-    secret.write_text("not yours")
-    opened.clear()
-    files = {"state.safetensors": digest_file(checkpoint / "state.safetensors"), name: digest_file(secret)}
-    opened.clear()
-    write_manifest(checkpoint, files)
-    assert damage_of(checkpoint) is not None
-    assert not [path for path in opened if path.endswith(("secret", "hostname"))]
-
-
-@pytest.mark.parametrize("files", [[[1, 2]], [["a", "b"]], "ab", 3, None, {"a": 1}, {"a": None}])
-def test_a_checkpoint_manifest_with_values_of_a_wrong_type_is_refused(tmp_path: Path, files: Any) -> None:
-    checkpoint = saved(tmp_path, {"state.safetensors": b"x"})
-    write_manifest(checkpoint, files)
-    assert damage_of(checkpoint) is not None
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, "\xff", "", "3"])
-def test_a_checkpoint_with_an_invalid_manifest_is_refused(tmp_path: Path, text: str) -> None:
-    checkpoint = saved(tmp_path, {"state.safetensors": b"x"})
-    (checkpoint / "manifest.json").write_bytes(text.encode("latin-1"))
-    assert damage_of(checkpoint) is not None
-
-
-def test_a_link_in_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    """Even if the target has the right bytes: it may change later and lies outside the artifact."""
-    checkpoint = saved(tmp_path, {"state.safetensors": b"x"})
-    state = checkpoint / "state.safetensors"
-    state.rename(tmp_path / "elsewhere")
-    state.symlink_to(tmp_path / "elsewhere")
-    assert damage_of(checkpoint) is not None
-
-
-def test_a_checkpoint_that_is_a_link_is_refused(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path, {"state.safetensors": b"x"})
-    checkpoint.rename(tmp_path / checkpoint.name)
-    checkpoint.symlink_to(tmp_path / checkpoint.name, target_is_directory=True)
-    assert checkpoint not in list_checkpoints(checkpoint.parent) or damage_of(checkpoint) is not None
-
-
 @pytest.fixture
 def config(tmp_path: Path) -> Stage:
     """An SFT config that saves after every step."""
@@ -498,10 +425,40 @@ def resumed_step(config: Stage) -> int:
         return 0
 
 
-def test_a_run_resumes_from_its_checkpoint(config: Stage) -> None:
-    """The tests below rely on this."""
-    interrupt(config)
-    assert resumed_step(config) == 1
+def write_manifest(checkpoint: Path, files: Any) -> None:
+    """Write a manifest of our format for these files."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "manifest.json").write_text(json.dumps({**manifest, "files": files}, indent=2) + "\n")
+
+
+def test_a_checkpoint_whose_manifest_was_changed_is_refused(config: Stage) -> None:
+    """It names a file outside, has values of a wrong type, or is no manifest."""
+    checkpoint = interrupt(config)
+    assert damage_of(checkpoint) is None
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    (checkpoint.parent / "secret").write_text("not yours")
+    digest = digest_file(checkpoint.parent / "secret")
+    opened.clear()
+    for name in ("../secret", "/etc/hostname", "a/b", "", ".", "..", "a\0b", "../../secret"):
+        write_manifest(checkpoint, files | {name: digest})
+        assert damage_of(checkpoint) is not None, name
+    assert not [path for path in opened if path.endswith(("secret", "hostname"))]
+    for wrong in ([[1, 2]], [["a", "b"]], "ab", 3, None, {"a": 1}, {"a": None}):
+        write_manifest(checkpoint, wrong)
+        assert damage_of(checkpoint) is not None, wrong
+    for text in (b"[" * 100_000, b"\xff", b"", b"3"):
+        (checkpoint / "manifest.json").write_bytes(text)
+        assert damage_of(checkpoint) is not None, text[:5]
+
+
+@pytest.mark.parametrize("linked", ["nothing", "", "state.safetensors"])
+def test_a_checkpoint_that_is_or_contains_a_link_is_refused(config: Stage, tmp_path: Path, linked: str) -> None:
+    """Even if the target has the right bytes: it may change later and lies outside the artifact."""
+    path = interrupt(config) / linked
+    if linked != "nothing":
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    assert resumed_step(config) == (1 if linked == "nothing" else 0)
 
 
 @pytest.mark.parametrize("name", ["../../victim", "{root}/victim", "../.sft.checkpoints/victim"])
@@ -522,47 +479,27 @@ def test_a_checkpoint_cannot_truncate_a_file_outside(config: Stage, tmp_path: Pa
     assert (tmp_path / "victim.jsonl").exists()
 
 
-def test_a_lock_that_is_a_link_is_not_written(config: Stage, tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    Path(config.artifacts).mkdir()
-    (Path(config.artifacts) / ".sft.lock").symlink_to(victim)
+@pytest.mark.parametrize("name", [".sft.lock", ".sft.checkpoints", ".sft.partial", ".sft.partial/metrics.jsonl"])
+def test_a_start_changes_nothing_behind_a_link(config: Stage, tmp_path: Path, name: str) -> None:
+    """It writes the lock, removes leftovers (names with a dot) beside checkpoints, empties the folder of an unfinished
+    stage and truncates its rows."""
+    link, target = Path(config.artifacts) / name, tmp_path / "home"
+    if "partial" in name:
+        interrupt(config)
+        link.rename(target)
+    link.parent.mkdir(exist_ok=True)
+    if name.endswith((".lock", ".jsonl")):
+        target.write_text("x" * 1000)
+    else:
+        (target / ".ssh").mkdir(parents=True)
+        for file in (".profile", "mine"):
+            (target / file).write_text("mine")
+    link.symlink_to(target)
+    paths = [target, *target.rglob("*")]
+    before = {path: path.read_bytes() for path in paths if path.is_file()}
     resumed_step(config)
-    assert victim.read_text() == "mine"
-
-
-def test_a_checkpoints_folder_that_is_a_link_is_not_emptied(config: Stage, tmp_path: Path) -> None:
-    """Resuming removes leftovers of killed runs: all names there that begin with a dot."""
-    home = tmp_path / "home"
-    (home / ".ssh").mkdir(parents=True)
-    (home / ".profile").write_text("mine")
-    Path(config.artifacts).mkdir()
-    checkpoints_directory(config.artifacts, "sft").symlink_to(home, target_is_directory=True)
-    resumed_step(config)
-    assert (home / ".ssh").is_dir()
-    assert (home / ".profile").read_text() == "mine"
-
-
-def test_metrics_that_are_a_link_are_not_truncated(config: Stage, tmp_path: Path) -> None:
-    interrupt(config)
-    victim = tmp_path / "victim"
-    victim.write_text("x" * 1000)
-    rows = Path(config.artifacts) / ".sft.partial" / "metrics.jsonl"
-    rows.unlink()
-    rows.symlink_to(victim)
-    resumed_step(config)
-    assert victim.read_text() == "x" * 1000
-
-
-def test_a_partial_directory_that_is_a_link_is_not_emptied(config: Stage, tmp_path: Path) -> None:
-    interrupt(config)
-    home = tmp_path / "home"
-    partial = Path(config.artifacts) / ".sft.partial"
-    partial.rename(home)
-    (home / "mine").write_text("mine")
-    partial.symlink_to(home, target_is_directory=True)
-    resumed_step(config)
-    assert (home / "mine").read_text() == "mine"
+    assert {path: path.read_bytes() for path in before if path.exists()} == before
+    assert all(path.exists() for path in paths)
 
 
 def test_artifacts_can_be_any_folder_and_only_the_stage_is_written_there(
@@ -590,44 +527,19 @@ SECRETS = (
 )  # fmt: skip
 
 
-def run_with_secrets(*arguments: str, folder: Path) -> str:
-    """Run a command with secrets in its environment, in a fork of this process; return its whole output."""
-    attempt = crash.Attempt(arguments, folder / "log", **{name: f"{MARKER}-{name}" for name in SECRETS})
-    attempt.wait()
-    return attempt.output
-
-
-def leaks(folder: Path, commands: list[list[str]]) -> list[str]:
-    """Commands and files that contain a secret."""
-    leaking = []
-    for arguments in commands:
-        output = run_with_secrets(*arguments, folder=folder)
-        assert output
-        assert "Traceback" not in output
-        leaking += [" ".join(arguments)] if MARKER in output else []
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    assert len(files) > 20
-    return leaking + [str(path) for path in files if MARKER.encode() in path.read_bytes()]
-
-
-@pytest.fixture
-def rewarded(tmp_path: Path) -> Path:
-    """A project with two reward functions, one of which fails."""
+def test_secrets_in_the_environment_are_never_written(tmp_path: Path) -> None:
     write_project(tmp_path)
     (tmp_path / "reward.py").write_text(
         "import os\n"
         f"assert os.environ['HF_TOKEN'].startswith({MARKER[:6]!r})  # it is there to be leaked\n"
         "def score(prompts, responses, rows):\n    return [float(len(r)) for r in responses]\n"
-        "def broken(prompts, responses, rows):\n    raise ValueError('broken')\n"
     )
-    return tmp_path
-
-
-def with_function(folder: Path, name: str) -> str:
-    return f"rewards=[{{type: reward_model}}, {{type: function, function: {folder}/reward.py:{name}}}]"
-
-
-def test_secrets_in_the_environment_are_never_written(rewarded: Path) -> None:
-    run = ["pipeline", str(rewarded), "--set", "ppo:" + with_function(rewarded, "score")]
-    assert leaks(rewarded, [run, ["status", str(rewarded / "run")]]) == []
-    assert (rewarded / "run" / "ppo" / "manifest.json").is_file()
+    rewards = f"ppo:rewards=[{{type: reward_model}}, {{type: function, function: {tmp_path}/reward.py:score}}]"
+    for arguments in (["pipeline", str(tmp_path), "--set", rewards], ["status", str(tmp_path / "run")]):
+        # In a fork of this process, with secrets in its environment.
+        attempt = crash.Attempt(arguments, tmp_path / "log", **{name: f"{MARKER}-{name}" for name in SECRETS})
+        assert attempt.wait() == 0, attempt.output
+        assert MARKER not in attempt.output
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 20
+    assert [str(path) for path in files if MARKER.encode() in path.read_bytes()] == []

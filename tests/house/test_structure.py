@@ -1,13 +1,13 @@
-"""Floors: a module imports only from floors below its own, or from its own room."""
+"""Floors: a module imports only from floors below its own, or from its own room. Habits of modules and of tests."""
 
 from __future__ import annotations
 
 import ast
+import tomllib
+from collections import Counter
 from pathlib import Path
 
-import pytest
-
-from support.paths import ROOT
+from support.paths import ROOT, TESTS
 from support.source import imports, nodes, source_files
 
 # The first matching prefix gives the floor. The room is the folder, or the module itself at the top level.
@@ -103,6 +103,7 @@ def room(name: str) -> str:
 
 
 def test_a_module_imports_only_from_lower_floors_or_its_own_room() -> None:
+    """A stage imports no other stage: each is a room of its own."""
     upwards = []
     for name, path in modules():
         for imported in imports(path):
@@ -111,11 +112,6 @@ def test_a_module_imports_only_from_lower_floors_or_its_own_room() -> None:
             if is_ours and not own_room and floor(imported) >= floor(name):
                 upwards.append(f"{name} (floor {floor(name)}) imports {imported}")
     assert upwards == []
-
-
-@pytest.mark.parametrize("stage", ["sft", "rm", "ppo"])
-def test_a_stage_imports_no_other_stage(stage: str) -> None:
-    assert not [name for name in imports(ROOT / "stages" / f"{stage}.py") if name.startswith("stages")]
 
 
 def answers_at_once(name: str) -> bool:
@@ -138,8 +134,16 @@ def test_every_module_has_a_docstring() -> None:
 
 
 def test_packages_are_all_listed() -> None:
-    import tomllib
-
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     real = {name for name, path in modules() if path.name == "__init__.py"}
     assert {name for name in listed if not name.startswith("rlhf_cli.templates.")} == real
+
+
+def test_no_test_module_imports_another_and_all_have_different_names() -> None:
+    """pytest imports them by their file name alone. Helpers are in tests/support, shared fixtures in a conftest.py."""
+    paths = sorted(TESTS.rglob("*.py"))
+    counts = Counter(path.name for path in paths if path.name.startswith("test_"))
+    assert [name for name, count in counts.items() if count > 1] == []
+    names = {path.stem for path in paths if path.parent.name != "support"}
+    found = {path: names & {name.split(".")[0] for name in imports(path)} for path in paths}
+    assert {path: names for path, names in found.items() if names} == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from support.gpu import MARKS
 from support.paths import ROOT
 from support.runs import run_forked_code
 from support.sharded import CASES, interrupted, make_models, resumed
+from support.source import module_at
 
 TOLERANCE = 1e-5
 HALF_TOLERANCE = 0.05
@@ -167,9 +167,7 @@ def test_the_bytes_that_a_process_sends_are_those_of_the_page_about_scale(count,
     """benchmarks/scale.py computes them for a step and for a sampled token on GPUs; here they are counted."""
     make_models(tmp_path, "llama")
     figures = run("counted", count, tmp_path, per_node)
-    spec = importlib.util.spec_from_file_location("scale", ROOT / "benchmarks" / "scale.py")
-    scale = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(scale)
+    scale = module_at(ROOT / "benchmarks" / "scale.py")
     config = AutoConfig.from_pretrained(tmp_path / "llama")
     shape = shape_of(config, False, "bfloat16")
     # The page takes the norms of a layer, 64 of its 7,744 numbers here, to be exchanged with the embeddings.

@@ -5,7 +5,6 @@ Both sides get the same weights, rows and random numbers.
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from rlhf_cli.ppo.update import UpdateBatch, minibatches
 from rlhf_cli.rollout.sampling import draw_uniforms
 from stages import ppo, rm, sft
 from support.paths import ROOT
+from support.source import module_at
 from support.tiny import character_tokenizer, read_jsonl, write_jsonl
 
 RATE = 1e-3
@@ -37,16 +37,7 @@ NAMES = {
 }  # fmt: skip
 
 
-def load_micro() -> Any:
-    spec = importlib.util.spec_from_file_location("micro_rlhf", ROOT / "examples" / "micro_rlhf.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-micro = load_micro()
+micro: Any = module_at(ROOT / "examples" / "micro_rlhf.py")
 
 
 def new_micro(num_outputs: int, seed: int) -> Any:

@@ -1,10 +1,13 @@
-"""The source of the project and of its tests, parsed once for all tests that read it."""
+"""The source of the project and of its tests, parsed once for all tests that read it, and its scripts as modules."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
+import sys
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 from support.paths import ROOT
 
@@ -13,6 +16,17 @@ from support.paths import ROOT
 def source_files() -> list[Path]:
     """Every module of the project."""
     return sorted(path for package in ("rlhf_cli", "stages") for path in (ROOT / package).rglob("*.py"))
+
+
+def module_at(path: Path) -> ModuleType:
+    """A script, imported under its name."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look up annotations
+    spec.loader.exec_module(module)
+    return module
 
 
 @cache
