@@ -454,10 +454,11 @@ def test_a_checkpoint_whose_manifest_was_changed_is_refused(config: Stage) -> No
 @pytest.mark.parametrize("linked", ["nothing", "", "state.safetensors"])
 def test_a_checkpoint_that_is_or_contains_a_link_is_refused(config: Stage, tmp_path: Path, linked: str) -> None:
     """Even if the target has the right bytes: it may change later and lies outside the artifact."""
-    path = interrupt(config) / linked
+    checkpoint = interrupt(config)
     if linked != "nothing":
-        path.rename(tmp_path / "elsewhere")
-        path.symlink_to(tmp_path / "elsewhere")
+        (checkpoint / linked).rename(tmp_path / "elsewhere")
+        (checkpoint / linked).symlink_to(tmp_path / "elsewhere")
+    assert (damage_of(checkpoint) is None) is (linked == "nothing")
     assert resumed_step(config) == (1 if linked == "nothing" else 0)
 
 
@@ -489,7 +490,8 @@ def test_a_start_changes_nothing_behind_a_link(config: Stage, tmp_path: Path, na
         link.rename(target)
     link.parent.mkdir(exist_ok=True)
     if name.endswith((".lock", ".jsonl")):
-        target.write_text("x" * 1000)
+        with target.open("a") as file:
+            file.write("x" * 1000)
     else:
         (target / ".ssh").mkdir(parents=True)
         for file in (".profile", "mine"):
