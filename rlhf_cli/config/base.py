@@ -59,15 +59,11 @@ class Section(BaseModel):
 
 
 class UnreadError(ValueError):
-    """Keys of a section that nothing reads with the option that was chosen."""
+    """Keys of a section that nothing reads with the option that was chosen, each with its message."""
 
-    def __init__(self, names: list[str], chosen: str):
-        super().__init__("; ".join(self.line(name, chosen) for name in names))
-        self.names, self.chosen = names, chosen
-
-    @staticmethod
-    def line(name: str, chosen: str) -> str:
-        return f"{name} does nothing with {chosen}. Remove it (`--set` with null does so), or choose another option"
+    def __init__(self, messages: dict[str, str]):
+        super().__init__("; ".join(messages.values()))
+        self.messages = messages
 
 
 def refuse_unread(section: Section, is_read: bool, chosen: str, *names: str) -> None:
@@ -76,4 +72,5 @@ def refuse_unread(section: Section, is_read: bool, chosen: str, *names: str) -> 
     defaults = {name: type(section).model_fields[name].get_default(call_default_factory=True) for name in names}
     unread = [name for name in names if getattr(section, name) not in (defaults[name], None)]
     if unread and not is_read:
-        raise UnreadError(unread, chosen)
+        advice = "Remove it (`--set` with null does so), or choose another option"
+        raise UnreadError({name: f"{name} does nothing with {chosen}. {advice}" for name in unread})

@@ -65,15 +65,17 @@ def _validated(tree: Tree, schema: type[M]) -> M:
     """Apply the overrides of ``tree``, check its values, and fill keys in braces; raises ConfigError."""
     for number, override in enumerate(tree.overrides):
         tree.override(number, override)
+    if tree.problems:
+        raise tree.error()
     for name, value in REMOVED.items():
         section, key = name.split(".")
         values = tree.value.get(section)
         if isinstance(values, dict) and values.get(key) == value:
             tree.remove((section, key))
-    config = None
-    while config is None:
+    while True:
         try:
             config = schema.model_validate_json(json.dumps(tree.value), strict=True)
+            break
         except ValidationError as error:
             if not _without_unread(tree, schema, error):
                 raise tree.error() from None
@@ -91,18 +93,17 @@ def _without_unread(tree: Tree, schema: type[BaseModel], error: ValidationError)
     """
     details = error.errors(include_url=False)
     causes = [detail.get("ctx", {}).get("error") for detail in details]
-    unread = {str(cause): cause for cause in causes if isinstance(cause, UnreadError)}
+    unread = {str(cause): cause.messages for cause in causes if isinstance(cause, UnreadError)}
     problems = list(explain(schema, tree.value, details))
     if any(tree.unset(keys) for keys, _ in problems):
         return True
     is_changed = False
     for keys, message in problems:
-        if message in unread:
-            for name in unread[message].names:
-                tree.report_invalid(keys, UnreadError.line(name, unread[message].chosen), at=(*keys, name))
-                is_changed |= tree.remove((*keys, name))
-        else:
-            tree.report_invalid(keys, message)
+        if message not in unread:
+            tree.report_invalid(keys, message, at=keys)
+        for name, line in unread.get(message, {}).items():
+            tree.report_invalid(keys, line, at=(*keys, name))
+            is_changed |= tree.remove((*keys, name))
     return is_changed
 
 
@@ -126,7 +127,7 @@ def _fill(config: M, tree: Tree) -> M:
                 text = text.replace(f"{{{key}}}", _filling(config, key, name))
                 texts[name] = text
         except ValueError as error:
-            tree.report_invalid((name,), str(error))
+            tree.report_invalid((name,), str(error), at=(name,))
     return config.model_copy(update=texts) if texts else config
 
 

@@ -59,6 +59,9 @@ class Shaping(Section):
         refuse_unread(self, self.kind == "log_sigmoid", f"kind: {self.kind}", "quantile")
 
 
+KIND = Field(description="The kind of source.")
+
+
 class AnyReward(Section):
     """The keys of every source of rewards. docs/rewards.md has an example of each source."""
 
@@ -114,8 +117,7 @@ class Steps(Section):
 class ModelReward(AnyReward):
     """A reward model: an `rm` artifact, or any sequence classifier with its own tokenizer."""
 
-    type: Literal["reward_model"]
-    """The kind of source."""
+    type: Annotated[Literal["reward_model"], KIND]
     path: LocalPath | None = None
     """A Hugging Face directory or a hub id. Null uses the run's own `rm` stage."""
     revision: str | None = None
@@ -161,8 +163,7 @@ class ModelReward(AnyReward):
 class FunctionReward(AnyReward):
     """A Python function of yours. It runs as code, so name only a file that you trust."""
 
-    type: Literal["function"]
-    """The kind of source."""
+    type: Annotated[Literal["function"], KIND]
     function: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"), EXPANDED]
     """`path/to/file.py:name`. It is called with (prompts, responses, rows), each a list, and returns one number per
     row. It may be an `async def`."""
@@ -204,14 +205,10 @@ def _check_url(url: str) -> str:
         raise ValueError("must be http://host:port/path or https://...")
     if parts.username is not None or parts.password is not None:
         raise ValueError("contains a user or a password, which would appear in logs and artifacts. Use api_key_env")
-    secret = next(
-        filter(None, (SECRET.search(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True))), None
-    )
-    if secret is not None:
-        raise ValueError(
-            f"its query contains a parameter like {secret[0].lower()!r}, and config.yaml would keep the secret. Use "
-            "api_key_env"
-        )
+    for name, _ in parse_qsl(parts.query, keep_blank_values=True):
+        if (secret := SECRET.search(name)) is not None:
+            what = f"its query contains a parameter like {secret[0].lower()!r}"
+            raise ValueError(f"{what}, and config.yaml would keep the secret. Use api_key_env")
     if parts.fragment:
         raise ValueError("contains a #, and what follows it is never sent. Remove it")
     return url
@@ -221,7 +218,8 @@ class ServerReward(AnyReward):
     """The keys of a source that asks a server."""
 
     url: Annotated[str, AfterValidator(_check_url)]
-    """The address of the server."""
+    """The address that texts are posted to, for example `http://127.0.0.1:5000/get_reward`; for `rubric` the base URL
+    of the server, for example `http://127.0.0.1:8000/v1`."""
     api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None
     """The environment variable that holds the token. It is sent as `Authorization: Bearer ...`."""
     concurrency: PositiveInt = 4
@@ -237,10 +235,7 @@ class ServerReward(AnyReward):
 class HTTPReward(ServerReward):
     """An HTTP endpoint that scores texts: `rlhf rm serve`, or another one with OpenRLHF's interface."""
 
-    type: Literal["http"]
-    """The kind of source."""
-    url: Annotated[str, AfterValidator(_check_url)]
-    """The address that the texts are posted to, for example `http://127.0.0.1:5000/get_reward`."""
+    type: Annotated[Literal["http"], KIND]
     label_column: str | None = None
     """The column of the row to send as its label. Null sends empty labels."""
     batch_size: PositiveInt = 64
@@ -261,10 +256,7 @@ class Criterion(Section):
 class RubricReward(ServerReward):
     """A language model behind an OpenAI-compatible server that grades each response by criteria: 0 to 1."""
 
-    type: Literal["rubric"]
-    """The kind of source."""
-    url: Annotated[str, AfterValidator(_check_url)]
-    """The base URL of the server, for example `http://127.0.0.1:8000/v1`."""
+    type: Annotated[Literal["rubric"], KIND]
     model: Annotated[str, Field(min_length=1)]
     """The name of the judge on that server."""
     criteria: Annotated[list[Criterion], Field(min_length=1)]
@@ -292,8 +284,7 @@ class RubricReward(ServerReward):
 class LengthReward(AnyReward):
     """0 within a range of lengths; outside, minus the distance to the range."""
 
-    type: Literal["length"]
-    """The kind of source."""
+    type: Annotated[Literal["length"], KIND]
     unit: Literal["tokens", "words", "characters"] = "tokens"
     """What to count: the policy's tokens (including EOS), words separated by whitespace, or characters."""
     target: NonNegativeInt | None = None
@@ -317,43 +308,18 @@ class LengthReward(AnyReward):
             yield f"min {self.min} is above max {self.max}"
 
 
-MAX_PATTERN_SIZE = 100_000
-"""The package `regex` writes fixed repeats out when it compiles: `(ab){1000}` takes the memory of 2,000 letters. This
-size takes 30 MB; `((a{1000}){1000}){1000}` would take hundreds of gigabytes."""
-PATTERN_ITEM = re.compile(r"\\[pPN]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d*)(?:,\d*)?\}|.", re.DOTALL)
-
-
-def pattern_size(pattern: str) -> int:
-    """The number of items in a pattern after its fixed repeats are written out. Counts a little too much.
-
-    >>> pattern_size("(ab){10}c"), pattern_size("[abc]{2,5}"), pattern_size("((a{1000}){1000}){1000}")
-    (21, 2, 1000000000)
-    """
-    groups, last = [0], 0  # the sizes of the open groups, and of the last item
-    for match in PATTERN_ITEM.finditer(pattern):
-        item, least = match[0], match[1]
-        if least is not None:
-            repeats = max(1, int(least[:12] or 1))
-            groups[-1] += last * (repeats - 1)
-            last *= repeats
-        elif item == "(":
-            groups.append(0)
-        elif item == ")" and len(groups) > 1:
-            last = groups.pop()
-            groups[-1] += last
-        elif item not in "*+?" and not item.isspace():  # with (?x) white space may precede a repeat
-            last = 1
-            groups[-1] += 1
-    return sum(groups)
+MOST_REPEATS = 500_000
+"""The package `regex` writes fixed repeats out when it compiles: `((a{1000}){1000}){1000}` would take hundreds of
+gigabytes. Repeats that multiply to this take at most 150 MB, if they are nested."""
 
 
 def _check_pattern(pattern: str) -> str:
     import regex
 
-    if (size := pattern_size(pattern)) > MAX_PATTERN_SIZE:
-        raise ValueError(
-            f"its repeats multiply to {size:,} items, at most {MAX_PATTERN_SIZE:,} are compiled. Lower them"
-        )
+    without_classes = re.sub(r"\\.|\[[^\]]*\]", "x", pattern)
+    repeats = math.prod(max(1, int(least)) for least in re.findall(r"\{(\d{1,12})", without_classes))
+    if repeats > MOST_REPEATS:
+        raise ValueError(f"its repeats multiply to {repeats:,}, at most {MOST_REPEATS:,} are compiled. Lower them")
     try:
         regex.compile(pattern)
     except (regex.error, RecursionError, OverflowError) as error:
@@ -367,8 +333,7 @@ Pattern = Annotated[str, Field(min_length=1), AfterValidator(_check_pattern)]
 class RegexReward(AnyReward):
     """1 for a response that matches a regular expression, 0 otherwise."""
 
-    type: Literal["regex"]
-    """The kind of source."""
+    type: Annotated[Literal["regex"], KIND]
     pattern: Pattern
     """A pattern in the syntax of Python's `re`. `(?i)` at its start ignores case; `(?s)` lets a dot match a line
     end."""
@@ -381,8 +346,7 @@ class RegexReward(AnyReward):
 class AnswerReward(AnyReward):
     """1 for a response with the correct answer of its row, 0 otherwise."""
 
-    type: Literal["answer_match"]
-    """The kind of source."""
+    type: Annotated[Literal["answer_match"], KIND]
     column: str
     """The column with the correct answer: all of it, or the text after its last `####` (GSM8K)."""
     mode: Literal["numeric", "exact"] = "numeric"
@@ -399,8 +363,7 @@ class AnswerReward(AnyReward):
 class RepetitionReward(AnyReward):
     """Minus the share of n-grams that repeat an earlier one in the same response: 0 without repetition, down to -1."""
 
-    type: Literal["repetition"]
-    """The kind of source."""
+    type: Annotated[Literal["repetition"], KIND]
     n: PositiveInt = 3
     """The number of words or tokens in an n-gram."""
     unit: Literal["words", "tokens"] = "words"
@@ -410,8 +373,7 @@ class RepetitionReward(AnyReward):
 class JSONReward(AnyReward):
     """1 for a response that is valid JSON and nothing else, 0 otherwise."""
 
-    type: Literal["json"]
-    """The kind of source."""
+    type: Annotated[Literal["json"], KIND]
     required: list[str] = []
     """Keys that the object must have at its top level."""
 
@@ -419,8 +381,7 @@ class JSONReward(AnyReward):
 class EnsembleReward(AnyReward):
     """Several reward models as one score, which is high only if all of them agree."""
 
-    type: Literal["ensemble"]
-    """The kind of source."""
+    type: Annotated[Literal["ensemble"], KIND]
     members: Annotated[int, Field(ge=2)] | Annotated[list[LocalPath], Field(min_length=2)]
     """The directories of the reward models, or how many members of the run's own `rm` stage to take (the key
     `members` of rm.yaml)."""

@@ -26,7 +26,8 @@ class StageEvaluation(Section):
     every_steps: PositiveInt | None = None
     """Optimizer steps between two evaluations; null evaluates at the end only."""
     keep_best: bool = False
-    """Also save the best model by its held-out figures, as `best_model`. Needs every_steps."""
+    """Also save the best model, as `best_model`: by the held-out loss of SFT, the accuracy of a reward model, or its
+    squared error with `loss: mse`. Needs every_steps."""
     max_rows: PositiveInt = 1000
     """Maximum number of held-out rows to use, drawn by a hash of their content and the seed."""
 
@@ -72,8 +73,6 @@ class SFTData(Data):
 class SFTEvaluation(StageEvaluation):
     """Held-out loss and sample completions."""
 
-    keep_best: bool = False
-    """Also save the model with the lowest held-out loss, as `best_model`. Needs every_steps."""
     num_samples: NonNegativeInt = 4
     """Number of held-out prompts to complete at each evaluation, for you to read (samples.jsonl)."""
     max_new_tokens: PositiveInt = 64
@@ -133,9 +132,6 @@ class RMData(Data):
 class RMEvaluation(StageEvaluation):
     """Held-out accuracy, and the statistics by which PPO normalises the score."""
 
-    keep_best: bool = False
-    """Also save the model with the highest held-out accuracy (with `loss: mse`, the lowest error), as `best_model`.
-    Needs every_steps."""
     num_normalization_samples: NonNegativeInt = 192
     """Number of new samples from the SFT model whose scores give the mean and standard deviation by which PPO
     normalises. 0 leaves the score unnormalised."""

@@ -500,12 +500,14 @@ def test_overrides_that_are_refused(tmp_path, override, line):
 
 def test_overrides_are_reported_after_the_file(tmp_path):
     text = GOOD + "rewards: [{type: model}]\n"
-    assert error_lines(tmp_path, text, "training.seed=x", "rewards.x=1", "model=1") == [
+    assert error_lines(tmp_path, text, "training.seed=x", "model=1") == [
+        "x.yaml:6: rewards.0.model: required key is missing",
         "--set training.seed=x: found the text 'x', must be a whole number or auto",
-        "--set rewards.x=1: rewards has 1 items, 'x' must be an index, at most 1 (which appends)",
         "--set model=1: found the whole number 1, must be text; put it in quotes",
     ]
-    assert error_lines(tmp_path, text, "training.seed=x")[0] == "x.yaml:6: rewards.0.model: required key is missing"
+    assert error_lines(tmp_path, text, "training.seed=x", "rewards.x=1") == [
+        "--set rewards.x=1: rewards has 1 items, 'x' must be an index, at most 1 (which appends)",
+    ], "what cannot be read comes first, alone"
 
 
 # -- writing -----------------------------------------------------------------------------------------------
