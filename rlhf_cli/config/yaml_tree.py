@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -71,10 +71,10 @@ class Tree:
             lines[MAX_PROBLEMS:] = [f"{self.files[0]}: and {len(lines) - MAX_PROBLEMS} more problems"]
         return ConfigError("\n".join(lines))
 
-    def fail(self, place: Place, message: str, keys: Keys = ()) -> NoReturn:
-        """Raise the error of a problem after which reading cannot go on, with those noted before it."""
+    def failure(self, place: Place, message: str, keys: Keys = ()) -> ConfigError:
+        """The error of a problem after which reading cannot go on, with those noted before it."""
         self.report(place, keys, message)
-        raise self.error()
+        return self.error()
 
     def report(self, place: Place, keys: Keys, message: str) -> None:
         """Note a problem; the key is omitted where the ``--set`` in front names it."""
@@ -102,12 +102,12 @@ class Tree:
             self.places.setdefault((), start)
             node = self.compose(text, start)
             if node is None or (node.tag == TAG + "null" and not node.value):
-                self.fail(start, "the file is empty, must be a mapping of keys to values")
+                raise self.failure(start, "the file is empty, must be a mapping of keys to values")
             if not isinstance(node, yaml.MappingNode) or node.tag != TAG + "map":
                 what = found(self.read(node, (), start, ()))
                 if self.problems:
                     raise self.error()
-                self.fail(start.of(node), f"found {what}, must be a mapping")
+                raise self.failure(start.of(node), f"found {what}, must be a mapping")
             self.fill(self.value, node, (), start, (id(node),))
             if "extends" not in self.value:
                 return
@@ -116,7 +116,7 @@ class Tree:
                 path = _extended(path, self.value.pop("extends"), chain)
                 text = config_text(path)
             except (ConfigError, ValueError) as error:
-                self.fail(place, str(error), ("extends",))
+                raise self.failure(place, str(error), ("extends",)) from None
             chain.append(path.resolve())
 
     def compose(self, text: str, start: Place) -> Any:
@@ -134,7 +134,7 @@ class Tree:
             message = f"not valid YAML, character U+{character:04X} is not allowed"
         except (ValueError, OverflowError) as error:  # PyYAML lets "\UFFFFFFFF" and the like through
             line, message = 1, f"not valid YAML, {error}"
-        self.fail(start if start.source == OVERRIDE else Place(start.source, line), message)
+        raise self.failure(start if start.source == OVERRIDE else Place(start.source, line), message)
 
     def fill(self, values: dict[str, Any], node: Any, keys: Keys, start: Place, above: tuple[int, ...]) -> None:
         """Give ``values`` the keys of a mapping node that they lack. ``above`` are the nodes around its values."""
@@ -171,7 +171,7 @@ class Tree:
         self.num_nodes += 1 + (len(node.value) // 64 if isinstance(node, yaml.ScalarNode) else 0)
         if self.num_nodes > MAX_NODES:
             self.problems = []
-            self.fail(place, f"expands to more than {MAX_NODES} values, too many for a config")
+            raise self.failure(place, f"expands to more than {MAX_NODES} values, too many for a config")
 
     def pairs(self, node: Any, keys: Keys, start: Place, above: tuple[int, ...]) -> dict[str, tuple[Place, Any]]:
         """Each key of a mapping with its place and value node; the mapping's own keys win over merged ones."""
@@ -217,11 +217,11 @@ class Tree:
         name_text, equals, value_text = text.partition("=")
         names = [name.strip() for name in name_text.split(".")]
         if not equals:
-            self.fail(place, "no equals sign, must be key=value")
+            raise self.failure(place, "no equals sign, must be key=value")
         if not all(names):
-            self.fail(place, "the key has an empty part, must be key=value or a.b=value")
+            raise self.failure(place, "the key has an empty part, must be key=value or a.b=value")
         if not is_utf8(name_text):
-            self.fail(place, "the key has half of a surrogate pair, must be Unicode text")
+            raise self.failure(place, "the key has half of a surrogate pair, must be Unicode text")
         node = self.compose(value_text, place)
         parent: Any = self.value
         keys: Keys = ()
@@ -230,7 +230,7 @@ class Tree:
             if isinstance(parent, list):
                 if not re.fullmatch("[0-9]{1,9}", name) or int(name) > len(parent):
                     rule = f"{shown(name)} must be an index, at most {len(parent)} (which appends)"
-                    self.fail(place, f"{dotted(keys)} has {len(parent)} items, {rule}")
+                    raise self.failure(place, f"{dotted(keys)} has {len(parent)} items, {rule}")
                 key = int(name)
                 parent += [None] if key == len(parent) else []
             keys = (*keys, key)
