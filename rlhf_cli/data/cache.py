@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -54,7 +53,6 @@ TOKENS = {
 """Annotations of the fields that Arrow holds directly. Other fields are stored as JSON."""
 BATCH = 1000
 """Rows of one record batch, held in memory while a table is written."""
-
 CHUNK = 1000
 """Rows encoded at a time: enough for the tokenizer to use every core."""
 KEPT_DAYS = 30
@@ -118,9 +116,8 @@ def _build(entry: Path, encoder: RowEncoder[T], longest: int | None) -> Report:
     try:
         _write_tables(partial, encoder, report, longest)
         digests = {side: digest_file(partial / f"{side}.arrow") for side in SIDES}
-        facts = json.dumps({"report": TypeAdapter(Report).dump_python(report), "digests": digests})
-        stored = {"facts": facts, "digest": _digest(facts)}
-        (partial / "facts.json").write_text(json.dumps(stored), encoding="utf-8")
+        facts = {"report": TypeAdapter(Report).dump_python(report), "digests": digests}
+        (partial / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
         shutil.rmtree(entry, ignore_errors=True)
         partial.rename(entry)
     except OSError as error:
@@ -189,23 +186,17 @@ def _entry(key: str) -> Iterator[Path]:
 
 
 def _stored_report(entry: Path) -> Report | None:
-    """The report of a cache entry, or None if there is no entry or any byte of it changed since it was written.
+    """The report of a cache entry, or None if there is no entry or any token of it changed since it was written.
 
     Hashing costs about a second per gigabyte of tokens. A changed token would train another model unseen.
     """
     try:
-        stored = json.loads((entry / "facts.json").read_text(encoding="utf-8"))
-        facts = json.loads(stored["facts"])
+        facts = json.loads((entry / "facts.json").read_text(encoding="utf-8"))
+        report = TypeAdapter(Report).validate_python(facts["report"])
         digests = {side: digest_file(entry / f"{side}.arrow") for side in SIDES}
-        if stored["digest"] != _digest(stored["facts"]) or facts["digests"] != digests:
-            return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return report if facts["digests"] == digests else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return TypeAdapter(Report).validate_python(facts["report"])
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _make_root(root: Path) -> None:
@@ -249,18 +240,15 @@ def _key(encoder: RowEncoder[T]) -> str:
 
 
 def _digest_source(source: DataSource) -> str:
+    """The fingerprint of the data; for a hub dataset with the current commit of its branch, if the hub answers."""
     found = data_fingerprint(source.path, source.revision)
-    return f"{found} {_hub_commit(source)}" if found.startswith("hub:") else found
+    if found.startswith("hub:"):
+        import huggingface_hub
 
-
-def _hub_commit(source: DataSource) -> str:
-    """The current commit of a hub dataset's branch, or "" if the hub cannot be reached."""
-    import huggingface_hub
-
-    try:
-        return str(huggingface_hub.HfApi().dataset_info(source.path, revision=source.revision, timeout=10).sha)
-    except Exception:
-        return ""
+        with contextlib.suppress(Exception):
+            info = huggingface_hub.HfApi().dataset_info(source.path, revision=source.revision, timeout=10)
+            return f"{found} {info.sha}"
+    return found
 
 
 def _digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -277,12 +265,8 @@ def _digest_code(kind: type) -> str:
     package = sorted(Path(__file__).parent.glob("*.py"))
     module = sys.modules[kind.__module__].__file__
     files = [digest_file(path) for path in [*package, *([Path(module)] if module else [])]]
-    return " ".join([*files, *_library_versions()])
-
-
-@functools.cache
-def _library_versions() -> list[str]:
-    return [importlib.metadata.version(name) for name in ("tokenizers", "transformers", "datasets", "pyarrow")]
+    libraries = map(importlib.metadata.version, ("tokenizers", "transformers", "datasets", "pyarrow"))
+    return " ".join([*files, *libraries])
 
 
 # ------------------------------------------------------------------------------------------- rows on disk
@@ -323,9 +307,6 @@ class Table(Sequence[T], Generic[T]):
             value = batch.column(name)[row].as_py()
             values[name] = value if adapter is None else adapter.validate_python(json.loads(value))
         return self._kind(**values)
-
-    def __iter__(self) -> Iterator[T]:
-        return (self[i] for i in range(len(self)))
 
     def lengths(self, name: str) -> np.ndarray:
         """The number of elements of each row's list `name`, [len] int64. Nothing else is read."""

@@ -3,11 +3,8 @@
 To add a format, write its reader and its entry in `FORMATS` below, name it in `rlhf_cli.config.data.Format`, and show a
 row of it in docs/data.md and tests/fixtures/formats.
 
-The functions that read one column take the row, so that a message starts with its place: `<where>: <what was found>,
-<the rule>. <what to do>`. They raise DataError and nothing else, whatever the value is.
-
-The first row of a source decides its format, and every other row must fit it. A file with two kinds of rows is
-therefore reported instead of being read in part.
+The first row of a source decides its format, and every other row must fit it, so that a file with two kinds of rows is
+reported instead of being read in part. Readers raise DataError and nothing else, whatever a value is.
 """
 
 from __future__ import annotations
@@ -82,10 +79,8 @@ def first_key(row: Row, names: tuple[str, ...]) -> str:
         if name in row.values:
             return name
     needed = f"`{names[0]}`" if len(names) == 1 else f"one of {', '.join(names)}"
-    raise DataError(
-        f"{row.where}: found the keys {found_keys(row.values)}, every row needs {needed}. Fix the row, or map the "
-        "column with `keys`"
-    )
+    advice = "Fix the row, or map the column with `keys`"
+    raise row.error(f"found the keys {found_keys(row.values)}, every row needs {needed}. {advice}")
 
 
 def column(row: Row, name: str) -> Any:
@@ -94,11 +89,7 @@ def column(row: Row, name: str) -> Any:
 
 
 def mapped(row: Row, source: DataSource) -> Row:
-    """The row with its columns renamed to our names, as `source.keys` says.
-
-    A path is the full name of a column. If there is no such column, it is split at its dots: a name reaches into a
-    mapping, a number from 0 into a list. A renamed column no longer has its old name. Raises DataError if the row lacks
-    a named column.
+    """The row with its columns renamed to our names, as `source.keys` says; none keeps its old name, too.
 
     >>> row = Row({"q": "1+1=", "out": {"text": "2"}}, "file:1")
     >>> mapped(row, DataSource(path="file", keys={"prompt": "q", "response": "out.text"})).values
@@ -114,7 +105,9 @@ def mapped(row: Row, source: DataSource) -> Row:
 
 
 def at(row: Row, path: str, why: str = "") -> Any:
-    """The value at a path of names and numbers joined by dots; raises DataError, which ends with `why`, without one.
+    """The column of this name, or if there is none, the value at a path of names and numbers joined by dots.
+
+    Raises DataError, which ends with `why`, if there is no such value.
 
     >>> at(Row({"passages": [{"text": "a"}, {"text": "b"}]}, "file:1"), "passages.1.text")
     'b'
@@ -128,7 +121,7 @@ def at(row: Row, path: str, why: str = "") -> Any:
         elif isinstance(value, Mapping) and name in value:
             value = value[name]
         else:
-            raise DataError(f"{row.where}: found the keys {found_keys(row.values)}, but not `{shown_name(path)}`{why}")
+            raise row.error(f"found the keys {found_keys(row.values)}, but not `{shown_name(path)}`{why}")
     return value
 
 
@@ -137,7 +130,7 @@ def at(row: Row, path: str, why: str = "") -> Any:
 
 def text(row: Row, name: str, *, empty: bool = False) -> str:
     """A column that must be text; blank text is allowed only with `empty`."""
-    return checked(column(row, name), f"`{name}`", row.where, empty=empty)
+    return checked(column(row, name), f"`{name}`", row, empty=empty)
 
 
 def optional_text(row: Row, name: str) -> str:
@@ -145,53 +138,50 @@ def optional_text(row: Row, name: str) -> str:
     value = row.values.get(name)
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
-    return checked(value, f"`{name}`", row.where, empty=True)
+    return checked(value, f"`{name}`", row, empty=True)
 
 
-def checked(value: Any, what: str, where: str, *, empty: bool = False) -> str:
+def checked(value: Any, what: str, row: Row, *, empty: bool = False) -> str:
     """A value that must be text without lone surrogates, and not blank unless `empty`; messages call it `what`."""
     if not isinstance(value, str):
-        raise DataError(f"{where}: {what} is {kind_of(value)}, it must be text")
+        raise row.error(f"{what} is {kind_of(value)}, it must be text")
     if not empty and not value.strip():
-        raise DataError(f"{where}: {what} is empty, it must contain text. Remove the row")
+        raise row.error(f"{what} is empty, it must contain text. Remove the row")
     if not is_utf8(value):
-        raise DataError(f"{where}: {what} contains a lone surrogate (half a character). Fix the row")
+        raise row.error(f"{what} contains a lone surrogate (half a character). Fix the row")
     return value
 
 
-def sequence(value: Any, what: str, where: str) -> list[Any]:
-    """A value that must be a list; messages call it `what`."""
+def sequence(value: Any, name: str, row: Row) -> list[Any]:
+    """A value that must be a list; messages call it `name`."""
     if not isinstance(value, list):
-        raise DataError(f"{where}: {what} is {kind_of(value)}, it must be a list")
+        raise row.error(f"`{name}` is {kind_of(value)}, it must be a list")
     return value
 
 
 # ------------------------------------------------------------------------------------------ conversations
 
 
-def messages(items: Any, name: str, where: str) -> tuple[Message, ...]:
+def messages(items: Any, name: str, row: Row) -> tuple[Message, ...]:
     """A value that must be a list of messages; see `message`."""
     if not isinstance(items, list) or not items:
-        raise DataError(
-            f"{where}: `{name}` must be a non-empty list of messages with role and content (or from and value)"
-        )
-    return tuple(message(item, f"message {n} of `{name}`", where) for n, item in enumerate(items, 1))
+        raise row.error(f"`{name}` must be a non-empty list of messages with role and content (or from and value)")
+    return tuple(message(item, f"message {n} of `{name}`", row) for n, item in enumerate(items, 1))
 
 
-def message(item: Any, what: str, where: str) -> Message:
+def message(item: Any, what: str, row: Row) -> Message:
     """One message: `role` and `content`, or ShareGPT's `from` and `value`.
 
     Raises DataError for other roles (tool, function, ...), which a dialogue of user and assistant cannot hold.
     """
+    role = content = None
     if isinstance(item, dict):
         role, content = item.get("role", item.get("from")), item.get("content", item.get("value"))
-    else:
-        role = content = None
     if not isinstance(role, str) or not isinstance(content, str):
-        raise DataError(f"{where}: {what} needs a text `role` and a text `content` (or `from` and `value`)")
+        raise row.error(f"{what} needs a text `role` and a text `content` (or `from` and `value`)")
     if role not in ROLES:
-        raise DataError(f"{where}: {what} has role {shown(role)}, it must be system, user or assistant (or human, gpt)")
-    return Message(ROLES[role], checked(content, what, where, empty=True))
+        raise row.error(f"{what} has role {shown(role)}, it must be system, user or assistant (or human, gpt)")
+    return Message(ROLES[role], checked(content, what, row, empty=True))
 
 
 def system_message(row: Row) -> tuple[Message, ...] | None:
@@ -205,9 +195,8 @@ def system_message(row: Row) -> tuple[Message, ...] | None:
 
 def conversation(row: Row, name: str) -> tuple[Message, ...]:
     """The messages of a column, after the system column's message unless they start with a system message."""
-    own_messages = messages(row.values[name], name, row.where)
-    before = system_message(row) or ()
-    return own_messages if own_messages[0].role == "system" else before + own_messages
+    own_messages = messages(row.values[name], name, row)
+    return own_messages if own_messages[0].role == "system" else (system_message(row) or ()) + own_messages
 
 
 # ------------------------------------------------------------------------------------- prompt and answers
@@ -224,18 +213,17 @@ def prompt(row: Row, *, empty: bool = True, names: tuple[str, ...] = PROMPT_KEYS
     `system_content`, `system`, `system_prompt`), a text becomes the user's message after it.
     """
     name = first_key(row, names if has(row.values, names) else names + CONVERSATION_KEYS)
-    if not isinstance(row.values[name], list):
-        prompt_text, system = text(row, name, empty=empty), system_message(row)
-        return prompt_text if system is None else (*system, Message("user", prompt_text))
-    before = conversation(row, name)
-    require_open(before, name, row)
-    return before
+    if isinstance(row.values[name], list):
+        return open_turns(conversation(row, name), f"`{name}`", row)
+    prompt_text, system = text(row, name, empty=empty), system_message(row)
+    return prompt_text if system is None else (*system, Message("user", prompt_text))
 
 
-def require_open(before: tuple[Message, ...], name: str, row: Row) -> None:
-    """Raise DataError if a prompt's conversation ends with the assistant."""
-    if before[-1].role == "assistant":
-        raise DataError(f"{row.where}: `{name}` ends with the assistant's message, a prompt must end before the answer")
+def open_turns(turns: tuple[Message, ...], what: str, row: Row) -> tuple[Message, ...]:
+    """The messages of a prompt, which must not end with the assistant."""
+    if turns[-1].role == "assistant":
+        raise row.error(f"{what} ends with the assistant's message, a prompt must end before the answer")
+    return turns
 
 
 def answer(value: Any, name: str, row: Row) -> tuple[tuple[Message, ...] | None, str]:
@@ -244,16 +232,15 @@ def answer(value: Any, name: str, row: Row) -> tuple[tuple[Message, ...] | None,
     The first is None if the answer is plain text.
     """
     if isinstance(value, str):
-        return None, checked(value, f"`{name}`", row.where)
-    turns: tuple[Message, ...]
+        return None, checked(value, f"`{name}`", row)
     if isinstance(value, dict):
-        turns = (message(value, f"`{name}`", row.where),)
+        turns: tuple[Message, ...] = (message(value, f"`{name}`", row),)
     elif isinstance(value, list):
-        turns = messages(value, name, row.where)
+        turns = messages(value, name, row)
     else:
-        raise DataError(f"{row.where}: `{name}` is {kind_of(value)}, it must be text or messages")
+        raise row.error(f"`{name}` is {kind_of(value)}, it must be text or messages")
     if turns[-1].role != "assistant" or not turns[-1].content.strip():
-        raise DataError(f"{row.where}: the last message of `{name}` must be the assistant's and not empty")
+        raise row.error(f"the last message of `{name}` must be the assistant's and not empty")
     return turns[:-1], turns[-1].content
 
 
@@ -285,24 +272,22 @@ def answered(
 def _before_answers(
     row: Row, said: Said | None, starts: list[tuple[Message, ...]], num_answers: int
 ) -> tuple[Message, ...]:
-    """The messages before the answers: those of the prompt and those in the lists of the answers."""
     turns = starts[0] if starts else ()
     if any(start != turns for start in starts) or (turns and len(starts) < num_answers):
-        raise DataError(f"{row.where}: the messages before the answers differ, all must answer the same prompt")
+        raise row.error("the messages before the answers differ, all must answer the same prompt")
     if isinstance(said, str):
         is_copy = said.strip() in {"", *(m.content.strip() for m in turns)}
         if not is_copy and any(m.role == "user" for m in turns):
-            raise DataError(
-                f"{row.where}: the prompt is not among the messages before the answers, it must be one of them. "
-                "Remove the prompt or the messages"
+            raise row.error(
+                "the prompt is not among the messages before the answers, it must be one of them. Remove the prompt or "
+                "the messages"
             )
         turns = turns if is_copy else (*turns, Message("user", said))
     elif said and turns[: len(said)] != said:
         turns = said if turns and turns == said[-len(turns) :] else said + turns
     if not turns:
-        raise DataError(f"{row.where}: the answers have no prompt; give it in a column or as messages before them")
-    require_open(turns, "the messages before the answers", row)
-    return turns
+        raise row.error("the answers have no prompt; give it in a column or as messages before them")
+    return open_turns(turns, "the messages before the answers", row)
 
 
 def record(
@@ -325,18 +310,11 @@ def record(
 # ------------------------------------------------------------------------------------------------ numbers
 
 
-def column_number(row: Row, name: str) -> float:
-    """A column that must be a finite number."""
-    return number(column(row, name), name, row.where)
-
-
 def one_of(value: Any, name: str, allowed: tuple[int, ...], row: Row) -> int:
     """A value that must be one of a few integers."""
     found = number(value, name, row.where)
     if found not in allowed:
-        raise DataError(
-            f"{row.where}: `{shown_name(name)}` is {shown(value)}, it must be one of {', '.join(map(str, allowed))}"
-        )
+        raise row.error(f"`{shown_name(name)}` is {shown(value)}, it must be one of {', '.join(map(str, allowed))}")
     return int(found)
 
 
@@ -347,14 +325,14 @@ def optional_number(value: Any, name: str, row: Row) -> float | None:
     return number(value, name, row.where)
 
 
-def weighted(grades: Mapping[str, Any], weights: Mapping[str, float], where: str, of: str = "") -> float:
+def weighted(grades: Mapping[str, Any], weights: Mapping[str, float], row: Row, of: str = "") -> float:
     """The weighted sum of grades that must be numbers. Messages append `of` to the name of each.
 
-    >>> weighted({"helpfulness": 3, "verbosity": "2"}, {"helpfulness": 1.0, "verbosity": -0.5}, "file:1")
+    >>> weighted({"helpfulness": 3, "verbosity": "2"}, {"helpfulness": 1.0, "verbosity": -0.5}, Row({}, "file:1"))
     2.0
     """
-    total = sum(weight * number(grades[name], name + of, where) for name, weight in weights.items())
-    return number(total, f"the weighted score{of}", where)
+    total = sum(weight * number(grades[name], name + of, row.where) for name, weight in weights.items())
+    return number(total, f"the weighted score{of}", row.where)
 
 
 # --------------------------------------------------------------------------------------- readers: one answer
@@ -380,7 +358,8 @@ def read_text(row: Row, prompt_words: int, *, labelled: bool = False) -> Record:
     start, rest = first_words(full_text, prompt_words)
     if not rest.strip():
         start, rest = "", full_text
-    score = column_number(row, first_key(row, LABEL_KEYS)) if labelled else None
+    name = first_key(row, LABEL_KEYS) if labelled else None
+    score = None if name is None else number(row.values[name], name, row.where)
     return Record(start, row.where, (Answer(rest, score),), full_text, columns=row.values)
 
 
@@ -400,44 +379,32 @@ def read_messages(row: Row) -> Record:
     """A conversation: a last message of the assistant is the answer; a last message of the user ends a prompt."""
     name = first_key(row, CONVERSATION_KEYS)
     turns = conversation(row, name)
-    if turns[-1].role == "user":
+    before, last = turns[:-1], turns[-1]
+    if last.role == "user":
         return record(row, turns, ())
-    if turns[-1].role == "system" or not turns[-1].content.strip():
-        raise DataError(
-            f"{row.where}: the last message of `{name}` must be the assistant's and not empty, or the user's"
-        )
-    before = turns[:-1]
+    if last.role == "system" or not last.content.strip():
+        raise row.error(f"the last message of `{name}` must be the assistant's and not empty, or the user's")
     if not before:
-        raise DataError(f"{row.where}: `{name}` has no prompt, there must be a message before the assistant's")
-    return record(row, before, (Answer(" " + turns[-1].content),))
+        raise row.error(f"`{name}` has no prompt, there must be a message before the assistant's")
+    return record(row, before, (Answer(" " + last.content),))
 
 
 def read_instruction(row: Row, *, template: bool) -> Record:
     """An instruction with an optional input, and its output; without a column `output` it is a prompt only.
 
-    The prompt uses Alpaca's `template`, or the format of `instructed`.
+    `template` writes the prompt of Stanford Alpaca (Taori et al. 2023), which the answer follows directly.
     """
-    prompt_text = alpaca(text(row, "instruction"), optional_text(row, "input")) if template else instructed(row)
+    prompt_text = instructed(row)
+    if template:
+        context = optional_text(row, "input")
+        paired = ", paired with an input that provides further context" if context.strip() else ""
+        given = f"### Input:\n{context}\n\n" if context.strip() else ""
+        prompt_text = (
+            f"Below is an instruction that describes a task{paired}. Write a response that appropriately completes the "
+            f"request.\n\n### Instruction:\n{row.values['instruction']}\n\n{given}### Response:"
+        )
     answers = (Answer(text(row, "output")),) if "output" in row.values else ()
     return record(row, prompt_text, answers)
-
-
-def alpaca(instruction: str, context: str) -> str:
-    """The prompt of Stanford Alpaca (Taori et al. 2023), with an input if it is not blank.
-
-    The answer follows the last colon directly.
-    """
-    if context.strip():
-        return (
-            "Below is an instruction that describes a task, paired with an input that provides further context. "
-            "Write a response that appropriately completes the request.\n\n"
-            f"### Instruction:\n{instruction}\n\n### Input:\n{context}\n\n### Response:"
-        )
-    return (
-        "Below is an instruction that describes a task. "
-        "Write a response that appropriately completes the request.\n\n"
-        f"### Instruction:\n{instruction}\n\n### Response:"
-    )
 
 
 def instructed(row: Row) -> str:
@@ -456,7 +423,7 @@ def read_preference(row: Row) -> Record:
     in a column `context`.
     """
     names = PROMPT_KEYS + CONTEXT_KEYS
-    answers = [answer(row.values[first_key(row, (name,))], name, row) for name in ("chosen", "rejected")]
+    answers = [answer(column(row, name), name, row) for name in ("chosen", "rejected")]
     whole = next((turns for turns, _ in answers if turns), ())
     said: Said | None = None
     if has(row.values, names) or (not whole and has(row.values, CONVERSATION_KEYS)):
@@ -471,9 +438,8 @@ def read_hh(row: Row) -> Record:
     chosen, rejected = text(row, "chosen"), text(row, "rejected")
     cut = end_of_prompt(chosen, rejected)
     if cut == 0:
-        raise DataError(
-            f'{row.where}: chosen and rejected have no common beginning that ends in "Assistant:". '
-            "Give the prompt in its own column"
+        raise row.error(
+            'chosen and rejected have no common beginning that ends in "Assistant:". Give the prompt in its own column'
         )
     # The published HH-RLHF has empty answers: they are worse answers, not faulty rows.
     answers = (Answer(chosen[cut:] or " "), Answer(rejected[cut:] or " "))
@@ -510,18 +476,18 @@ def read_summarize(row: Row) -> Record:
     """
     info = column(row, "info")
     if not isinstance(info, dict):
-        raise DataError(f"{row.where}: `info` is {kind_of(info)}, it must be a mapping")
-    summaries = sequence(column(row, "summaries"), "`summaries`", row.where)
+        raise row.error(f"`info` is {kind_of(info)}, it must be a mapping")
+    summaries = sequence(column(row, "summaries"), "summaries", row)
     if len(summaries) != 2:
-        raise DataError(f"{row.where}: `summaries` has {len(summaries)} items, it must have two")
-    texts = [checked(_inner(item, "text"), f"`text` of summary {n}", row.where) for n, item in enumerate(summaries)]
+        raise row.error(f"`summaries` has {len(summaries)} items, it must have two")
+    texts = [checked(_inner(item, "text"), f"`text` of summary {n}", row) for n, item in enumerate(summaries)]
     choice = one_of(column(row, "choice"), "choice", (0, 1), row)
     inside = Row(info, row.where)
     if optional_text(inside, "article").strip():
         prompt_text = f"Article:\n{info['article']}\n\nTL;DR:\n"
     else:
         subreddit, title = optional_text(inside, "subreddit"), optional_text(inside, "title")
-        post = checked(info.get("post"), "`post` of `info`", row.where)
+        post = checked(info.get("post"), "`post` of `info`", row)
         prompt_text = f"SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
     return record(row, prompt_text, (Answer(texts[choice]), Answer(texts[1 - choice])), ranked=True)
 
@@ -529,10 +495,10 @@ def read_summarize(row: Row) -> Record:
 def read_webgpt(row: Row) -> Record:
     """WebGPT comparisons (Nakano et al. 2021): two answers with opposite scores; equal scores are a tie."""
     question = column(row, "question")
-    prompt_text = checked(
-        _inner(question, "full_text") if isinstance(question, dict) else question, "`question`", row.where
+    prompt_text = checked(_inner(question, "full_text") if isinstance(question, dict) else question, "`question`", row)
+    answers = tuple(
+        Answer(text(row, f"answer_{n}"), number(column(row, f"score_{n}"), f"score_{n}", row.where)) for n in (0, 1)
     )
-    answers = tuple(Answer(text(row, f"answer_{n}"), column_number(row, f"score_{n}")) for n in (0, 1))
     return record(row, prompt_text, answers)
 
 
@@ -552,18 +518,15 @@ def read_pandalm(row: Row) -> Record:
     names = ["vote"] if "vote" in row.values else [n for n in row.values if re.fullmatch(r"annotator\d+|label_\d+", n)]
     if not names:
         first_key(row, ("vote", "annotator1", "label_0"))
-    votes = Counter(_vote(row, name) for name in names).most_common()
+    cells = {name: row.values[name] for name in names}
+    votes = Counter(
+        0 if isinstance(cell, str) and cell.strip().lower() == "tie" else one_of(cell, name, (0, 1, 2), row)
+        for name, cell in cells.items()
+    ).most_common()
     clear = votes[0][0] != 0 and (len(votes) == 1 or votes[0][1] > votes[1][1])
     if clear and votes[0][0] == 2:
         answers = answers[::-1]
     return record(row, instructed(row), answers, ranked=clear)
-
-
-def _vote(row: Row, name: str) -> int:
-    value = row.values[name]
-    if isinstance(value, str) and value.strip().lower() == "tie":
-        return 0
-    return one_of(value, name, (0, 1, 2), row)
 
 
 # ------------------------------------------------------------------------------ readers: grades and rankings
@@ -574,20 +537,17 @@ def read_ultrafeedback(row: Row, weights: Mapping[str, float]) -> Record:
 
     A completion with a rating of "N/A" among those in `weights` has no score.
     """
-    completions = sequence(column(row, "completions"), "`completions`", row.where)
     answers = []
-    for n, item in enumerate(completions, 1):
-        response = checked(_inner(item, "response"), f"`response` of completion {n}", row.where)
+    for n, item in enumerate(sequence(column(row, "completions"), "completions", row), 1):
+        response = checked(_inner(item, "response"), f"`response` of completion {n}", row)
         if weights:
             ratings = {name: _inner(item.get("annotations"), name) for name in weights}
-            grades = {
-                name: found.get("Rating") if isinstance(found, dict) else found for name, found in ratings.items()
-            }
-            score = None if "N/A" in grades.values() else weighted(grades, weights, row.where, f" of completion {n}")
+            grades = {name: one.get("Rating") if isinstance(one, dict) else one for name, one in ratings.items()}
+            score = None if "N/A" in grades.values() else weighted(grades, weights, row, f" of completion {n}")
         elif "overall_score" in item:
             score = optional_number(item["overall_score"], f"overall_score of completion {n}", row)
         else:
-            raise DataError(f"{row.where}: completion {n} has no `overall_score`. Give `weights` for its annotations")
+            raise row.error(f"completion {n} has no `overall_score`. Give `weights` for its annotations")
         answers.append(Answer(response, score))
     return record(row, text(row, "instruction"), tuple(answers))
 
@@ -598,7 +558,7 @@ def read_helpsteer(row: Row, weights: Mapping[str, float]) -> Record:
     The score is their weighted sum; by default it is `helpfulness`.
     """
     weights = weights or {"helpfulness": 1.0}
-    return read_prompt_response(row, weighted({name: at(row, name) for name in weights}, weights, row.where))
+    return read_prompt_response(row, weighted({name: at(row, name) for name in weights}, weights, row))
 
 
 def read_scored(row: Row, weights: Mapping[str, float]) -> Record:
@@ -617,7 +577,7 @@ def read_ranking(row: Row, weights: Mapping[str, float]) -> Record:
     """A prompt with a list of at least two answers: best first, or in any order with a list of scores."""
     found = _several_answers(row, weights, with_scores=bool(weights) or "scores" in row.values)
     if len(found.answers) < 2:
-        raise DataError(f"{row.where}: has {len(found.answers)} answers, a ranking needs at least two")
+        raise row.error(f"has {len(found.answers)} answers, a ranking needs at least two")
     return found
 
 
@@ -628,39 +588,34 @@ def read_kto(row: Row) -> Record:
     """
     value = column(row, "label")
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
-        good = value.strip().lower() == "true"
-    else:
-        good = value if isinstance(value, bool) else one_of(value, "label", (0, 1), row) == 1
+        value = value.strip().lower() == "true"
+    good = value if isinstance(value, bool) else one_of(value, "label", (0, 1), row) == 1
     if has(row.values, RESPONSE_KEYS) or not has(row.values, CONVERSATION_KEYS):
         return read_prompt_response(row, float(good), undesirable=not good)
     whole = read_messages(row)
     if not whole.answers:
-        raise DataError(f"{row.where}: the conversation ends with the user's message, the label needs an answer")
-    answers = (Answer(whole.answers[0].text, float(good)),)
-    return record(row, whole.messages, answers, undesirable=not good)
+        raise row.error("the conversation ends with the user's message, the label needs an answer")
+    return replace(whole, answers=(replace(whole.answers[0], score=float(good)),), undesirable=not good)
 
 
 def _several_answers(row: Row, weights: Mapping[str, float], *, with_scores: bool) -> Record:
     name = first_key(row, ANSWERS_KEYS)
-    items = sequence(row.values[name], f"`{name}`", row.where)
+    items = sequence(row.values[name], name, row)
     answers = [answer(item, f"{name} {n}", row) for n, item in enumerate(items, 1)]
-    scores = _scores(row, weights, len(answers)) if with_scores else ()
+    scores = _scores(row, weights, len(answers)) if with_scores else []
     return answered(row, prompt(row), answers, scores, ranked=not with_scores)
 
 
 def _scores(row: Row, weights: Mapping[str, float], count: int) -> list[float | None]:
     """The scores of a list of answers: the column `scores`, or the weighted sums of columns of lists."""
-    columns = {}
-    for name in weights or ("scores",):
-        columns[name] = sequence(at(row, name), f"`{shown_name(name)}`", row.where)
-        if len(columns[name]) != count:
-            raise DataError(
-                f"{row.where}: `{shown_name(name)}` has {len(columns[name])} values, it must have one for each of "
-                f"the {count} answers"
-            )
+    columns = {name: sequence(at(row, name), shown_name(name), row) for name in weights or ("scores",)}
+    for name, values in columns.items():
+        if len(values) != count:
+            rule = f"it must have one for each of the {count} answers"
+            raise row.error(f"`{shown_name(name)}` has {len(values)} values, {rule}")
     if not weights:
         return [optional_number(value, f"scores {n}", row) for n, value in enumerate(columns["scores"], 1)]
-    return [weighted({name: columns[name][i] for name in weights}, weights, row.where) for i in range(count)]
+    return [weighted({name: columns[name][i] for name in weights}, weights, row) for i in range(count)]
 
 
 def _inner(value: Any, name: str) -> Any:
@@ -820,25 +775,21 @@ def recognise(row: Row, source: DataSource, purpose: Purpose) -> Format:
         fitting = (f for f in FORMATS.values() if _suits(f, source, purpose) and f.is_of(values, source))
         found = next(fitting, None)
         if found is None:
-            raise DataError(
-                f"{row.where}: found the keys {found_keys(values)}, {_takes(purpose, source)}. Rename them or map "
-                "them with `keys`"
-            )
+            advice = "Rename them or map them with `keys`"
+            raise row.error(f"found the keys {found_keys(values)}, {_takes(purpose, source)}. {advice}")
     else:
         found = FORMATS[source.format]
         # A list of responses with scores serves both losses, under either name.
         both = found.name in ("ranking", "scored") and _has_list(values, source) and _has_score(values, source)
         if purpose not in found.purposes and not both:
-            raise DataError(f"{row.where}: the format is {found.name}, {_takes(purpose, source)}")
+            raise row.error(f"the format is {found.name}, {_takes(purpose, source)}")
         if source.weights and found.option != "weights":
-            raise DataError(f"{row.where}: {found.name} rows have no grades, so `weights` does not apply. Remove it")
+            raise row.error(f"{found.name} rows have no grades, so `weights` does not apply. Remove it")
     known = {*found.columns, *source.weights, *(name.partition(".")[0] for name in source.weights)}
     for ours in source.keys:
         if ours not in known:
-            raise DataError(
-                f"{row.where}: `keys` maps `{shown_name(ours)}`, which is not a column of the format {found.name}. Its "
-                f"columns: {', '.join(found.columns)}"
-            )
+            what = f"which is not a column of the format {found.name}. Its columns: {', '.join(found.columns)}"
+            raise row.error(f"`keys` maps `{shown_name(ours)}`, {what}")
     return found
 
 
@@ -855,18 +806,10 @@ def read_record(row: Row, format: Format, source: DataSource, *, prompt_words: i
     try:
         return replace(format.read(ours, **given), columns=row.values)
     except DataError as error:
-        raise DataError(_in_names_of_the_file(str(error), row, ours, source)) from None
-
-
-def _in_names_of_the_file(message: str, row: Row, ours: Row, source: DataSource) -> str:
-    """A message about a mapped row with the file's names of its columns.
-
-    >>> source, row = DataSource(path="file", keys={"response": "out.text"}), Row({"out": {"text": ""}}, "file:1")
-    >>> _in_names_of_the_file("file:1: `response` is empty", row, mapped(row, source), source)
-    'file:1: `out.text` is empty'
-    """
-    message = message.replace(found_keys(ours.values), found_keys(row.values))
-    return re.sub(r"`(\w+)`", lambda match: f"`{shown_name(source.keys.get(match[1], match[1]))}`", message)
+        # In the names that the columns have in the file.
+        message = str(error).replace(found_keys(ours.values), found_keys(row.values))
+        renamed = re.sub(r"`(\w+)`", lambda match: f"`{shown_name(source.keys.get(match[1], match[1]))}`", message)
+        raise DataError(renamed) from None
 
 
 def _suits(format: Format, source: DataSource, purpose: Purpose) -> bool:

@@ -24,6 +24,10 @@ class Row:
     values: dict[str, Any]
     where: str
 
+    def error(self, message: str) -> DataError:
+        """The error of a bad row: `<where>: <what was found>, <the rule>. <what to do>`."""
+        return DataError(f"{self.where}: {message}")
+
 
 @dataclass(frozen=True)
 class BadRow:

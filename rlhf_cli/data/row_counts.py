@@ -72,26 +72,6 @@ class Report:
         reasons = self.skipped.get(side, Counter())
         return (reasons.total() - reasons[DUPLICATE]) / max(self.total(side), 1)
 
-    def length_for(self, side: str, share: float = ENOUGH) -> int | None:
-        """The smallest length limit that keeps `share` of the items that fit or were skipped for their length.
-
-        None if no item was skipped for its length. Items skipped for other reasons do not count.
-
-        >>> report = Report(kept=Counter(train=10), needs={"train": Counter({30: 8, 50: 2})})
-        >>> report.length_for("train"), report.length_for("train", 0.8)
-        (50, 30)
-        """
-        needs = self.needs.get(side)
-        if not needs:
-            return None
-        wanted = math.ceil(share * (self.kept[side] + needs.total()))
-        reached = self.kept[side]
-        for length in sorted(needs):
-            reached += needs[length]
-            if reached >= wanted:
-                return length
-        return max(needs)
-
     def lines(self, role: str = "data") -> list[str]:
         """Lines for the user: the format of each source, and the skipped rows of each side by reason."""
         beside = "" if role == "data" else f" ({role})"
@@ -107,37 +87,38 @@ class Report:
         return [*found, *(f"skipped: {line}" for line in self.bad)]
 
     def warnings(self, role: str, length_key: str, longest: int | None = None) -> list[str]:
-        """The warnings about skipped rows and about special tokens, one of each kind per side."""
-        found = [self.warning(side, f"{role}.{side}", length_key, longest) for side in self.skipped]
-        found += [self._special_warning(side, f"{role}.{side}") for side in self.special]
-        return [line for line in found if line is not None]
-
-    def _special_warning(self, side: str, name: str) -> str | None:
-        """A warning if more than a tenth of a side has special tokens in its text: it may be rendered chats."""
-        if self.special[side] <= MANY_SKIPPED * self.kept[side]:
-            return None
-        return (
-            f"{name}: {self.special[side]:,} of {self.kept[side]:,} rows have special tokens in their text "
-            f"({self.special_token}), which are encoded as plain text. If the rows are written in a chat template "
-            "already, set data.special_tokens: keep"
-        )
-
-    def warning(self, side: str, name: str, length_key: str, longest: int | None = None) -> str | None:
-        """A warning if a side lost more than a tenth of its rows, with the length limit that keeps 95 %."""
-        total, reasons = self.total(side), self.skipped.get(side, Counter())
-        skipped = reasons.total() - reasons[DUPLICATE]
-        if skipped <= MANY_SKIPPED * total:
-            return None
-        return (
-            f"{name}: {skipped:,} of {total:,} rows ({100 * skipped / total:.0f} %) are skipped, "
-            f"{self.kept[side]:,} are used.{self.advice(side, length_key, longest)}"
-        )
+        """A warning for each side of which more than a tenth was skipped, and one for special tokens in as many rows,
+        which may be rendered chats."""
+        found = []
+        for side, reasons in self.skipped.items():
+            total, skipped = self.total(side), reasons.total() - reasons[DUPLICATE]
+            if skipped > MANY_SKIPPED * total:
+                found.append(
+                    f"{role}.{side}: {skipped:,} of {total:,} rows ({100 * skipped / total:.0f} %) are skipped, "
+                    f"{self.kept[side]:,} are used.{self.advice(side, length_key, longest)}"
+                )
+        for side, number in self.special.items():
+            if number > MANY_SKIPPED * self.kept[side]:
+                found.append(
+                    f"{role}.{side}: {number:,} of {self.kept[side]:,} rows have special tokens in their text "
+                    f"({self.special_token}), which are encoded as plain text. If the rows are written in a chat "
+                    "template already, set data.special_tokens: keep"
+                )
+        return found
 
     def advice(self, side: str, length_key: str, longest: int | None) -> str:
-        """A sentence that names the length limit for 95 % of the rows; empty if no row was too long."""
-        length = self.length_for(side)
-        if length is None:
+        """A sentence with the smallest length limit that keeps 95 % of the items that fit or were skipped for their
+        length; empty if none was too long.
+
+        >>> report = Report(kept=Counter(train=10), needs={"train": Counter({30: 8, 50: 2})})
+        >>> report.advice("train", "data.max_length", None)
+        ' data.max_length: 50 would keep 95 %'
+        """
+        needs, kept = self.needs.get(side, Counter()), self.kept[side]
+        if not needs:
             return ""
+        missing = math.ceil(ENOUGH * (kept + needs.total())) - kept
+        length = sorted(needs.elements())[max(missing, 1) - 1]
         text = f" {length_key}: {length} would keep {100 * ENOUGH:.0f} %"
         if longest is not None and length > longest:
             text += f", but the model takes at most {longest} tokens: shorten the rows, or cut them (data.truncation)"

@@ -13,10 +13,11 @@ A text without a mark goes to the tokenizer unchanged, so rows without special t
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from tokenizers import AddedToken, Tokenizer
@@ -54,7 +55,6 @@ class SpecialTokens:
         # The longest first: one token may begin with another.
         self._pattern = re.compile("|".join(map(re.escape, sorted(self.tokens, key=len, reverse=True))) or "(?!)")
         self._longest = max(map(len, self.tokens), default=0)
-        self._backend: Tokenizer | None = None
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -171,13 +171,12 @@ class SpecialTokens:
         from transformers import PreTrainedTokenizerFast
 
         if not isinstance(self.tokenizer, PreTrainedTokenizerFast):
-            return self._slow_parts(text, add_special_tokens, self._restored(separate, BOUNDARY))
-        backend = self._stand_in_backend()
+            return self._slow_parts(text, add_special_tokens, separate=separate)
+        backend = self._backend
         # As the usual tokenizer does, but with ordinary added tokens in place of the template's special tokens.
         replaced = self._pattern.sub(lambda match: _stand_in(self._number[match[0]]), text)
-        encoding = backend.encode(
-            MARK.sub(self._restored(separate, _stand_in(NO_TOKEN)), replaced), add_special_tokens=add_special_tokens
-        )
+        plain = self._unmarked(replaced, _stand_in(NO_TOKEN), separate=separate)
+        encoding = backend.encode(plain, add_special_tokens=add_special_tokens)
         mask = encoding.special_tokens_mask
         start = next((n for n, added in enumerate(mask) if not added), len(mask))
         end = max((n + 1 for n, added in enumerate(mask) if not added), default=start)
@@ -190,44 +189,27 @@ class SpecialTokens:
         """The special token of a mark; "" for a boundary."""
         return self.tokens[ord(match[1]) - NUMBERS] if match[1] else ""
 
-    def _restored(self, separate: bool, boundary: str) -> Callable[[re.Match[str]], str]:
-        """What replaces a mark: its special token's text, with a boundary behind the first character if `separate`."""
+    def _unmarked(self, text: str, boundary: str, *, separate: bool) -> str:
+        """The text with each mark's token in its place, behind whose first character is a boundary if `separate`."""
+        cut = boundary if separate else ""
+        return MARK.sub(lambda match: self._marked(match)[:1] + cut + self._marked(match)[1:], text)
 
-        def restored(match: re.Match[str]) -> str:
-            token = self._marked(match)
-            return token[:1] + boundary + token[1:] if separate else token
-
-        return restored
-
-    def _stand_in_backend(self) -> Tokenizer:
+    @functools.cached_property
+    def _backend(self) -> Tokenizer:
         """A copy of the tokenizer that reads special tokens as text, and an ordinary added token in place of each."""
-        if self._backend is None:
-            from transformers import PreTrainedTokenizerFast
-
-            assert isinstance(self.tokenizer, PreTrainedTokenizerFast)
-            backend = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
-            backend.no_truncation()
-            backend.no_padding()
-            names = [(_stand_in(number), token) for number, token in enumerate(self._added)]
-            backend.add_tokens(
-                [AddedToken(_stand_in(NO_TOKEN), normalized=False)]
-                + [
-                    AddedToken(
-                        name,
-                        single_word=token.single_word,
-                        lstrip=token.lstrip,
-                        rstrip=token.rstrip,
-                        normalized=False,
-                    )
-                    for name, token in names
-                ]
-            )
-            backend.encode_special_tokens = True
-            self._backend = backend
-        return self._backend
+        backend = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
+        backend.no_truncation()
+        backend.no_padding()
+        stand_ins = [AddedToken(_stand_in(NO_TOKEN), normalized=False)]
+        for number, token in enumerate(self._added):
+            edges = {"single_word": token.single_word, "lstrip": token.lstrip, "rstrip": token.rstrip}
+            stand_ins.append(AddedToken(_stand_in(number), normalized=False, **edges))
+        backend.add_tokens(stand_ins)
+        backend.encode_special_tokens = True
+        return backend
 
     def _slow_parts(
-        self, text: str, add_special_tokens: bool, restored: Callable[[re.Match[str]], str]
+        self, text: str, add_special_tokens: bool, *, separate: bool
     ) -> tuple[list[int], list[int], list[int]]:
         """`_parts` of a tokenizer in Python, which encodes the text between two special tokens by itself."""
         tokenizer = self.tokenizer
@@ -241,7 +223,7 @@ class SpecialTokens:
                 piece = piece.lstrip()
             if n < len(numbers) and self._added[numbers[n]].lstrip:
                 piece = piece.rstrip()
-            for plain in MARK.sub(restored, piece).split(BOUNDARY):
+            for plain in self._unmarked(piece, BOUNDARY, separate=separate).split(BOUNDARY):
                 tokens = tokenizer.tokenize(plain, split_special_tokens=EDGE in piece) if plain else []
                 converted = tokenizer.convert_tokens_to_ids(tokens)
                 assert isinstance(converted, list)

@@ -88,12 +88,15 @@ def _texts(data: Data | PromptData) -> dict[str, Any]:
     return {"template": data.prompt_template, "keep_special": data.special_tokens == "keep"}
 
 
+def _limits(data: Data) -> LengthLimits:
+    return LengthLimits(data.max_length, data.truncation, data.min_response_length)
+
+
 def sft_rows(config: SFTConfig) -> StageRows:
     """The demonstrations of SFT."""
-    data = config.data
-    limits = LengthLimits(data.max_length, data.truncation, data.min_response_length)
-    learn_all = data.loss_on == "all"
-    return StageRows(data, "sft", limits=limits, prompt_words=data.prompt_words, learn_all=learn_all, **_texts(data))
+    data, learn_all = config.data, config.data.loss_on == "all"
+    words = data.prompt_words
+    return StageRows(data, "sft", limits=_limits(data), prompt_words=words, learn_all=learn_all, **_texts(data))
 
 
 def rm_rows(config: RMConfig) -> StageRows:
@@ -104,8 +107,7 @@ def rm_rows(config: RMConfig) -> StageRows:
     data = config.data
     is_scored = not config.is_pairwise or first_format(data.train[0], "rm pairs").name == "labelled"
     purpose: Purpose = "rm scores" if is_scored else "rm pairs"
-    limits = LengthLimits(data.max_length, data.truncation, data.min_response_length)
-    return StageRows(data, purpose, limits=limits, margin_column=data.margin_column, **_texts(data))
+    return StageRows(data, purpose, limits=_limits(data), margin_column=data.margin_column, **_texts(data))
 
 
 def probe_rows(config: RMConfig) -> StageRows | None:
@@ -266,18 +268,17 @@ def records(
                     report.rows[source.path] += 1
                     report.rows[side] += 1
                     yield side, record
-    _require_rows(data, report, role, only)
-
-
-def _require_rows(data: Rows, report: Report, role: str, only: str | None) -> None:
-    """Raise DataError if a side that was read has no rows."""
     for side, sources in data.by_side.items():
         if only in (None, side) and sources and not report.rows[side]:
             paths = ", ".join(source.path for source in sources)
             advice = "no row is left to hold out. Widen `select` or `split`"
             if side == "train":
                 advice = "no row is left to train on. Widen `select`, `split` or `weight`, or lower test_fraction"
-            raise DataError(f"{role}.{side}: {paths}: {advice}{_reasons(report)}")
+            reasons = [
+                f"{number} rows: {reason}" for some in report.skipped.values() for reason, number in some.items()
+            ]
+            because = f" ({'; '.join(reasons + report.bad)})" if reasons else ""
+            raise DataError(f"{role}.{side}: {paths}: {advice}{because}")
 
 
 def first_format(source: DataSource, purpose: Purpose) -> Format:
@@ -292,12 +293,6 @@ def row_digest(record: Record) -> bytes:
     """A hash of a row's prompt, answers and messages: equal rows are duplicates."""
     answers = [record.prompt, *(answer.text for answer in record.answers), *(m.content for m in record.messages)]
     return hashlib.sha256(json.dumps(answers).encode()).digest()[:16]
-
-
-def _reasons(report: Report) -> str:
-    """Why rows were skipped, to end a message that none is left."""
-    reasons = [f"{number} rows: {reason}" for some in report.skipped.values() for reason, number in some.items()]
-    return f" ({'; '.join(reasons + report.bad)})" if reasons else ""
 
 
 # ------------------------------------------------------------------------------------------ after the view

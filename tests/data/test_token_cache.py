@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,13 @@ def entry_of() -> Path:
     return entry
 
 
-@pytest.mark.parametrize("name", ["train.arrow", "test.arrow", "facts.json"])
-@pytest.mark.parametrize("damage", ["bit", "random", "longer", "empty", "gone"])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *(("train.arrow", damage) for damage in ("bit", "random", "longer", "empty", "gone")),
+        *(("test.arrow", "bit"), ("facts.json", "random"), ("facts.json", "gone")),
+    ],
+)
 def test_a_changed_byte_rebuilds_the_entry_and_says_so(run: Any, name: str, damage: str) -> None:
     first = run()
     rows, lines = [list(first.train), list(first.test)], first.lines
@@ -53,14 +57,3 @@ def test_a_changed_byte_rebuilds_the_entry_and_says_so(run: Any, name: str, dama
         assert again.lines == [f"{entry_of()}: the cached tokens are damaged, the rows are tokenised again", *lines]
         assert file.read_bytes() == before
     assert run().lines == lines
-
-
-def test_counts_of_the_report_are_verified_too(run: Any) -> None:
-    """A changed number in facts.json would be a wrong count on the screen."""
-    run()
-    file = entry_of() / "facts.json"
-    stored = json.loads(file.read_text(encoding="utf-8"))
-    facts = json.loads(stored["facts"])
-    facts["report"]["kept"]["train"] += 1
-    file.write_text(json.dumps({**stored, "facts": json.dumps(facts)}), encoding="utf-8")
-    assert "damaged" in run().lines[0]
