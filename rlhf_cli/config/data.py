@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -78,23 +78,22 @@ class DataSource(Section):
     Training rows only."""
 
 
-def _mapping_of_path(value: Any) -> Any:
-    """A plain path as a mapping."""
-    return {"path": value} if isinstance(value, str) else value
-
-
-def _as_list(value: Any) -> Any:
-    """A single source as a list of one."""
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-Source = Annotated[DataSource, BeforeValidator(_mapping_of_path, json_schema_input_type=str | DataSource)]
-
+Source = Annotated[
+    DataSource,
+    BeforeValidator(
+        lambda value: {"path": value} if isinstance(value, str) else value, json_schema_input_type=str | DataSource
+    ),
+]
+"""A plain path is a source."""
 Sources = Annotated[
     list[Source],
     Field(min_length=1),
-    BeforeValidator(_as_list, json_schema_input_type=str | DataSource | list[str | DataSource]),
+    BeforeValidator(
+        lambda value: list(value) if isinstance(value, list | tuple) else [value],
+        json_schema_input_type=str | DataSource | list[str | DataSource],
+    ),
 ]
+"""A single source is a list of one."""
 
 
 def _check_prompt_template(template: str) -> str:

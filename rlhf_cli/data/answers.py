@@ -37,7 +37,6 @@ class RankedIds:
 
     @property
     def lengths(self) -> list[int]:
-        """The `reply_length` of each answer."""
         return [reply_length(answer) for answer in self.row.texts]
 
 
@@ -55,7 +54,6 @@ class ScoredIds:
 
     @property
     def lengths(self) -> list[int]:
-        """The `reply_length` of the answer."""
         return [reply_length(self.row.response)]
 
 
@@ -126,21 +124,21 @@ class RankingEncoder(AnswerEncoder[RankedIds]):
     def items(self, row: Record, sequences: Sequence[Tokens]) -> list[RankedIds | Skipped]:
         cut = [self.cut(one, tokens) for one, tokens in zip(row.each(), sequences, strict=True)]
         skipped = [each for each in cut if isinstance(each, Skipped)]
+        uncut = [ids for ids, _ in sequences]
         if skipped:
-            return [replace(skipped[0], needs=self._needs(skipped, [ids for ids, _ in sequences]))]
+            # The limit that keeps a ranking must keep each answer, and a difference between them.
+            needs = [each.needs for each in skipped if each.needs is not None]
+            if self.limits.truncation == "right":
+                needs.append(common_prefix(uncut) + 1)
+            return [replace(skipped[0], needs=max(needs) if all(each.needs for each in skipped) else None)]
         kept = [ids for ids in cut if not isinstance(ids, Skipped)]
         different = [i for i, ids in enumerate(kept) if ids not in kept[:i]]
+        if len(different) < 2 and all(ids == uncut[0] for ids in uncut):
+            return [Skipped("its answers are the same tokens")]
         if len(different) < 2:
-            return [_equal([ids for ids, _ in sequences])]
+            return [Skipped("the part in which its answers differ was cut off", needs=common_prefix(uncut) + 1)]
         answers = tuple(row.answers[i] for i in different)
         return [RankedIds([kept[i] for i in different], replace(row, answers=answers))]
-
-    def _needs(self, skipped: Sequence[Skipped], uncut: Sequence[list[int]]) -> int | None:
-        """The limit that would keep a ranking: it must keep each answer, and a difference between them."""
-        needs = [each.needs for each in skipped if each.needs is not None]
-        if len(needs) < len(skipped):
-            return None
-        return max(*needs, common_prefix(uncut) + 1) if self.limits.truncation == "right" else max(needs)
 
 
 class ScoreEncoder(AnswerEncoder[ScoredIds]):
@@ -173,13 +171,6 @@ class LabelledPairs(Sequence[RankedIds]):
         higher, lower = (self.items[i] for i in self.pairs[index])
         texts = (higher.row.prompt + higher.row.response, lower.row.prompt + lower.row.response)
         return RankedIds([higher.ids, lower.ids], Record("", higher.row.where, tuple(map(Answer, texts)), ranked=True))
-
-
-def _equal(uncut: Sequence[list[int]]) -> Skipped:
-    """The reason to skip a ranking whose answers are the same tokens, after the cut or before it."""
-    if all(ids == uncut[0] for ids in uncut):
-        return Skipped("its answers are the same tokens")
-    return Skipped("the part in which its answers differ was cut off", needs=common_prefix(uncut) + 1)
 
 
 def answer_encoder(

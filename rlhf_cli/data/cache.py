@@ -138,7 +138,8 @@ def _write_tables(folder: Path, encoder: RowEncoder[T], report: Report, longest:
         items = []
         if not spec.keep_special:
             found = [token for row in rows if (token := encoder.special_token_in(row)) is not None]
-            report.add_special(side, found)
+            report.special.update({side: len(found)} if found else {})
+            report.special_token = report.special_token or next(iter(found), "")
         for item in encoder.encode([replace(row, key="") for row in rows]):  # the prompt again, in most rows
             if isinstance(item, Skipped):
                 report.skip(side, item.reason, item.needs)
@@ -169,11 +170,16 @@ def _by_side(stream: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, list[R
 def _entry(key: str) -> Iterator[Path]:
     """The folder of a cache entry, locked for this process.
 
-    If the cache is not writable, it is a temporary folder, deleted once the process has mapped the tables.
+    If the cache is not writable, or its folder is not ours, it is a temporary folder, deleted once the process has
+    mapped the tables.
     """
     root = cache_directory()
     try:
-        _make_root(root)
+        root.mkdir(parents=True, exist_ok=True)
+        names = {path.name for path in root.iterdir()}  # one listing: another process may be creating the folder
+        if names and MARKER not in names:
+            raise FileExistsError(f"{root}: holds files, but no {MARKER}")
+        (root / MARKER).touch()
         lock = (root / f"{key}.lock").open("w")
     except OSError:
         with tempfile.TemporaryDirectory(prefix="rlhf-tokens-") as folder:
@@ -197,15 +203,6 @@ def _stored_report(entry: Path) -> Report | None:
         return report if facts["digests"] == digests else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _make_root(root: Path) -> None:
-    """Create the folder of the cache and mark it; raises FileExistsError for a folder that rlhf did not make."""
-    root.mkdir(parents=True, exist_ok=True)
-    names = {path.name for path in root.iterdir()}  # one listing: another process may be creating the folder
-    if names and MARKER not in names:
-        raise FileExistsError(f"{root}: holds files, but no {MARKER}")
-    (root / MARKER).touch()
 
 
 def _remove_old(root: Path) -> None:

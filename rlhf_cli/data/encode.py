@@ -91,11 +91,7 @@ def too_short(limits: LengthLimits) -> Skipped:
 
 
 def fit_prompt(ids: list[int], limits: LengthLimits, bos: int | None) -> list[int] | Skipped:
-    """Cut a prompt to `limits.max_length`. `left` keeps a first token that is `bos`.
-
-    >>> fit_prompt([0, 5, 6, 7], LengthLimits(3, "left"), bos=0)
-    [0, 6, 7]
-    """
+    """Cut a prompt to `limits.max_length`. `left` keeps a first token that is `bos`."""
     longest, side = limits.max_length, limits.truncation
     if side == "drop":
         return ids if len(ids) <= longest else Skipped(f"prompts longer than {longest} tokens", needs=len(ids))

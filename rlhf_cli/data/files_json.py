@@ -165,7 +165,12 @@ def json_rows(name: str, file: io.BufferedReader) -> Iterator[Row | BadRow]:
                 value, start, end = text.take_value()
             except Fault as fault:
                 raise DataError(f"{where}: {fault}. Fix it: the rows after it cannot be separated from it") from None
-            yield _list_row(where, value, text.window, start, end)
+            if type(value) is not dict or is_deep(value, text.window, start, end):
+                yield BadRow(where, f"{object_fault(value)}. Fix or remove it")
+            elif not is_utf8(text.window[start:end]):
+                yield BadRow(where, "not UTF-8, all text must be. Convert the file, or fix or remove the row")
+            else:
+                yield Row(value, where)
             sign = text.next_sign()
             if sign not in (",", "]"):
                 found = f"{sign!r} in line {text.line(text.at)}" if sign else "the end of the file"
@@ -173,14 +178,6 @@ def json_rows(name: str, file: io.BufferedReader) -> Iterator[Row | BadRow]:
             text.at += 1
     if text.next_sign():
         raise DataError(f"{name}: text after the end of the list, line {text.line(text.at)}. Put all rows in one list")
-
-
-def _list_row(where: str, value: Any, window: str, start: int, end: int) -> Row | BadRow:
-    if type(value) is not dict or is_deep(value, window, start, end):
-        return BadRow(where, f"{object_fault(value)}. Fix or remove it")
-    if not is_utf8(window[start:end]):
-        return BadRow(where, "not UTF-8, all text must be. Convert the file, or fix or remove the row")
-    return Row(value, where)
 
 
 def _not_a_list(text: _JsonText) -> str:

@@ -55,11 +55,7 @@ ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assi
 
 
 def found_keys(values: Mapping[str, Any]) -> str:
-    """The names of the first six columns, for a message.
-
-    >>> found_keys({"a": 1, "b": 2})
-    'a, b'
-    """
+    """The names of the first six columns, for a message."""
     some: list[str] = []
     for name in values:
         if len(some) == 6 or sum(map(len, some)) > 40:
@@ -326,11 +322,7 @@ def optional_number(value: Any, name: str, row: Row) -> float | None:
 
 
 def weighted(grades: Mapping[str, Any], weights: Mapping[str, float], row: Row, of: str = "") -> float:
-    """The weighted sum of grades that must be numbers. Messages append `of` to the name of each.
-
-    >>> weighted({"helpfulness": 3, "verbosity": "2"}, {"helpfulness": 1.0, "verbosity": -0.5}, Row({}, "file:1"))
-    2.0
-    """
+    """The weighted sum of grades that must be numbers. Messages append `of` to the name of each."""
     total = sum(weight * number(grades[name], name + of, row.where) for name, weight in weights.items())
     return number(total, f"the weighted score{of}", row.where)
 
@@ -364,11 +356,7 @@ def read_text(row: Row, prompt_words: int, *, labelled: bool = False) -> Record:
 
 
 def first_words(text: str, count: int) -> tuple[str, str]:
-    """The first `count` words with the white space before them, and the rest.
-
-    >>> first_words("a slow film, but good", 3)
-    ('a slow film,', ' but good')
-    """
+    """The first `count` words with the white space before them, and the rest."""
     end = 0
     for _ in range(count):
         end = BLANKS_AND_WORD.match(text, end).end()  # type: ignore[union-attr]  # matches the empty text too

@@ -160,17 +160,12 @@ def _file_rows(path: Path) -> Iterator[Row | BadRow]:
 def _open(path: Path, compression: str) -> Any:
     """A reader of the decompressed bytes. A BufferedReader around it splits lines much faster than it does itself."""
     # Not fsspec's compression="infer": it reads a path with "::" in it as a URL, and needs another package for .zst.
-    if compression == ".gz":
-        return gzip.GzipFile(path)
-    if compression == ".bz2":
-        return bz2.BZ2File(path)
-    if compression == ".xz":
-        return lzma.LZMAFile(path)
     if compression == ".zst":
         import pyarrow  # decompresses Zstandard, which Python has from 3.14 on
 
         return pyarrow.input_stream(path.open("rb"), compression="zstd")
-    return path.open("rb", buffering=0)
+    readers: dict[str, Any] = {".gz": gzip.GzipFile, ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}
+    return readers[compression](path) if compression else path.open("rb", buffering=0)
 
 
 def _check_beginning(name: str, file: io.BufferedReader) -> None:
@@ -203,11 +198,8 @@ def _line_rows(
         try:
             values = read_values(line.decode())
         except UnicodeDecodeError as error:
-            yield BadRow(
-                where,
-                f"not UTF-8 (byte 0x{line[error.start]:02x} at position {error.start + 1} of the line), all text must "
-                "be. Convert the file, or fix or remove the line",
-            )
+            found = f"not UTF-8 (byte 0x{line[error.start]:02x} at position {error.start + 1} of the line)"
+            yield BadRow(where, f"{found}, all text must be. Convert the file, or fix or remove the line")
         except Fault as fault:
             advice = "Fix or remove the line"
             if line.startswith(b"[") and number == 1:
@@ -260,11 +252,8 @@ def csv_rows(name: str, file: io.BufferedReader, delimiter: str) -> Iterator[Row
             return
         except csv.Error as error:
             number += 1
-            yield BadRow(
-                f"{name} row {number}",
-                f"not CSV ({reason(error)}, up to line {reader.line_num}), a cell that contains quotes must be quoted "
-                "and its quotes doubled. Fix or remove the row",
-            )
+            rule = "a cell that contains quotes must be quoted and its quotes doubled. Fix or remove the row"
+            yield BadRow(f"{name} row {number}", f"not CSV ({reason(error)}, up to line {reader.line_num}), {rule}")
             continue
         if cells:
             number += 1
@@ -274,11 +263,8 @@ def csv_rows(name: str, file: io.BufferedReader, delimiter: str) -> Iterator[Row
 def _csv_row(where: str, header: list[str], cells: list[str]) -> Row | BadRow:
     text = "".join(cells)
     if len(cells) != len(header):
-        return BadRow(
-            where,
-            f"has {len(cells)} cells, it must have one for each of the header's {len(header)} columns. Fix or remove "
-            "the row",
-        )
+        rule = f"it must have one for each of the header's {len(header)} columns. Fix or remove the row"
+        return BadRow(where, f"has {len(cells)} cells, {rule}")
     if not is_utf8(text):
         return BadRow(where, "not UTF-8, all text must be. Convert the file, or fix or remove the row")
     if "\0" in text:
@@ -299,9 +285,9 @@ def _check_header(name: str, header: list[str]) -> None:
     if not is_utf8("".join(header)) or any("\0" in column for column in header):
         raise DataError(f"{name}: the header is not UTF-8 text. Convert the file")
     empty = [number for number, column in enumerate(header, 1) if not column.strip()]
+    if empty == [1]:
+        advice = "If pandas wrote its index there, write the file with index=False"
     if empty:
-        if empty == [1]:
-            advice = "If pandas wrote its index there, write the file with index=False"
         raise DataError(f"{name}: column {empty[0]} of {len(header)} has no name in the header. {advice}")
     column, times = Counter(header).most_common(1)[0]
     if times > 1:
@@ -313,7 +299,7 @@ def _check_header(name: str, header: list[str]) -> None:
 
 def table_rows(name: str, kind: str, file: BinaryIO, compression: str) -> Iterator[Row | BadRow]:
     """The rows of a Parquet or Arrow file."""
-    import pyarrow
+    import pyarrow.parquet
 
     number = 0
     with tempfile.TemporaryFile() as unpacked:
@@ -323,7 +309,13 @@ def table_rows(name: str, kind: str, file: BinaryIO, compression: str) -> Iterat
             unpacked.seek(0)
             file = cast(BinaryIO, unpacked)
         try:
-            for batch in _parquet_batches(file) if kind == ".parquet" else _arrow_batches(file):
+            if kind == ".parquet":
+                # Without buffering, pyarrow would read a whole row group at once, which may be the whole file.
+                parquet = pyarrow.parquet.ParquetFile(file, buffer_size=BLOCK, pre_buffer=False)
+                batches = parquet.iter_batches(batch_size=1000)
+            else:
+                batches = _arrow_batches(file)
+            for batch in batches:
                 column, times = Counter(batch.schema.names).most_common(1)[0] if batch.num_columns else ("", 0)
                 if times > 1:
                     raise DataError(f"{name}: has {times} columns named {shown(column)}. Rename them")
@@ -338,20 +330,12 @@ def table_rows(name: str, kind: str, file: BinaryIO, compression: str) -> Iterat
             raise DataError(f"{name}: not {title}, or damaged ({reason(error)}). Download or write it again") from None
 
 
-def _parquet_batches(file: BinaryIO) -> Iterator[pyarrow.RecordBatch]:
-    import pyarrow.parquet
-
-    # Without buffering, pyarrow would read a whole row group at once, which may be the whole file.
-    parquet = pyarrow.parquet.ParquetFile(file, buffer_size=BLOCK, pre_buffer=False)
-    yield from parquet.iter_batches(batch_size=1000)
-
-
 def _arrow_batches(file: BinaryIO) -> Iterator[pyarrow.RecordBatch]:
     import pyarrow.ipc
 
-    is_file = file.read(6) == b"ARROW1"
+    head = file.read(6)
     file.seek(0)
-    if is_file:
+    if head == b"ARROW1":
         reader = pyarrow.ipc.open_file(file)
         batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
     else:
@@ -384,20 +368,13 @@ def _hub_rows(source: DataSource) -> Iterator[Row]:
             f"{source.path}: names a file reader of `datasets`, not a dataset. Give the path of the file or folder"
         )
     datasets.disable_progress_bars()
-    offline = is_offline()
+    advice = "Check the path, or its subset (name) and split"
+    if is_offline():
+        advice = "The hub cannot be reached. Check the connection, or give a local file"
+    settings = source.model_dump(include={"data_dir", "split", "revision", "streaming"})
     try:
-        rows = datasets.load_dataset(
-            source.path,
-            source.name,
-            data_dir=source.data_dir,
-            split=source.split,
-            revision=source.revision,
-            streaming=source.streaming,
-        )
+        rows = datasets.load_dataset(source.path, source.name, **settings)
     except Exception as error:
-        advice = "Check the path, or its subset (name) and split"
-        if offline:
-            advice = "The hub cannot be reached. Check the connection, or give a local file"
         raise DataError(
             f"{shown_path(source.path)}: neither a local file nor a hub dataset that can be loaded "
             f"({type(error).__name__}: {reason(error)}). {advice}"

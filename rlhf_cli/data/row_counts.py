@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlhf_cli.config.data import Rows
@@ -45,12 +44,6 @@ class Report:
         if needs is not None:
             self.needs.setdefault(side, Counter())[needs] += 1
 
-    def add_special(self, side: str, tokens: Sequence[str]) -> None:
-        """Count rows of which each has one of `tokens` in its own text."""
-        if tokens:
-            self.special[side] += len(tokens)
-            self.special_token = self.special_token or tokens[0]
-
     def bad_row(self, data: Rows, side: str, error: DataError) -> None:
         """Count a row that cannot be read. Raises `error` instead if `data.on_bad_row` is error."""
         if data.on_bad_row == "error":
@@ -64,11 +57,7 @@ class Report:
         return self.kept[side] + sum(self.skipped.get(side, {}).values())
 
     def skipped_share(self, side: str) -> float:
-        """The share of a side's items that were skipped, but for duplicates that you asked to skip.
-
-        >>> Report(kept=Counter(train=1), skipped={"train": Counter({"too long": 3})}).skipped_share("train")
-        0.75
-        """
+        """The share of a side's items that were skipped, but for duplicates that you asked to skip."""
         reasons = self.skipped.get(side, Counter())
         return (reasons.total() - reasons[DUPLICATE]) / max(self.total(side), 1)
 

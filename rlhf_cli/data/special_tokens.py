@@ -113,35 +113,31 @@ class SpecialTokens:
         Raises DataError for a special token that the tokenizer makes even of its separate characters.
         """
         usual = [text for text in texts if EDGE not in text]
-        encoded = iter(self._usual(usual, add_special_tokens, max_length, side))
-        return [
-            next(encoded) if EDGE not in text else self._split(text, add_special_tokens, max_length, side)
-            for text in texts
-        ]
-
-    def _usual(self, texts: list[str], add_special_tokens: bool, max_length: int | None, side: str) -> list[list[int]]:
-        if not texts:
-            return []
-        tokenizer = self.tokenizer
+        encoded: list[list[int]] = []
         if max_length is not None:
-            tokenizer.truncation_side = side
+            self.tokenizer.truncation_side = side
         try:
-            encoded = tokenizer(
-                texts,
-                add_special_tokens=add_special_tokens,
-                truncation=max_length is not None,
-                max_length=max_length,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                verbose=False,
-            )
+            if usual:
+                encoded = self.tokenizer(
+                    usual,
+                    add_special_tokens=add_special_tokens,
+                    truncation=max_length is not None,
+                    max_length=max_length,
+                    return_attention_mask=False,
+                    return_token_type_ids=False,
+                    verbose=False,
+                )["input_ids"]
         except BaseException as error:
             # A pattern of the tokenizer that gives up on a text ends in a panic of Rust, which is no Exception.
             if type(error).__name__ != "PanicException":
                 raise
             reason = " ".join(str(error).split())[:200]
             raise DataError(f"the tokenizer fails on a text ({reason}). Correct tokenizer.json") from None
-        return [list(ids) for ids in encoded["input_ids"]]
+        rest = iter(encoded)
+        return [
+            list(next(rest)) if EDGE not in text else self._split(text, add_special_tokens, max_length, side)
+            for text in texts
+        ]
 
     def _split(self, text: str, add_special_tokens: bool, max_length: int | None, side: str) -> list[int]:
         """The ids of a text with marks."""

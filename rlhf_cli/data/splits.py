@@ -34,11 +34,8 @@ def in_part(select: str | None, prompt: str) -> bool:
     if select is None:
         return True
     number = _number(b"", prompt)
-    for part in select.split(","):
-        k, n = map(int, part.split("/"))
-        if n > 0 and number % n == k:
-            return True
-    return False
+    parts = (map(int, part.split("/")) for part in select.split(","))
+    return any(number % n == k for k, n in parts)
 
 
 def in_share(data: Rows, purpose: Purpose, prompt: str) -> bool:
@@ -62,7 +59,6 @@ def num_copies(weight: float, prompt: str) -> int:
 
 
 def _fraction(purpose: bytes, prompt: str) -> float:
-    """A number in [0, 1) that depends on the purpose and the prompt only."""
     return _number(purpose, prompt) / 2**64
 
 

@@ -48,16 +48,23 @@ def test_a_bad_row_is_reported_with_its_line(project: Path, stage: str, text: st
     assert message in line
 
 
-def test_rows_that_are_all_too_long_are_refused(project: Path) -> None:
-    message = fails(project, "sft", "--set", "data.max_length=3")
-    assert "longer than 3 tokens" in message
-    assert "longer than 2 tokens" in fails(project, "rm", "--set", "data.max_length=2")
-    assert "longer than 1 tokens" in fails(project, "ppo", "--set", "data.max_prompt_length=1")
-
-
-def test_lengths_beyond_the_models_positions_are_refused(project: Path) -> None:
-    assert "the model has 128 positions" in fails(project, "sft", "--set", "data.max_length=500")
-    assert "the model has 128 positions" in fails(project, "ppo", "--set", "rollout.max_new_tokens=500")
+@pytest.mark.parametrize(
+    ("stage", "setting", "message"),
+    [
+        ("sft", "data.max_length=3", "longer than 3 tokens"),
+        ("rm", "data.max_length=2", "longer than 2 tokens"),
+        ("ppo", "data.max_prompt_length=1", "longer than 1 tokens"),
+        ("sft", "data.max_length=500", "the model has 128 positions"),
+        ("ppo", "rollout.max_new_tokens=500", "the model has 128 positions"),
+        ("ppo", "policy.path=./no/such/model", "no such directory"),
+        ("sft", "model.scratch.architecture=lama", "no model type 'lama'"),
+        ("sft", "model.scratch.config.hiden_size=3", "llama has no setting hiden_size"),
+        ("sft", "model.scratch.config.num_attention_heads=3", "cannot build this model"),
+        ("sft", "artifacts={project}/pref.jsonl/run", "cannot be written"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_reported(project: Path, stage: str, setting: str, message: str) -> None:
+    assert message in fails(project, stage, "--set", setting.format(project=project))
 
 
 # ------------------------------------------------------------------------------------------- models
@@ -79,10 +86,6 @@ def test_a_model_directory_without_weights_is_reported(project: Path) -> None:
     assert "a pickle is never read" in fails(project, "ppo", "--set", f"policy.path={model}")
     (model / "config.json").unlink()
     assert "no config.json" in fails(project, "rm", "--set", f"model.path={model}")
-
-
-def test_a_missing_model_directory_is_reported(project: Path) -> None:
-    assert "no such directory" in fails(project, "ppo", "--set", "policy.path=./no/such/model")
 
 
 def test_truncated_weights_are_reported(project: Path) -> None:
@@ -117,13 +120,6 @@ def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(project: Path) -> 
     tokenizer["model"]["vocab"] |= {f"extra{i}": size + 1 + i for i in range(50)}
     path.write_text(json.dumps(tokenizer))
     assert "the model embeds" in fails(project, "ppo", "--set", f"policy.path={model}")
-
-
-def test_unknown_architectures_and_settings_are_reported(project: Path) -> None:
-    assert "no model type 'lama'" in fails(project, "sft", "--set", "model.scratch.architecture=lama")
-    assert "llama has no setting hiden_size" in fails(project, "sft", "--set", "model.scratch.config.hiden_size=3")
-    message = fails(project, "sft", "--set", "model.scratch.config.num_attention_heads=3")
-    assert "cannot build this model" in message
 
 
 # --------------------------------------------------------------------------------------------- disk
@@ -174,11 +170,6 @@ def test_the_fingerprint_of_a_data_folder_covers_its_data_files(tmp_path: Path) 
     assert len(fingerprints) == 2 + len(endings)
     assert data_fingerprint("nobody/nothing") == "hub:nobody/nothing@main"
     assert data_fingerprint(str(tmp_path / "gone.jsonl")) == data_fingerprint(str(tmp_path / "gone*")) == "missing"
-
-
-def test_an_unwritable_directory_is_reported(project: Path) -> None:
-    (project / "file").write_text("in the way")
-    assert "cannot be written" in fails(project, "sft", "--set", f"artifacts={project}/file/run")
 
 
 # ------------------------------------------------------------------------------- files with arbitrary content
@@ -255,42 +246,36 @@ def test_a_manifest_with_values_of_a_wrong_type_is_reported(project: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("name", "key", "value", "message"),
     [
-        ("num_hidden_layers", -1),
-        ("attention_dropout", None),
-        ("num_attention_heads", 3),
-        ("num_hidden_layers", 10**9),
-        ("vocab_size", "x"),
+        *(
+            ("config.json", key, value, "")
+            for key, value in (
+                ("num_hidden_layers", -1),
+                ("attention_dropout", None),
+                ("num_attention_heads", 3),
+                ("num_hidden_layers", 10**9),
+                ("vocab_size", "x"),
+            )
+        ),
+        ("tokenizer_config.json", "model_max_length", "x", "cannot load a tokenizer ("),
+        ("tokenizer_config.json", "model_max_length", [], "cannot load a tokenizer ("),
+        ("tokenizer_config.json", "chat_template", {"a": {"b": 1}}, "cannot load a tokenizer ("),
+        ("tokenizer_config.json", "chat_template", 3, "cannot load a tokenizer ("),
+        # At the start, not when the trained model is saved.
+        ("generation_config.json", "eos_token_id", {}, ""),
+        ("generation_config.json", "eos_token_id", ["x"], ""),
+        ("generation_config.json", "output_attentions", True, ""),
     ],
 )
-def test_a_model_that_cannot_run_is_reported(project: Path, key: str, value: Any) -> None:
-    path = model_file(project, "sft/model/config.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    message = fails(project, "rm", "--restart")
-    assert "run/sft/model: " in message
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("model_max_length", "x"), ("model_max_length", []), ("chat_template", {"a": {"b": 1}}), ("chat_template", 3)],
-)
-def test_a_tokenizer_config_with_arbitrary_values_is_reported(project: Path, key: str, value: Any) -> None:
-    path = model_file(project, "sft/model/tokenizer_config.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    assert "run/sft/model: cannot load a tokenizer (" in fails(project, "rm", "--restart")
-
-
-@pytest.mark.parametrize(("key", "value"), [("eos_token_id", {}), ("eos_token_id", ["x"]), ("output_attentions", True)])
-def test_a_generation_config_with_arbitrary_values_is_reported_at_the_start(
-    project: Path, key: str, value: Any
+def test_a_file_of_a_model_with_wrong_values_is_reported(
+    project: Path, name: str, key: str, value: Any, message: str
 ) -> None:
-    """The error comes at the start, not when the trained model is saved."""
-    path = model_file(project, "sft/model/generation_config.json")
+    path = model_file(project, f"sft/model/{name}")
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    message = fails(project, "ppo", "--restart")
-    assert "run/sft/model: " in message
-    assert "generation_config.json" in message
+    line = fails(project, "ppo" if name == "generation_config.json" else "rm", "--restart")
+    assert f"run/sft/model: {message}" in line
+    assert name in line or name != "generation_config.json"
 
 
 def test_a_generation_config_with_temperature_but_no_sampling_is_saved(project: Path) -> None:
@@ -299,6 +284,3 @@ def test_a_generation_config_with_temperature_but_no_sampling_is_saved(project: 
     path.write_text(json.dumps(json.loads(path.read_text()) | {"do_sample": False, "temperature": 0.6}))
     override = f"model={{path: {project}/run/sft/model}}"
     assert ends("sft", "--config", str(project / "sft.yaml"), "--quiet", "--set", override) == ""
-
-
-# ------------------------------------------------------------------------------------------- the run
