@@ -50,7 +50,7 @@ class Tree:
     def __init__(self, overrides: Sequence[str] = ()) -> None:
         self.overrides = overrides
         self.files: list[str] = []
-        self.value: dict[str, Any] = {}
+        self.value: Any = {}
         self.places: dict[Keys, Place] = {}
         self.problems: list[tuple[Place, str]] = []
         self.num_nodes = 0
@@ -226,7 +226,7 @@ class Tree:
         parent: Any = self.value
         keys: Keys = ()
         for depth, name in enumerate(names, 1):
-            key: str | int = name
+            key: Any = name
             if isinstance(parent, list):
                 if not re.fullmatch("[0-9]{1,9}", name) or int(name) > len(parent):
                     rule = f"{shown(name)} must be an index, at most {len(parent)} (which appends)"

@@ -78,14 +78,7 @@ class Report:
     def warnings(self, role: str, length_key: str, longest: int | None = None) -> list[str]:
         """A warning for each side of which more than a tenth was skipped, and one for special tokens in as many rows,
         which may be rendered chats."""
-        found = []
-        for side, reasons in self.skipped.items():
-            total, skipped = self.total(side), reasons.total() - reasons[DUPLICATE]
-            if skipped > MANY_SKIPPED * total:
-                found.append(
-                    f"{role}.{side}: {skipped:,} of {total:,} rows ({100 * skipped / total:.0f} %) are skipped, "
-                    f"{self.kept[side]:,} are used.{self.advice(side, length_key, longest)}"
-                )
+        found = [self.warning(side, f"{role}.{side}", length_key, longest) for side in self.skipped]
         for side, number in self.special.items():
             if number > MANY_SKIPPED * self.kept[side]:
                 found.append(
@@ -93,7 +86,18 @@ class Report:
                     f"({self.special_token}), which are encoded as plain text. If the rows are written in a chat "
                     "template already, set data.special_tokens: keep"
                 )
-        return found
+        return [line for line in found if line is not None]
+
+    def warning(self, side: str, name: str, length_key: str, longest: int | None = None) -> str | None:
+        """A warning if a side lost more than a tenth of its rows, with the length limit that keeps 95 %."""
+        total, reasons = self.total(side), self.skipped.get(side, Counter())
+        skipped = reasons.total() - reasons[DUPLICATE]
+        if skipped <= MANY_SKIPPED * total:
+            return None
+        return (
+            f"{name}: {skipped:,} of {total:,} rows ({100 * skipped / total:.0f} %) are skipped, "
+            f"{self.kept[side]:,} are used.{self.advice(side, length_key, longest)}"
+        )
 
     def advice(self, side: str, length_key: str, longest: int | None) -> str:
         """A sentence with the smallest length limit that keeps 95 % of the items that fit or were skipped for their

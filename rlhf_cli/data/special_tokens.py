@@ -193,7 +193,7 @@ class SpecialTokens:
     @functools.cached_property
     def _backend(self) -> Tokenizer:
         """A copy of the tokenizer that reads special tokens as text, and an ordinary added token in place of each."""
-        backend = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
+        backend = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
         backend.no_truncation()
         backend.no_padding()
         stand_ins = [AddedToken(_stand_in(NO_TOKEN), normalized=False)]

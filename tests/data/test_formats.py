@@ -60,170 +60,154 @@ KETTLE = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{}\n\n### Response:"
 )
+
+
+def sees(prompt: str, answers: str | tuple[str, ...] | None = None, graded: Any = ()) -> Seen:
+    """A row with one response, or with a ranking, whose best is the response."""
+    if isinstance(answers, tuple):
+        return prompt, answers[0], answers, list(graded)
+    return prompt, answers, None, list(graded)
+
+
 EXPECTED: dict[str, list[Seen]] = {
     "prompt_response": [
-        ("What does a kettle do?", " It boils water.", None, []),
-        ("Is the shop open on Sunday?", "No, it opens on Monday.", None, []),
-        ("", "Once there was a fox.", None, []),
-        ("\n\nSystem: Answer in one word.\n\nHuman: Name a river.\n\nAssistant:", " Rhine", None, []),
-        ("\n\nHuman: Say hello.\n\nAssistant:", " Hello.", None, []),
+        sees("What does a kettle do?", " It boils water."),
+        sees("Is the shop open on Sunday?", "No, it opens on Monday."),
+        sees("", "Once there was a fox."),
+        sees("\n\nSystem: Answer in one word.\n\nHuman: Name a river.\n\nAssistant:", " Rhine"),
+        sees("\n\nHuman: Say hello.\n\nAssistant:", " Hello."),
     ],
     "prompt": [
-        ("How do I descale a kettle?", None, None, []),
-        ("\n\nSystem: You are a patient teacher.\n\nHuman: Name a lake.\n\nAssistant:", None, None, []),
-        ("\n\nHuman: Name a sea.\n\nAssistant:", None, None, []),
+        sees("How do I descale a kettle?"),
+        sees("\n\nSystem: You are a patient teacher.\n\nHuman: Name a lake.\n\nAssistant:"),
+        sees("\n\nHuman: Name a sea.\n\nAssistant:"),
     ],
     "text": [
-        ("", " The rain fell , and the dog slept.", None, []),
-        ("", "Too short.", None, []),
+        sees("", " The rain fell , and the dog slept."),
+        sees("", "Too short."),
     ],
     "labelled": [
-        ("", "A warm and funny film.", None, [("A warm and funny film.", 1.0)]),
-        ("", "Two long dull hours.", None, [("Two long dull hours.", 0.0)]),
-        ("", "I would see it again.", None, [("I would see it again.", 1.0)]),
+        sees("", "A warm and funny film.", [("A warm and funny film.", 1.0)]),
+        sees("", "Two long dull hours.", [("Two long dull hours.", 0.0)]),
+        sees("", "I would see it again.", [("I would see it again.", 1.0)]),
     ],
     "messages": [
-        (
-            "\n\nSystem: Be brief.\n\nHuman: Is it late?\n\nAssistant: Yes.\n\nHuman: How late?\n\nAssistant:",
-            " Ten.",
-            None,
-            [],
+        sees(
+            "\n\nSystem: Be brief.\n\nHuman: Is it late?\n\nAssistant: Yes.\n\nHuman: How late?\n\nAssistant:", " Ten."
         ),
-        ("\n\nHuman: Can moss grow on stone?\n\nAssistant:", " It can.", None, []),
-        ("\n\nHuman: Which bird is that?\n\nAssistant:", " A wren.", None, []),
-        ("\n\nSystem: You know this house.\n\nHuman: Where is the key?\n\nAssistant:", None, None, []),
+        sees("\n\nHuman: Can moss grow on stone?\n\nAssistant:", " It can."),
+        sees("\n\nHuman: Which bird is that?\n\nAssistant:", " A wren."),
+        sees("\n\nSystem: You know this house.\n\nHuman: Where is the key?\n\nAssistant:"),
     ],
     "alpaca": [
-        (KETTLE.format("Name three colours."), "Red, green and blue.", None, []),
-        (
+        sees(KETTLE.format("Name three colours."), "Red, green and blue."),
+        sees(
             "Below is an instruction that describes a task, paired with an input that provides further context. Write "
             "a response that appropriately completes the request.\n\n### Instruction:\nPut the sentence into the past."
             "\n\n### Input:\nI walk {home}.\n\n### Response:",
             "I walked {home}.",
-            None,
-            [],
         ),
-        (KETTLE.format("Count to three."), "One, two, three.", None, []),
+        sees(KETTLE.format("Count to three."), "One, two, three."),
     ],
     "instruction": [
-        ("Shorten the sentence.\n\nIt was a dark and very stormy night.", "The night was stormy.", None, []),
-        ("Name a tree.", "An oak.", None, []),
-        ("Name a flower.", None, None, []),
+        sees("Shorten the sentence.\n\nIt was a dark and very stormy night.", "The night was stormy."),
+        sees("Name a tree.", "An oak."),
+        sees("Name a flower."),
     ],
     "preference": [
-        ("Where do herons nest?", " In tall trees.", (" In tall trees.", " I don't care."), []),
-        ("Same twice?", "Yes.", None, []),
-        ("\n\nHuman: Is tea hot?\n\nAssistant:", " Mostly.", (" Mostly.", " Go away."), []),
-        ("\n\nSystem: Be kind.\n\nHuman: I lost.\n\nAssistant:", " I'm sorry.", (" I'm sorry.", " Of course."), []),
-        (
+        sees("Where do herons nest?", (" In tall trees.", " I don't care.")),
+        sees("Same twice?", "Yes."),
+        sees("\n\nHuman: Is tea hot?\n\nAssistant:", (" Mostly.", " Go away.")),
+        sees("\n\nSystem: Be kind.\n\nHuman: I lost.\n\nAssistant:", (" I'm sorry.", " Of course.")),
+        sees(
             "\n\nHuman: Hi.\n\nAssistant: Hello.\n\nHuman: A riddle?\n\nAssistant:",
-            " What has keys but no doors?",
             (" What has keys but no doors?", " No."),
-            [],
         ),
-        ("\n\nHuman: Add one and two.\n\nAssistant:", " Three.", (" Three.", " Four."), []),
+        sees("\n\nHuman: Add one and two.\n\nAssistant:", (" Three.", " Four.")),
     ],
     "hh": [
-        (
-            # The answers share " Kno", which stays with the answers.
-            "\n\nHuman: Hi.\n\nAssistant: Hello.\n\nHuman: A joke?\n\nAssistant:",
-            " Knock knock.",
-            (" Knock knock.", " Know none."),
-            [],
-        ),
-        ("\n\nHuman: Still there?\n\nAssistant:", " Yes.", (" Yes.", " "), []),
-        ("\n\nHuman: Bye.\n\nAssistant:", " Bye.", None, []),
+        # The answers share " Kno", which stays with the answers.
+        sees("\n\nHuman: Hi.\n\nAssistant: Hello.\n\nHuman: A joke?\n\nAssistant:", (" Knock knock.", " Know none.")),
+        sees("\n\nHuman: Still there?\n\nAssistant:", (" Yes.", " ")),
+        sees("\n\nHuman: Bye.\n\nAssistant:", " Bye."),
     ],
     "shp": [
-        (
+        sees(
             "How long do eggs keep?",
-            "About a month in the fridge.",
             ("About a month in the fridge.", "No idea."),
             [("About a month in the fridge.", 30.0), ("No idea.", 10.0)],
         ),
-        (
+        sees(
             "How do I sharpen a knife?",
-            "Use a stone, twenty strokes a side.",
             ("Use a stone, twenty strokes a side.", "Buy a new one."),
             [("Use a stone, twenty strokes a side.", 8.0), ("Buy a new one.", 4.0)],
         ),
     ],
     "summarize": [
-        (
+        sees(
             "SUBREDDIT: r/advice\n\nTITLE: Singing neighbour\n\n"
             "POST: My neighbour sings at night and I can't sleep.\n\nTL;DR:",
-            " My neighbour's singing keeps me awake.",
             (" My neighbour's singing keeps me awake.", " A song."),
-            [],
         ),
-        (
-            "Article:\nThe bridge was opened on Friday.\n\nTL;DR:\n",
-            "Bridge opened Friday.",
-            ("Bridge opened Friday.", "A bridge."),
-            [],
-        ),
+        sees("Article:\nThe bridge was opened on Friday.\n\nTL;DR:\n", ("Bridge opened Friday.", "A bridge.")),
     ],
     "webgpt": [
-        (
+        sees(
             "Why is the sea salty?",
-            "Rivers carry salt from the rocks.",
             ("Rivers carry salt from the rocks.", "Fish."),
             [("Fish.", -0.5), ("Rivers carry salt from the rocks.", 0.5)],
         ),
-        (
+        sees(
             "Why is snow white?",
             "It scatters all light.",
-            None,
-            [("It scatters all light.", 0.0), ("It reflects light of every colour.", 0.0)],
+            graded=[("It scatters all light.", 0.0), ("It reflects light of every colour.", 0.0)],
         ),
     ],
     "stackexchange": [
-        ("How do I reverse a list?", "Use reversed().", ("Use reversed().", "Loop over it."), []),
-        ("How do I exit the editor?", "Type :q and press enter.", ("Type :q and press enter.", "Turn it off."), []),
+        sees("How do I reverse a list?", ("Use reversed().", "Loop over it.")),
+        sees("How do I exit the editor?", ("Type :q and press enter.", "Turn it off.")),
     ],
     "pandalm": [
-        ("Make it shorter.\n\nIt is raining very hard today.", "It pours today.", ("It pours today.", "Rain."), []),
-        ("Name a fruit.", "A pear.", ("A pear.", "Yes."), []),
-        ("Name a nut.", "A walnut.", None, []),
-        ("Name a bean.", "A broad bean.", None, []),
-        ("Name a herb.", "Thyme.", ("Thyme.", "Grass."), []),
-        ("Name a spice.", "Clove.", None, []),
+        sees("Make it shorter.\n\nIt is raining very hard today.", ("It pours today.", "Rain.")),
+        sees("Name a fruit.", ("A pear.", "Yes.")),
+        sees("Name a nut.", "A walnut."),
+        sees("Name a bean.", "A broad bean."),
+        sees("Name a herb.", ("Thyme.", "Grass.")),
+        sees("Name a spice.", "Clove."),
     ],
     "ultrafeedback": [
-        (
+        # "Onward, gently." has the same score as "Go.", which comes first.
+        sees(
             "Write a motto.",
-            "Slow and steady.",
-            # "Onward, gently." has the same score as "Go.", which comes first.
             ("Slow and steady.", "Go."),
             [("Go.", 5.0), ("Slow and steady.", 8.5), ("Onward, gently.", 5.0)],
         ),
-        ("Name a tool.", "A saw.", None, [("A saw.", 7.0)]),
+        sees("Name a tool.", "A saw.", [("A saw.", 7.0)]),
     ],
     "helpsteer": [
-        ("What is felt?", "Pressed wool.", None, [("Pressed wool.", 4.0)]),
-        ("What is felt?", "A feeling.", None, [("A feeling.", 0.0)]),
+        sees("What is felt?", "Pressed wool.", [("Pressed wool.", 4.0)]),
+        sees("What is felt?", "A feeling.", [("A feeling.", 0.0)]),
     ],
     "kto": [
-        ("\n\nHuman: May I park here?\n\nAssistant:", " Yes, until six.", None, [(" Yes, until six.", 1.0)]),
-        ("May I smoke here?", None, None, [("Find out.", 0.0)]),
-        ("\n\nHuman: Is it far?\n\nAssistant:", " Ten minutes.", None, [(" Ten minutes.", 1.0)]),
-        ("\n\nHuman: Is it near?\n\nAssistant:", None, None, [(" Who knows.", 0.0)]),
+        sees("\n\nHuman: May I park here?\n\nAssistant:", " Yes, until six.", [(" Yes, until six.", 1.0)]),
+        sees("May I smoke here?", None, [("Find out.", 0.0)]),
+        sees("\n\nHuman: Is it far?\n\nAssistant:", " Ten minutes.", [(" Ten minutes.", 1.0)]),
+        sees("\n\nHuman: Is it near?\n\nAssistant:", None, [(" Who knows.", 0.0)]),
     ],
     "ranking": [
-        ("A word for happy?", "Glad.", ("Glad.", "Fine.", "Sad."), []),
-        ("A word for cold?", "Frosty.", ("Frosty.", "Warm."), []),
-        (
+        sees("A word for happy?", ("Glad.", "Fine.", "Sad.")),
+        sees("A word for cold?", ("Frosty.", "Warm.")),
+        sees(
             "A word for wet?",
-            "Soaked.",
             ("Soaked.", "Damp.", "Dry."),
             [("Damp.", 2.0), ("Dry.", 0.0), ("Soaked.", 3.0), ("Moist.", 2.0)],
         ),
     ],
     "scored": [
-        ("How are you?", " Well, thank you.", None, [(" Well, thank you.", 2.5)]),
-        ("Do you sell rope?", "We do.", None, [("We do.", 0.0)]),
-        ("Do you sell nails?", "Perhaps.", None, []),
-        ("Do you sell wire?", "By the metre.", ("By the metre.", "No."), [("By the metre.", 3.0), ("No.", 0.0)]),
+        sees("How are you?", " Well, thank you.", [(" Well, thank you.", 2.5)]),
+        sees("Do you sell rope?", "We do.", [("We do.", 0.0)]),
+        sees("Do you sell nails?", "Perhaps."),
+        sees("Do you sell wire?", ("By the metre.", "No."), [("By the metre.", 3.0), ("No.", 0.0)]),
     ],
 }
 
