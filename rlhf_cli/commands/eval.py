@@ -97,7 +97,7 @@ class ServerJudge:
         self.writer = ServerWriter(writer, NAMES)
 
     def compare(self, pairs: Sequence[tuple[str, str, str]]) -> list[Verdict | None]:
-        """See `rlhf_cli.evaluation.judging.Judge`."""
+        """See `rlhf_cli.evaluation.evaluate.Judge`."""
         questions = [
             Request.of(fill(self.template, prompt=prompt.strip(), a=a.strip(), b=b.strip()), number)
             for number, (prompt, a, b) in enumerate(pairs)

@@ -97,13 +97,13 @@ def encode_bench(
     limits = LengthLimits(*length_limit(model, tokenizer))
     stage_rows = replace(stage_rows, purpose="rm pairs", limits=limits)
     encoder: AnswerEncoder[Any] = answer_encoder(tokenizer, stage_rows, reads_last_token=reads_last_token(model))
-    found = []
+    found: list[list[list[int]]] = []
     for one in rows:
         views = one.row.each()
-        tokens = encoder.encode_rows(views)
-        cut = [encoder.cut(view, each) for view, each in zip(views, tokens, strict=True)]
-        whole = [ids[: limits.max_length] for ids, _ in tokens]
-        found.append([w if isinstance(ids, Skipped) else ids for ids, w in zip(cut, whole, strict=True)])
+        found.append([])
+        for view, tokens in zip(views, encoder.encode_rows(views), strict=True):
+            ids = encoder.cut(view, tokens)
+            found[-1].append(tokens[0][: limits.max_length] if isinstance(ids, Skipped) else ids)
     return found, encoder.text.is_chat(rows[0].row)
 
 
@@ -150,38 +150,29 @@ def bench_figures(
             of_subset[subset] = values
     each = {name: torch.tensor(values, dtype=torch.float64) for name, values in of_subset.items()}
     figures = {name: rate_figure(values, seed=seed) for name, values in each.items()}
-    if len(figures) > 1:
-        figures["mean of subsets"] = _mean_of(list(each.values()), seed=seed)
+    if len(figures) > 1:  # The mean of the subsets' means; rows are drawn again within each subset.
+        subsets, generator = list(each.values()), torch.Generator().manual_seed(seed)
+        resampled = [v[torch.randint(len(v), (RESAMPLES, len(v)), generator=generator)].mean(1) for v in subsets]
+        low, high = torch.stack(resampled).mean(0).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+        mean = sum(v.mean().item() for v in subsets) / len(subsets)
+        figures["mean of subsets"] = Figure(mean, low, high, sum(map(len, subsets)))
     return figures, {name: sum(values) / len(values) for name, values in chance.items()}
-
-
-def _mean_of(subsets: Sequence[Tensor], *, seed: int) -> Figure:
-    """The mean of the subsets' means; rows are drawn again within each subset."""
-    generator = torch.Generator().manual_seed(seed)
-    resampled = [v[torch.randint(len(v), (RESAMPLES, len(v)), generator=generator)].mean(1) for v in subsets]
-    low, high = torch.stack(resampled).mean(0).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    mean = sum(v.mean().item() for v in subsets) / len(subsets)
-    return Figure(mean, low, high, sum(len(v) for v in subsets))
 
 
 def shares_base(run: Run) -> bool | None:
     """Whether the reward model and the policy of the run come from the same model; None if that is not recorded."""
-    policy = "ppo" if run.is_finished("ppo") else "sft"
-    bases = [_bases(run, "rm"), _bases(run, policy)]
-    return bool(bases[0] & bases[1]) if all(bases) else None
-
-
-def _bases(run: Run, stage: str) -> set[str]:
-    """Digests of the models that a stage comes from, as far as the run's manifests record them."""
     directory = stage_directory(run.root, "sft")
     sft = read_manifest_or_none(directory)
     digest_of_sft = fingerprint(str(directory)) if sft is not None else None
-    if stage == "sft":
+
+    def bases(stage: str) -> set[str]:
+        """Digests of the models that a stage comes from, as far as the run's manifests record them."""
         digest = digest_of_sft
-    else:
-        manifest = read_manifest_or_none(stage_directory(run.root, stage))
-        digest = manifest.identity["inputs"].get(BASES[stage]) if manifest is not None else None
-    found = {digest} if digest is not None else set()
-    if sft is not None and digest == digest_of_sft and "model" in sft.identity["inputs"]:
-        found.add(sft.identity["inputs"]["model"])
-    return found
+        if stage != "sft":
+            manifest = read_manifest_or_none(stage_directory(run.root, stage))
+            digest = manifest.identity["inputs"].get(BASES[stage]) if manifest is not None else None
+        of_sft = sft.identity["inputs"].get("model") if sft is not None and digest == digest_of_sft else None
+        return {one for one in (digest, of_sft) if one is not None}
+
+    both = [bases("rm"), bases("ppo" if run.is_finished("ppo") else "sft")]
+    return bool(both[0] & both[1]) if all(both) else None

@@ -27,6 +27,8 @@ JUDGED = ("score", "gold")
 """Those that may be rates, all 0 or 1."""
 MOST_COLUMNS = 3
 """With more runs than this, the table of wins has a column for the first run only."""
+SEED = 0
+"""Of the intervals."""
 STRENGTH_RESAMPLES = 500
 JUDGE_PRIOR = 0.5
 """Wins added for both sides where a judge compared them, so that strengths stay finite."""
@@ -48,7 +50,7 @@ class Compared:
         return torch.tensor([float(row["ppo"][key]) for row in self.replies], dtype=torch.float64)
 
 
-def compare(roots: Sequence[Path], *, seed: int = 0) -> None:
+def compare(roots: Sequence[Path]) -> None:
     """Print each run's figures, their differences from the first run, who wins, and what differs in the configs.
 
     Raises ArtifactError for a run without `rlhf eval`'s file, ConfigError for runs with other held-out prompts.
@@ -75,14 +77,14 @@ def compare(roots: Sequence[Path], *, seed: int = 0) -> None:
         keys.remove("score")
         display.note("the runs have other rewards, so their scores are not compared")
     own = {key: rate_figure if key in JUDGED else mean_figure for key in keys}
-    lines = [[run.name, *(str(own[key](run.numbers(key), seed=seed)) for key in keys)] for run in runs]
+    lines = [[run.name, *(str(own[key](run.numbers(key), seed=SEED)) for key in keys)] for run in runs]
     display.table(f"PPO, {len(first.replies)} held-out prompts", ["", *keys], lines)
-    lines = [[run.name, *(str(difference(first, run, key, seed=seed)) for key in keys)] for run in runs[1:]]
+    lines = [[run.name, *(str(difference(first, run, key)) for key in keys)] for run in runs[1:]]
     display.table(f"Difference from {first.name}, on the same prompts", ["", *keys], lines)
     for key in JUDGED:
         if key in keys:
-            _show_wins(runs, key, display)
-    _show_judged(runs, display)
+            show_wins(runs, key, display)
+    show_judged(runs, display)
     if rows := config_differences([run.manifests for run in runs]):
         display.table("Keys that differ", ["", *(run.name for run in runs)], rows)
     else:
@@ -100,23 +102,14 @@ def _read(root: Path, name: str) -> Compared:
     return Compared(name, root, found["replies"], known, found.get("seed"))
 
 
-def difference(first: Compared, other: Compared, key: str, *, seed: int) -> Figure:
+def difference(first: Compared, other: Compared, key: str) -> Figure:
     """The mean over prompts of the other run's number minus the first run's, with its interval."""
     if key in JUDGED:
-        return difference_figure(other.numbers(key), first.numbers(key), seed=seed)
-    return mean_figure(other.numbers(key) - first.numbers(key), seed=seed)
+        return difference_figure(other.numbers(key), first.numbers(key), seed=SEED)
+    return mean_figure(other.numbers(key) - first.numbers(key), seed=SEED)
 
 
-def win_table(runs: Sequence[Compared], key: str, *, seed: int = 0) -> tuple[list[list[Figure | None]], list[Figure]]:
-    """(how often the run of a row beats that of a column, Bradley-Terry strength of each run in nats)."""
-    numbers = torch.stack([run.numbers(key) for run in runs], dim=1)  # [prompts, runs]
-    won = wins(numbers[:, :, None], numbers[:, None, :])  # [prompts, runs, runs]
-    columns = range(len(runs))
-    rates = [[share_figure(won[:, i, j]) if i != j else None for j in columns] for i in columns]
-    return rates, strength_figures(won, bradley_terry, seed=seed)
-
-
-def strength_figures(won: Tensor, strengths: Callable[[Tensor], Tensor], *, seed: int) -> list[Figure]:
+def strength_figures(won: Tensor, strengths: Callable[[Tensor], Tensor]) -> list[Figure]:
     """The strengths of k players from [prompts, k, k] wins. For their intervals the prompts are resampled.
 
     `strengths` maps [..., k, k] numbers of wins to [..., k].
@@ -126,49 +119,44 @@ def strength_figures(won: Tensor, strengths: Callable[[Tensor], Tensor], *, seed
         def resampled(rows: Tensor) -> Tensor:
             return torch.stack([strengths(won[part].sum(1))[:, player] for part in rows.split(50)]).flatten()
 
-        interval = bootstrap_interval(resampled, torch.arange(len(won)), seed=seed, num_resamples=STRENGTH_RESAMPLES)
+        interval = bootstrap_interval(resampled, torch.arange(len(won)), seed=SEED, num_resamples=STRENGTH_RESAMPLES)
         return Figure(found[player], *interval, len(won))
 
     found = strengths(won.sum(0)).tolist()
     return [of_player(player) for player in range(len(found))]
 
 
-def _show_wins(runs: Sequence[Compared], key: str, display: Display) -> None:
-    rates, strengths = win_table(runs, key)
+def show_wins(runs: Sequence[Compared], key: str, display: Display) -> None:
+    """How often the run of a row beats that of a column, and the Bradley-Terry strength of each run."""
+    numbers = torch.stack([run.numbers(key) for run in runs], dim=1)  # [prompts, runs]
+    won = wins(numbers[:, :, None], numbers[:, None, :])  # [prompts, runs, runs]
     columns = range(len(runs) if len(runs) <= MOST_COLUMNS else 1)
     lines = [
-        [run.name, *("" if row[i] is None else str(row[i]) for i in columns), str(strength)]
-        for run, row, strength in zip(runs, rates, strengths, strict=True)
+        [run.name, *("" if i == j else str(share_figure(won[:, i, j])) for j in columns), str(strength)]
+        for i, (run, strength) in enumerate(zip(runs, strength_figures(won, bradley_terry), strict=True))
     ]
-    heads = ["", *(f"beats {runs[i].name}" for i in columns), "strength"]
+    heads = ["", *(f"beats {runs[j].name}" for j in columns), "strength"]
     display.table(f"By {key}: share of prompts, ties 1/2; Bradley-Terry strength in nats", heads, lines)
 
 
-def judged_strengths(runs: Sequence[Compared], *, seed: int = 0) -> tuple[list[Figure], list[Figure]] | None:
-    """(how often each run beats SFT by the judge of `rlhf eval --judge`, Bradley-Terry strengths of SFT and the runs).
+def show_judged(runs: Sequence[Compared], display: Display) -> None:
+    """How often each run beats SFT by the judge of `rlhf eval --judge`, and the strengths of SFT and the runs.
 
-    Only prompts that were judged in every run count. None without any, and unless all runs have the same SFT replies.
+    Only prompts that were judged in every run count. Shows nothing without any, or if the runs have other SFT replies.
     """
     first = runs[0].replies
     if any([row["sft"]["reply"] for row in run.replies] != [row["sft"]["reply"] for row in first] for run in runs):
-        return None
+        return
     kept = [i for i in range(len(first)) if all("judge" in run.replies[i] for run in runs)]
     if not kept:
-        return None
+        return
     points = torch.tensor([[float(run.replies[i]["judge"]) for i in kept] for run in runs], dtype=torch.float64)
     won = torch.zeros(len(kept), len(runs) + 1, len(runs) + 1, dtype=torch.float64)
     won[:, 1:, 0], won[:, 0, 1:] = points.T, 1 - points.T
     # No prior between the runs: they were not compared with each other.
     prior = torch.zeros(len(runs) + 1, len(runs) + 1, dtype=torch.float64)
     prior[1:, 0] = prior[0, 1:] = JUDGE_PRIOR
-    strengths = strength_figures(won, lambda total: bradley_terry(total + prior, prior=0.0), seed=seed)
-    return [share_figure(row) for row in points], strengths
-
-
-def _show_judged(runs: Sequence[Compared], display: Display) -> None:
-    if (found := judged_strengths(runs)) is None:
-        return
-    rates, strengths = found
-    lines = [["SFT", "", str(strengths[0])]]
-    lines += [[run.name, str(r), str(s)] for run, r, s in zip(runs, rates, strengths[1:], strict=True)]
+    sft, *others = strength_figures(won, lambda total: bradley_terry(total + prior, prior=0.0))
+    lines = [["SFT", "", str(sft)]]
+    lines += [[run.name, str(share_figure(p)), str(s)] for run, p, s in zip(runs, points, others, strict=True)]
     display.table("By the judge: share of prompts, ties 1/2; strength in nats", ["", "beats SFT", "strength"], lines)

@@ -26,7 +26,7 @@ from rlhf_cli.data.splits import Drawn
 from rlhf_cli.data.stage_rows import ppo_rows
 from rlhf_cli.evaluation.figures import difference_figure, mean_figure, ratio_figure, share_figure
 from rlhf_cli.evaluation.likelihood import loss_difference, row_sums
-from rlhf_cli.evaluation.reward_model import Scorer, rows_of_stage, scorer_of
+from rlhf_cli.evaluation.reward_model import Scorer
 from rlhf_cli.models.forward import budget_of_logits, positions, target_logits
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
 from rlhf_cli.report.figure import Figure, Figures
@@ -185,14 +185,11 @@ class RewardModelCheck:
         self.run, self.config = run, run.rm.model_copy(update={"precision": PRECISION})
         self.model = load_reward_model(path)
         self.tokenizer = load_tokenizer(path)
-        self.scorer = self._scorer(self.model)
-        self.rows = rows_of_stage(run, self.scorer)
+        self.scorer = Scorer(run, self.config, self.model, self.tokenizer)
+        self.rows = self.scorer.held_out_rows()
         self.about = f"{self.rows} held-out {'pairs' if self.config.is_pairwise else 'answers'}"
         if not self.rows:
             self.about = ""
-
-    def _scorer(self, model: PreTrainedModel) -> Scorer:
-        return scorer_of(self.run, self.config, model, self.tokenizer)
 
     def compare(self, exported: PreTrainedModel) -> Comparison:
         """The accuracy on pairs, and how far the scores moved."""
@@ -200,7 +197,7 @@ class RewardModelCheck:
         pairs = [row for row in self.rows if isinstance(row, RankedIds)]
         before, after = (
             (scorer.score_ends(pairs) if pairs else scorer.score_items(self.rows)).double()
-            for scorer in (self.scorer, self._scorer(exported))
+            for scorer in (self.scorer, Scorer(self.run, self.config, exported, self.tokenizer))
         )
         if pairs:
             right = [wins(score[0::2], score[1::2]) for score in (before, after)]

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_cli.algorithms.comparison import length_controlled_interval, length_controlled_win_rate
 from rlhf_cli.algorithms.statistics import bootstrap_interval, correlation, newcombe_interval, wilson_interval
 from rlhf_cli.report.figure import Figure, Figures, cells, readable
 from rlhf_cli.report.progress import Display
 
-NO_INTERVAL = (math.nan, math.nan)
 MOST_ORDERED = 2000
 """Rows of which all pairs are resampled."""
 
@@ -25,7 +25,8 @@ def bootstrapped(statistic: Callable[..., Tensor], *columns: Tensor, seed: int |
     """
     columns = tuple(column.double() for column in columns)
     value, n = statistic(*(column[None] for column in columns)).item(), len(columns[0])
-    return Figure(value, *(bootstrap_interval(statistic, *columns, seed=seed) if seed is not None else NO_INTERVAL), n)
+    interval = (math.nan, math.nan) if seed is None else bootstrap_interval(statistic, *columns, seed=seed)
+    return Figure(value, *interval, n)
 
 
 def mean_figure(values: Tensor, *, seed: int | None) -> Figure:
@@ -80,6 +81,12 @@ def correlation_figure(x: Tensor, y: Tensor, *, seed: int | None) -> Figure:
     return bootstrapped(correlation, x, y, seed=seed)
 
 
+def equal_length_figure(win: Tensor, length_a: Tensor, length_b: Tensor) -> Figure:
+    """The share of rows that A would win at equal length, with its interval (`length_controlled_win_rate`)."""
+    rate = length_controlled_win_rate(win, length_a, length_b)
+    return Figure(rate, *length_controlled_interval(win, length_a, length_b), len(win))
+
+
 # ------------------------------------------------------------------------------------- printed and written
 
 
@@ -108,9 +115,9 @@ def show(display: Display, title: str, columns: dict[str, Figures], *, counts: b
     A row has as many digits as its narrowest interval justifies. With `counts` the names are those of groups of rows,
     and the last column has the number of rows.
     """
-    lines = []
+    heads, lines = ["", *columns, *["rows"] * counts], []
     for name in dict.fromkeys(name for figures in columns.values() for name in figures):
         row = [figures.get(name) for figures in columns.values()]
-        rows = [f"{next(figure.rows for figure in row if figure is not None):,}"] if counts else []
+        rows = [f"{next(figure.rows for figure in row if figure is not None):,}"] * counts
         lines.append([name if counts else readable(name), *cells(name, row), *rows])
-    display.table(title, ["", *columns, *(["rows"] if counts else [])], lines)
+    display.table(title, heads, lines)

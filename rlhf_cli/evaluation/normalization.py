@@ -178,10 +178,8 @@ def texts_to_score(
         for one in samples[:8]:
             reply = tokenizer.decode(one.ids, skip_special_tokens=True)
             stage.sample({"prompt": one.prompt, "response": reply, "ended": one.ended})
-        prompts = [one.prompt_ids for one in samples]
-        keep_special = config.data.special_tokens == "keep"
-        found = sequences_of(model, encoder.tokenizer, tokenizer, prompts, samples, keep_special=keep_special)
-        return list(zip(found, reply_lengths(tokenizer, samples), strict=True))
+        prompts, keep_special = [one.prompt_ids for one in samples], config.data.special_tokens == "keep"
+        return texts_of(model, encoder.tokenizer, tokenizer, prompts, samples, keep_special=keep_special)
     rows = _rows(items, config)
     if rows:
         stage.display.note("no SFT model to sample from: the score is normalised over the data's own answers")
@@ -249,12 +247,7 @@ def fit_length(
     return {LENGTH_CURVE: curve}
 
 
-def reply_lengths(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Spoken]) -> list[int]:
-    """The `reply_length` of a policy's responses."""
-    return [reply_length(str(tokenizer.decode(one.ids, skip_special_tokens=True))) for one in responses]
-
-
-def sequences_of(
+def texts_of(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     policy_tokenizer: PreTrainedTokenizerBase,
@@ -262,14 +255,17 @@ def sequences_of(
     responses: Sequence[Spoken],
     *,
     keep_special: bool,
-) -> list[list[int]]:
+) -> list[Text]:
     """A policy's prompts and responses as the reward model reads them: the policy's ids if it can, else their text."""
+    spoken = [str(policy_tokenizer.decode(one.ids, skip_special_tokens=True)) for one in responses]
     texts = [ids + response.ids for ids, response in zip(prompts, responses, strict=True)]
     ended = [response.ended for response in responses]
     if reads_last_token(model) and same_tokenizer(policy_tokenizer, tokenizer):
         texts = [closed(ids, end, tokenizer.eos_token_id) for ids, end in zip(texts, ended, strict=True)]
-        return cut_all(texts, *length_limit(model, tokenizer), tokenizer.bos_token_id)[0]
-    decoded = [str(policy_tokenizer.decode(ids, skip_special_tokens=True)) for ids in texts]
-    if not keep_special:
-        decoded = [special_tokens_of(tokenizer).protect(text) for text in decoded]
-    return encode_whole(model, tokenizer, decoded, ended)[0]
+        found = cut_all(texts, *length_limit(model, tokenizer), tokenizer.bos_token_id)[0]
+    else:
+        decoded = [str(policy_tokenizer.decode(ids, skip_special_tokens=True)) for ids in texts]
+        if not keep_special:
+            decoded = [special_tokens_of(tokenizer).protect(text) for text in decoded]
+        found = encode_whole(model, tokenizer, decoded, ended)[0]
+    return list(zip(found, map(reply_length, spoken), strict=True))

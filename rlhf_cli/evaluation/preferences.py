@@ -1,10 +1,13 @@
-"""A reward model on held-out pairs, rankings and answers: calibration, length bias, groups of rows, worst mistakes."""
+"""What held-out pairs and scored answers show of a reward model, from its scores.
+
+Calibration, length bias, groups of rows, words before the prompt, worst mistakes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,11 +17,10 @@ from torch import Tensor
 from rlhf_cli.algorithms.calibration import best_temperature, best_temperatures, calibration_error
 from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.algorithms.statistics import bootstrap_interval, correlation
-from rlhf_cli.data.answers import RankedIds, ScoredIds
-from rlhf_cli.evaluation import agreement
-from rlhf_cli.evaluation.figures import bootstrapped, mean_figure, share_figure
-from rlhf_cli.evaluation.invariance import PREFIXES
-from rlhf_cli.evaluation.judging import equal_length_figure
+from rlhf_cli.data.answers import AnswerEncoder, RankedIds, ScoredIds
+from rlhf_cli.data.records import Message, Record, transcript
+from rlhf_cli.evaluation.agreement import gold_gap
+from rlhf_cli.evaluation.figures import bootstrapped, equal_length_figure, mean_figure, share_figure
 from rlhf_cli.report.figure import Figure, Figures
 
 GROUP_COLUMNS = ("subset", "source", "category", "probe", "split")
@@ -48,6 +50,13 @@ LENGTH_BINS = {
     "16 or more": (16, math.inf),
 }
 """Tokens by which the better answer is longer, from and below."""
+PREFIXES = ("Hello. ", "Please read this carefully. ", "Thank you for your time. ")
+"""Words before a prompt that say nothing about which answer is better."""
+MOST_PAIRS = 128
+"""Pairs that are scored again, in other places or with such words."""
+
+Score = Callable[[list[list[list[int]]], list[list[int]]], Tensor]
+"""Scores of the sequences of all rows, row by row, from these and the `reply_length` of each."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +70,31 @@ class Pairs:
     """[n] score of the worse answer."""
 
     @property
+    def right(self) -> Tensor:
+        """[n] 1 where the better answer has the higher score, 1/2 for equal scores."""
+        return wins(self.better, self.worse)
+
+    @property
     def margin(self) -> Tensor:
         """[n] score of the better answer minus score of the worse one."""
         return (self.better - self.worse).double()
 
     @property
+    def lengths(self) -> tuple[Tensor, Tensor]:
+        """[n] tokens of the better answer, and of the worse one."""
+        better, worse = (torch.tensor([float(len(row.answers[i])) for row in self.rows]) for i in (0, -1))
+        return better, worse
+
+    @property
     def longer_by(self) -> Tensor:
         """[n] tokens of the better answer minus tokens of the worse one."""
-        return torch.tensor([float(len(row.answers[0]) - len(row.answers[-1])) for row in self.rows])
+        better, worse = self.lengths
+        return better - worse
+
+    @property
+    def longer_wins(self) -> Tensor:
+        """[n] 1 where the better answer is the longer one, 1/2 for equal lengths: a rule that prefers the longer."""
+        return wins(*self.lengths)
 
 
 def preference_figures(pairs: Pairs, *, seed: int) -> Figures:
@@ -77,24 +103,28 @@ def preference_figures(pairs: Pairs, *, seed: int) -> Figures:
     `longer_wins` and `shorter_wins` are the accuracies of rules that prefer the longer or the shorter answer; chance is
     0.5. `accuracy_longer_is_worse` is the accuracy where the worse answer is the longer one. `length_controlled` is the
     accuracy at equal length (`length_controlled_win_rate`). `score_length_correlation` is that of scores and lengths of
-    all answers.
+    all answers; pairs are resampled, because their two answers belong together.
     """
-    margin, right, longer = pairs.margin, wins(pairs.better, pairs.worse), pairs.longer_by
+
+    def of_both(better: Tensor, worse: Tensor, length: Tensor, length_of_worse: Tensor) -> Tensor:
+        return correlation(torch.cat([better, worse], -1), torch.cat([length, length_of_worse], -1))
+
+    margin, right, longer = pairs.margin, pairs.right, pairs.longer_by
     confidence = torch.sigmoid(margin.abs())
     temperatures = partial(best_temperatures, steps=TEMPERATURE_STEPS)
     temperature = bootstrap_interval(temperatures, margin, seed=seed, num_resamples=TEMPERATURE_RESAMPLES)
     figures = {
         "accuracy": share_figure(right),
-        "longer_wins": share_figure(longer_wins(pairs)),
-        "shorter_wins": share_figure(1 - longer_wins(pairs)),
+        "longer_wins": share_figure(pairs.longer_wins),
+        "shorter_wins": share_figure(1 - pairs.longer_wins),
         "margin": mean_figure(margin, seed=seed),
         "calibration_error": bootstrapped(partial(calibration_error, low=0.5), confidence, right, seed=seed),
         "brier": mean_figure((confidence - right).square(), seed=seed),
         "best_temperature": Figure(best_temperature(margin), *temperature, len(margin)),
-        "score_length_correlation": _length_correlation(pairs, seed=seed),
+        "score_length_correlation": bootstrapped(of_both, pairs.better, pairs.worse, *pairs.lengths, seed=seed),
         "length_controlled": equal_length_figure(right, longer, torch.zeros_like(longer)),
     }
-    gaps = [agreement.gold_gap(row.row) for row in pairs.rows]
+    gaps = [gold_gap(row.row) for row in pairs.rows]
     if all(gap is not None for gap in gaps) and any(gaps):
         gap = torch.tensor([float(gap or 0.0) for gap in gaps], dtype=torch.float64)
         figures["gold_accuracy"] = share_figure((margin * gap > 0)[gap != 0])
@@ -103,22 +133,6 @@ def preference_figures(pairs: Pairs, *, seed: int) -> Figures:
     if bool((longer > 0).any()):
         figures["accuracy_longer_is_better"] = share_figure(right[longer > 0])
     return figures
-
-
-def _length_correlation(pairs: Pairs, *, seed: int) -> Figure:
-    """The correlation of scores and lengths of all answers. Pairs are resampled: their two answers belong together."""
-    lengths = [torch.tensor([float(len(row.answers[which])) for row in pairs.rows]) for which in (0, -1)]
-
-    def of_both(better: Tensor, worse: Tensor, length: Tensor, length_of_worse: Tensor) -> Tensor:
-        return correlation(torch.cat([better, worse], -1), torch.cat([length, length_of_worse], -1))
-
-    return bootstrapped(of_both, pairs.better, pairs.worse, *lengths, seed=seed)
-
-
-def longer_wins(pairs: Pairs) -> Tensor:
-    """[n] 1 where the better answer is the longer one, 1/2 for equal lengths: the rule that prefers the longer one."""
-    longer = pairs.longer_by
-    return wins(longer, torch.zeros_like(longer))
 
 
 def groups(pairs: Pairs, right: Tensor, by_source: Mapping[str, Sequence[int]] = {}) -> dict[str, Figures]:
@@ -143,17 +157,6 @@ def groups(pairs: Pairs, right: Tensor, by_source: Mapping[str, Sequence[int]] =
     return {title: table for title, table in tables.items() if table}
 
 
-def worst_mistakes(pairs: Pairs) -> list[dict[str, Any]]:
-    """The pairs in which the model prefers the worse answer most, with their texts."""
-    margin, found = pairs.margin, []
-    for i in margin.argsort()[:WORST].tolist():
-        if margin[i] < 0:
-            row = pairs.rows[i].row
-            texts = {"where": row.where, "prompt": row.prompt, "better": row.texts[0], "worse": row.texts[-1]}
-            found.append({**texts, "better_score": pairs.better[i].item(), "worse_score": pairs.worse[i].item()})
-    return found
-
-
 def quarters(values: Tensor) -> dict[str, Tensor]:
     """The masks of the rows in each quarter of [n] numbers.
 
@@ -167,14 +170,31 @@ def quarters(values: Tensor) -> dict[str, Tensor]:
     return {name: mask for name, mask in masks.items() if bool(mask.any())}
 
 
-def error_groups(stated: Tensor, target: Tensor, length: Tensor, *, seed: int) -> dict[str, Figures]:
-    """The mean absolute error of [n] stated scores or probabilities, by quarters of the length and of the target."""
-    error = (stated.double() - target.double()).abs()
-    return {
-        title: {name: mean_figure(error[mask], seed=seed) for name, mask in masks.items()}
-        for title, values in (("length of the answer", length), ("true score", target))
-        if (masks := quarters(values))
+def error_groups(
+    error: Tensor, target: Tensor, length: Tensor, by_source: Mapping[str, Sequence[int]] = {}, *, seed: int
+) -> dict[str, Figures]:
+    """The mean of [n] absolute errors in groups: by quarters of the length and of the target, by source of the data."""
+    tables = {
+        "length of the answer": quarters(length),
+        "true score": quarters(target),
+        SOURCE: {name: list(rows) for name, rows in by_source.items()},
     }
+    return {
+        title: {name: mean_figure(error[rows], seed=seed) for name, rows in of_title.items()}
+        for title, of_title in tables.items()
+        if of_title
+    }
+
+
+def worst_mistakes(pairs: Pairs) -> list[dict[str, Any]]:
+    """The pairs in which the model prefers the worse answer most, with their texts."""
+    margin, found = pairs.margin, []
+    for i in margin.argsort()[:WORST].tolist():
+        if margin[i] < 0:
+            row = pairs.rows[i].row
+            texts = {"where": row.where, "prompt": row.prompt, "better": row.texts[0], "worse": row.texts[-1]}
+            found.append({**texts, "better_score": pairs.better[i].item(), "worse_score": pairs.worse[i].item()})
+    return found
 
 
 def worst_answers(rows: Sequence[ScoredIds], stated: Tensor, target: Tensor) -> list[dict[str, Any]]:
@@ -185,6 +205,69 @@ def worst_answers(rows: Sequence[ScoredIds], stated: Tensor, target: Tensor) -> 
         texts = {"where": row.where, "prompt": row.prompt, "response": row.response}
         found.append({**texts, "stated": stated[i].item(), "target": target[i].item()})
     return found
+
+
+# --------------------------------------------------------------------- what should not change the model's opinion
+
+
+def position_figures(pairs: Pairs, score: Score) -> Figures:
+    """The largest change of a score if rows and answers come in the reverse order, in standard deviations of the score.
+
+    Every answer is read by itself, so this is rounding, unless batching is wrong.
+    """
+    rows = pairs.rows[:MOST_PAIRS]
+    turned = [[row.answers[-1], row.answers[0]] for row in reversed(rows)]
+    again = score(turned, [[row.lengths[-1], row.lengths[0]] for row in reversed(rows)]).flip(0)
+    first = torch.stack([pairs.better, pairs.worse], 1)[: len(rows)]
+    spread = torch.cat([pairs.better, pairs.worse]).std(correction=0).item() or 1.0
+    return {"position_shift": Figure((again.view(-1, 2) - first).abs().max().item() / spread, rows=len(rows))}
+
+
+def prefix_figures(pairs: Pairs, encoder: AnswerEncoder[RankedIds], score: Score, *, seed: int) -> Figures:
+    """What neutral words before the prompt change: the share of pairs that change their order, and the mean absolute
+    change of the margin in standard deviations of the margin.
+
+    Rows without a prompt, and rows that are too long with a prefix, are skipped; {} if none is left.
+    Kumar et al. 2025, "Detecting prefix bias in LLM-based reward models" (arXiv 2505.13487).
+    """
+    rows, margin = pairs.rows[:MOST_PAIRS], pairs.margin
+    number: list[int] = []
+    changed: list[list[list[int]]] = []
+    for prefix in PREFIXES:
+        kept = [i for i, row in enumerate(rows) if row.row.prompt.strip()]
+        views = [with_prefix(rows[i].row, prefix) for i in kept]
+        for i, view, tokens in zip(kept, views, encoder.sequences(views), strict=True):
+            (item,) = encoder.items(view, tokens)
+            if isinstance(item, RankedIds) and len(item.answers) == len(rows[i].answers):
+                number.append(i)
+                changed.append([item.answers[0], item.answers[-1]])
+    if not changed:
+        return {}
+    found = score(changed, [[rows[i].lengths[0], rows[i].lengths[-1]] for i in number]).double()
+    index = torch.tensor(number)
+    new = found[0::2] - found[1::2]
+    flips = (wins(new, torch.zeros_like(new)) - wins(margin[index], torch.zeros_like(new))).abs()
+    shift = (new - margin[index]).abs() / (margin.std(correction=0).item() or 1.0)
+    count = torch.bincount(index).double()
+
+    def per_row(values: Tensor) -> Tensor:
+        """The mean over prefixes of each row: the prefixes of one row are not independent."""
+        return (torch.bincount(index, weights=values) / count)[count > 0]
+
+    return {"prefix_flips": share_figure(per_row(flips)), "prefix_shift": mean_figure(per_row(shift), seed=seed)}
+
+
+def with_prefix(row: Record, prefix: str) -> Record:
+    """The row with a prefix before its prompt; of a conversation, before the first turn of the user."""
+    if not row.messages:
+        return replace(row, prompt=prefix + row.prompt)
+    first = next((i for i, message in enumerate(row.messages) if message.role == "user"), 0)
+    turns = list(row.messages)
+    turns[first] = Message(turns[first].role, prefix + turns[first].content)
+    return replace(row, prompt=transcript(turns), messages=tuple(turns))
+
+
+# ------------------------------------------------------------------------------------------- in words
 
 
 def about_probes(accuracy: Figures) -> str:

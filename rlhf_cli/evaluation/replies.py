@@ -21,11 +21,11 @@ from rlhf_cli.errors import ConfigError
 from rlhf_cli.evaluation.figures import (
     bootstrapped,
     difference_figure,
+    equal_length_figure,
     mean_figure,
     rate_figure,
     share_figure,
 )
-from rlhf_cli.evaluation.judging import equal_length_figure
 from rlhf_cli.evaluation.likelihood import reply_figures
 from rlhf_cli.report.figure import Figures
 from rlhf_cli.rewards.base import RewardSource, samples_of, total_score
@@ -79,6 +79,12 @@ class Replies:
         return Replies(**{name: some(value) for name, value in vars(self).items()})
 
     @property
+    def numbers(self) -> dict[str, Tensor]:
+        """The score, the score of each of several rewards, and the judge's numbers, by their names in tables."""
+        each = {f"reward/{name}": values for name, values in self.each.items() if len(self.each) > 1}
+        return {"score": self.score, **each, **self.gold}
+
+    @property
     def gold_name(self) -> str | None:
         """The judge's main number: `gold`, or else its first. None without a judge."""
         return None if not self.gold else "gold" if "gold" in self.gold else next(iter(self.gold))
@@ -106,23 +112,19 @@ class Arena:
         policies are compared pair by pair. If it is the seed of the run, the first reply to each prompt is that of the
         ppo stage's own evaluation.
         """
-        numbered = [(p, k) for k in range(count) for p in range(len(self.prompts))]
-        longest = self.config.rollout.max_new_tokens
-        uniforms = torch.cat(
-            [draw_uniforms(self.run.seed, "ppo evaluation", k, len(self.prompts), longest) for k in range(count)]
-        )
-        if count > 1:  # Replies to one prompt share its keys and values.
-            order = sorted(range(len(numbered)), key=lambda i: numbered[i])
-            numbered, uniforms = [numbered[i] for i in order], uniforms[order]
+        longest, size = self.config.rollout.max_new_tokens, (len(self.prompts), count)
+        drawn = [draw_uniforms(self.run.seed, "ppo evaluation", k, size[0], longest) for k in range(count)]
+        # Replies to one prompt are side by side: they share its keys and values.
+        uniforms = torch.stack(drawn, 1).flatten(0, 1)  # [P * K, longest]
+        everyone = [prompt for prompt in self.prompts for _ in range(count)]
         responses: list[Response] = []
         token_kl: list[list[float]] = []
         texts: list[str] = []
         scores: list[Tensor] = []
         each: dict[str, list[Tensor]] = {}
         gold: dict[str, list[float]] = {}
-        for start in range(0, len(numbered), ROWS):
-            part = range(start, min(start + ROWS, len(numbered)))
-            prompts = [self.prompts[numbered[i][0]] for i in part]
+        for start in range(0, len(everyone), ROWS):
+            prompts = everyone[start : start + ROWS]
             found, distances = self._sample(policy, prompts, uniforms[start : start + ROWS])
             samples = samples_of(self.rewards, self.tokenizer, prompts, list(map(self.speaker.text, found)), found)
             judged = total_score(self.rewards, samples)
@@ -130,10 +132,11 @@ class Arena:
             for name, values in judged.each.items():
                 each.setdefault(name, []).append(values)
             if self.judge is not None:
-                advice = "Fix the function, or remove evaluation.gold"
-                for row in call(
-                    f"evaluation.gold ({self.config.evaluation.gold})", self.judge, samples, named_numbers, advice
-                ):
+                name, advice = (
+                    f"evaluation.gold ({self.config.evaluation.gold})",
+                    "Fix the function, or remove evaluation.gold",
+                )
+                for row in call(name, self.judge, samples, named_numbers, advice):
                     for name, value in row.items():
                         gold.setdefault(name, []).append(value)
             responses += found
@@ -141,17 +144,20 @@ class Arena:
             token_kl += distances
 
         def grid(values: Sequence[float] | Tensor) -> Tensor:
-            return torch.as_tensor(values, dtype=torch.float64).reshape(len(self.prompts), count)
+            return torch.as_tensor(values, dtype=torch.float64).reshape(size)
+
+        def rows(values: list[Any]) -> list[Any]:
+            return [values[i : i + count] for i in range(0, len(values), count)]
 
         return Replies(
-            texts=[texts[p * count : (p + 1) * count] for p in range(len(self.prompts))],
-            ids=[[r.ids for r in responses[p * count : (p + 1) * count]] for p in range(len(self.prompts))],
+            texts=rows(texts),
+            ids=rows([r.ids for r in responses]),
             score=grid(torch.cat(scores)),
             each={name: grid(torch.cat(values)) for name, values in each.items()},
             gold={name: grid(values) for name, values in gold.items()},
             logprob=grid([sum(r.logprobs) for r in responses]),
             kl=grid([sum(row) for row in token_kl]),
-            token_kl=[token_kl[p * count : (p + 1) * count] for p in range(len(self.prompts))],
+            token_kl=rows(token_kl),
             length=grid([len(r.ids) for r in responses]),
             ended=grid([float(r.ended) for r in responses]),
         )
@@ -183,14 +189,12 @@ class Arena:
 
 def side_figures(replies: Replies, *, seed: int) -> Figures:
     """One policy's first reply to each prompt: scores, each reward, gold numbers, KL, form."""
-    score = replies.score[:, 0]
-    figures = {"score": rate_figure(score, seed=seed)}
-    for percent in PERCENTILES:
-        quantile = partial(torch.quantile, q=percent / 100, dim=-1)
-        figures[f"score_p{percent}"] = bootstrapped(quantile, score, seed=seed)
-    if len(replies.each) > 1:
-        figures |= {f"reward/{name}": rate_figure(values[:, 0], seed=seed) for name, values in replies.each.items()}
-    figures |= {name: rate_figure(values[:, 0], seed=seed) for name, values in replies.gold.items()}
+    figures: Figures = {}
+    for name, values in replies.numbers.items():
+        figures[name] = rate_figure(values[:, 0], seed=seed)
+        for percent in PERCENTILES if name == "score" else ():
+            quantile = partial(torch.quantile, q=percent / 100, dim=-1)
+            figures[f"score_p{percent}"] = bootstrapped(quantile, values[:, 0], seed=seed)
     figures["kl"] = mean_figure(replies.kl[:, 0], seed=seed)
     texts = [row[0] for row in replies.texts]
     return figures | reply_figures(texts, replies.length[:, 0], replies.ended[:, 0], seed=seed)
@@ -198,10 +202,10 @@ def side_figures(replies: Replies, *, seed: int) -> Figures:
 
 def differences(before: Replies, after: Replies, *, seed: int) -> Figures:
     """After minus before, paired by prompt."""
-    columns = {"score": (before.score, after.score)}
-    columns |= {f"reward/{name}": (before.each[name], after.each[name]) for name in before.each if len(before.each) > 1}
-    columns |= {name: (before.gold[name], after.gold[name]) for name in before.gold}
-    figures = {name: difference_figure(b[:, 0], a[:, 0], seed=seed) for name, (a, b) in columns.items()}
+    figures = {
+        name: difference_figure(after.numbers[name][:, 0], values[:, 0], seed=seed)
+        for name, values in before.numbers.items()
+    }
     for name, change in (("kl", after.kl - before.kl), ("length", after.length - before.length)):
         figures[name] = mean_figure(change[:, 0], seed=seed)
     return figures | {"eos_rate": difference_figure(after.ended[:, 0], before.ended[:, 0], seed=seed)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -11,14 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.calibration import reliability
-from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.data.answers import AnswerEncoder, RankedIds, ScoredIds, ScoreEncoder, answer_encoder, labelled_pairs
-from rlhf_cli.data.batches import Budget
-from rlhf_cli.data.cache import tokenise
-from rlhf_cli.data.records import Record
+from rlhf_cli.data.cache import Tokenised, tokenise
 from rlhf_cli.data.splits import Drawn, held_out_rows
-from rlhf_cli.data.stage_rows import probe_rows, rm_rows
+from rlhf_cli.data.stage_rows import StageRows, probe_rows, rm_rows
 from rlhf_cli.evaluation import preferences
 from rlhf_cli.evaluation.agreement import (
     figures_of_rankings,
@@ -28,9 +25,8 @@ from rlhf_cli.evaluation.agreement import (
     scores_of_rows,
 )
 from rlhf_cli.evaluation.benchmark import Bench, bench_figures, encode_bench, is_joined, num_unpaired, shares_base
-from rlhf_cli.evaluation.figures import Sentences, as_json, correlation_figure, mean_figure, share_figure, show
-from rlhf_cli.evaluation.invariance import position_figures, prefix_figures
-from rlhf_cli.evaluation.normalization import SMALLEST_STD, fit_length, reply_lengths, sequences_of
+from rlhf_cli.evaluation.figures import Sentences, as_json, correlation_figure, share_figure, show
+from rlhf_cli.evaluation.normalization import SMALLEST_STD, fit_length, texts_of
 from rlhf_cli.health.baselines import held_out_verdict
 from rlhf_cli.models.forward import longest_input
 from rlhf_cli.models.heads import reads_last_token
@@ -49,20 +45,34 @@ PROBES = "probe (data.probes)"
 """The group of the accuracies by probe."""
 
 
-@dataclass(frozen=True)
 class Scorer:
-    """The loaded reward model of a run."""
+    """The reward model of a run on its device, ready to score."""
 
-    config: RMConfig
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    encoder: AnswerEncoder[Any]
-    budget: Budget
-    world: World
+    def __init__(self, run: Run, config: RMConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+        prepare(model, run.device)
+        self.run, self.config, self.model, self.tokenizer = run, config, model, tokenizer
+        self.encoder = self.encoder_of(rm_rows(config))
+        self.budget = run.budget(model, config.precision)
+
+    def encoder_of(self, rows: StageRows) -> AnswerEncoder[Any]:
+        """The encoder of some rows for this model."""
+        return answer_encoder(self.tokenizer, rows, reads_last_token=reads_last_token(self.model))
+
+    def tokenised(self, encoder: AnswerEncoder[Any]) -> Tokenised[Any]:
+        """The rows of an encoder as tokens."""
+        return tokenise(encoder, longest=longest_input(self.model, self.tokenizer))
+
+    def held_out_rows(self) -> Drawn[Any]:
+        """The held-out rankings, pairs of labelled texts, or scored answers, as the stage evaluated them."""
+        found, config = self.tokenised(self.encoder), self.config
+        if config.is_pairwise and isinstance(self.encoder, ScoreEncoder):  # a higher and a lower label, as in training
+            found = labelled_pairs(found, config.seed)
+        return held_out_rows(found, config.data, config.evaluation.max_rows, self.run.seed).test
 
     def score(self, rows: list[list[list[int]]], lengths: list[list[int]]) -> Tensor:
         """Scores of the sequences of all rows, row by row, not normalised. `lengths` are the `reply_length` of each."""
-        return scores_of_rows(self.model, rows, self.budget, self.config.precision, self.world, lengths)
+        world = World(0, 1, self.run.device)
+        return scores_of_rows(self.model, rows, self.budget, self.config.precision, world, lengths)
 
     def score_items(self, items: Sequence[RankedIds] | Sequence[ScoredIds]) -> Tensor:
         """The scores of all answers of all rows."""
@@ -79,18 +89,15 @@ def measure_reward_model(run: Run, bench: Bench | None, display: Display) -> dic
     config = run.rm
     assert config is not None
     path = run.model_path("rm")
-    scorer = scorer_of(run, config, load_reward_model(path), load_tokenizer(path))
-    rows = rows_of_stage(run, scorer)
+    scorer = Scorer(run, config, load_reward_model(path), load_tokenizer(path))
+    rows, sentences = scorer.held_out_rows(), Sentences(display)
     report: dict[str, Any] = {}
-    sentences = Sentences(display)
-    if not rows:
-        display.warn("rm: no held-out rows, so no figures. Set data.test or data.test_fraction and train again")
-    elif config.is_pairwise:
-        report = _of_pairs(run, scorer, rows, sentences)
+    if rows:
+        report = (_of_pairs if config.is_pairwise else _of_scores)(scorer, rows, sentences)
     else:
-        report = _of_scores(run, scorer, rows, sentences)
+        display.warn("rm: no held-out rows, so no figures. Set data.test or data.test_fraction and train again")
     if bench is not None:
-        report["bench"] = _of_benchmark(run, scorer, bench, sentences)
+        report["bench"] = _of_benchmark(scorer, bench, sentences)
     return report | {"sentences": sentences.texts} if report else {}
 
 
@@ -101,16 +108,15 @@ def measure_again(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
     model that compares answers.
     """
     assert run.rm is not None
-    scorer = scorer_of(run, run.rm, model, tokenizer)
-    rows = rows_of_stage(run, scorer)
+    scorer = Scorer(run, run.rm, model, tokenizer)
+    rows = scorer.held_out_rows()
     if not rows:
         return ["there are no held-out rows, so its scores are not normalised"]
     corrected = run.rm.length_correction
     if corrected:
         fit_length(model, [row.lengths for row in rows], lambda: scorer.score_items(rows))
     answers = scorer.score_items(rows)
-    prompts = [replace(one.row, answers=()) for one in rows]
-    found = policy_scores(run, scorer, prompts, ("sft",)).get("SFT", answers)
+    found = policy_scores(scorer, rows, ("sft",)).get("SFT", answers)
     mean, std = found.mean().item(), max(found.std(correction=0).item(), SMALLEST_STD)
     model.config.update({"score_mean": mean, "score_std": std})
     lines = [f"score_mean {mean:.4g} and score_std {std:.4g}, over {len(found)} texts"]
@@ -118,83 +124,57 @@ def measure_again(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
     return lines + ([held_out_verdict(figures_of_rankings(rows, answers))[0]] if run.rm.is_pairwise else [])
 
 
-def scorer_of(run: Run, config: RMConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Scorer:
-    """A reward model on the run's device, ready to score."""
-    prepare(model, run.device)
-    encoder = answer_encoder(tokenizer, rm_rows(config), reads_last_token=reads_last_token(model))
-    return Scorer(config, model, tokenizer, encoder, run.budget(model, config.precision), World(0, 1, run.device))
-
-
-def rows_of_stage(run: Run, scorer: Scorer) -> Drawn[Any]:
-    """The held-out rankings, pairs of labelled texts, or scored answers, as the stage evaluated them."""
-    config, encoder = scorer.config, scorer.encoder
-    found = tokenise(encoder, longest=longest_input(scorer.model, scorer.tokenizer))
-    if config.is_pairwise and isinstance(encoder, ScoreEncoder):  # Pairs of a higher and a lower label, as in training.
-        found = labelled_pairs(found, config.seed)
-    return held_out_rows(found, config.data, config.evaluation.max_rows, run.seed).test
-
-
-def _of_scores(run: Run, scorer: Scorer, items: Drawn[ScoredIds], sentences: Sentences) -> dict[str, Any]:
+def _of_scores(scorer: Scorer, items: Drawn[ScoredIds], sentences: Sentences) -> dict[str, Any]:
     """Error, correlations or calibration of predicted scores or labels."""
-    display = sentences.display
-    predicted = scorer.score_items(items)
-    settings = scorer.model.config
+    display, seed = sentences.display, scorer.run.seed
+    predicted, settings = scorer.score_items(items), scorer.model.config
     mean, std = float(getattr(settings, "target_mean", 0.0)), float(getattr(settings, "target_std", 1.0))
     is_mse, target = scorer.config.loss == "mse", torch.tensor([row.score for row in items])
     length = torch.tensor([float(len(row.ids)) for row in items])
     found = predicted * std + mean
-    figures = (score_figures if is_mse else label_figures)(found, target, seed=run.seed)
-    figures["score_length_correlation"] = correlation_figure(found, length, seed=run.seed)
+    figures = (score_figures if is_mse else label_figures)(found, target, seed=seed)
+    figures["score_length_correlation"] = correlation_figure(found, length, seed=seed)
     show(display, f"RM, {items} held-out answers", {"value": figures})
     stated = found if is_mse else found.sigmoid()
-    tables = preferences.error_groups(stated, target, length, seed=run.seed)
-    if items.by_source:
-        error = (stated.double() - target.double()).abs()
-        tables[preferences.SOURCE] = {
-            name: mean_figure(error[rows], seed=run.seed) for name, rows in items.by_source.items()
-        }
+    error = (stated.double() - target.double()).abs()
+    tables = preferences.error_groups(error, target, length, items.by_source, seed=seed)
     for title, by_name in tables.items():
         show(display, f"RM absolute error by {title}", {"error": by_name}, counts=True)
-    sides = policy_scores(run, scorer, [replace(r.row, answers=()) for r in items])
-    table = distributions({"held-out": predicted, **sides})
-    _show_distributions(table, scorer, sentences)
     return {
         "figures": as_json(figures),
         "error_groups": {title: as_json(by_name) for title, by_name in tables.items()},
-        "distributions": table,
+        "distributions": distributions({"held-out": predicted, **policy_scores(scorer, items)}, scorer, sentences),
         "worst_answers": preferences.worst_answers(items, stated, target),
     }
 
 
-def _of_pairs(run: Run, scorer: Scorer, ranked: Drawn[RankedIds], sentences: Sentences) -> dict[str, Any]:
+def _of_pairs(scorer: Scorer, ranked: Drawn[RankedIds], sentences: Sentences) -> dict[str, Any]:
     """Accuracy, calibration, length, invariance, and scores beside the scores of the policies' samples."""
-    display = sentences.display
+    display, seed = sentences.display, scorer.run.seed
     found = scorer.score_ends(ranked)
     pairs = preferences.Pairs(ranked, found[0::2], found[1::2])
-    figures = preferences.preference_figures(pairs, seed=run.seed)
+    figures = preferences.preference_figures(pairs, seed=seed)
     if not isinstance(scorer.encoder, ScoreEncoder):  # Pairs of labelled texts have no prompt.
-        figures |= position_figures(ranked, pairs.better, pairs.worse, scorer.score)
-        figures |= prefix_figures(ranked, pairs.margin, scorer.encoder, scorer.score, seed=run.seed)
-    tables = preferences.groups(pairs, wins(pairs.better, pairs.worse), ranked.by_source)
+        figures |= preferences.position_figures(pairs, scorer.score)
+        figures |= preferences.prefix_figures(pairs, scorer.encoder, scorer.score, seed=seed)
+    tables = preferences.groups(pairs, pairs.right, ranked.by_source)
     chance = {name: preferences.CHANCE for name in preferences.AGAINST_CHANCE if name in figures}
     show(display, f"RM, {ranked} held-out pairs", {"value": figures, "chance": chance})
-    longer = preferences.groups(pairs, preferences.longer_wins(pairs), ranked.by_source)
+    longer = preferences.groups(pairs, pairs.longer_wins, ranked.by_source)
     if probed := _of_probes(scorer):
         tables[PROBES], longer[PROBES] = probed
     for title, by_name in tables.items():
         chance_of_groups = dict.fromkeys(by_name, preferences.CHANCE)
         columns = {"accuracy": by_name, "chance": chance_of_groups, "longer wins": longer[title]}
         show(display, f"RM accuracy by {title}", columns, counts=True)
-    stated = reliability(torch.sigmoid(pairs.margin.abs()), wins(pairs.better, pairs.worse), low=0.5)
-    bins = [one for one in stated if one.count]
+    bins = [one for one in reliability(torch.sigmoid(pairs.margin.abs()), pairs.right, low=0.5) if one.count]
     display.table(
         "RM reliability: stated confidence in the preferred answer, and how often it is the better one",
         ["confidence", "stated", "true", "pairs"],
         [[f"{b.low:.2f} to {b.high:.2f}", f"{b.confidence:.3f}", f"{b.frequency:.3f}", f"{b.count:,}"] for b in bins],
     )
-    sides = policy_scores(run, scorer, [replace(r.row, answers=()) for r in ranked])
-    table = distributions({"better": pairs.better, "worse": pairs.worse, **sides})
-    _show_distributions(table, scorer, sentences)
+    sides = {"better": pairs.better, "worse": pairs.worse, **policy_scores(scorer, ranked)}
+    table = distributions(sides, scorer, sentences)
     sentences.say(held_out_verdict(as_metrics(figures))[0])
     for text in preferences.remarks(figures):
         sentences.say(text)
@@ -206,11 +186,7 @@ def _of_pairs(run: Run, scorer: Scorer, ranked: Drawn[RankedIds], sentences: Sen
         "groups": {title: as_json(by_name) for title, by_name in tables.items()},
         "groups_longer_wins": {title: as_json(by_name) for title, by_name in longer.items()},
         "reliability": [asdict(b) for b in bins],
-        "scores": {
-            "better": pairs.better.tolist(),
-            "worse": pairs.worse.tolist(),
-            **{name: values.tolist() for name, values in sides.items()},
-        },
+        "scores": {name: values.tolist() for name, values in sides.items()},
         "distributions": table,
         "longer_by": pairs.longer_by.tolist(),
         "worst": preferences.worst_mistakes(pairs),
@@ -221,8 +197,7 @@ def _of_probes(scorer: Scorer) -> tuple[Figures, Figures] | None:
     """Accuracy on each named probe of `data.probes`, and the accuracy of preferring the longer answer."""
     if (spec := probe_rows(scorer.config)) is None:
         return None
-    encoder = answer_encoder(scorer.tokenizer, spec, reads_last_token=reads_last_token(scorer.model))
-    rows = list(tokenise(encoder, longest=longest_input(scorer.model, scorer.tokenizer)).train)
+    rows = list(scorer.tokenised(scorer.encoder_of(spec)).train)
     if not rows:
         return None
     found = probe_shares(rows, scorer.score_items(rows))
@@ -234,14 +209,15 @@ def _of_probes(scorer: Scorer) -> tuple[Figures, Figures] | None:
 
 
 def policy_scores(
-    run: Run, scorer: Scorer, prompts: Sequence[Record], stages: Sequence[str] = ("sft", "ppo")
+    scorer: Scorer, rows: Sequence[RankedIds | ScoredIds], stages: Sequence[str] = ("sft", "ppo")
 ) -> dict[str, Tensor]:
-    """Raw scores of a sample of SFT and of PPO for each of some prompts, for the stages that are finished.
+    """Raw scores of a sample of SFT and of PPO for the prompts of some rows, for the stages that are finished.
 
     Both draw with the same random numbers. {} if rows have no prompt, or no prompt leaves room for a sample.
     """
-    prompts = Drawn([prompt for prompt in prompts if prompt.prompt.strip()], SAMPLED_ROWS, run.seed)
-    found = {}
+    run, found = scorer.run, {}
+    asked = [replace(one.row, answers=()) for one in rows if one.row.prompt.strip()]
+    prompts = Drawn(asked, SAMPLED_ROWS, run.seed)
     for stage in stages:
         if not run.is_finished(stage) or not prompts:
             continue
@@ -252,26 +228,21 @@ def policy_scores(
             continue
         uniforms = draw_uniforms(run.seed, "rm samples", 0, len(fitting), speaker.max_new_tokens)
         responses = speaker.respond(fitting, uniforms)
-        sequences = sequences_of(
+        texts = texts_of(
             scorer.model, scorer.tokenizer, tokenizer, fitting, responses, keep_special=speaker.form.keep_special
         )
-        lengths = reply_lengths(tokenizer, responses)
-        found[stage.upper()] = scorer.score([[ids] for ids in sequences], [[length] for length in lengths])
+        found[stage.upper()] = scorer.score([[ids] for ids, _ in texts], [[length] for _, length in texts])
     return found
 
 
-def distributions(sides: dict[str, Tensor]) -> dict[str, dict[str, float]]:
-    """Mean, standard deviation and percentiles of each side's scores."""
+def distributions(sides: dict[str, Tensor], scorer: Scorer, sentences: Sentences) -> dict[str, dict[str, float]]:
+    """Mean, standard deviation and percentiles of each side's scores, printed with how PPO normalises them."""
     table = {}
     for name, values in sides.items():
         numbers = values.double()
         percentiles = {f"p{q}": numbers.quantile(q / 100).item() for q in PERCENTILES}
         spread = numbers.std(correction=0).item()
         table[name] = {"mean": numbers.mean().item(), "std": spread, **percentiles, "rows": float(len(numbers))}
-    return table
-
-
-def _show_distributions(table: dict[str, dict[str, float]], scorer: Scorer, sentences: Sentences) -> None:
     heads = ["mean", "std", *(f"p{q}" for q in PERCENTILES)]
     lines = [[name, *(f"{row[head]:.2f}" for head in heads), f"{row['rows']:,.0f}"] for name, row in table.items()]
     title = "RM, raw scores of held-out answers, and of samples of the policies for their prompts"
@@ -282,30 +253,28 @@ def _show_distributions(table: dict[str, dict[str, float]], scorer: Scorer, sent
             f"these scores are raw. PPO's are score = (raw - score_mean) / score_std, with score_mean {mean:.3g} and "
             f"score_std {std:.3g}"
         )
+    return table
 
 
 # ------------------------------------------------------------------------------------------- benchmark
 
 
-def _of_benchmark(run: Run, scorer: Scorer, bench: Bench, sentences: Sentences) -> dict[str, Any]:
+def _of_benchmark(scorer: Scorer, bench: Bench, sentences: Sentences) -> dict[str, Any]:
     """The scores on a benchmark in the format of RewardBench 2, and whether they say something about PPO."""
     rows, name = bench.rows, bench.name
     sequences, is_chat = encode_bench(rows, scorer.model, scorer.tokenizer, rm_rows(scorer.config))
-    figures, chance = bench_figures(rows, scorer.score, sequences, seed=run.seed)
+    figures, chance = bench_figures(rows, scorer.score, sequences, seed=scorer.run.seed)
     columns = {"score": figures, "chance": {name: Figure(value) for name, value in chance.items()}}
     show(sentences.display, f"RM on {name}, {len(rows):,} rows", columns, counts=True)
-    if (
-        not is_chat
-        and scorer.config.data.prompt_template is None
-        and (num_joined := sum(is_joined(one.row) for one in rows))
-    ):
+    has_form = is_chat or scorer.config.data.prompt_template is not None
+    if not has_form and (num_joined := sum(is_joined(one.row) for one in rows)):
         sentences.say(
             f"nothing separates prompt and answer in {num_joined} of {len(rows)} rows of {name}, because the "
             "model has no chat template and data.prompt_template is null"
         )
     if number := num_unpaired(rows):
         sentences.say(f"{number} rows of Ties in {name} lack their other row, ref or tied, and are not scored")
-    shared = shares_base(run)
+    shared = shares_base(scorer.run)
     if shared is None:
         sentences.say("it is not recorded which models the reward model and the policy come from")
     elif shared:

@@ -28,10 +28,10 @@ from rlhf_cli.data.splits import Drawn
 from rlhf_cli.data.stage_rows import ppo_rows, sft_rows
 from rlhf_cli.errors import RunError, UserError
 from rlhf_cli.evaluation.likelihood import row_sums
-from rlhf_cli.evaluation.reward_model import Scorer, scorer_of
+from rlhf_cli.evaluation.reward_model import Scorer
 from rlhf_cli.health.evidence import common_end, common_start
 from rlhf_cli.health.history import paired
-from rlhf_cli.models.forward import longest_input, positions
+from rlhf_cli.models.forward import positions
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer
 from rlhf_cli.processes.distributed import start
@@ -94,7 +94,7 @@ class Probes:
     def scorer(self) -> Scorer:
         assert self.run.rm is not None
         path = self.run.model_path("rm")
-        return scorer_of(self.run, self.run.rm, load_reward_model(path), load_tokenizer(path))
+        return Scorer(self.run, self.run.rm, load_reward_model(path), load_tokenizer(path))
 
     @cached_property
     def pairs(self) -> tuple[Sequence[RankedIds], Sequence[RankedIds], float]:
@@ -103,7 +103,7 @@ class Probes:
         scorer = self.scorer
         if not isinstance(scorer.encoder, RankingEncoder):
             return [], [], 0.0
-        data = tokenise(scorer.encoder, longest=longest_input(scorer.model, scorer.tokenizer))
+        data = scorer.tokenised(scorer.encoder)
         held_out = Drawn(data.test, min(PAIRS, scorer.config.evaluation.max_rows), self.run.seed)
         return data.train, held_out, data.skipped_share
 

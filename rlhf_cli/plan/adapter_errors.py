@@ -26,12 +26,10 @@ from rlhf_cli.run.artifacts import is_adapter, model_directory
 def require_adapters(config: Stage, stages: Mapping[str, Stage] | None = None, *, here: bool = True) -> None:
     """Raise the errors about adapters that the stage would raise after it has loaded models and rows.
 
-    Models are built without weights. A model that cannot be found or built is left to the stage. `stages` are the
-    configs of the run's stages that will have finished before this one, and need not have run yet. For a plan, `here`
-    is False: packages and the hub do not matter.
+    A model that cannot be found or built is left to the stage. `stages` are the configs of the run's stages that will
+    have finished before this one. For a plan, `here` is False: packages and the hub do not matter.
 
-    Raises ConfigError for adapters that cannot be trained or saved, and ArtifactError for adapters that cannot be read,
-    such as those of a reward model.
+    Raises ConfigError for adapters that cannot be trained or saved, and ArtifactError for adapters that cannot be read.
     """
     assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
     origins = ModelOrigins(stages or {})
@@ -63,44 +61,32 @@ def _require(
     *,
     here: bool,
 ) -> None:
-    """Raise what is wrong with adapters on each of the models that they may be trained on: only the run can tell."""
-    if here:
-        _download_config(base)
-    errors = [_error(key, lora, base, start, is_classifier, here=here) for start in starts]
-    if all(errors):
-        assert errors[0] is not None
-        raise errors[0]
-
-
-def _error(
-    key: str, lora: Lora, base: BaseModel, start: Callable[[], ModelOrigin], is_classifier: bool, *, here: bool
-) -> ConfigError | None:
-    """What is wrong with adapters on a model; None if nothing is, or if there is no such model."""
+    """Raise what is wrong with adapters on every model that they may be trained on: only the run can tell which."""
     from rlhf_cli.models.adapters import require_targets
     from rlhf_cli.models.quantized import require_quantizable
 
-    try:
-        origin = start()
-        model = built(origin.config, is_classifier, key)
-    except (ArtifactError, ConfigError):
-        return None
-    try:
-        require_targets(model, lora, key)
-        if lora.quantize is not None:
-            require_quantizable(model, lora.quantize, f"{key}.quantize", here=here)
-        if lora.save == "adapter" and origin.has_adapters:
-            refuse_adapter_as_base(base.path, key)
-        if lora.save == "adapter" and key == "model.lora" and Path(base.path).is_dir():
-            if is_classifier:
-                ensure_pad_token(model, load_tokenizer(base.path))
-            require_loadable(model, lora, base, key)
-    except ConfigError as error:
-        return error
-    return None
-
-
-def _download_config(base: BaseModel) -> None:
-    """Put the config.json of a hub model into the cache, where `ModelOrigins` looks for it."""
-    if not is_local(base.path) and not Path(base.path).exists():
-        with contextlib.suppress(Exception):  # the stage says what is wrong with its model
+    if here and not is_local(base.path) and not Path(base.path).exists():
+        with contextlib.suppress(Exception):  # for `ModelOrigins`, which reads the cache alone
             AutoConfig.from_pretrained(base.path, revision=base.revision, trust_remote_code=False)
+    errors = []
+    for start in starts:
+        try:
+            origin = start()
+            model = built(origin.config, is_classifier, key)
+        except (ArtifactError, ConfigError):
+            return
+        try:
+            require_targets(model, lora, key)
+            if lora.quantize is not None:
+                require_quantizable(model, lora.quantize, f"{key}.quantize", here=here)
+            if lora.save == "adapter" and origin.has_adapters:
+                refuse_adapter_as_base(base.path, key)
+            if lora.save == "adapter" and key == "model.lora" and Path(base.path).is_dir():
+                if is_classifier:
+                    ensure_pad_token(model, load_tokenizer(base.path))
+                require_loadable(model, lora, base, key)
+        except ConfigError as error:
+            errors.append(error)
+        else:
+            return
+    raise errors[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -93,17 +93,26 @@ def _planned(
     room: float,
     length: Length,
 ) -> PlannedStage:
-    def replan(more: list[str]) -> StagePlan:
+    def replan(more: Iterable[str]) -> StagePlan:
         config = load_stage_config(stage, file, [*overrides, *more])
         return plan_stage(stage, config, ModelOrigins({**configs, stage: config}), machine)
+
+    def peak(more: Iterable[str]) -> float:
+        """The peak with further overrides; infinite if the config refuses them."""
+        try:
+            return replan(more).peak.total
+        except UserError:
+            return math.inf
 
     config = configs[stage]
     require_adapters(config, {name: one for name, one in configs.items() if name != stage}, here=False)
     plan = plan_stage(stage, config, ModelOrigins(configs), machine)
     if plan.peak.total <= room:
         return PlannedStage(plan, length, True, [], None, None)
-    changes = single_changes(config, plan, machine, replan)
-    enough = enough_changes(changes, room, replan)
+    same_tokens = f"{_section(config)}.tokens_per_microbatch={plan.tokens_per_microbatch}"
+    found = [Change(texts, costs, peak([same_tokens, *texts])) for texts, costs in _candidates(config, plan, machine)]
+    changes = [change for change in found if change.peak < 0.99 * plan.peak.total]
+    enough = enough_changes(changes, room, peak)
     return PlannedStage(plan, length, False, changes, enough, None if enough is None else replan(enough))
 
 
@@ -125,42 +134,18 @@ def machine_of(gpus: int | None, gpu_memory: float | None, processes: int | None
 # ------------------------------------------------------ what makes a stage need less memory, the cheapest change first
 
 
-Plan = Callable[[list[str]], StagePlan]
-"""The plan of the stage with further overrides. Raises UserError if the config refuses them."""
-
-
-def single_changes(config: Stage, plan: StagePlan, machine: Machine, replan: Plan) -> list[Change]:
-    """The changes that lower the peak by at least a hundredth, each by itself."""
-    same_tokens = f"{_section(config)}.tokens_per_microbatch={plan.tokens_per_microbatch}"
-    found = _candidates(config, plan, machine)
-    changes = [Change(texts, costs, _peak([same_tokens, *texts], replan)) for texts, costs in found]
-    return [change for change in changes if change.peak < 0.99 * plan.peak.total]
-
-
-def _peak(overrides: list[str], replan: Plan) -> float:
-    """The peak with overrides; infinite if the config refuses them."""
-    try:
-        return replan(overrides).peak.total
-    except UserError:
-        return math.inf
-
-
-def enough_changes(changes: list[Change], room: float, replan: Plan) -> list[str] | None:
+def enough_changes(changes: list[Change], room: float, peak: Callable[[Iterable[str]], float]) -> list[str] | None:
     """Overrides with which the stage fits into `room` bytes. None if even all changes together are not enough.
 
     Changes are added, the cheapest first, until the stage fits. Then each that it fits without is removed.
     """
     chosen: dict[str, str] = {}
     lowest = math.inf
-
-    def peak(texts: dict[str, str]) -> float:
-        return _peak(list(texts.values()), replan)
-
     for change in changes:
         added = {text.partition("=")[0]: text for text in change.overrides}
         # If the config refuses the change beside the others, one of them makes room for it.
         beside = [chosen | added, *(_without(chosen, key) | added for key in reversed(chosen))]
-        texts, now = next(((one, now) for one in beside if (now := peak(one)) < math.inf), (chosen, math.inf))
+        texts, now = next(((one, now) for one in beside if (now := peak(one.values())) < math.inf), (chosen, math.inf))
         if now < 0.99 * lowest:
             chosen, lowest = texts, now
         if lowest <= room:
@@ -169,7 +154,7 @@ def enough_changes(changes: list[Change], room: float, replan: Plan) -> list[str
         return None
     for key in list(chosen):
         fewer = _without(chosen, key)
-        chosen = fewer if peak(fewer) <= room else chosen
+        chosen = fewer if peak(fewer.values()) <= room else chosen
     return list(chosen.values())
 
 

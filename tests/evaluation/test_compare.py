@@ -1,18 +1,21 @@
 """`rlhf compare`: the same policy twice, other rewards, other prompts, other configs."""
 
+import io
 import json
 import math
 import shutil
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from rlhf_cli.algorithms.comparison import bradley_terry
 from rlhf_cli.algorithms.statistics import bootstrap_interval
 from rlhf_cli.cli import app
-from rlhf_cli.evaluation.between_runs import STRENGTH_RESAMPLES, Compared, difference, strength_figures, win_table
+from rlhf_cli.evaluation.between_runs import STRENGTH_RESAMPLES, Compared, difference, show_wins, strength_figures
 from rlhf_cli.files import digest_file
+from rlhf_cli.report.progress import Display
 
 
 def run_command(*arguments: object):
@@ -155,17 +158,22 @@ def made(name, scores):
 
 def test_differences_are_paired_by_prompt():
     base = torch.randn(200, generator=torch.Generator().manual_seed(0)) * 5
-    figure = difference(made("a", base.tolist()), made("b", (base + 0.5).tolist()), "score", seed=0)
+    figure = difference(made("a", base.tolist()), made("b", (base + 0.5).tolist()), "score")
     assert figure.value == pytest.approx(0.5)
     assert figure.high - figure.low < 1e-4  # Unpaired it would be about 2.
 
 
 def test_wins_and_strengths_order_three_runs():
-    rates, strengths = win_table([made("a", [3, 3, 3, 0]), made("b", [2, 2, 4, 1]), made("c", [1, 1, 1, 2])], "score")
-    assert rates[0][1] is not None
-    assert rates[0][1].value == 0.5
-    assert rates[0][0] is None
-    assert strengths[2].value < min(strengths[0].value, strengths[1].value)
+    out = io.StringIO()
+    runs = [made("a", [3, 3, 3, 0]), made("b", [2, 2, 4, 1]), made("c", [1, 1, 1, 2])]
+    show_wins(runs, "score", Display("compare", quiet=False, console=Console(file=out, width=200)))
+    cells = {
+        line[0]: line[1:] for line in map(str.split, out.getvalue().splitlines()) if line[:1] in (["a"], ["b"], ["c"])
+    }
+    # a beats b in two of four prompts; its own cell is empty, and each other one is a rate with its interval.
+    assert cells["a"][0] == "0.50"
+    strength = {name: float(row[-3]) for name, row in cells.items()}
+    assert strength["c"] < min(strength["a"], strength["b"])
 
 
 def test_strengths_have_the_interval_of_the_win_rate():
@@ -173,7 +181,7 @@ def test_strengths_have_the_interval_of_the_win_rate():
     win = (torch.rand(300, generator=torch.Generator().manual_seed(1)) < 0.7).double()
     won = torch.zeros(300, 2, 2, dtype=torch.float64)
     won[:, 0, 1], won[:, 1, 0] = win, 1 - win
-    first, second = strength_figures(won, lambda total: bradley_terry(total, prior=0.0), seed=0)
+    first, second = strength_figures(won, lambda total: bradley_terry(total, prior=0.0))
     low, high = bootstrap_interval(lambda rows: rows.mean(-1), win, seed=0, num_resamples=STRENGTH_RESAMPLES)
     assert first.value == pytest.approx(math.log(win.mean() / (1 - win.mean())) / 2)
     assert first.low == pytest.approx(math.log(low / (1 - low)) / 2, abs=1e-3)

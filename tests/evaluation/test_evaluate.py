@@ -29,13 +29,12 @@ from rlhf_cli.evaluation.preferences import (
     about_probes,
     error_groups,
     groups,
-    longer_wins,
     preference_figures,
     worst_answers,
     worst_mistakes,
 )
 from rlhf_cli.evaluation.replies import Arena, Replies, differences, side_figures, win_rates
-from rlhf_cli.evaluation.reward_model import rows_of_stage, scorer_of
+from rlhf_cli.evaluation.reward_model import Scorer
 from rlhf_cli.evaluation.yardstick import (
     TILT_POINTS,
     BestOfN,
@@ -345,7 +344,7 @@ def test_groups_and_worst_mistakes_name_their_rows():
     tables = groups(found, torch.tensor([1.0, 1.0, 0.0, 0.0]))
     assert tables["subset"]["math"].value == pytest.approx(2 / 3)
     assert tables["subset"]["chat"].value == 0
-    assert longer_wins(found).tolist() == [0.5] * 4
+    assert found.longer_wins.tolist() == [0.5] * 4
     worst = worst_mistakes(found)
     assert [row["where"] for row in worst] == ["f:2", "f:3"]
     assert worst[0]["better_score"] - worst[0]["worse_score"] == -6
@@ -363,7 +362,8 @@ def test_scores_against_their_baseline():
 def test_errors_of_scored_answers_by_quarter_and_the_worst_of_them():
     target = torch.arange(16.0)
     stated, length = target + torch.tensor([0.0] * 12 + [2.0] * 3 + [-5.0]), target.flip(0)
-    tables = error_groups(stated, target, length, seed=0)
+    error = (stated - target).abs()
+    tables = error_groups(error, target, length, seed=0)
     assert tables["true score"]["largest quarter"].value == pytest.approx(11 / 4)
     assert tables["length of the answer"]["smallest quarter"].value == pytest.approx(11 / 4)
     assert tables["true score"]["smallest quarter"].value == 0
@@ -371,7 +371,7 @@ def test_errors_of_scored_answers_by_quarter_and_the_worst_of_them():
     worst = worst_answers(rows, stated, target)
     assert worst[0] == {"where": "f:15", "prompt": "p", "response": "r", "stated": 10.0, "target": 15.0}
     assert len(worst) == 16
-    assert error_groups(stated[:3], target[:3], length[:3], seed=0) == {}
+    assert error_groups(error[:3], target[:3], length[:3], seed=0) == {}
 
 
 def test_a_ratio_weighs_rows_by_their_tokens():
@@ -627,9 +627,9 @@ def test_eval_measures_the_rows_that_the_stages_draw(evaluated, tmp_path):
     drawn = []
     for run in (cut, whole):
         model, tokenizer = run.load(run.model_path("sft"))
-        scorer = scorer_of(run, run.rm, load_reward_model(run.model_path("rm")), tokenizer)
+        scorer = Scorer(run, run.rm, load_reward_model(run.model_path("rm")), tokenizer)
         prompts = Arena(run, run.ppo, model, tokenizer).prompts
-        drawn.append((run.demonstrations(model, tokenizer), rows_of_stage(run, scorer), prompts))
+        drawn.append((run.demonstrations(model, tokenizer), scorer.held_out_rows(), prompts))
     for some, every in zip(*drawn, strict=True):
         assert str(some) == f"3 of {len(every)}"
         assert some == Drawn(every, 3, seed=4)

@@ -14,7 +14,7 @@ from rlhf_cli.data.encode import LengthLimits
 from rlhf_cli.data.records import Answer, Message, Record, transcript
 from rlhf_cli.data.stage_rows import StageRows
 from rlhf_cli.evaluation import normalization
-from rlhf_cli.evaluation.invariance import PREFIXES, position_figures, prefix_figures, with_prefix
+from rlhf_cli.evaluation.preferences import PREFIXES, Pairs, position_figures, prefix_figures, with_prefix
 
 
 @pytest.fixture
@@ -30,6 +30,12 @@ def ranked(encoder, number):
         for i in range(number)
     ]
     return [encoder.items(row, tokens)[0] for row, tokens in zip(rows, encoder.sequences(rows), strict=True)]
+
+
+def pairs_of(rows, score):
+    """The rows with their scores."""
+    scores = score([[r.answers[0], r.answers[-1]] for r in rows])
+    return Pairs(rows, scores[0::2], scores[1::2])
 
 
 def by_length(rows, _lengths=None):
@@ -54,8 +60,7 @@ def test_a_ranking_without_its_equal_answer_has_the_texts_of_those_that_are_left
 
 def test_a_scorer_of_single_answers_ignores_their_position(encoder):
     rows = ranked(encoder, 6)
-    scores = by_length([[r.answers[0], r.answers[-1]] for r in rows])
-    figure = position_figures(rows, scores[0::2], scores[1::2], by_length)["position_shift"]
+    figure = position_figures(pairs_of(rows, by_length), by_length)["position_shift"]
     assert (figure.value, figure.rows) == (0, 6)
 
 
@@ -63,17 +68,14 @@ def test_a_scorer_that_sees_the_position_is_found(encoder):
     def by_place(rows, _lengths=None):
         return torch.arange(float(sum(map(len, rows))))
 
-    rows = ranked(encoder, 6)
-    scores = by_place([[r.answers[0], r.answers[-1]] for r in rows])
-    assert position_figures(rows, scores[0::2], scores[1::2], by_place)["position_shift"].value == pytest.approx(
-        11 / math.sqrt(143 / 12)
-    ), "the first score moves from 0 to 11, in standard deviations of 0 to 11"
+    figure = position_figures(pairs_of(ranked(encoder, 6), by_place), by_place)["position_shift"]
+    assert figure.value == pytest.approx(11 / math.sqrt(143 / 12)), (
+        "the first score moves from 0 to 11, in standard deviations of 0 to 11"
+    )
 
 
 def test_words_before_the_prompt_change_nothing_for_a_scorer_of_answers(encoder):
-    rows = ranked(encoder, 6)
-    scores = by_length([[r.answers[0], r.answers[-1]] for r in rows]).double()
-    figures = prefix_figures(rows, scores[0::2] - scores[1::2], encoder, by_length, seed=0)
+    figures = prefix_figures(pairs_of(ranked(encoder, 6), by_length), encoder, by_length, seed=0)
     assert figures["prefix_flips"].value == 0
     assert figures["prefix_shift"].value == pytest.approx(0, abs=1e-9)
 
@@ -85,9 +87,7 @@ def test_a_preference_that_turns_with_the_prefix_is_found(encoder, tokenizer):
         signs = [-1 if greeting in tokenizer.decode(ids) else 1 for row in rows for ids in row]
         return by_length(rows) * torch.tensor(signs)
 
-    rows = ranked(encoder, 6)
-    scores = turned([[r.answers[0], r.answers[-1]] for r in rows]).double()
-    figures = prefix_figures(rows, scores[0::2] - scores[1::2], encoder, turned, seed=0)
+    figures = prefix_figures(pairs_of(ranked(encoder, 6), turned), encoder, turned, seed=0)
     assert figures["prefix_flips"].value == pytest.approx(1 / len(PREFIXES))
     assert figures["prefix_flips"].rows == 6
 
@@ -95,7 +95,7 @@ def test_a_preference_that_turns_with_the_prefix_is_found(encoder, tokenizer):
 def test_rows_without_a_prompt_have_no_prefix(encoder):
     rows = ranked(encoder, 3)
     bare = [type(row)(row.answers, Record("", "f:1", row.row.answers, ranked=True)) for row in rows]
-    assert prefix_figures(bare, torch.ones(3).double(), encoder, by_length, seed=0) == {}
+    assert prefix_figures(pairs_of(bare, by_length), encoder, by_length, seed=0) == {}
 
 
 def test_the_prefix_of_a_conversation_is_in_its_first_user_turn():

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from rlhf_cli.commands.eval import EvalJudgeOptions, ServerJudge, judge_of
 from rlhf_cli.errors import ConfigError, RunError
+from rlhf_cli.evaluation.evaluate import judge_replies
 from rlhf_cli.evaluation.figures import Sentences
-from rlhf_cli.evaluation.judging import judge_replies
 from rlhf_cli.report.progress import Display
 from support.servers import KEY, ChatServer, completion
 

@@ -21,7 +21,7 @@ from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.evaluation import normalization
 from rlhf_cli.evaluation.agreement import answer_metrics
-from rlhf_cli.evaluation.reward_model import rows_of_stage, scorer_of
+from rlhf_cli.evaluation.reward_model import Scorer
 from rlhf_cli.health.baselines import held_out_verdict, weak_reward
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer, new_reward_model, prepare
@@ -240,8 +240,8 @@ def test_members_start_from_other_models_and_are_compared(pipeline, make_model, 
     run = open_run(tmp_path, stage="rm", device=CPU, seed=0)
     margins = []
     for folder in folders:
-        scorer = scorer_of(run, run.rm, load_reward_model(str(folder)), load_tokenizer(str(folder)))
-        rows = rows_of_stage(run, scorer)
+        scorer = Scorer(run, run.rm, load_reward_model(str(folder)), load_tokenizer(str(folder)))
+        rows = scorer.held_out_rows()
         scores = scorer.score_items(rows)
         margins.append((scores[0::2] - scores[1::2]) / scorer.model.config.score_std)
     accuracy = [(m.sign() + 1).mean().item() / 2 for m in [*margins, sum(margins)]]
