@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +19,8 @@ from rlhf_cli.algorithms.kl import kl_full
 from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.cache import tokenise
-from rlhf_cli.data.encoders import PromptEncoder, PromptRow
-from rlhf_cli.data.records import Record
+from rlhf_cli.data.encode import Example
+from rlhf_cli.data.encoders import PromptEncoder
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.data.stage_rows import ppo_rows
 from rlhf_cli.evaluation.figures import difference_figure, mean_figure, ratio_figure, share_figure
@@ -57,25 +56,16 @@ class Comparison:
 
     def rows(self) -> list[list[str]]:
         """The cells of a table: name, original, exported, difference. A distance has only the last."""
-        names = list(dict.fromkeys([*self.original, *self.difference]))
-        return [
-            [
-                name.replace("_", " "),
-                *(str(side[name]) if name in side else "" for side in (self.original, self.exported)),
-                _small(self.difference[name]),
-            ]
-            for name in names
-        ]
+        found = []
+        for name, figure in self.difference.items():
+            sides = [str(side[name]) if name in side else "" for side in (self.original, self.exported)]
+            # Differences may be far below one.
+            interval = "" if math.isnan(figure.low) else f" [{figure.low:.2g}, {figure.high:.2g}]"
+            found.append([name.replace("_", " "), *sides, f"{figure.value:.2g}{interval}"])
+        return found
 
 
 COLUMNS = ["", "original", "exported", "difference"]
-
-
-def _small(figure: Figure) -> str:
-    """A figure with two significant digits, which may be far below one."""
-    if math.isnan(figure.low):
-        return f"{figure.value:.2g}"
-    return f"{figure.value:.2g} [{figure.low:.2g}, {figure.high:.2g}]"
 
 
 # ------------------------------------------------------------------------------------------- language models
@@ -90,12 +80,12 @@ class PolicyCheck:
         self.rows = run.demonstrations(self.model, self.tokenizer)
         rollout, self.prompts = _prompts(run, self.model, self.tokenizer, self.rows)
         self.speaker = Speaker.of(rollout, self.model, self.tokenizer, PRECISION)
-        rows = [f"{self.rows} held-out rows"] if self.rows else []
-        prompts = [f"responses to {len(self.prompts):,} held-out prompts"] if self.prompts else []
-        self.about = ", ".join(rows + prompts)
+        about = [f"{self.rows} held-out rows"] * bool(self.rows)
+        about += [f"responses to {len(self.prompts):,} held-out prompts"] * bool(self.prompts)
+        self.about = ", ".join(about)
 
     def compare(self, exported: PreTrainedModel) -> Comparison:
-        """Loss and KL."""
+        """Loss, and how far the next token's distribution is from the original's at each token of its responses."""
         prepare(exported, self.run.device)
         found, seed = Comparison(), self.run.seed
         if self.rows:
@@ -106,27 +96,23 @@ class PolicyCheck:
             losses = [ratio_figure(sums.nll, sums.tokens, seed=seed) for sums in (before, after)]
             found.add("loss", losses, loss_difference(after, before, seed=seed))
         if self.prompts:
-            found.difference |= self._distance(exported)
+            both = [(prompt, response.ids) for prompt, response in zip(self.prompts, self.respond(), strict=True)]
+            ids = [prompt + response for prompt, response in both]
+            masks = [[False] * len(prompt) + [True] * len(response) for prompt, response in both]
+            kl, other = token_distances(self.model, exported, ids, masks, self.run)
+            tokens = torch.tensor([float(len(response)) for _, response in both])
+            of_kl, of_other = (torch.stack([row.sum() for row in rows]) for rows in (kl, other))
+            found.difference |= {
+                "kl_per_token": ratio_figure(of_kl, tokens, seed=seed),
+                "kl_of_the_worst_token": Figure(torch.cat(kl).max().item()),
+                "other_likeliest_token": ratio_figure(of_other, tokens, seed=seed),
+            }
         return found
 
     def respond(self) -> list[Response]:
         """The original's response to each prompt."""
         uniforms = draw_uniforms(self.run.seed, "export", 0, len(self.prompts), self.speaker.max_new_tokens)
-        return self.speaker.respond([prompt.ids for prompt in self.prompts], uniforms)
-
-    def _distance(self, exported: PreTrainedModel) -> Figures:
-        """How far the next token's distribution is from the original's, at each token of the original's responses."""
-        responses = self.respond()
-        ids = [prompt.ids + response.ids for prompt, response in zip(self.prompts, responses, strict=True)]
-        masks = [[i >= len(prompt.ids) for i in range(len(row))] for prompt, row in zip(self.prompts, ids, strict=True)]
-        kl, other = token_distances(self.model, exported, ids, masks, self.run)
-        tokens = torch.tensor([float(len(response.ids)) for response in responses])
-        sums = [torch.stack([row.sum() for row in rows]) for rows in (kl, other)]
-        return {
-            "kl_per_token": ratio_figure(sums[0], tokens, seed=self.run.seed),
-            "kl_of_the_worst_token": Figure(torch.cat(kl).max().item()),
-            "other_likeliest_token": ratio_figure(sums[1], tokens, seed=self.run.seed),
-        }
+        return self.speaker.respond(self.prompts, uniforms)
 
 
 @torch.no_grad()
@@ -155,23 +141,18 @@ def token_distances(
 
 
 def _prompts(
-    run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any]
-) -> tuple[Rollout, list[PromptRow]]:
-    """The held-out prompts, and how the run draws responses: PPO's, or those of SFT's rows where PPO has not run."""
-    if run.ppo is not None:
-        rollout = run.ppo.rollout
-        room = positions(model) - rollout.max_new_tokens
-        table = tokenise(PromptEncoder(tokenizer, ppo_rows(run.ppo)), longest=room).test
-        return rollout, Drawn(table, PROMPTS, run.seed)
-    if run.sft is None:
+    run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Example]
+) -> tuple[Rollout, list[list[int]]]:
+    """How the run draws responses, and the held-out prompts: PPO's, or those of SFT's rows where PPO has not run."""
+    if run.ppo is None and run.sft is None:
         return Rollout(), []
-    rollout, found = run.rollout(), []
-    for row in Drawn(rows, PROMPTS, run.seed):
-        ids = row.ids[: row.loss_mask.index(True)]
-        if ids and len(ids) + rollout.max_new_tokens <= positions(model):
-            text = str(tokenizer.decode(ids, skip_special_tokens=True))
-            found.append(PromptRow(text, ids, Record(text, row.where)))
-    return rollout, found
+    rollout = run.rollout()
+    room = positions(model) - rollout.max_new_tokens
+    if run.ppo is not None:
+        table = tokenise(PromptEncoder(tokenizer, ppo_rows(run.ppo)), longest=room).test
+        return rollout, [row.ids for row in Drawn(table, PROMPTS, run.seed)]
+    prompts = [row.ids[: row.loss_mask.index(True)] for row in Drawn(rows, PROMPTS, run.seed)]
+    return rollout, [ids for ids in prompts if 0 < len(ids) <= room]
 
 
 # ------------------------------------------------------------------------------------------- reward models
@@ -187,9 +168,8 @@ class RewardModelCheck:
         self.tokenizer = load_tokenizer(path)
         self.scorer = Scorer(run, self.config, self.model, self.tokenizer)
         self.rows = self.scorer.held_out_rows()
-        self.about = f"{self.rows} held-out {'pairs' if self.config.is_pairwise else 'answers'}"
-        if not self.rows:
-            self.about = ""
+        kind = "pairs" if self.config.is_pairwise else "answers"
+        self.about = f"{self.rows} held-out {kind}" if self.rows else ""
 
     def compare(self, exported: PreTrainedModel) -> Comparison:
         """The accuracy on pairs, and how far the scores moved."""

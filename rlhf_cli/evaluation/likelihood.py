@@ -53,15 +53,9 @@ def row_sums(model: PreTrainedModel, rows: Sequence[Example], budget: Budget, pr
 def likelihood_figures(sums: RowSums, *, seed: int) -> Figures:
     """Loss and perplexity per target token, and the share of targets that are the likeliest token."""
     loss = ratio_figure(sums.nll, sums.tokens, seed=seed)
-    return {
-        "loss": loss,
-        "perplexity": Figure(_exp(loss.value), _exp(loss.low), _exp(loss.high), loss.rows),
-        "token_accuracy": ratio_figure(sums.correct, sums.tokens, seed=seed),
-    }
-
-
-def _exp(x: float) -> float:
-    return math.exp(min(x, 700.0))  # exp overflows a float above 709
+    perplexity = [math.exp(min(x, 700.0)) for x in (loss.value, loss.low, loss.high)]  # exp overflows above 709
+    accuracy = ratio_figure(sums.correct, sums.tokens, seed=seed)
+    return {"loss": loss, "perplexity": Figure(*perplexity, loss.rows), "token_accuracy": accuracy}
 
 
 def loss_difference(sums: RowSums, other: RowSums, *, seed: int) -> Figure:
@@ -81,8 +75,7 @@ def replies(
 
     A prompt is what comes before the row's first target; rows that learn their prompt too have none and are skipped.
     """
-    prompts = [row.ids[: row.loss_mask.index(True)] for row in rows]
-    prompts = [ids for ids in prompts if ids]
+    prompts = [ids for row in rows if (ids := row.ids[: row.loss_mask.index(True)])]
     if not prompts:
         return [], {}
     speaker = Speaker.of(Rollout(max_new_tokens=config.evaluation.max_new_tokens), model, tokenizer, config.precision)
@@ -90,9 +83,9 @@ def replies(
     found = speaker.respond(prompts, uniforms)
     texts = list(map(speaker.text, found))
     lengths, ended = torch.tensor([float(len(one.ids)) for one in found]), torch.tensor([one.ended for one in found])
-    shown = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in prompts]
-    rows_of_both = [{"prompt": prompt, "reply": text} for prompt, text in zip(shown, texts, strict=True)]
-    return rows_of_both, reply_figures(texts, lengths, ended, seed=seed)
+    shown = tokenizer.batch_decode(prompts, skip_special_tokens=True)
+    both = [{"prompt": prompt, "reply": text} for prompt, text in zip(shown, texts, strict=True)]
+    return both, reply_figures(texts, lengths, ended, seed=seed)
 
 
 def reply_figures(texts: Sequence[str], lengths: Tensor, ended: Tensor, *, seed: int) -> Figures:

@@ -75,33 +75,37 @@ Text = tuple[list[int], int]
 
 
 def samples_of_sft(items: Items, config: RMConfig, stage: StageRun) -> list[Sample]:
-    """Fresh samples of the SFT model, which answer the prompts of `items` (`_prompts`).
+    """Fresh samples of the SFT model, which answer the prompts of `items`, or the first words of answers without one.
 
     Call it on all processes, while no other model is in memory. A resumed run reads the samples that it has drawn
     before. Empty if no samples are needed, if there is no SFT model, or if every prompt is too long for the model.
     """
-    path = _sft_model(config)
+
+    def kept() -> list[Sample] | None:
+        try:
+            return [Sample(**row) for row in json.loads(file.read_text(encoding="utf-8"))]
+        except (OSError, ValueError, TypeError, RecursionError):
+            return None
+
+    path, file = _sft_model(config), stage.checkpoints_directory / KEPT
     if config.evaluation.num_normalization_samples == 0 or path is None:
         return []
-    samples = stage.world.of_main(lambda: _kept(stage))
+    samples = stage.world.of_main(kept)
     if samples is None:
-        samples = _draw(path, _prompts(items, config), config, stage)
+        words = config.evaluation.prompt_words
+        prompts = [
+            replace(row, prompt=row.prompt or first_words(row.response, words)[0], answers=())
+            for row in _rows(items, config)
+        ]
+        samples = _draw(path, prompts, config, stage)
         gc.collect()  # the parts of a sharded model refer to each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the freed model is in blocks of other sizes than the next one needs
         if stage.world.is_main:
             # Without the file a resumed run draws the same samples again.
             with contextlib.suppress(OSError):
-                write_text(stage.checkpoints_directory / KEPT, json.dumps([asdict(s) for s in samples]))
+                write_text(file, json.dumps([asdict(s) for s in samples]))
     return samples
-
-
-def _kept(stage: StageRun) -> list[Sample] | None:
-    try:
-        rows = json.loads((stage.checkpoints_directory / KEPT).read_text(encoding="utf-8"))
-        return [Sample(**row) for row in rows]
-    except (OSError, ValueError, TypeError, RecursionError):
-        return None
 
 
 def _draw(path: str, prompts: Sequence[Record], config: RMConfig, stage: StageRun) -> list[Sample]:
@@ -145,15 +149,6 @@ def _rows(items: Items, config: RMConfig) -> list[Record]:
     """
     rows = [items[i % len(items)].row for i in range(config.evaluation.num_normalization_samples)]
     return [row.each()[-1 if number % 2 else 0] for number, row in enumerate(rows)]
-
-
-def _prompts(items: Items, config: RMConfig) -> list[Record]:
-    """The prompt of each row. A row without one is prompted with the first words of its answer."""
-    words = config.evaluation.prompt_words
-    return [
-        replace(row, prompt=row.prompt or first_words(row.response, words)[0], answers=())
-        for row in _rows(items, config)
-    ]
 
 
 # ---------------------------------------------------------------------------------------- statistics

@@ -256,7 +256,7 @@ def best_of_n_report(
 
 
 def beside_the_best(best: BestOfN, own: Tensor, kl: float, sentences: Sentences, *, seed: int) -> dict[str, Any]:
-    """The share of PPO, with [P] scores `own`, in the gain that its KL allows: `yardstick`, and `tilt` if the samples
+    """The share of PPO, with [P] scores `own`, in the gain that its KL allows: `yardstick`; and `tilt` if the samples
     can express the KL. {} if it allows none.
 
     The yardstick is the exponential tilt or best-of-n, whichever has the higher score: both are policies with at most
@@ -268,26 +268,21 @@ def beside_the_best(best: BestOfN, own: Tensor, kl: float, sentences: Sentences,
         why = why if kl > 0 else f"PPO's KL of {abs(kl):.1f} nats is not above 0"
         sentences.say(f"{why}, so there is no gain at that KL with which PPO can be compared")
         return {}
-    found: dict[str, Any] = {}
-    name, too_low = "best_of_n", tilt is not None and bool(tilt.score.mean() < highest.mean())
-    if tilt is None:
-        sentences.say(
-            f"what the best policy gains at PPO's KL of {kl:.1f} nats cannot be estimated from {best.most} samples a "
-            "prompt. Give more --samples"
-        )
-    else:
-        share = share_of_gain(own, tilt.score, start, seed=seed)
-        ends = {"share_low": share.low, "share_high": share.high} if best.prompts > 1 else {}
-        found["tilt"] = tilt.as_json() | {"share": share.value, **ends, "too_low": too_low}
-        if not too_low:
-            name, highest = "tilt", tilt.score
+    found, name = {} if tilt is None else {"tilt": tilt.as_json()}, "best_of_n"
+    if tilt is not None and tilt.score.mean() >= highest.mean():
+        name, highest = "tilt", tilt.score
     share = share_of_gain(own, highest, start, seed=seed)
     found["yardstick"] = {"policy": name, "score": highest.mean().item(), "share": share.as_json()}
     gain = f"{highest.mean().item():.3f}; PPO has {share:%} of its gain over SFT"
     if name == "tilt":
         sentences.say(f"the exponential tilt of the samples, about the best possible at PPO's KL, has the score {gain}")
         return found
-    if tilt is not None:
+    if tilt is None:
+        sentences.say(
+            f"what the best policy gains at PPO's KL of {kl:.1f} nats cannot be estimated from {best.most} samples a "
+            "prompt. Give more --samples"
+        )
+    else:
         sentences.say(
             f"{best.most} samples a prompt are too few to estimate what the best policy gains at PPO's KL: the "
             f"estimate, {tilt.score.mean().item():.3f}, is below best-of-n. Give more --samples"
@@ -317,7 +312,18 @@ def along_the_run(run: Run, gold_name: str | None, sentences: Sentences) -> dict
     report: dict[str, Any] = {"along": along}
     if gold_name is not None and (curve := gold_curve(points, gold_name)) is not None:
         report["gold_curve"] = curve
-        sentences.say(_about_curve(curve))
+        a, b = (Figure(**{"value": math.nan} | curve[name]) for name in ("a", "b"))
+        text = f"gold along the run: gold(0) + d (a - b log d) with d = sqrt(KL), a = {a}, b = {b}"
+        peak, end = curve["peak"], curve["end"]
+        if b.low <= 0 or peak is None:
+            sentences.say(
+                f"{text}. b is not surely above 0, so these KLs do not show a peak; the run ended at d = {end:.2f}"
+            )
+        else:
+            place = "before the peak: gold was still rising" if end < peak else "behind the peak: gold was falling"
+            sentences.say(
+                f"{text}. It peaks at d = {peak:.2f} (KL {peak**2:.1f}); the run ended at d = {end:.2f}, {place}"
+            )
     return report
 
 
@@ -340,14 +346,3 @@ def gold_curve(points: Sequence[Mapping[str, float]], gold_name: str) -> dict[st
     }
     drawn = [{"d": d, "gold": g} for d, g in zip(distance.tolist(), gold.tolist(), strict=True)]
     return {"start": start, "points": drawn, **figures, "peak": curve.peak, "end": distance[-1].item()}
-
-
-def _about_curve(curve: dict[str, Any]) -> str:
-    """A sentence on the fit to gold, and where on the curve the run ended."""
-    a, b = (Figure(**{"value": math.nan} | curve[name]) for name in ("a", "b"))
-    text = f"gold along the run: gold(0) + d (a - b log d) with d = sqrt(KL), a = {a}, b = {b}"
-    peak, end = curve["peak"], curve["end"]
-    if b.low <= 0 or peak is None:
-        return f"{text}. b is not surely above 0, so these KLs do not show a peak; the run ended at d = {end:.2f}"
-    place = "before the peak: gold was still rising" if end < peak else "behind the peak: gold was falling"
-    return f"{text}. It peaks at d = {peak:.2f} (KL {peak**2:.1f}); the run ended at d = {end:.2f}, {place}"

@@ -80,24 +80,19 @@ the shorter answer (0.590)
         )
         order = f". It orders {figures['eval/pair_accuracy']:.3f} of the pairs as their targets do, {rule}"
     if "eval/mse" in figures:
-        return _error_in_words(figures, rules) + order, is_better
+        error, variance = figures["eval/mse"], figures["eval/target_variance"]
+        if all(rule.is_beaten for rule in rules if rule.key == "eval/mse"):
+            place = "below the variance of the targets"
+        elif error > variance:
+            place = "above the variance of the targets, so predicting their mean would be better"
+        else:
+            place = "not clearly below the variance of the targets, the error of predicting their mean"
+        return f"held-out error {_measured(figures, 'eval/mse', '.4g')}: {place} ({variance:.4g}){order}", is_better
     named = {f"{rule.rule} ({rule.value:.3f})": rule.is_beaten for rule in rules if rule.key == "eval/accuracy"}
     above, missed = ([name for name, beaten in named.items() if beaten is wanted] for wanted in (True, False))
     parts = [f"above {' and '.join(above)}"] * bool(above) + [f"not above {' or '.join(missed)}"] * bool(missed)
     accuracy = _measured(figures, "eval/accuracy", ".3f")
     return f"held-out accuracy {accuracy}: {', but '.join(parts)}{order}", is_better
-
-
-def _error_in_words(figures: Mapping[str, float], rules: list[Baseline]) -> str:
-    """The held-out error of `score_figures` beside the variance of the targets."""
-    error, variance = figures["eval/mse"], figures["eval/target_variance"]
-    if all(rule.is_beaten for rule in rules if rule.key == "eval/mse"):
-        found = "below the variance of the targets"
-    elif error > variance:
-        found = "above the variance of the targets, so predicting their mean would be better"
-    else:
-        found = "not clearly below the variance of the targets, the error of predicting their mean"
-    return f"held-out error {_measured(figures, 'eval/mse', '.4g')}: {found} ({variance:.4g})"
 
 
 def _measured(figures: Mapping[str, float], key: str, digits: str) -> str:

@@ -20,7 +20,7 @@ from rlhf_cli.files import rows_of
 from rlhf_cli.health.baselines import weak_reward
 from rlhf_cli.health.findings import Seen
 from rlhf_cli.health.history import PERSIST, START
-from rlhf_cli.report.run_data import RunData, StageData, read_run
+from rlhf_cli.report.run_data import StageData, read_run
 from rlhf_cli.run.artifacts import flat
 
 OF_ITERATIONS = (
@@ -82,11 +82,8 @@ class Evidence:
 
     def odd_end(self, blamed: str) -> Iterator[Seen]:
         """The signs that the prompts of a stage end otherwise than those of all other stages."""
-        ends = {
-            stage: end for stage in ("sft", "rm", "ppo") if (end := self.texts.get(f"{stage}.prompt_end")) is not None
-        }
-        of_ppo = ends.pop("ppo", None)
-        if of_ppo is None:
+        ends = {key.partition(".")[0]: end for key, end in self.texts.items() if key.endswith(".prompt_end")}
+        if (of_ppo := ends.pop("ppo", None)) is None:
             return
         # A few prompts may share more letters than their template by chance.
         others = [s for s, end in ends.items() if max(len(end), len(of_ppo)) - len(common_end([end, of_ppo])) >= FIXED]
@@ -110,8 +107,10 @@ def read_evidence(root: Path) -> Evidence:
         rows = list(rows_of(data.directory / "metrics.jsonl"))
         figures |= _of_manifest(stage, data)
         figures |= _ppo(rows, config) if isinstance(config, PPOConfig) else _training(stage, rows)
-        if stage == "sft":
-            figures |= _ended(data)
+        if stage == "sft":  # the share of its last samples that ended by themselves
+            last = max((row.get("step", 0) for row in data.samples), default=0)
+            ended = [float(row["ended"]) for row in data.samples if row.get("step", 0) == last and "ended" in row]
+            figures |= {"sft.samples_ended": fmean(ended), "sft.samples": float(len(ended))} if ended else {}
         elif isinstance(config, PPOConfig):
             figures |= _eval_of_ppo(data.evaluation)
             weights = [reward.weight for reward in config.rewards if isinstance(reward, ModelReward)]
@@ -126,7 +125,11 @@ def read_evidence(root: Path) -> Evidence:
         for finding in data.findings
         if finding.message
     }
-    return Evidence(list(run.stages), finished, figures, settings, _texts(run), findings)
+    prompts = {
+        stage: {str(row["prompt"]) for row in data.samples if "prompt" in row} for stage, data in run.stages.items()
+    }
+    texts = {f"{stage}.prompt_end": common_end(found) for stage, found in prompts.items() if len(found) >= MIN_TEXTS}
+    return Evidence(list(run.stages), finished, figures, settings, texts, findings)
 
 
 def _of_manifest(stage: str, data: StageData) -> dict[str, float]:
@@ -172,13 +175,6 @@ def _training(stage: str, rows: Sequence[Mapping[str, float]]) -> dict[str, floa
     return found
 
 
-def _ended(data: StageData) -> dict[str, float]:
-    """The share of SFT's last samples that ended by themselves."""
-    last = max((row.get("step", 0) for row in data.samples), default=0)
-    ended = [float(row["ended"]) for row in data.samples if row.get("step", 0) == last and "ended" in row]
-    return {"sft.samples_ended": fmean(ended), "sft.samples": float(len(ended))} if ended else {}
-
-
 def _ppo(rows: Sequence[Mapping[str, float]], config: PPOConfig) -> dict[str, float]:
     """PPO's first and last iterations, its extremes, and the share of texts that a reward model had to cut."""
     iterations = [row for row in rows if "objective/score" in row]
@@ -205,27 +201,13 @@ def _ppo(rows: Sequence[Mapping[str, float]], config: PPOConfig) -> dict[str, fl
 
 def _eval_of_ppo(report: Mapping[str, Any]) -> dict[str, float]:
     """How far score and gold agree on the replies of SFT that `rlhf eval` wrote, and how gold changed."""
-    found: dict[str, float] = {}
     change = report.get("difference", {}).get("gold", {})
-    found |= {f"ppo.gold_change_{key}": change[key] for key in ("low", "high") if key in change}
+    found = {f"ppo.gold_change_{key}": float(change[key]) for key in ("low", "high") if key in change}
     replies = [row["sft"] for row in report.get("replies", []) if "gold" in row.get("sft", {})]
     scores, golds = ([reply[key] for reply in replies] for key in ("score", "gold"))
     if len(set(scores)) > 1 and len(set(golds)) > 1:
         found["ppo.score_gold_correlation"] = correlation(scores, golds)
         found["ppo.score_gold_pairs"] = float(len(replies))
-    return found
-
-
-# -------------------------------------------------------------------------------------------- texts
-
-
-def _texts(run: RunData) -> dict[str, str]:
-    """What all prompts in the samples of each stage end with."""
-    found = {}
-    for stage, data in run.stages.items():
-        prompts = {str(row["prompt"]) for row in data.samples if "prompt" in row}
-        if len(prompts) >= MIN_TEXTS:
-            found[f"{stage}.prompt_end"] = common_end(prompts)
     return found
 
 

@@ -1,8 +1,7 @@
 """What can be wrong with a run: the rows of the tables of rules, and what they find. Does not import torch.
 
 A row has a name, what to try, and signs. The same kind of row serves while a run is running (`ppo_rules.py` reads a
-`History`) and after it (`sft_causes.py`, `rm_causes.py` and `ppo_causes.py` read an `Evidence`). What health said while
-the run was running is evidence for the latter.
+`History`) and after it (`causes.py` reads an `Evidence`, in which is also what health said while the run was running).
 
 A sign is a condition and a sentence. In both, `sft.loss_end` stands for ``run["sft.loss_end"]``; an unknown figure is
 NaN, so comparisons with it are false. In the sentence, `{limit}` is the first number of the condition:
@@ -23,12 +22,9 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rlhf_cli.config.stage import STAGES
-
-if TYPE_CHECKING:
-    import jinja2
 
 FIGURE = re.compile(r"(?<![\w.'])(?:(?:sft|rm|ppo)\.\w[\w.]*|[a-z]+/\w+(?:\.\w+)?)")
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-\d+)?")
@@ -74,16 +70,11 @@ def first_number(condition: str) -> float | None:
 @functools.cache
 def _compiled(expression: str) -> Callable[[Mapping[str, Any]], Any]:
     """A function of the names in an expression, which has the notation of Jinja."""
-    return _environment().compile_expression(FIGURE.sub(r"run['\g<0>']", expression), undefined_to_none=False)
-
-
-@functools.cache
-def _environment() -> jinja2.Environment:
     import jinja2
 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
     environment.globals.update(abs=abs, max=max, min=min, len=len, repr=repr, words=str.split, strip=str.strip)
-    return environment
+    return environment.compile_expression(FIGURE.sub(r"run['\g<0>']", expression), undefined_to_none=False)
 
 
 def shows(when: str, text: str) -> Sign:

@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
+
+from rlhf_cli.config.ppo import PPOConfig
 
 START = 3
 """The first iterations; their mean is "the start". Iteration 1 samples from the initial model."""
@@ -39,23 +41,11 @@ LARGEST = 1e75
 
 @dataclass
 class History:
-    """The metrics of a run. The first seven fields are settings of the run, the others change with each iteration."""
+    """The config and the metrics of a run."""
 
-    kl_in_reward: bool
-    """ppo.kl_in is reward."""
-    has_value_model: bool
-    """Without one its metrics are ignored."""
-    starts_at_reference: bool
-    """policy and ref_policy start as the same model, so the first KL is 0."""
-    max_new_tokens: int
-    """rollout.max_new_tokens."""
-    ratio_tolerance: float = RATIO_TOLERANCE["float32"]
-    """Nats, by precision: the tolerance of the first ratio and of the first KL, and half the tolerance of the largest
-    sampler gap."""
-    gap_tolerance: float = GAP_TOLERANCE["float32"]
-    """Nats, by precision: the tolerance of the mean sampler gap."""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """The run's config by dotted key. Advice does not name a key that is set already. An absent key is unknown."""
+    config: PPOConfig
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """The precision of the passes, which decides the tolerances."""
     iteration: int = 0
     """Counted from 1."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -84,8 +74,8 @@ class History:
             key: max(-LARGEST, min(LARGEST, float(value))) for key, value in metrics.items() if not math.isnan(value)
         }
         if "objective/reward" in row:
-            kl_cost = row.get("objective/kl_coef", 0.0) * row.get("objective/kl", 0.0) if self.kl_in_reward else 0.0
-            row[BEFORE_KL] = row["objective/reward"] + kl_cost
+            kl_coef = row.get("objective/kl_coef", 0.0) if self.config.ppo.kl_in == "reward" else 0.0
+            row[BEFORE_KL] = row["objective/reward"] + kl_coef * row.get("objective/kl", 0.0)
         if len(self.start) < EARLY:
             self.start.append(row)
         self.recent = [*self.recent, row][-WINDOW:]
@@ -130,6 +120,16 @@ class History:
         return self.last(key, n) if n >= MIN_TREND else []
 
     @property
+    def ratio_tolerance(self) -> float:
+        """Nats: of the first ratio and of the first KL, and half the tolerance of the largest sampler gap."""
+        return RATIO_TOLERANCE[self.precision]
+
+    @property
+    def gap_tolerance(self) -> float:
+        """Nats: of the mean sampler gap."""
+        return GAP_TOLERANCE[self.precision]
+
+    @property
     def near_best(self) -> float:
         """The lowest score that is near the best one; NaN if there is none."""
         best = self.bests[-1][1] if self.bests else math.nan
@@ -138,36 +138,34 @@ class History:
     @property
     def rewards_can_be_compared(self) -> bool:
         """Whether objective/reward contains the whole score, in one unit throughout the run."""
-        return not (
-            self.config.get("ppo.whiten_rewards")
-            or self.config.get("ppo.score_normalization") == "running"
-            or self.config.get("ppo.advantage_estimator") == "reinforce_pp_baseline"
-        )
+        ppo = self.config.ppo
+        is_scaled = ppo.whiten_rewards or ppo.score_normalization == "running"
+        return not is_scaled and ppo.advantage_estimator != "reinforce_pp_baseline"
 
     @property
     def has_judge(self) -> bool:
         """Whether the run judges held-out replies on the way."""
-        return all(self.config.get(f"evaluation.{key}") is not None for key in ("gold", "every_iterations"))
+        return self.config.evaluation.gold is not None and self.config.evaluation.every_iterations is not None
 
     @property
     def advice(self) -> dict[str, str]:
-        """The parts of an advice that depend on the config, by the name that a rule's advice has for them."""
-        config = self.config
+        """The parts of an advice that depend on the config, by the name that a rule's advice has for them.
+
+        No advice names a key that is set already.
+        """
+        ppo, evaluation = self.config.ppo, self.config.evaluation
         if self.recent and self.recent[-1].get("objective/kl_coef") == 0:
             stay = "set ppo.kl_coef above 0 (nothing keeps the policy near ref_policy)"
         else:
-            stay = "lower ppo.kl_target" if config.get("ppo.kl_controller") == "adaptive" else "raise ppo.kl_coef"
-        judge = "set evaluation.gold and evaluation.every_iterations"
-        if config.get("evaluation.gold") is not None:
-            judge = "set evaluation.every_iterations"
-        ends_early = config.get("ppo.max_approx_kl") is not None
+            stay = "lower ppo.kl_target" if ppo.kl_controller == "adaptive" else "raise ppo.kl_coef"
+        judge = f"set {'evaluation.gold and ' * (evaluation.gold is None)}evaluation.every_iterations"
         return {
             "stay": stay,
             "judge": "read the judge's figures in evaluations.jsonl" if self.has_judge else judge,
-            "steps": "optimizer.learning_rate" + ("" if config.get("ppo.ppo_epochs") == 1 else " or ppo.ppo_epochs"),
-            "end_early": "lower ppo.max_approx_kl" if ends_early else "set ppo.max_approx_kl",
+            "steps": "optimizer.learning_rate" + ("" if ppo.ppo_epochs == 1 else " or ppo.ppo_epochs"),
+            "end_early": f"{'set' if ppo.max_approx_kl is None else 'lower'} ppo.max_approx_kl",
             "best": str((self.best_gold or {}).get("iteration")),
-            "best_model": "best_model" if config.get("evaluation.best_metric") else "evaluation.best_metric keeps it",
+            "best_model": "best_model" if evaluation.best_metric else "evaluation.best_metric keeps it",
         }
 
 

@@ -59,7 +59,7 @@ def not_finite(run: History) -> Iterator[Seen]:
 
 
 def gradient_far(run: History) -> Iterator[Seen]:
-    norm, clipped_at = run.metrics.get("policy/grad_norm", 0.0), run.config.get("optimizer.max_grad_norm") or 1.0
+    norm, clipped_at = run.metrics.get("policy/grad_norm", 0.0), run.config.optimizer.max_grad_norm or 1.0
     start = min((row["policy/grad_norm"] for row in run.start[:START] if "policy/grad_norm" in row), default=math.nan)
     if norm > GRADIENT_FAR * start and norm > GRADIENT_FAR * clipped_at:
         yield (
@@ -70,15 +70,12 @@ def gradient_far(run: History) -> Iterator[Seen]:
 
 
 def limit_missed(run: History) -> Iterator[Seen]:
-    limits = [reward["limit"] for reward in run.config.get("rewards", ()) if reward.get("limit")]
-    names = [key.removeprefix("lambda/") for key in run.metrics if key.startswith("lambda/")]
     seen, most = [], 0.0
-    for name, limit in zip(names, limits, strict=False):
-        side = "above" if limit["above"] is not None else "below"
-        mean, lam = run.metrics.get(f"reward/{name}", math.nan), run.metrics[f"lambda/{name}"]
-        misses = mean <= limit[side] if side == "above" else mean >= limit[side]
+    for name, limit in run.config.limits.items():
+        mean, lam = run.metrics.get(f"reward/{name}", math.nan), run.metrics.get(f"lambda/{name}", 0.0)
+        misses = mean <= limit.above if limit.above is not None else limit.below is not None and mean >= limit.below
         if misses and lam >= LAMBDA_FAR:
-            seen.append(f"reward/{name} is {mean:.3g}, must be {side} {limit[side]:g}, and lambda/{name} is {lam:.3g}")
+            seen.append(f"reward/{name} is {mean:.3g}, must be {limit}, and lambda/{name} is {lam:.3g}")
             most = max(most, lam)
     if seen:
         yield (
@@ -174,7 +171,8 @@ def truncated(run: History) -> Iterator[Seen]:
     yield (
         1 - now,
         f"response/eos_fraction is {now:.0%}, below {limit:.0%} {since} ({start:.0%} at the start). The responses are "
-        f"cut at {run.max_new_tokens} tokens. The policy unlearns to end, usually because longer text scores higher.",
+        f"cut at {run.config.rollout.max_new_tokens} tokens. The policy unlearns to end, usually because longer text "
+        "scores higher.",
     )
 
 
@@ -317,10 +315,10 @@ SATURATED = (
     "to the size that its signal had."
 )
 KL_ESTIMATE = (
-    "{' As a penalty in the reward it now pays the policy.' if run.kl_in_reward else ''} A KL is never negative. Its "
-    "estimate, logprobs - ref_logprobs of the sampled tokens, can be negative by chance with few responses. It also is "
-    "if the tokens were not sampled from the policy of logprobs, because a filter or a temperature was used for "
-    "sampling only."
+    "{' As a penalty in the reward it now pays the policy.' if run.config.ppo.kl_in == 'reward' else ''} A KL is never "
+    "negative. Its estimate, logprobs - ref_logprobs of the sampled tokens, can be negative by chance with few "
+    "responses. It also is if the tokens were not sampled from the policy of logprobs, because a filter or a "
+    "temperature was used for sampling only."
 )
 STOPS = (
     warning(
@@ -355,7 +353,7 @@ STOPS = (
         "Check that both models come from policy.path and policy.revision, are in eval mode and compute "
         "log-probabilities at rollout.temperature. If they are meant to differ, set ref_policy.path",
         Sign(
-            "run.iteration == 1 and run.starts_at_reference and not abs(run.metrics.get('objective/kl', 0.0)) <= "
+            "run.iteration == 1 and run.config.ref_policy is none and not abs(run.metrics.get('objective/kl', 0.0)) <= "
             "run.ratio_tolerance",
             "objective/kl is {run.metrics['objective/kl']:.3g} nats per response in iteration 1. There policy and "
             "ref_policy are the same model, so it must be 0 (tolerance {run.ratio_tolerance:g}). One of the two has "
@@ -495,7 +493,7 @@ WARNINGS = (
         "value/error jumps. If scores are far from 1 in size, widen ppo.value_clip_range or set "
         "ppo.score_normalization",
         Sign(
-            "value/explained_variance.most10 < 0 and run.iteration >= 15 and run.has_value_model",
+            "value/explained_variance.most10 < 0 and run.iteration >= 15 and run.config.ppo.has_value_model",
             "value/explained_variance is {value/explained_variance:.3g} and was below 0 for 10 iterations. The value "
             "model predicts the returns worse than their mean would, so the advantages are noisier than without it. It "
             "learns too slowly or in too large steps, or the returns hardly vary.",
@@ -557,8 +555,9 @@ WARNINGS = (
         Sign(
             f"{NEVER_ENDS} > response/eos_fraction.start and response/eos_fraction.most < {NEVER_ENDS}",
             "response/eos_fraction is {response/eos_fraction:.0%} and was {response/eos_fraction.start:.0%} at the "
-            "start (limit {limit:.0%}). Almost no response ends within {run.max_new_tokens} tokens. Either good "
-            "responses are longer, or the SFT model did not learn to end, or it ends with another token than EOS.",
+            "start (limit {limit:.0%}). Almost no response ends within {run.config.rollout.max_new_tokens} tokens. "
+            "Either good responses are longer, or the SFT model did not learn to end, or it ends with another token "
+            "than EOS.",
             "1 - response/eos_fraction",
         ),
     ),

@@ -134,7 +134,10 @@ class Probes:
         sums = row_sums(model, rows, budget, precision)
         own = sums.nll / sums.tokens
         found["sft.probed_loss"] = (sums.nll.sum() / sums.tokens.sum()).item()
-        found["sft.token_entropy"] = _entropy([token for row in rows for token in _parts(row)[1]])
+        # The loss of a model that knows only how frequent each of these tokens is.
+        counts = Counter(token for row in rows for token in _parts(row)[1])
+        shares = [n / counts.total() for n in counts.values()]
+        found["sft.token_entropy"] = -sum(share * math.log(share) for share in shares)
         found |= _markup(_texts(rows, tokenizer), str(tokenizer.eos_token))
         mixed = _with_other_prompts(rows, positions(model))
         if len(mixed) > 1:
@@ -289,16 +292,6 @@ def _markup(texts: Sequence[tuple[str, str]], eos: str) -> Found:
         return {"sft.answers_with_markup": 0.0}
     word, count = counts.most_common(1)[0]
     return {"sft.answers_with_markup": count / len(texts), "sft.markup": word}
-
-
-def _entropy(tokens: Sequence[int]) -> float:
-    """The loss, in nats per token, of a model that knows only how frequent each of these tokens is.
-
-    >>> round(_entropy([1, 1, 2, 2]), 3)  # log 2
-    0.693
-    """
-    counts = Counter(tokens)
-    return -sum(n / len(tokens) * math.log(n / len(tokens)) for n in counts.values())
 
 
 def _marked(pairs: Sequence[RankedIds]) -> Found:

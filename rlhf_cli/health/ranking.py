@@ -1,4 +1,4 @@
-"""The causes that `rlhf diagnose` can name, and the order in which it names them. Does not import torch itself."""
+"""Which causes `rlhf diagnose` names, and in what order. Does not import torch itself."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from rlhf_cli.health import ppo_causes, rm_causes, sft_causes
+from rlhf_cli.health.causes import CAUSES
 from rlhf_cli.health.evidence import Evidence, read_evidence
 from rlhf_cli.health.findings import Cause, Rule
 
-CAUSES: tuple[Rule, ...] = (*sft_causes.CAUSES, *rm_causes.CAUSES, *ppo_causes.CAUSES)
-"""The rules of all causes, in the order of the stages."""
 OUTCOMES = (
     "replies_cut",
     "value_untrained",
@@ -60,7 +58,11 @@ def rank(evidence: Evidence, rules: Sequence[Rule] = CAUSES) -> list[Cause]:
     named.sort(key=lambda one: one[1].order)
     unexplained, explained = [], []
     for rule, cause in named:
-        if by := [other for other, _ in named if _explains(other, rule)]:
+        # What may have led to this one.
+        by = [
+            one for one, _ in named if rule.name in one.explains or (rule.name in OUTCOMES and one.name not in OUTCOMES)
+        ]
+        if by:
             explained.append((cause, by))
         else:
             unexplained.append(cause)
@@ -68,11 +70,6 @@ def rank(evidence: Evidence, rules: Sequence[Rule] = CAUSES) -> list[Cause]:
     return unexplained + [
         replace(cause, explained_by=min((rule.name for rule in by), key=order.index)) for cause, by in explained
     ]
-
-
-def _explains(one: Rule, other: Rule) -> bool:
-    """Whether a cause may have led to another one."""
-    return other.name in one.explains or (other.name in OUTCOMES and one.name not in OUTCOMES)
 
 
 def not_judged(evidence: Evidence) -> list[Rule]:

@@ -29,10 +29,8 @@ class Seen:
         >>> Seen("empty", [2, 3, 4, 8]).stretches()
         [(2, 4), (8, 8)]
         """
-        groups = [
-            [step for _, step in group] for _, group in groupby(enumerate(self.steps), lambda one: one[1] - one[0])
-        ]
-        return [(group[0], group[-1]) for group in groups]
+        groups = [list(group) for _, group in groupby(enumerate(self.steps), lambda one: one[1] - one[0])]
+        return [(group[0][1], group[-1][1]) for group in groups]
 
     def when(self, unit: str) -> str:
         """The steps in words.
@@ -76,13 +74,13 @@ def findings_of(directory: Path) -> list[Seen]:
     """The kinds of findings of the run that writes to a stage's directory, in the order in which they appeared."""
     seen: dict[str, Seen] = {}
     for row in rows_of(directory / "health.jsonl"):
-        said = {str(one.get("name")): one for one in row.get("findings", []) if isinstance(one, dict)}
-        for name in dict.fromkeys([*said, *names_in(row.get("line") or HEALTHY)]):
-            one, step = seen.setdefault(name, Seen(name)), row.get("step", 0)
-            if step not in one.steps[-1:]:
-                one.steps.append(step)
+        said = {one["name"]: one for one in row["findings"]}
+        for name in dict.fromkeys([*said, *names_in(row["line"] or HEALTHY)]):
+            one = seen.setdefault(name, Seen(name))
+            if row["step"] not in one.steps[-1:]:
+                one.steps.append(row["step"])
             if name in said:
-                one.message, one.advice = (str(said[name].get(key, "")) for key in ("message", "advice"))
+                one.message, one.advice = said[name]["message"], said[name]["advice"]
     return list(seen.values())
 
 

@@ -49,16 +49,7 @@ STATE = (
 
 @dataclass
 class Health(History):
-    """Watches a run, iteration by iteration.
-
-    >>> health = Health(kl_in_reward=True, has_value_model=True, starts_at_reference=True, max_new_tokens=64)
-    >>> metrics = {"objective/score": 0.5, "objective/kl": 0.25, "policy/first_ratio_error": 0.0}
-    >>> findings = health.check(1, metrics)
-    >>> [(finding.name, finding.severity) for finding in findings]
-    [('kl_not_zero', 'stop')]
-    >>> health.line(findings, metrics)
-    'kl_not_zero: score 0.5, KL 0.25'
-    """
+    """Watches a run, iteration by iteration."""
 
     present: dict[str, int] = field(default_factory=dict)
     """The warnings that hold now, and the iteration since which they hold."""

@@ -116,18 +116,18 @@ def _fake_experts() -> Iterator[None]:
 
     torch refuses fake tensors in float32 there.
     """
+
+    def product_of_first(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+        """All rows [S, in] times the first of [experts, in, out]: [S, out], as `grouped_mm` outside of autocast."""
+        with torch.autocast(rows.device.type, enabled=False):
+            return rows.to(weight.dtype) @ weight[0]
+
     grouped = moe._grouped_mm
-    moe._grouped_mm = _product_of_first  # type: ignore[assignment]
+    moe._grouped_mm = product_of_first  # type: ignore[assignment]
     try:
         yield
     finally:
         moe._grouped_mm = grouped
-
-
-def _product_of_first(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
-    """All rows [S, in] times the first of [experts, in, out]: [S, out], as `grouped_mm` outside of autocast."""
-    with torch.autocast(rows.device.type, enabled=False):
-        return rows.to(weight.dtype) @ weight[0]
 
 
 def _make_fake(model: PreTrainedModel) -> None:
@@ -136,9 +136,9 @@ def _make_fake(model: PreTrainedModel) -> None:
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, old in tensors.items():
-                if old is not None and id(old) not in made:
-                    new = torch.empty(old.shape, dtype=old.dtype)
-                    is_weight = isinstance(old, nn.Parameter)
+                if old is None:
+                    continue
+                if id(old) not in made:
+                    new, is_weight = torch.empty(old.shape, dtype=old.dtype), isinstance(old, nn.Parameter)
                     made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_weight else new
-                if old is not None:
-                    tensors[name] = made[id(old)]  # type: ignore[assignment]
+                tensors[name] = made[id(old)]  # type: ignore[assignment]

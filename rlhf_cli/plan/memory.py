@@ -78,7 +78,6 @@ class Setting:
 
     @property
     def precision(self) -> str:
-        """The format of the numbers that the passes compute."""
         return "bfloat16" if self.half else "float32"
 
     @property
@@ -171,13 +170,12 @@ class Held:
     @property
     def states(self) -> str:
         """How AdamW keeps it. Adapters are never in bfloat16."""
-        is_rounded = self.setting.states == "bfloat16"
-        return "float32" if self.lora is not None and is_rounded else self.setting.states
+        return "float32" if self.lora is not None and self.setting.states == "bfloat16" else self.setting.states
 
     @property
-    def is_quantized(self) -> bool:
-        """Whether its frozen linear layers are held in 4 bits."""
-        return self.lora is not None and self.lora.quantize is not None
+    def quantization(self) -> Quantization | None:
+        """How its frozen linear layers are held in 4 bits, if they are."""
+        return None if self.lora is None else self.lora.quantize
 
     @property
     def holds_half(self) -> bool:
@@ -190,9 +188,9 @@ class Held:
     def weight_bytes(self) -> float:
         """Its weights. If it is offloaded, only the scales of its 4-bit weights stay on the device."""
         shape = self.shape
-        quantization = self.lora.quantize if self.lora is not None else None
-        four_bit = shape.quantizable if quantization is not None else 0.0
-        of_four_bit = BYTES_OF_NF4[quantization] if quantization is not None else 0.0
+        four_bit, of_four_bit = 0.0, 0.0
+        if self.quantization is not None:
+            four_bit, of_four_bit = shape.quantizable, BYTES_OF_NF4[self.quantization]
         if self.waits:
             return four_bit * (of_four_bit - 0.5)
         trained = self._state_bytes(0)
@@ -328,7 +326,7 @@ class Held:
         if self.among > 1:
             return self.copied_weights
         if self.setting.device != "cpu":
-            casts_head = self.is_quantized and self.setting.half and self.stored != 2
+            casts_head = self.quantization is not None and self.setting.half and self.stored != 2
             copied = self._num_cast + casts_head * self.shape.vocabulary * self.shape.hidden
             return {"rollout copy": 2 * copied} if copied else {}
         if not self.setting.half and self.lora is None:
@@ -371,7 +369,7 @@ class Held:
         shape, setting = self.shape, self.setting
         if self.among > 1:
             return {"gathered": sum(self._gathered(trains=False))}
-        if self.is_quantized:
+        if self.quantization is not None:
             return {"dequantized": 4.0 * shape.hidden * shape.widest}
         if not self._num_cast:
             return {}
@@ -381,7 +379,7 @@ class Held:
     def _num_cast(self) -> float:
         """Numbers of the float32 weights that passes in 16 bits cast."""
         setting, shape = self.setting, self.shape
-        if not setting.half or self.is_quantized or (setting.states == "bfloat16" and self.lora is None):
+        if not setting.half or self.quantization is not None or (setting.states == "bfloat16" and self.lora is None):
             return 0.0
         if not self.is_trained or self.holds_half:
             return shape.linear - shape.frozen_linear + self._num_merged

@@ -11,7 +11,6 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
@@ -75,22 +74,18 @@ def length_of(stage: str, configs: Mapping[str, Stage], tokens_per_s: float | No
         length = Length(config.ppo.total_steps, config.ppo.num_iterations * config.ppo.rollout_batch_size * of_row)
     else:
         assert isinstance(config, SFTConfig | RMConfig)
-        length = _length(config, training_rows(config, configs, num_rows))
+        training, rows = config.training, training_rows(config, configs, num_rows)
+        if rows.num is None and training.num_steps is None:
+            return Length(None, None, rows=rows)
+        steps = training.total_steps(rows.num or 0)
+        taken = steps * training.minibatch_size
+        of_row = rows.tokens if rows.tokens is not None else rows.sequences * config.data.max_length
+        epochs = None if rows.num is None else taken / max(1, rows.num)
+        members = config.num_members if isinstance(config, RMConfig) else 1
+        length = Length(steps, round(taken * of_row) * members, rows.tokens is None, members, rows, epochs)
     if tokens_per_s is None or length.tokens is None:
         return length
     return replace(length, hours=length.tokens / tokens_per_s / 3600)
-
-
-def _length(config: SFTConfig | RMConfig, rows: TrainingRows) -> Length:
-    training = config.training
-    if rows.num is None and training.num_steps is None:
-        return Length(None, None, rows=rows)
-    steps = training.total_steps(rows.num or 0)
-    taken = steps * training.minibatch_size
-    of_row = rows.tokens if rows.tokens is not None else rows.sequences * config.data.max_length
-    epochs = None if rows.num is None else taken / max(1, rows.num)
-    members = config.num_members if isinstance(config, RMConfig) else 1
-    return Length(steps, round(taken * of_row) * members, rows.tokens is None, members, rows, epochs)
 
 
 # --------------------------------------------------------------------------------------------- training rows
@@ -146,25 +141,24 @@ def _read(config: SFTConfig | RMConfig, configs: Mapping[str, Stage]) -> Trainin
 
 
 def _encoder(config: SFTConfig | RMConfig, configs: Mapping[str, Stage], spec: StageRows) -> RowEncoder[Any] | None:
-    """The encoder of the stage, with the tokenizer of its model or else of the model that SFT starts from."""
-    for one in (config, configs.get("sft")):
-        path, revision = ("", None) if one is None else one.inputs.get("model", ("", None))
-        tokenizer = _tokenizer(path, revision) if path else None
+    """The encoder of the stage, with the tokenizer of its model or else of the model that SFT starts from.
+
+    None if the tokenizers are neither directories nor in the hub's cache.
+    """
+    for one in filter(None, (config, configs.get("sft"))):
+        path, revision = one.inputs.get("model", ("", None))
+        directory = model_directory(path)
+        try:
+            is_here = Path(directory).is_dir() or try_to_load_from_cache(
+                path, "tokenizer_config.json", revision=revision
+            )
+            tokenizer = load_tokenizer(directory, revision) if path and is_here else None
+        except (UserError, HFValidationError):  # HFValidationError: a path, and not a hub id
+            continue
         if tokenizer is not None and isinstance(config, SFTConfig):
             require_eos(tokenizer, path)
             return DemonstrationEncoder(tokenizer, spec)
         if tokenizer is not None:
             # Tokenizers of encoders have no EOS. The difference is a token or two.
             return answer_encoder(tokenizer, spec, reads_last_token=tokenizer.eos_token_id is not None)
-    return None
-
-
-def _tokenizer(path: str, revision: str | None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a directory or of the hub's cache, or None if it is in neither."""
-    directory = model_directory(path)
-    try:
-        if Path(directory).is_dir() or try_to_load_from_cache(path, "tokenizer_config.json", revision=revision):
-            return load_tokenizer(directory, revision)
-    except (UserError, HFValidationError):
-        pass  # HFValidationError: a path, and not a hub id
     return None

@@ -6,9 +6,8 @@ A run takes them from its models (`shape_of_loaded`). A plan has no weights, and
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -31,6 +30,8 @@ SIDE_BY_SIDE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Layers whose weights a fast decoder copies, to compute them as one product."""
 UNREAD = ("_name_or_path", "transformers_version", "dtype")
 """Keys of a config that do not change the model."""
+_SHAPES: dict[Hashable, Shape] = {}
+"""The shapes that this process has counted, by everything that decides them."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +112,47 @@ def shape_of(
     """
     if config.is_encoder_decoder:
         raise ConfigError(f"{key}: is an encoder-decoder, and rlhf plan counts decoders and encoders only")
-    # Quantized layers keep what plain ones keep. Fake tensors cannot be quantized.
-    plain = None if lora is None else lora.model_copy(update={"quantize": None}).model_dump_json()
     text = json.dumps({k: v for k, v in config.to_dict().items() if k not in UNREAD}, sort_keys=True, default=str)
-    patterns = None if frozen is None else tuple(frozen)
-    return _built_shape(text, type(config), is_classifier, precision, plain, patterns, key)  # type: ignore[arg-type]
+    # Quantized layers keep what plain ones keep. Fake tensors cannot be quantized.
+    plain = None if lora is None else lora.model_copy(update={"quantize": None})
+    known = (text, type(config), is_classifier, precision, repr(plain), None if frozen is None else tuple(frozen), key)
+    if known in _SHAPES:
+        return _SHAPES[known]
+
+    def build(layers: int | None = None) -> PreTrainedModel:
+        try:
+            fresh = type(config).from_dict(json.loads(text))
+        except Exception as error:
+            raise ConfigError(f"{key}: transformers refuses this config ({reason_of(error)})") from None
+        inner = fresh.get_text_config()
+        if layers is not None:
+            inner.num_hidden_layers = layers
+            if getattr(inner, "layer_types", None):
+                with contextlib.suppress(AttributeError):  # some families compute it from the number
+                    inner.layer_types = inner.layer_types[:layers]
+        return built(fresh, is_classifier, key)
+
+    def shape(layers: int | None = None) -> Shape:
+        model = build(layers)
+        if frozen is None:
+            model.requires_grad_(False)
+        else:
+            freeze(model, frozen, f"{key}.freeze")
+        if plain is not None:
+            from rlhf_cli.models.adapters import add_lora
+
+            add_lora(model, plain, f"{key}.lora", seed=0)
+        return _shape_of(model, fake_activation_bytes(model, precision, key))
+
+    whole, found = build(), None
+    layers: int = whole.config.get_text_config().num_hidden_layers
+    names_layers = lora is not None and any("." in target for target in lora.target_modules or ())
+    if layers > 2 and not frozen and not names_layers:
+        # If all layers are alike, each adds as much as the second one.
+        of_one, of_two = astuple(shape(1)), astuple(shape(2))
+        found = Shape(*(one + (layers - 1) * (two - one) for one, two in zip(of_one, of_two, strict=True)))
+    _SHAPES[known] = found if found is not None and found.base == whole.num_parameters() else shape()
+    return _SHAPES[known]
 
 
 def shape_of_loaded(model: PreTrainedModel, precision: str) -> Shape:
@@ -125,55 +162,6 @@ def shape_of_loaded(model: PreTrainedModel, precision: str) -> Shape:
     call this.
     """
     return _shape_of(model, activation_bytes(model, precision))
-
-
-@functools.lru_cache(maxsize=256)
-def _built_shape(
-    text: str,
-    kind: type[PreTrainedConfig],
-    is_classifier: bool,
-    precision: str,
-    lora_text: str | None,
-    frozen: tuple[str, ...] | None,
-    key: str,
-) -> Shape:
-    lora = None if lora_text is None else Lora.model_validate_json(lora_text)
-
-    def plain(layers: int | None = None) -> PreTrainedModel:
-        try:
-            config = kind.from_dict(json.loads(text))
-        except Exception as error:
-            raise ConfigError(f"{key}: transformers refuses this config ({reason_of(error)})") from None
-        inner = config.get_text_config()
-        if layers is not None:
-            inner.num_hidden_layers = layers
-            if getattr(inner, "layer_types", None):
-                with contextlib.suppress(AttributeError):  # some families compute it from the number
-                    inner.layer_types = inner.layer_types[:layers]
-        return built(config, is_classifier, key)
-
-    def shape(layers: int | None = None) -> Shape:
-        model = plain(layers)
-        if frozen is None:
-            model.requires_grad_(False)
-        else:
-            freeze(model, frozen, f"{key}.freeze")
-        if lora is not None:
-            from rlhf_cli.models.adapters import add_lora
-
-            add_lora(model, lora, f"{key}.lora", seed=0)
-        return _shape_of(model, fake_activation_bytes(model, precision, key))
-
-    whole = plain()
-    layers: int = whole.config.get_text_config().num_hidden_layers
-    names_layers = lora is not None and any("." in target for target in lora.target_modules or ())
-    if layers > 2 and not frozen and not names_layers:
-        # If all layers are alike, each adds as much as the second one.
-        of_one, of_two = astuple(shape(1)), astuple(shape(2))
-        found = Shape(*(one + (layers - 1) * (two - one) for one, two in zip(of_one, of_two, strict=True)))
-        if found.base == whole.num_parameters():
-            return found
-    return shape()
 
 
 def built(config: PreTrainedConfig, is_classifier: bool, key: str) -> PreTrainedModel:

@@ -205,19 +205,9 @@ def _batch(config: Stage, models: list[Held], num_rows: int, tokens: int) -> Bat
         # Equal parts for the threads have, up to whole rows, less than twice the fewest tokens (`equal_chunks`).
         size = min(size, -(-2 * part_tokens(first.shape.base) // longest) * longest)
     num = -(-rows * total // (at_once * size))
-    later = _later_tokens(size, rows * total / at_once, longest)
+    # The first microbatch may be almost one row short of its limit; that row goes into a later one.
+    later = min(size, round(rows * total / at_once) - size + longest)
     return Batch(size, round(size * targets / total), num, later, copies)
-
-
-def _later_tokens(first: int, total: float, longest: int) -> int:
-    """Most tokens of a microbatch that is not the first, if `total` tokens are cut so that `first` fit into each.
-
-    A microbatch takes whole rows. The first may be almost one row short of its limit; that row goes into a later one.
-
-    >>> _later_tokens(1000, 1200, 100), _later_tokens(1000, 9000, 100)
-    (300, 1000)
-    """
-    return min(first, round(total) - first + longest)
 
 
 def _longest_prompt(config: PPOConfig, models: list[Held]) -> int:

@@ -15,7 +15,6 @@ from torch import Tensor
 from rlhf_cli.algorithms.losses import explained_variance
 from rlhf_cli.algorithms.statistics import distinct_n, pearson, word_shares
 from rlhf_cli.config.rewards import ModelReward
-from rlhf_cli.health.history import GAP_TOLERANCE, RATIO_TOLERANCE
 from rlhf_cli.health.running import Health
 from rlhf_cli.models.forward import compute_dtype
 from rlhf_cli.ppo.setup import Setup
@@ -24,7 +23,7 @@ from rlhf_cli.processes.distributed import gather_texts
 from rlhf_cli.rewards.base import Scores
 from rlhf_cli.rollout.rollout import RolloutBatch, sequence_lengths, shared_prompts
 from rlhf_cli.rollout.sampling import response_text
-from rlhf_cli.run.artifacts import flat, read_manifest_or_none
+from rlhf_cli.run.artifacts import read_manifest_or_none
 from rlhf_cli.training.bad_steps import no_gradient
 
 SHOWN = ("objective/score", "objective/kl", "response/length", "policy/entropy")
@@ -223,16 +222,7 @@ def new_health(setup: Setup) -> Health:
     """The health checks of the run, with the limits that fit its config."""
     config = setup.config
     is_float32 = compute_dtype(setup.world.device, config.precision) == torch.float32
-    precision = "float32" if is_float32 else "bfloat16"
-    return Health(
-        kl_in_reward=config.ppo.kl_in == "reward",
-        has_value_model=config.ppo.has_value_model,
-        starts_at_reference=config.ref_policy is None,
-        max_new_tokens=config.rollout.max_new_tokens,
-        ratio_tolerance=RATIO_TOLERANCE[precision],
-        gap_tolerance=GAP_TOLERANCE[precision],
-        config=flat(config.model_dump(mode="json")),
-    )
+    return Health(config, "float32" if is_float32 else "bfloat16")
 
 
 def report_start(setup: Setup, health: Health) -> None:

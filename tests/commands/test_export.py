@@ -122,8 +122,8 @@ def test_a_run_that_began_in_bfloat16_ends_in_bfloat16(run_stage: Any, make_mode
     assert all(torch.equal(weights[name], before[name].to(torch.bfloat16)) for name in before)
 
     check = PolicyCheck(open_run(tmp_path / "run", stage=None, device=CPU, seed=0), str(stage / "model"))
-    ids = [prompt.ids + response.ids for prompt, response in zip(check.prompts, check.respond(), strict=True)]
-    starts = [len(prompt.ids) for prompt in check.prompts]
+    ids = [prompt + response.ids for prompt, response in zip(check.prompts, check.respond(), strict=True)]
+    starts = [len(prompt) for prompt in check.prompts]
     models = [load_policy(str(path)).double() for path in (stage / "model", tmp_path / "out")]
     total = sum(kl_by_hand(*models, row, start).sum().item() for row, start in zip(ids, starts, strict=True))
     kl = facts["difference"]["kl_per_token"]

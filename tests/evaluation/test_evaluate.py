@@ -16,8 +16,6 @@ from typer.testing import CliRunner
 from rlhf_cli.algorithms.best_of_n import best_of_n, best_of_n_kl
 from rlhf_cli.algorithms.statistics import kendall, pair_accuracy
 from rlhf_cli.cli import app
-from rlhf_cli.config.loader import load_config
-from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import SFTModel
 from rlhf_cli.data.answers import RankedIds, ScoredIds
 from rlhf_cli.data.records import Answer, Record
@@ -94,40 +92,39 @@ def evaluated(pipeline, server, tmp_path_factory):
     return root, result.output
 
 
+@pytest.fixture(scope="module")
+def arena(evaluated):
+    """The held-out prompts of the run, and its trained policy."""
+    run = open_run(evaluated[0], stage="ppo", device=CPU, seed=0)
+    model, tokenizer = run.load(run.model_path("sft"))
+    return Arena(run, run.ppo, model, tokenizer), run.load(run.model_path("ppo"))[0]
+
+
 def report(root, stage):
     return json.loads((root / "eval" / stage / "evaluation.json").read_text(encoding="utf-8"))
 
 
-def test_the_loss_is_that_of_the_stage(evaluated):
+def metrics_of(root, stage):
+    return json.loads((root / stage / "manifest.json").read_text())["metrics"]
+
+
+def test_the_figures_are_those_of_the_stages(evaluated):
     root, _ = evaluated
-    stage = json.loads((root / "sft" / "manifest.json").read_text())["metrics"]
-    figures = report(root, "sft")["figures"]
+    sft, stage = report(root, "sft"), metrics_of(root, "sft")
     for name in ("loss", "perplexity", "token_accuracy"):
-        assert figures[name]["value"] == pytest.approx(stage[f"eval/{name}"], rel=1e-5)
-        assert figures[name]["low"] <= figures[name]["value"] <= figures[name]["high"]
+        figure = sft["figures"][name]
+        assert figure["value"] == pytest.approx(stage[f"eval/{name}"], rel=1e-5)
+        assert figure["low"] <= figure["value"] <= figure["high"]
+    assert len(sft["replies"]) == 5
+    assert 0 <= sft["figures"]["eos_rate"]["value"] <= 1
+    assert sft["figures"]["length"]["value"] <= 6
+    assert set(sft["before"]) == set(sft["figures"]), "the model before SFT has the same figures"
 
-
-def test_the_sft_model_answers_its_held_out_prompts(evaluated):
-    root, _ = evaluated
-    found = report(root, "sft")
-    assert len(found["replies"]) == 5
-    assert 0 <= found["figures"]["eos_rate"]["value"] <= 1
-    assert set(found["before"]) == set(found["figures"]), "the model before SFT has the same figures"
-    assert found["figures"]["length"]["value"] <= 6
-
-
-def test_the_accuracy_is_that_of_the_stage(evaluated):
-    root, _ = evaluated
-    stage = json.loads((root / "rm" / "manifest.json").read_text())["metrics"]
-    figures = report(root, "rm")["figures"]
+    figures, stage = report(root, "rm")["figures"], metrics_of(root, "rm")
     assert figures["accuracy"]["value"] == pytest.approx(stage["eval/accuracy"])
     assert figures["margin"]["value"] == pytest.approx(stage["eval/margin"], rel=1e-4)
 
-
-def test_before_and_after_are_those_of_the_ppo_stage(evaluated):
-    root, _ = evaluated
-    stage = json.loads((root / "ppo" / "evaluation.json").read_text())
-    found = report(root, "ppo")
+    found, stage = report(root, "ppo"), json.loads((root / "ppo" / "evaluation.json").read_text())
     for side in ("sft", "ppo"):
         assert found[side]["score"]["value"] == pytest.approx(stage[side]["score_mean"], abs=1e-4)
         assert found[side]["length"]["value"] == pytest.approx(stage[side]["length"])
@@ -350,15 +347,6 @@ def test_groups_and_worst_mistakes_name_their_rows():
     assert worst[0]["better_score"] - worst[0]["worse_score"] == -6
 
 
-def test_scores_against_their_baseline():
-    target = torch.arange(100.0)
-    figures = score_figures(target * 2, target, seed=0)
-    assert figures["pearson"].value == pytest.approx(1)
-    assert figures["kendall"].value == pytest.approx(1)
-    assert figures["mse"].value == pytest.approx(target.square().mean().item())
-    assert figures["target_variance"].value == pytest.approx(target.var(correction=0).item())
-
-
 def test_errors_of_scored_answers_by_quarter_and_the_worst_of_them():
     target = torch.arange(16.0)
     stated, length = target + torch.tensor([0.0] * 12 + [2.0] * 3 + [-5.0]), target.flip(0)
@@ -374,13 +362,9 @@ def test_errors_of_scored_answers_by_quarter_and_the_worst_of_them():
     assert error_groups(error[:3], target[:3], length[:3], seed=0) == {}
 
 
-def test_a_ratio_weighs_rows_by_their_tokens():
+def test_a_ratio_weighs_rows_by_their_tokens_and_infinity_is_left_out_of_json():
     figure = ratio_figure(torch.tensor([1.0, 9.0]), torch.tensor([1.0, 3.0]), seed=0)
-    assert figure.value == 2.5
-    assert figure.rows == 2
-
-
-def test_a_figure_that_is_not_finite_is_left_out_of_json():
+    assert (figure.value, figure.rows) == (2.5, 2)
     assert Figure(math.inf, rows=3).as_json() == {"rows": 3}
 
 
@@ -402,15 +386,11 @@ def replies(score, gold=None, length=None):
     )
 
 
-def test_the_samples_needed_for_a_score():
-    samples = replies([[0.0, 1.0, 2.0, 3.0]] * 3)
-    assert BestOfN(samples).needed(1.5) == 1
-    assert BestOfN(samples).needed(1.51) == 2
-    assert BestOfN(samples).needed(3.0) == 4
-    assert BestOfN(samples).needed(3.01) is None
-
-
-def test_the_interval_of_the_samples_needed():
+def test_the_samples_needed_for_a_score_and_gold_there():
+    best = BestOfN(replies([[0.0, 1.0, 2.0, 3.0]] * 3, gold=[[0.0, 2.0, 4.0, 6.0]] * 3))
+    assert [best.needed(score) for score in (1.5, 1.51, 3.0, 3.01)] == [1, 2, 4, None]
+    assert best.gold_at(1.8) == pytest.approx(3.6), "twice the score, interpolated"
+    assert BestOfN(replies([[0.0, 1.0]])).gold_at(0.6) is None
     generator = torch.Generator().manual_seed(0)
     samples = replies(torch.randn(60, 16, generator=generator).tolist())
     own = best_of_n(samples.score, 4)[0] + 0.2 * torch.randn(60, generator=generator, dtype=torch.float64)
@@ -419,7 +399,7 @@ def test_the_interval_of_the_samples_needed():
     assert BestOfN(samples).needed_interval(own + 9, seed=0) == (17, 17)
 
 
-def test_the_orders_of_resampled_rows_are_those_of_the_rows():
+def test_figures_of_scored_answers_and_the_orders_of_resampled_rows():
     generator = torch.Generator().manual_seed(0)
     target = torch.randn(40, generator=generator, dtype=torch.float64).round(decimals=1)
     predicted = (target + torch.randn(40, generator=generator, dtype=torch.float64)).round(decimals=1)
@@ -429,13 +409,9 @@ def test_the_orders_of_resampled_rows_are_those_of_the_rows():
         values = torch.stack([function(predicted[rows], target[rows]) for rows in drawn]).sort().values
         assert figures[name].low == pytest.approx(values[7].item(), abs=0.06)
         assert figures[name].high == pytest.approx(values[292].item(), abs=0.06)
-
-
-def test_gold_at_the_same_score_is_interpolated():
-    # Gold is twice the score everywhere.
-    samples = replies([[0.0, 1.0, 2.0, 3.0]], gold=[[0.0, 2.0, 4.0, 6.0]])
-    assert BestOfN(samples).gold_at(1.8) == pytest.approx(3.6)
-    assert BestOfN(replies([[0.0, 1.0]])).gold_at(0.6) is None
+    assert figures["mse"].value == pytest.approx((predicted - target).square().mean().item())
+    assert figures["target_variance"].value == pytest.approx(target.var(correction=0).item())
+    assert figures["pearson"].value == pytest.approx(torch.corrcoef(torch.stack([predicted, target]))[0, 1].item())
 
 
 def test_the_tilt_has_the_kl_that_was_asked_for_and_the_best_score_there():
@@ -446,16 +422,11 @@ def test_the_tilt_has_the_kl_that_was_asked_for_and_the_best_score_there():
     # Of a normal distribution: the tilt by mu has KL mu^2 / 2 and mean mu.
     assert found.score.mean() == pytest.approx(math.sqrt(3), abs=0.1)
     assert found.as_json()["gold"] == 0
-    assert found.score.mean() > best_of_n_at(samples, 1.5)
+    rows = BestOfN(samples).rows(seed=0)
+    assert found.score.mean() > max(row["score"].value for row in rows if row["kl_bound"] <= 1.5)
     assert tilted(samples, 9.0) is None
     scores = [point["score"] for point in tilt_curve(BestOfN(samples), 2.0)]
     assert scores == sorted(scores)
-
-
-def best_of_n_at(samples, kl):
-    """The score of the best-of-n with about this KL."""
-    rows = BestOfN(samples).rows(seed=0)
-    return max(row["score"].value for row in rows if row["kl_bound"] <= kl)
 
 
 def test_a_tilt_below_best_of_n_is_no_yardstick():
@@ -469,7 +440,6 @@ def test_a_tilt_below_best_of_n_is_no_yardstick():
         same = BestOfN(samples).beside(replace(ppo, kl=torch.full((128, 1), kl)), seed=0)
         assert same is not None
         best = same[1]["best_of_n"]["score"].value
-        assert found["tilt"]["too_low"] is (name == "best_of_n")
         assert found["yardstick"]["policy"] == name
         assert found["yardstick"]["score"] == pytest.approx(max(best, found["tilt"]["score"]))
         share = found["yardstick"]["share"]
@@ -583,35 +553,31 @@ def test_win_rates_count_ties_and_control_length():
     assert rates["score_equal_length"].value < 0.625
 
 
-def test_replies_and_their_kl_against_one_sequence_at_a_time(evaluated):
-    root, _ = evaluated
-    run = open_run(root, stage="ppo", device=CPU, seed=0)
-    config = load_config(root / "ppo" / "config.yaml", PPOConfig)
-    reference, tokenizer = run.load(str(root / "sft" / "model"))
-    trained, _ = run.load(str(root / "ppo" / "model"))
-    arena = Arena(run, config, reference, tokenizer)
+def test_replies_and_their_kl_against_one_sequence_at_a_time(arena):
+    arena, trained = arena
     found = arena.replies(trained, 2)
     for p, prompt in enumerate(arena.prompts[:3]):
         for k in range(2):
             ids = torch.tensor([prompt.ids + found.ids[p][k]])
             sums = []
-            for model in (trained, reference):
-                logits = model(input_ids=ids).logits[0, :-1] / config.rollout.temperature
+            for model in (trained, arena.reference):
+                logits = model(input_ids=ids).logits[0, :-1] / arena.config.rollout.temperature
                 chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
                 sums.append(chosen[len(prompt.ids) - 1 :].sum())
             close(found.logprob[p, k], sums[0].double(), 1e-3)
             close(found.kl[p, k], (sums[0] - sums[1]).double(), 1e-3)
 
 
-def test_the_first_reply_is_the_same_whatever_their_number(evaluated):
-    root, _ = evaluated
-    run = open_run(root, stage="ppo", device=CPU, seed=0)
-    config = load_config(root / "ppo" / "config.yaml", PPOConfig)
-    reference, tokenizer = run.load(str(root / "sft" / "model"))
-    arena = Arena(run, config, reference, tokenizer)
-    one, three = arena.replies(reference, 1), arena.replies(reference, 3)
+def test_replies_repeat_whatever_their_number_and_some_of_them_are_those_of_some_prompts(arena):
+    """Best-of-n on fewer prompts compares them with PPO's replies to the same ones."""
+    arena, _ = arena
+    one, three = arena.replies(arena.reference, 1), arena.replies(arena.reference, 3)
     assert [row[0] for row in one.texts] == [row[0] for row in three.texts]
     assert [row[0] for row in three.texts] != [row[1] for row in three.texts]
+    some = three.of([2, 0])
+    assert some.texts == [three.texts[2], three.texts[0]]
+    assert some.score.tolist() == [three.score[2].tolist(), three.score[0].tolist()]
+    assert some.each.keys() == three.each.keys()
 
 
 def test_eval_measures_the_rows_that_the_stages_draw(evaluated, tmp_path):
@@ -634,15 +600,3 @@ def test_eval_measures_the_rows_that_the_stages_draw(evaluated, tmp_path):
         assert str(some) == f"3 of {len(every)}"
         assert some == Drawn(every, 3, seed=4)
         assert some != every[:3]
-
-
-def test_replies_to_some_of_the_prompts(evaluated):
-    """Best-of-n on fewer prompts compares them with PPO's replies to the same ones."""
-    run = open_run(evaluated[0], stage=None, device=CPU, seed=0)
-    model, tokenizer = run.load(run.model_path("sft"))
-    arena = Arena(run, run.ppo, model, tokenizer)
-    replies = arena.replies(model, 2)
-    some = replies.of([2, 0])
-    assert some.texts == [replies.texts[2], replies.texts[0]]
-    assert some.score.tolist() == [replies.score[2].tolist(), replies.score[0].tolist()]
-    assert some.each.keys() == replies.each.keys()

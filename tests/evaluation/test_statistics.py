@@ -286,6 +286,6 @@ def test_a_share_of_a_gain_is_counted_from_the_start():
     own = torch.full((4,), 10.5 + 0.25 / 3, dtype=torch.float64)
     found = beside_the_best(BestOfN(samples), own, kl, SimpleNamespace(say=lambda _: None), seed=0)
     assert found["tilt"]["score"] == pytest.approx(10.75, abs=1e-4)
-    assert found["tilt"]["share"] == pytest.approx(1 / 3, abs=1e-3)
+    assert found["yardstick"]["share"]["value"] == pytest.approx(1 / 3, abs=1e-3)
     share = share_of_gain(*(torch.tensor(x) for x in ([2.0, 3.0], [4.0, 5.0], [1.0, 2.0])), seed=0)
     assert share.value == pytest.approx((2.5 - 1.5) / (4.5 - 1.5))

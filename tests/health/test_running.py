@@ -8,15 +8,15 @@ import random
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel
 
+from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.health import history
 from rlhf_cli.health.findings import Finding
-from rlhf_cli.health.history import GAP_TOLERANCE, RATIO_TOLERANCE
 from rlhf_cli.health.ppo_rules import MUST_BE_FINITE, STOPS, WARNINGS
 from rlhf_cli.health.running import REPEAT, SHOWN, Health
 from rlhf_cli.training.bad_steps import no_gradient
@@ -88,9 +88,17 @@ GOOD: list[Row] = [ALWAYS | dict(zip(COLUMNS, row, strict=True)) for row in SUPP
 STEADY = GOOD[0] | {"objective/score": 1.0, "objective/score_std": 1.0, "value/explained_variance": 0.5}
 
 
-def new_health(**changes: Any) -> Health:
-    settings = dict.fromkeys(("kl_in_reward", "has_value_model", "starts_at_reference"), True)
-    return Health(**{**settings, "max_new_tokens": 64, **changes})
+CONFIG = load_config(ROOT / "configs/hh/ppo.yaml", PPOConfig)
+
+
+def new_health(precision: Literal["float32", "bfloat16"] = "float32", **changes: Any) -> Health:
+    """`changes` of the config are by key, with __ after the section."""
+    config = CONFIG
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        new = getattr(config, section).model_copy(update={name: value}) if name else value
+        config = config.model_copy(update={section: new})
+    return Health(config, precision)
 
 
 def sequence(num_iterations: int, columns: Mapping[str, float | Sequence[float] | Callable[[int], float]]) -> list[Row]:
@@ -173,17 +181,17 @@ def test_the_mean_ratio_is_used_if_the_largest_error_is_absent() -> None:
 
 def test_the_tolerance_is_that_of_the_precision() -> None:
     rows = sequence(2, {"policy/first_ratio_error": 0.4, "policy/sampler_gap": 0.9, "objective/kl": [0.4, 1.0]})
-    assert names_of(rows, new_health(ratio_tolerance=RATIO_TOLERANCE["bfloat16"])) == []
+    assert names_of(rows, new_health("bfloat16")) == []
     assert {name for _, name in names_of(rows)} == {"ratio_not_one", "sampler_gap", "kl_not_zero"}
     rows = sequence(2, {"policy/sampler_gap_mean": [0.049, 0.051]})
-    assert names_of(rows, new_health(gap_tolerance=GAP_TOLERANCE["bfloat16"])) == [(2, "sampler_gap")]
+    assert names_of(rows, new_health("bfloat16")) == [(2, "sampler_gap")]
 
 
 @pytest.mark.parametrize("kl", [0.0051, -0.0051, 2.0])
 def test_a_first_kl_that_is_not_zero_stops(kl: float) -> None:
     rows = sequence(3, {"objective/kl": [kl, 2.0]})
     assert [(i, f.name, f.severity) for i, f in findings_of(rows)] == [(1, "kl_not_zero", "stop")]
-    assert names_of(rows, new_health(starts_at_reference=False)) == []
+    assert names_of(rows, new_health(ref_policy=CONFIG.policy)) == []
     assert names_of(sequence(3, {"objective/kl": [0.0049, 2.0]})) == []
 
 
@@ -199,47 +207,67 @@ def test_a_metric_that_is_not_finite_stops_the_run_and_is_named(key: str, value:
 # ------------------------------------------------------------------------------------------------- warnings
 
 
-LONGER: dict[str, Any] = {
-    "objective/score": lambda i: 0.1 * i,
-    "response/length": lambda i: 20.0 + i,
-    "response/score_length_correlation": 0.51,
+# Name, what differs from a steady run at x, an x beyond the limit and one just before it, and the iteration of the
+# first warning. There must be no other finding. A list whose last value is harmless is far beyond: it is reported
+# immediately.
+LIMITS: list[tuple[str, Callable[[float], dict[str, Any]], float, float, int]] = [
+    ("kl_negative", lambda x: {"objective/kl": [0.0, 0.0, x, 0.1]}, -1.01, -0.99, 3),
+    ("kl_negative", lambda x: {"objective/kl": [0.0, x]}, -0.06, -0.049, 6),
+    ("sampler_gap", lambda x: {"policy/sampler_gap": [0.0, x]}, 0.011, 0.0099, 2),
+    ("sampler_gap", lambda x: {"policy/sampler_gap_mean": [0.0, x, 0.0]}, 1.1e-4, 0.9e-4, 2),
+    ("skipped", lambda x: {"policy/skipped_steps": [0.0, x]}, 1.0, 0.0, 2),
+    ("approx_kl", lambda x: {"policy/approx_kl": [0.001, x]}, 0.11, 0.099, 4),
+    ("approx_kl", lambda x: {"policy/approx_kl": [0.001, x, 0.001]}, 1.01, 0.99, 2),
+    ("approx_kl", lambda x: {"policy/approx_kl": [0.001, x, 0.001]}, math.inf, 0.99, 2),
+    ("clip_fraction", lambda x: {"policy/clip_fraction": [0.001, x]}, 0.31, 0.299, 4),
+    ("clip_fraction", lambda x: {"policy/clip_fraction": [0.001, x, 0.001]}, 0.81, 0.79, 2),
+    ("entropy_collapse", lambda x: {"policy/entropy": [2.0, 2.0, 2.0, x]}, 0.39, 0.41, 6),
+    ("entropy_collapse", lambda x: {"policy/entropy": [2.0, 2.0, 2.0, 2.0, x, 2.0]}, 0.039, 0.041, 5),
+    ("alike", lambda x: {"response/distinct_2": [0.5, 0.5, 0.5, x]}, 0.19, 0.21, 6),
+    ("alike", lambda x: {"response/duplicate_fraction": [0.0, 0.0, 0.0, x]}, 0.51, 0.49, 6),
+    ("alike", lambda x: {"response/duplicate_fraction": [0.6, 0.6, 0.6, x]}, 0.86, 0.84, 6),
+    ("alike", lambda x: {"response/duplicate_fraction": x}, 0.96, 0.94, 3),
+    ("alike", lambda x: {"response/duplicate_fraction": [0.1, 0.1, 0.1, 0.1, x, 0.1]}, 0.98, 0.97, 5),
+    ("unfamiliar", lambda x: {"response/unfamiliarity": [0.1, 0.1, 0.1, x]}, 1.01, 0.99, 6),
+    ("unfamiliar", lambda x: {"response/unfamiliarity": [0.6, 0.6, 0.6, x]}, 1.21, 1.19, 6),
+    ("empty", lambda x: {"response/empty_fraction": [0.0, x]}, 0.26, 0.249, 4),
+    ("empty", lambda x: {"response/empty_fraction": [0.0, x, 0.0]}, 0.91, 0.89, 2),
+    ("truncated", lambda x: {"response/eos_fraction": [1.0, 1.0, 1.0, x]}, 0.49, 0.51, 6),
+    ("truncated", lambda x: {"response/eos_fraction": [0.1, 0.1, 0.1, x]}, 0.04, 0.051, 6),
+    ("truncated", lambda x: {"response/eos_fraction": [0.19, 0.19, 0.19, x]}, 0.04, 0.06, 6),
+    ("truncated", lambda x: {"response/eos_fraction": [1.0, 1.0, 1.0, 1.0, x, 1.0]}, 0.0, 0.01, 5),
+    ("never_ends", lambda x: {"response/eos_fraction": x}, 0.04, 0.06, 3),
+    ("value_blind", lambda x: {"value/explained_variance": x}, -0.01, 0.0, 15),
+    ("value_blind", lambda x: {"value/explained_variance": [0.1] * 20 + [x]}, -3.0, 0.0, 30),
+    ("score_saturated", lambda x: SCORE_RISES | {"objective/score_std": [1.0, 1.0, 1.0, x]}, 0.14, 0.16, 6),
+    ("score_saturated", lambda x: {"objective/score_std": x}, 0.0, 0.01, 3),
+    ("kl_far", lambda x: {"objective/kl": [0.0, x, 0.0], "response/length": 16.0}, 16.1, 15.9, 2),
+    ("kl_far", lambda x: {"objective/kl": [0.0, x, 0.0], "response/length": 2.0}, 10.1, 9.9, 2),
+    ("kl_far", lambda x: {"policy/ref_kl": [0.01, 0.01, x, 0.01]}, 1.1, 0.99, 3),
+    ("gradient_far", lambda x: {"policy/grad_norm": [0.3, 0.3, x, 0.3]}, 101.0, 99.0, 3),
+    ("gradient_far", lambda x: {"policy/grad_norm": [2.0, 2.0, 2.0, x, 2.0]}, 201.0, 199.0, 4),
+    ("length_explains_score", lambda x: LONGER | {"response/score_length_correlation": x}, 0.51, 0.49, 10),
+    # Nine tenths of the gain by iteration 6 at a KL of 4, and 6 is passed in iteration 12; or no gain at all.
+    ("kl_runaway", lambda x: RISEN | {"objective/kl": [0.0] * 3 + [4.0] * 3 + [4.5, 5, 5.5, 6, 6.5, x]}, 7.0, 5.4, 12),
+    ("kl_runaway", lambda x: {"objective/kl": [0.0, 0.0, 0.0, x]}, 5.1, 4.9, 6),
+    # The KL costs 0.2 and the score stays; or the policy did not move.
+    ("objective_falls", lambda x: FALLEN | {"objective/kl": lambda i: 0.0 if i <= 10 else x}, 2.0, 0.49, 20),
+    # Of a possible gain of 2 the score has nothing, or 0.6.
+    ("objective_falls", lambda x: FALLING | {"objective/score": lambda i: 0.0 if i <= 10 else x}, 0.0, 0.6, 20),
+]
+LONGER: dict[str, Any] = {"objective/score": lambda i: 0.1 * i, "response/length": lambda i: 20.0 + i}
+SCORE_RISES = {"objective/score": [0.0] * 3 + [2.0]}
+RISEN = {"objective/score": [0.0, 0.0, 0.0, 2.0, 2.0, 2.0, 2.1]}
+FALLEN: dict[str, Any] = {
+    "objective/reward": lambda i: 0.5 if i <= 10 else 0.3,
+    "objective/score": lambda i: 1 + 0.01 * (i % 2),
 }
-
-
-# Name, differences from a steady run, and the iteration of the first warning. There must be no other finding.
+FALLING: dict[str, Any] = {
+    "objective/reward": lambda i: 0.5 + 0.2 * (i % 2) - (0.0 if i <= 10 else 0.06),
+    "objective/kl": lambda i: 0.0 if i <= 10 else 2.0,
+}
 BAD: list[tuple[str, dict[str, Any], int]] = [
-    ("sampler_gap", {"policy/sampler_gap": [0.0, 0.011]}, 2),
-    ("skipped", {"policy/skipped_steps": [0.0, 1.0]}, 2),
-    ("kl_negative", {"objective/kl": [0.0, 0.0, -1.01]}, 3),
-    ("kl_negative", {"objective/kl": [0.0, -0.06]}, 6),
-    ("approx_kl", {"policy/approx_kl": [0.001, 0.11]}, 4),
-    ("clip_fraction", {"policy/clip_fraction": [0.001, 0.31]}, 4),
-    ("entropy_collapse", {"policy/entropy": [2.0, 2.0, 2.0, 0.39]}, 6),
-    ("alike", {"response/distinct_2": [0.5, 0.5, 0.5, 0.19]}, 6),
-    ("alike", {"response/duplicate_fraction": [0.0, 0.0, 0.0, 0.51]}, 6),
-    ("alike", {"response/duplicate_fraction": [0.6, 0.6, 0.6, 0.86]}, 6),
-    ("alike", {"response/duplicate_fraction": 0.96}, 3),
-    ("unfamiliar", {"response/unfamiliarity": [0.1, 0.1, 0.1, 1.01]}, 6),
-    ("unfamiliar", {"response/unfamiliarity": [0.6, 0.6, 0.6, 1.21]}, 6),
-    ("empty", {"response/empty_fraction": [0.0, 0.26]}, 4),
-    ("truncated", {"response/eos_fraction": [1.0, 1.0, 1.0, 0.49]}, 6),
-    ("truncated", {"response/eos_fraction": [0.1, 0.1, 0.1, 0.04]}, 6),
-    ("never_ends", {"response/eos_fraction": 0.04}, 3),
-    ("value_blind", {"value/explained_variance": -0.01}, 15),
-    ("value_blind", {"value/explained_variance": [0.1] * 20 + [-3.0]}, 30),
-    ("score_saturated", {"objective/score_std": [1.0, 1.0, 1.0, 0.14], "objective/score": [0.0] * 3 + [2.0]}, 6),
-    ("score_saturated", {"objective/score_std": 0.0}, 3),
-    ("length_explains_score", LONGER, 10),
-    # The KL costs 0.2 and the score stays.
-    (
-        "objective_falls",
-        {
-            "objective/reward": lambda i: 0.5 if i <= 10 else 0.3,
-            "objective/kl": lambda i: 0.0 if i <= 10 else 2.0,
-            "objective/score": lambda i: 1 + 0.01 * (i % 2),
-        },
-        20,
-    ),
+    *((name, columns(bad), first) for name, columns, bad, _, first in LIMITS),
     # The score rises by the half of what the KL costs.
     (
         "objective_falls",
@@ -251,113 +279,34 @@ BAD: list[tuple[str, dict[str, Any], int]] = [
         },
         20,
     ),
-    # Nine tenths of the gain by iteration 6 at a KL of 4; the mean of three passes 6 in iteration 12.
-    (
-        "kl_runaway",
-        {
-            "objective/score": [0.0, 0.0, 0.0, 2.0, 2.0, 2.0, 2.1],
-            "objective/kl": [0.0, 0.0, 0.0, 4.0, 4.0, 4.0, 4.5, 5.0, 5.5, 6.0, 6.5, 7.0],
-        },
-        12,
-    ),
-    # No gain at all.
-    ("kl_runaway", {"objective/kl": [0.0, 0.0, 0.0, 5.1]}, 6),
 ]
-
-
-# One value far beyond its limit, then none: it is reported immediately.
-FAR: list[tuple[str, dict[str, Any], int]] = [
-    ("sampler_gap", {"policy/sampler_gap_mean": [0.0, 1.1e-4, 0.0]}, 2),
-    ("approx_kl", {"policy/approx_kl": [0.001, 1.01, 0.001]}, 2),
-    ("approx_kl", {"policy/approx_kl": [0.001, math.inf, 0.001]}, 2),
-    ("clip_fraction", {"policy/clip_fraction": [0.001, 0.81, 0.001]}, 2),
-    ("empty", {"response/empty_fraction": [0.0, 0.91, 0.0]}, 2),
-    ("entropy_collapse", {"policy/entropy": [2.0, 2.0, 2.0, 2.0, 0.039, 2.0]}, 5),
-    ("alike", {"response/duplicate_fraction": [0.1, 0.1, 0.1, 0.1, 0.98, 0.1]}, 5),
-    ("truncated", {"response/eos_fraction": [1.0, 1.0, 1.0, 1.0, 0.0, 1.0]}, 5),
-    ("kl_far", {"objective/kl": [0.0, 25.0, 0.0], "response/length": 16.0}, 2),
-    ("kl_far", {"objective/kl": [0.0, 10.1, 0.0], "response/length": 2.0}, 2),
-    ("kl_far", {"policy/ref_kl": [0.01, 0.01, 1.1, 0.01]}, 3),
-    ("gradient_far", {"policy/grad_norm": [0.3, 0.3, 101.0, 0.3]}, 3),
-    ("gradient_far", {"policy/grad_norm": [2.0, 2.0, 2.0, 201.0, 2.0]}, 4),
-]
-
-
-# The same just below the limit: there must be no finding.
 NEARLY_BAD: list[tuple[str, dict[str, Any]]] = [
-    ("sampler_gap", {"policy/sampler_gap": 0.0099, "policy/sampler_gap_mean": 0.9e-4}),
-    ("kl_negative", {"objective/kl": [0.0, 0.0, -0.99, 0.1]}),
-    ("kl_negative", {"objective/kl": [0.0, -0.049]}),
+    *((name, columns(nearly)) for name, columns, _, nearly, _ in LIMITS),
     ("kl_negative", {"objective/kl": lambda i: 0.0 if i == 1 or i % 5 == 0 else -0.5}),
-    ("approx_kl", {"policy/approx_kl": 0.099}),
-    ("clip_fraction", {"policy/clip_fraction": 0.299}),
-    ("entropy_collapse", {"policy/entropy": [2.0, 2.0, 2.0, 0.41]}),
-    ("alike", {"response/distinct_2": [0.5, 0.5, 0.5, 0.21]}),
-    ("alike", {"response/duplicate_fraction": [0.0, 0.0, 0.0, 0.49]}),
-    ("alike", {"response/duplicate_fraction": [0.6, 0.6, 0.6, 0.84]}),
-    ("alike", {"response/duplicate_fraction": 0.94}),
-    ("unfamiliar", {"response/unfamiliarity": [0.1, 0.1, 0.1, 0.99]}),
-    ("unfamiliar", {"response/unfamiliarity": [0.6, 0.6, 0.6, 1.19]}),
-    ("empty", {"response/empty_fraction": 0.249}),
-    ("truncated", {"response/eos_fraction": [1.0, 1.0, 1.0, 0.51]}),
-    ("truncated", {"response/eos_fraction": [0.1, 0.1, 0.1, 0.051]}),
-    ("truncated", {"response/eos_fraction": [0.19, 0.19, 0.19, 0.06]}),
-    ("never_ends", {"response/eos_fraction": 0.06}),
     ("value_blind", {"value/explained_variance": [-1.0] * 14 + [0.0]}),
     ("value_blind", {"value/explained_variance": lambda i: 0.001 if i % 10 == 0 else -1.0}),
-    ("score_saturated", {"objective/score_std": [1.0, 1.0, 1.0, 0.16], "objective/score": [0.0] * 3 + [2.0]}),
     # Its spread is gone, and so is its height: broken rather than saturated.
     ("score_saturated", {"objective/score_std": [1.0] * 9 + [0.1], "objective/score": [0.0] * 3 + [2.0] * 6 + [1.79]}),
-    ("length_explains_score", LONGER | {"response/score_length_correlation": 0.49}),
-    ("length_explains_score", LONGER | {"response/length": lambda i: 20.0 + i % 2}),
-    ("length_explains_score", LONGER | {"objective/score": lambda i: 1 + 0.1 * (i % 2)}),
-    ("approx_kl", {"policy/approx_kl": [0.001, 0.99, 0.001]}),
-    ("clip_fraction", {"policy/clip_fraction": [0.001, 0.79, 0.001]}),
-    ("empty", {"response/empty_fraction": [0.0, 0.89, 0.0]}),
-    ("entropy_collapse", {"policy/entropy": [2.0, 2.0, 2.0, 2.0, 0.041, 2.0]}),
-    ("alike", {"response/duplicate_fraction": [0.1, 0.1, 0.1, 0.1, 0.97, 0.1]}),
-    ("truncated", {"response/eos_fraction": [1.0, 1.0, 1.0, 1.0, 0.01, 1.0]}),
-    ("kl_far", {"objective/kl": [0.0, 15.9, 0.0], "response/length": 16.0}),
-    ("kl_far", {"objective/kl": [0.0, 9.9, 0.0], "response/length": 1.0}),
-    ("kl_far", {"policy/ref_kl": [0.01, 0.01, 0.99, 0.01]}),
-    ("gradient_far", {"policy/grad_norm": [0.3, 0.3, 0.3, 99.0, 0.3]}),
-    ("gradient_far", {"policy/grad_norm": [2.0, 2.0, 2.0, 199.0, 2.0]}),
-    # The policy did not move, or the score rose by 0.6 of 2 possible ones.
-    (
-        "objective_falls",
-        {"objective/reward": lambda i: 0.5 if i <= 10 else 0.3, "objective/kl": lambda i: 0.0 if i <= 10 else 0.49},
-    ),
-    (
-        "objective_falls",
-        {
-            "objective/reward": lambda i: 0.5 + 0.2 * (i % 2) - (0.0 if i <= 10 else 0.06),
-            "objective/kl": lambda i: 0.0 if i <= 10 else 2.0,
-            "objective/score": lambda i: 0.0 if i <= 10 else 0.6,
-        },
-    ),
-    ("kl_runaway", {"objective/score": [0.0] * 3 + [2.0] * 3 + [2.1], "objective/kl": [0.0] * 3 + [4.0] * 3 + [5.9]}),
-    ("kl_runaway", {"objective/kl": [0.0] * 3 + [4.9]}),
+    ("length_explains_score", LONGER | {"response/score_length_correlation": 0.6, "response/length": 20.0}),
+    ("length_explains_score", LONGER | {"response/score_length_correlation": 0.6, "objective/score": 1.0}),
     # As much KL, and the score pays for it.
     ("kl_runaway", {"objective/score": lambda i: math.sqrt(i - 1), "objective/kl": lambda i: 0.5 * (i - 1)}),
 ]
 
 
-@pytest.mark.parametrize(("name", "columns", "first"), BAD + FAR)
+@pytest.mark.parametrize(("name", "columns", "first"), BAD)
 def test_each_problem_is_found_in_time_and_alone(name: str, columns: dict[str, Any], first: int) -> None:
     assert names_of(sequence(first + REPEAT - 1, columns)) == [(first, name)]
 
 
-@pytest.mark.parametrize(("name", "columns"), NEARLY_BAD)
-def test_just_below_a_limit_nothing_is_found(name: str, columns: dict[str, Any]) -> None:
-    del name
+@pytest.mark.parametrize("columns", [columns for _, columns in NEARLY_BAD])
+def test_just_below_a_limit_nothing_is_found(columns: dict[str, Any]) -> None:
     assert names_of(sequence(40, columns)) == []
 
 
-# A sampler gap, a skipped minibatch and a KL below -1 are reported after one iteration.
-@pytest.mark.parametrize(("name", "columns"), [(name, columns) for name, columns, _ in BAD[3:]])
-def test_single_bad_iterations_give_no_warning(name: str, columns: dict[str, Any]) -> None:
-    """Bad rows between good ones, never several in a row."""
-    del name
+@pytest.mark.parametrize("columns", [columns for name, columns, _ in BAD if name not in ("sampler_gap", "skipped")])
+def test_single_bad_iterations_give_no_warning(columns: dict[str, Any]) -> None:
+    """Bad rows between good ones, never several in a row. Sampler gaps and skipped minibatches are said at once."""
     bad = sequence(60, columns)[-1]
     assert names_of([STEADY] * 3 + [bad, STEADY, bad, STEADY, STEADY] * 10) == []
 
@@ -369,11 +318,11 @@ def test_of_two_signs_of_a_problem_the_first_is_said() -> None:
 
 def test_without_a_value_model_its_metrics_are_ignored() -> None:
     rows = sequence(40, {"value/explained_variance": -1.0})
-    assert names_of(rows, new_health(has_value_model=False)) == []
+    assert names_of(rows, new_health(ppo__advantage_estimator="rloo")) == []
 
 
 def test_every_rule_has_a_run_here() -> None:
-    tested = {name for name, _, _ in BAD + FAR} | {"not_finite", "ratio_not_one", "kl_not_zero", "same_word"}
+    tested = {name for name, _, _ in BAD} | {"not_finite", "ratio_not_one", "kl_not_zero", "same_word"}
     tested |= {"limit_missed"}  # tests/rewards/test_limits.py
     assert {rule.name for rule in (*STOPS, *WARNINGS)} == tested
 
@@ -422,49 +371,48 @@ def test_the_advice_depends_on_whether_there_is_a_kl_penalty() -> None:
     assert "set ppo.kl_coef above 0" in free.advice
 
 
-def advice_on(name: str, config: Mapping[str, Any]) -> str:
+def advice_on(name: str, **changes: Any) -> str:
     columns = next(columns for found, columns, _ in BAD if found == name)
-    return next(f for _, f in findings_of(sequence(20, columns), new_health(config=config)) if f.name == name).advice
+    return next(f for _, f in findings_of(sequence(20, columns), new_health(**changes)) if f.name == name).advice
 
 
 def test_no_advice_names_a_key_that_is_set_already() -> None:
-    judge = {"evaluation.gold": "a.py:f", "evaluation.every_iterations": None}
-    assert "set evaluation.gold and evaluation.every_iterations" in advice_on("kl_runaway", {})
-    assert "or set evaluation.every_iterations" in advice_on("kl_runaway", judge)
-    judge["evaluation.every_iterations"] = 10
-    assert "evaluation." not in advice_on("kl_runaway", judge)
-    (_, finding), *_ = findings_of(sequence(6, {"objective/kl": [0.0] * 3 + [5.1]}), new_health(config=judge))
+    assert "set evaluation.gold and evaluation.every_iterations" in advice_on("kl_runaway")
+    assert "or set evaluation.every_iterations" in advice_on("kl_runaway", evaluation__gold="a.py:f")
+    judge = {"evaluation__gold": "a.py:f", "evaluation__every_iterations": 10}
+    assert "evaluation." not in advice_on("kl_runaway", **judge)
+    (_, finding), *_ = findings_of(sequence(6, {"objective/kl": [0.0] * 3 + [5.1]}), new_health(**judge))
     assert "Without a gold score" not in finding.message
-    assert "raise ppo.kl_coef" in advice_on("kl_runaway", {"ppo.kl_controller": "fixed"})
-    adaptive = advice_on("kl_runaway", {"ppo.kl_controller": "adaptive"})
+    assert "raise ppo.kl_coef" in advice_on("kl_runaway", ppo__kl_controller="fixed")
+    adaptive = advice_on("kl_runaway", ppo__kl_controller="adaptive")
     assert "lower ppo.kl_target" in adaptive
     assert "ppo.kl_coef" not in adaptive
-    assert "ppo.ppo_epochs" in advice_on("skipped", {"ppo.ppo_epochs": 2})
-    assert "ppo.ppo_epochs" not in advice_on("skipped", {"ppo.ppo_epochs": 1})
-    assert "set ppo.max_approx_kl" in advice_on("approx_kl", {})
-    assert "lower ppo.max_approx_kl" in advice_on("approx_kl", {"ppo.max_approx_kl": 0.2})
+    assert "ppo.ppo_epochs" in advice_on("skipped", ppo__ppo_epochs=2)
+    assert "ppo.ppo_epochs" not in advice_on("skipped", ppo__ppo_epochs=1)
+    assert "set ppo.max_approx_kl" in advice_on("approx_kl", ppo__max_approx_kl=None)
+    assert "lower ppo.max_approx_kl" in advice_on("approx_kl", ppo__max_approx_kl=0.2)
 
 
 @pytest.mark.parametrize(
-    "config",
-    [{"ppo.whiten_rewards": True}, {"ppo.score_normalization": "running"}]
-    + [{"ppo.advantage_estimator": "reinforce_pp_baseline"}],
+    "changes",
+    [{"ppo__whiten_rewards": True}, {"ppo__score_normalization": "running"}]
+    + [{"ppo__advantage_estimator": "reinforce_pp_baseline"}],
 )
-def test_rewards_without_a_fixed_unit_are_not_compared(config: Mapping[str, Any]) -> None:
+def test_rewards_without_a_fixed_unit_are_not_compared(changes: dict[str, Any]) -> None:
     columns = next(columns for found, columns, _ in BAD if found == "objective_falls")
-    assert names_of(sequence(25, columns), new_health(config=config)) == []
+    assert names_of(sequence(25, columns), new_health(**changes)) == []
 
 
 def test_a_kl_in_the_loss_is_part_of_the_objective() -> None:
     columns = {"objective/reward": 0.5, "objective/kl": lambda i: 0.0 if i <= 10 else 2.0}
     assert names_of(sequence(25, columns)) == []
-    assert names_of(sequence(25, columns), new_health(kl_in_reward=False)) == [(20, "objective_falls")]
+    assert names_of(sequence(25, columns), new_health(ppo__kl_in="loss")) == [(20, "objective_falls")]
 
 
 def test_a_negative_kl_pays_only_as_a_penalty_in_the_reward() -> None:
     rows = sequence(3, {"objective/kl": [0.0, 0.0, -2.0]})
     (_, reward), *_ = findings_of(rows)
-    (_, loss), *_ = findings_of(rows, new_health(kl_in_reward=False))
+    (_, loss), *_ = findings_of(rows, new_health(ppo__kl_in="loss"))
     assert "pays" in reward.message
     assert "pays" not in loss.message
 
@@ -810,10 +758,9 @@ def test_the_state_does_not_grow_with_the_run() -> None:
 
 
 def everything() -> list[Finding]:
-    bad = BAD + FAR
-    findings = [finding for _, columns, first in bad for _, finding in findings_of(sequence(first, columns))]
+    findings = [finding for _, columns, first in BAD for _, finding in findings_of(sequence(first, columns))]
     free = {"objective/kl_coef": 0.0}
-    findings += [finding for _, columns, first in bad for _, finding in findings_of(sequence(first, columns | free))]
+    findings += [finding for _, columns, first in BAD for _, finding in findings_of(sequence(first, columns | free))]
     stops = {"policy/first_ratio_error": 1.0, "objective/kl": 1.0, "loss/policy": math.nan}
     findings += new_health().check(1, STEADY | stops)
     findings += new_health().check(1, {"policy/first_ratio": 2.0})

@@ -5,6 +5,8 @@ tests/ppo/test_optimum.py compares the multiplier and the policy with those of t
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -18,6 +20,7 @@ from rlhf_cli.health.running import Health
 from rlhf_cli.ppo.scores import Limits
 from rlhf_cli.processes.distributed import ALONE
 from support.compare import same_runs
+from support.paths import ROOT
 from support.tiny import read_jsonl
 from support.worlds import run_in_threads
 
@@ -78,19 +81,15 @@ def test_both_sides_and_the_dense_share() -> None:
     assert limits.score_share == 0.25
 
 
-def health(rewards) -> Health:
-    config = {"rewards": rewards}
-    return Health(kl_in_reward=True, has_value_model=True, starts_at_reference=False, max_new_tokens=9, config=config)
-
-
 @pytest.mark.parametrize(("mean", "lam", "is_missed"), [(-3.0, 150.0, True), (-3.0, 99.0, False), (-2.0, 150.0, False)])
 def test_health_says_that_a_limit_cannot_be_met(mean, lam, is_missed) -> None:
-    limit = {"above": -2.5, "below": None, "learning_rate": 0.1}
-    metrics = {"reward/length_1": mean, "lambda/length_1": lam, "reward/b": 1.0, "lambda/b": lam}
-    other = {"limit": {"above": None, "below": 2.0, "learning_rate": 0.1}}
-    found = health([{"limit": None}, {"limit": limit}, other]).check(40, metrics)
+    limits = [None, {"above": -2.5}, {"below": 2.0}]
+    rewards = json.dumps([{"type": "length", "target": 9, "limit": limit} for limit in limits])
+    config = load_config(ROOT / "configs/hh/ppo.yaml", PPOConfig, [f"rewards={rewards}"])
+    metrics = {"reward/length_1": mean, "lambda/length_1": lam, "reward/length_2": 1.0, "lambda/length_2": lam}
+    found = Health(config).check(40, metrics)
     assert [one.name for one in found] == (["limit_missed"] if is_missed else [])
-    assert all("length_1 is -3, must be above -2.5" in one.message and "reward/b" not in one.message for one in found)
+    assert all("length_1 is -3, must be above -2.5" in one.message and "length_2" not in one.message for one in found)
 
 
 def test_ppo_with_a_limit_on_one_and_on_two_processes(pipeline, write_config, run_stage, tmp_path) -> None:
