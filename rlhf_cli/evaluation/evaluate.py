@@ -102,9 +102,6 @@ def _write(run: Run, stage: str, report: dict[str, Any]) -> Path:
     return path
 
 
-# ---------------------------------------------------------------------------------------------- SFT
-
-
 def _sft(run: Run, display: Display) -> dict[str, Any]:
     """Held-out likelihood of the SFT model, beside the model that it started from."""
     config = run.sft
@@ -137,9 +134,6 @@ def _sft(run: Run, display: Display) -> dict[str, Any]:
         show(display, "SFT, held-out loss by source of the data", {"loss": loss}, counts=True)
         report["by_source"] = {"loss": as_json(loss)}
     return report
-
-
-# ---------------------------------------------------------------------------------------------- PPO
 
 
 def _ppo(run: Run, settings: Settings, display: Display) -> dict[str, Any]:

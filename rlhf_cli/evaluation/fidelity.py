@@ -68,9 +68,6 @@ class Comparison:
 COLUMNS = ["", "original", "exported", "difference"]
 
 
-# ------------------------------------------------------------------------------------------- language models
-
-
 class PolicyCheck:
     """Loss on SFT's held-out rows, and exact KL on the original's responses to held-out prompts."""
 
@@ -153,9 +150,6 @@ def _prompts(
         return rollout, [row.ids for row in Drawn(table, PROMPTS, run.seed)]
     prompts = [row.ids[: row.loss_mask.index(True)] for row in Drawn(rows, PROMPTS, run.seed)]
     return rollout, [ids for ids in prompts if 0 < len(ids) <= room]
-
-
-# ------------------------------------------------------------------------------------------- reward models
 
 
 class RewardModelCheck:

@@ -71,9 +71,6 @@ Text = tuple[list[int], int]
 """A text as the reward model reads it, and the `reply_length` of its reply."""
 
 
-# ----------------------------------------------------------------------------------------- samples
-
-
 def samples_of_sft(items: Items, config: RMConfig, stage: StageRun) -> list[Sample]:
     """Fresh samples of the SFT model, which answer the prompts of `items`, or the first words of answers without one.
 
@@ -139,9 +136,6 @@ def _sft_model(config: RMConfig) -> str | None:
     return path if path is not None and is_language_model(path, config.model.revision) else None
 
 
-# -------------------------------------------------------------------------------------------- rows
-
-
 def _rows(items: Items, config: RMConfig) -> list[Record]:
     """A row with one answer for each sample. The rows are repeated if there are fewer than needed.
 
@@ -149,9 +143,6 @@ def _rows(items: Items, config: RMConfig) -> list[Record]:
     """
     rows = [items[i % len(items)].row for i in range(config.evaluation.num_normalization_samples)]
     return [row.each()[-1 if number % 2 else 0] for number, row in enumerate(rows)]
-
-
-# ---------------------------------------------------------------------------------------- statistics
 
 
 def texts_to_score(

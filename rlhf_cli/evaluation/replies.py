@@ -184,9 +184,6 @@ class Arena:
         return rollout.responses, [row[: len(r.ids)] for row, r in zip(distances, rollout.responses, strict=True)]
 
 
-# ------------------------------------------------------------------------------------------- before and after PPO
-
-
 def side_figures(replies: Replies, *, seed: int) -> Figures:
     """One policy's first reply to each prompt: scores, each reward, gold numbers, KL, form."""
     figures: Figures = {}

@@ -205,9 +205,6 @@ def _of_probes(scorer: Scorer) -> tuple[Figures, Figures] | None:
     return accuracy, longer
 
 
-# ------------------------------------------------------------------------------------------- distributions
-
-
 def policy_scores(
     scorer: Scorer, rows: Sequence[RankedIds | ScoredIds], stages: Sequence[str] = ("sft", "ppo")
 ) -> dict[str, Tensor]:
@@ -254,9 +251,6 @@ def distributions(sides: dict[str, Tensor], scorer: Scorer, sentences: Sentences
             f"score_std {std:.3g}"
         )
     return table
-
-
-# ------------------------------------------------------------------------------------------- benchmark
 
 
 def _of_benchmark(scorer: Scorer, bench: Bench, sentences: Sentences) -> dict[str, Any]:

@@ -31,9 +31,6 @@ MIN_KL = 1e-3
 """Nats. Points nearer to the start say nothing about the curve."""
 
 
-# ----------------------------------------------------------------------------------------- best of n
-
-
 def _gold(replies: Replies) -> list[Tensor]:
     """The numbers of the judge, [P, K]; empty without one."""
     return [] if replies.gold_name is None else [replies.gold[replies.gold_name]]
@@ -196,9 +193,6 @@ def share_of_gain(own: Tensor, best: Tensor, start: Tensor, *, seed: int) -> Fig
         return (own.mean(-1) - start.mean(-1)) / (best.mean(-1) - start.mean(-1))
 
     return bootstrapped(share, own, best, start, seed=seed)
-
-
-# ------------------------------------------------------------------------------------------ the report
 
 
 def best_of_n_report(

@@ -149,9 +149,6 @@ def _of_manifest(stage: str, data: StageData) -> dict[str, float]:
     return found
 
 
-# ------------------------------------------------------------------------------------------ metrics
-
-
 def _training(stage: str, rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The training loss of SFT or RM: over the first tenth, up to the middle, and over the last tenth of the steps."""
     loss = [row[f"loss/{stage}"] for row in rows if f"loss/{stage}" in row]

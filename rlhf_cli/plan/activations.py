@@ -80,9 +80,6 @@ def kept_bytes(compute: Callable[[], object]) -> int:
     return sum(kept.values())
 
 
-# ------------------------------------------------------------------------------------------- without weights
-
-
 def fake_activation_bytes(model: PreTrainedModel, precision: str, key: str) -> float:
     """`activation_bytes` of a model on the meta device, whose layers and attention become those that the stages use.
 

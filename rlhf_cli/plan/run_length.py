@@ -88,9 +88,6 @@ def length_of(stage: str, configs: Mapping[str, Stage], tokens_per_s: float | No
     return replace(length, hours=length.tokens / tokens_per_s / 3600)
 
 
-# --------------------------------------------------------------------------------------------- training rows
-
-
 def training_rows(config: SFTConfig | RMConfig, configs: Mapping[str, Stage], given: int | None) -> TrainingRows:
     """The training rows of a stage. Never downloads anything.
 

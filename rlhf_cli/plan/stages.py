@@ -51,9 +51,8 @@ def plan_stage(stage: str, config: Stage, origins: ModelOrigins, machine: Machin
     """The plan of one stage. Raises ConfigError or ArtifactError if a model cannot be found or built."""
     assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
     setting, training = setting_of(config, machine), _training(config)
-    models, tokens = models_of(config, origins, setting), training.tokens_per_microbatch
-    if tokens == "auto":
-        tokens = _auto(config, models, machine)
+    models = models_of(config, origins, setting)
+    tokens = planned_tokens(config, models, machine)
     batch = _batch(config, models, training.minibatch_size, tokens)
     scored = _batch(config, models, config.ppo.rollout_batch_size, tokens) if isinstance(config, PPOConfig) else batch
     phases = [
@@ -86,13 +85,21 @@ def microbatch_tokens(config: Stage, models: Mapping[str, PreTrainedModel], worl
 
     `models` are by their names in the plan, each on the device and as `shape_of_loaded` wants it.
     """
-    return planned_tokens(config, ModelOrigins({}, models, config.precision), machine_of_run(world.device, world.size))
+    machine, origins = machine_of_run(world.device, world.size), ModelOrigins({}, models, config.precision)
+    return planned_tokens(config, models_of(config, origins, setting_of(config, machine)), machine)
 
 
-def planned_tokens(config: Stage, origins: ModelOrigins, machine: Machine) -> int:
-    """The `tokens_per_microbatch` of a stage. `auto` is computed, and nothing else of the plan is."""
-    setting, given = setting_of(config, machine), _training(config).tokens_per_microbatch
-    return _auto(config, models_of(config, origins, setting), machine) if given == "auto" else given
+def planned_tokens(config: Stage, models: list[Held], machine: Machine) -> int:
+    """The `tokens_per_microbatch` of a stage. `auto` is computed."""
+    training = _training(config)
+    if training.tokens_per_microbatch != "auto":
+        return training.tokens_per_microbatch
+    mixed = replace(_batch(config, models, training.minibatch_size, 1), num=FULL, later=None)
+
+    def phases(tokens: int) -> list[Phase]:
+        return _passes(config, models, mixed.of(tokens), mixed.of(tokens))
+
+    return auto_tokens(phases, machine, models[0].setting)
 
 
 def setting_of(config: Stage, machine: Machine) -> Setting:
@@ -168,17 +175,6 @@ def _training(config: Stage) -> Training | PPO:
     """The section with the sizes of the batches."""
     assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
     return config.ppo if isinstance(config, PPOConfig) else config.training
-
-
-def _auto(config: Stage, models: list[Held], machine: Machine) -> int:
-    """The tokens per microbatch that `auto` chooses."""
-    mixed = _batch(config, models, _training(config).minibatch_size, 1)
-    mixed = replace(mixed, num=FULL, later=None)
-
-    def phases(tokens: int) -> list[Phase]:
-        return _passes(config, models, mixed.of(tokens), mixed.of(tokens))
-
-    return auto_tokens(phases, machine, models[0].setting)
 
 
 def _batch(config: Stage, models: list[Held], num_rows: int, tokens: int) -> Batch:

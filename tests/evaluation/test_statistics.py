@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ from rlhf_cli.algorithms.statistics import (
 )
 from rlhf_cli.evaluation.figures import mean_figure
 from rlhf_cli.evaluation.replies import Replies
-from rlhf_cli.evaluation.yardstick import BestOfN, beside_the_best, share_of_gain
+from rlhf_cli.evaluation.yardstick import share_of_gain, tilted
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -41,14 +40,19 @@ def generator(seed: int = 0) -> torch.Generator:
 # ----------------------------------------------------------------------------------------- intervals
 
 
+def covered(truth, intervals) -> float:
+    """The share of the intervals that hold the truth."""
+    held = [low <= truth <= high for low, high in intervals]
+    return sum(held) / len(held)
+
+
 @pytest.mark.parametrize("size", [12, 60])
 def test_intervals_cover_the_mean_in_95_percent_of_1000_simulations(size):
-    truth, covered = 0.3, 0
-    for run in range(1000):
-        values = truth + torch.randn(size, generator=generator(run), dtype=torch.float64)
-        low, high = bootstrap_interval(lambda rows: rows.mean(-1), values, seed=run, num_resamples=600)
-        covered += low <= truth <= high
-    assert 0.93 <= covered / 1000 <= 0.97
+    def interval(run):
+        values = 0.3 + torch.randn(size, generator=generator(run), dtype=torch.float64)
+        return bootstrap_interval(lambda rows: rows.mean(-1), values, seed=run, num_resamples=600)
+
+    assert 0.93 <= covered(0.3, map(interval, range(1000))) <= 0.97
 
 
 def test_kappa_of_known_examples():
@@ -62,14 +66,11 @@ def test_kappa_of_known_examples():
 @pytest.mark.parametrize(("size", "truth"), [(40, 0.4), (40, 0.9), (200, 0.7)])
 def test_the_interval_of_kappa_covers_it_in_95_percent_of_1000_simulations(size, truth):
     """The labels of a pair are first, second or tie. With probability kappa both labellers give the same draw."""
-    shares, draw, covered = torch.tensor([0.45, 0.45, 0.1]), generator(), 0
+    shares, draw = torch.tensor([0.45, 0.45, 0.1]), generator()
     a, b = (torch.multinomial(shares, 1000 * size, replacement=True, generator=draw) for _ in range(2))
     b = torch.where(torch.rand(1000 * size, generator=draw) < truth, a, b)
-    for cells in (3 * a + b).view(1000, size):
-        table = torch.bincount(cells, minlength=9).view(3, 3).tolist()
-        _, low, high = cohen_kappa(table)
-        covered += low <= truth <= high
-    assert 0.93 <= covered / 1000 <= 0.98
+    tables = [torch.bincount(cells, minlength=9).view(3, 3).tolist() for cells in (3 * a + b).view(1000, size)]
+    assert 0.93 <= covered(truth, (cohen_kappa(table)[1:] for table in tables)) <= 0.98
 
 
 @pytest.mark.parametrize(("p_before", "p_after"), [(0.97, 0.99), (0.99, 0.99), (0.5, 0.8)])
@@ -77,51 +78,34 @@ def test_newcombes_intervals_cover_the_difference_of_two_paired_rates(p_before, 
     # The same uniforms decide both, so the columns are correlated.
     uniform = torch.rand(1000, 256, generator=generator(), dtype=torch.float64)
     own = torch.where(torch.rand(1000, 256, generator=generator(1)) < 0.5, uniform, uniform.flip(0))
-    covered = 0
-    for before, after in zip(uniform < p_before, own < p_after, strict=True):
-        low, high = newcombe_interval(after, before)
-        assert low < high
-        covered += low <= p_after - p_before <= high
-    assert covered / 1000 >= 0.93
+    intervals = [newcombe_interval(*rows) for rows in zip(own < p_after, uniform < p_before, strict=True)]
+    assert all(low < high for low, high in intervals)
+    assert covered(p_after - p_before, intervals) >= 0.93
 
 
 def test_intervals_at_equal_length_cover_it_in_95_percent_of_1000_simulations():
-    covered = 0
-    for run in range(1000):
+    def interval(run):
         d = torch.randn(200, generator=generator(run), dtype=torch.float64)
         p = torch.sigmoid(0.5 + torch.tanh(d / d.std(correction=0)))
         won = (torch.rand(200, generator=generator(run + 5000), dtype=torch.float64) < p).double()
-        low, high = length_controlled_interval(won, d, torch.zeros_like(d))
-        covered += low <= 1 / (1 + math.exp(-0.5)) <= high
-    assert 0.93 <= covered / 1000 <= 0.97
+        return length_controlled_interval(won, d, torch.zeros_like(d))
+
+    assert 0.93 <= covered(1 / (1 + math.exp(-0.5)), map(interval, range(1000))) <= 0.97
 
 
 @pytest.mark.parametrize("size", [5, 10])
 def test_intervals_of_the_gold_curve_cover_a_and_b_in_95_percent_of_1000_simulations(size):
     d = torch.linspace(0.3, 3.0, size, dtype=torch.float64)
-    truth = 1.0 + d * (1.5 - 0.8 * d.log())
-    covered_a = covered_b = 0
-    for row in truth + 0.1 * torch.randn(1000, size, generator=generator(), dtype=torch.float64):
-        curve = fit_gold_curve(d, row, start=1.0)
-        covered_a += abs(curve.a - 1.5) <= curve.error_a
-        covered_b += abs(curve.b - 0.8) <= curve.error_b
-    assert 0.93 <= covered_a / 1000 <= 0.97
-    assert 0.93 <= covered_b / 1000 <= 0.97
+    rows = 1.0 + d * (1.5 - 0.8 * d.log()) + 0.1 * torch.randn(1000, size, generator=generator(), dtype=torch.float64)
+    curves = [fit_gold_curve(d, row, start=1.0) for row in rows]
+    assert 0.93 <= covered(1.5, ((c.a - c.error_a, c.a + c.error_a) for c in curves)) <= 0.97
+    assert 0.93 <= covered(0.8, ((c.b - c.error_b, c.b + c.error_b) for c in curves)) <= 0.97
 
 
-def test_four_points_give_no_interval_of_the_gold_curve():
-    d = torch.tensor([0.5, 1.0, 2.0, 3.0])
-    assert math.isnan(fit_gold_curve(d, d.sqrt(), start=0.0).error_a)
-
-
-def test_paired_columns_are_resampled_together():
+def test_an_interval_resamples_paired_columns_together_repeats_with_its_seed_and_needs_two_rows():
     a = torch.randn(50, generator=generator())
-    low, high = bootstrap_interval(lambda x, y: (y - x).mean(-1), a, a + 1, seed=0)
-    assert low == pytest.approx(1, abs=1e-6)
-    assert high == pytest.approx(1, abs=1e-6)
-
-
-def test_an_interval_repeats_with_its_seed_and_needs_two_rows():
+    paired = bootstrap_interval(lambda x, y: (y - x).mean(-1), a, a + 1, seed=0)
+    assert paired == pytest.approx((1, 1), abs=1e-6)
     first, same, other = (mean_figure(torch.arange(9.0), seed=seed) for seed in (3, 3, 4))
     assert first == same != other
     assert all(math.isnan(mean_figure(torch.ones(n), seed=seed).low) for n, seed in ((1, 0), (9, None)))
@@ -145,6 +129,9 @@ def test_the_best_temperature_undoes_an_overconfident_scale():
     right = torch.rand(100_000, generator=generator(4), dtype=torch.float64) < torch.sigmoid(true_margin)
     margin = torch.where(right, true_margin, -true_margin) * 3  # three times too sure
     assert best_temperature(margin) == pytest.approx(3, rel=0.03)
+    assert best_temperature(torch.tensor([1.0, 2.0])) == 0
+    assert best_temperature(torch.tensor([1.0, -2.0])) == math.inf
+    assert best_temperature(torch.tensor([])) == math.inf
 
 
 def test_the_batched_calibration_figures_are_those_of_each_row():
@@ -166,12 +153,6 @@ def test_the_interval_of_distinct_words_is_that_of_leaving_out_each_text():
     assert distinct_n_interval(texts, 1) == pytest.approx((max(0, 0.6 - half), min(1, 0.6 + half)))
 
 
-def test_the_best_temperature_at_its_limits():
-    assert best_temperature(torch.tensor([1.0, 2.0])) == 0
-    assert best_temperature(torch.tensor([1.0, -2.0])) == math.inf
-    assert best_temperature(torch.tensor([])) == math.inf
-
-
 # ----------------------------------------------------------------------------------------- best of n
 
 
@@ -189,11 +170,8 @@ def test_best_of_n_is_the_mean_over_all_subsets():
         found, found_gold = best_of_n(score, n, gold)
         assert found.item() == pytest.approx(sum(best) / len(best))
         assert found_gold.item() == pytest.approx(sum(others) / len(others))
-
-
-def test_best_of_n_refuses_more_than_there_are():
-    with pytest.raises(ValueError, match="must be 1 to 2"):
-        best_of_n(torch.zeros(1, 2), 3)
+    with pytest.raises(ValueError, match="must be 1 to 6"):
+        best_of_n(score, 7)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 16])
@@ -229,6 +207,8 @@ def test_the_gold_curve_is_found_through_noise():
 def test_a_curve_that_never_falls_has_no_peak_and_one_distance_is_refused():
     d = torch.tensor([1.0, 2.0])
     assert fit_gold_curve(d, d, start=0.0).peak is None
+    d = torch.tensor([0.5, 1.0, 2.0, 3.0])
+    assert math.isnan(fit_gold_curve(d, d.sqrt(), start=0.0).error_a), "four points give no interval"
     with pytest.raises(ValueError, match="two different distances"):
         fit_gold_curve(torch.tensor([1.0, 1.0]), torch.zeros(2), start=0.0)
 
@@ -245,11 +225,8 @@ def test_the_win_rate_at_equal_length_is_recovered():
     won = (torch.rand(50_000, generator=generator(9), dtype=torch.float64) < p).double()
     assert won.mean().item() > 0.67
     assert length_controlled_win_rate(won, length_a, length_b) == pytest.approx(0.6, abs=0.015)
-
-
-def test_the_win_rate_at_equal_length_is_finite_where_one_side_always_wins():
-    rate = length_controlled_win_rate(torch.ones(20), torch.arange(20.0), torch.zeros(20))
-    assert 0.5 < rate < 1
+    always = length_controlled_win_rate(torch.ones(20), torch.arange(20.0), torch.zeros(20))
+    assert 0.5 < always < 1, "finite where one side always wins"
 
 
 def test_bradley_terry_recovers_strengths():
@@ -258,9 +235,6 @@ def test_bradley_terry_recovers_strengths():
     for i, j in itertools.permutations(range(3), 2):
         won[i, j] = 10_000 * torch.sigmoid(truth[i] - truth[j])
     assert torch.allclose(bradley_terry(won), truth, atol=1e-3)
-
-
-def test_bradley_terry_is_finite_without_a_loss():
     assert bradley_terry(torch.tensor([[0.0, 9.0], [0.0, 0.0]])).isfinite().all()
 
 
@@ -278,14 +252,10 @@ def test_kendall_with_ties_against_all_pairs():
     assert kendall(torch.zeros(3), x[:3]) == 0.0
 
 
-def test_a_share_of_a_gain_is_counted_from_the_start():
-    """The tilt of two equally likely samples with scores 0 and 1 has 1/2 + d at a KL of d; PPO has a third of d."""
+def test_the_tilt_of_two_samples_and_a_share_of_a_gain():
+    """The tilt of two equally likely samples with scores 10 and 11 has the weights 1/4 and 3/4 at a KL of 0.130812."""
     zero, score = torch.zeros(4, 2, dtype=torch.float64), torch.tensor([[10.0, 11.0]] * 4, dtype=torch.float64)
-    samples = Replies([], [], score, {}, {}, zero - math.log(2), zero, [], zero, zero)
-    kl = 0.130812  # weights 1/4 and 3/4, see `exponential_tilt`: the tilt has 10.75, and SFT 10.5
-    own = torch.full((4,), 10.5 + 0.25 / 3, dtype=torch.float64)
-    found = beside_the_best(BestOfN(samples), own, kl, SimpleNamespace(say=lambda _: None), seed=0)
-    assert found["tilt"]["score"] == pytest.approx(10.75, abs=1e-4)
-    assert found["yardstick"]["share"]["value"] == pytest.approx(1 / 3, abs=1e-3)
+    tilt = tilted(Replies([], [], score, {}, {}, zero - math.log(2), zero, [], zero, zero), 0.130812)
+    assert tilt.score.mean().item() == pytest.approx(10.75, abs=1e-4)
     share = share_of_gain(*(torch.tensor(x) for x in ([2.0, 3.0], [4.0, 5.0], [1.0, 2.0])), seed=0)
-    assert share.value == pytest.approx((2.5 - 1.5) / (4.5 - 1.5))
+    assert share.value == pytest.approx((2.5 - 1.5) / (4.5 - 1.5)), "it counts from the start"

@@ -23,7 +23,7 @@ from rlhf_cli.plan.budget import FEWEST_TOKENS, GPU_TOKENS, SHARE_OF_CPU, SHARE_
 from rlhf_cli.plan.fit import plan_of
 from rlhf_cli.plan.memory import Machine
 from rlhf_cli.plan.origins import ModelOrigins
-from rlhf_cli.plan.stages import microbatch_tokens, planned_tokens
+from rlhf_cli.plan.stages import microbatch_tokens, models_of, planned_tokens, setting_of
 from rlhf_cli.processes.distributed import World
 from stages import ppo, rm, sft
 from support.budget import CPU, llama
@@ -124,12 +124,17 @@ def test_a_gpu_has_a_limit_and_a_share_of_its_own(write_config, tmp_path):
     model = llama()
     model.config.save_pretrained(tmp_path)
     path = write_config("sft", tmp_path, model={"path": str(tmp_path)}, precision="float32")
-    config, sources = load_stage_config("sft", path), ModelOrigins({}, {"model": model})
+    config, origins = load_stage_config("sft", path), ModelOrigins({}, {"model": model})
+
+    def chosen(memory):
+        machine = Machine("cuda", memory)
+        return planned_tokens(config, models_of(config, origins, setting_of(config, machine)), machine)
+
     weights = sum(p.numel() for p in model.parameters())
     a_token = activation_bytes(model, "float32") + 2 * 4 * 500  # the logits, and what the backward pass needs of them
-    assert planned_tokens(config, sources, Machine("cuda", 80e9)) == GPU_TOKENS
+    assert chosen(80e9) == GPU_TOKENS
     wanted = int((SHARE_OF_GPU * 0.1e9 - 16 * weights - 4 * 64 * 500) / a_token)
-    assert planned_tokens(config, sources, Machine("cuda", 0.1e9)) == wanted > CPU_TOKENS
+    assert chosen(0.1e9) == wanted > CPU_TOKENS
 
 
 def test_passes_without_gradients(monkeypatch):
@@ -199,9 +204,9 @@ def test_a_run_chooses_what_its_plan_shows(name, make_model, judge, write_config
         tokens.append(planned_tokens(*arguments))
         raise Chosen
 
-    monkeypatch.setattr(stages, "machine_of_run", lambda *_: machine)
-    monkeypatch.setattr(stages, "planned_tokens", choose)
-    with contextlib.suppress(Chosen):
+    with monkeypatch.context() as patch, contextlib.suppress(Chosen):
+        patch.setattr(stages, "machine_of_run", lambda *_: machine)
+        patch.setattr(stages, "planned_tokens", choose)
         {"sft": sft, "rm": rm, "ppo": ppo}[stage].run(config, quiet=True)
     (one,) = plan_of(file, [], stage, machine, machine.memory, None)
     assert tokens == [one.plan.tokens_per_microbatch]

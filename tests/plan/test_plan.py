@@ -166,12 +166,30 @@ def test_two_machines_may_share_within_each_or_among_all(shapes):
     assert saved == pytest.approx(16 * 8.03e9 * (1 / 8 - 1 / 16), rel=0.1)
 
 
-def test_offloading_counts_the_optimizer_in_updates_and_frozen_models_in_scoring(shapes):
-    machine = ["--gpus", 1, "--gpu-memory", "640GB", "--set", f"sft:model.path={shapes / '8b'}"]
-    before, after = (
-        {phase["name"]: phase["parts"] for phase in plan("configs/hh", *machine, *more)[2]["phases"]}
-        for more in ([], ["--set", "ppo:offload=[optimizer, frozen]"])
-    )
+def sets(*overrides):
+    return [word for text in overrides for word in ("--set", text)]
+
+
+@pytest.fixture
+def parts(shapes):
+    """A function: GPUs, overrides of the PPO of an 8B model -> the parts of its phases, by name."""
+
+    def of(gpus, *overrides):
+        machine = ["--gpus", gpus, "--gpu-memory", "640GB", "--set", f"sft:model.path={shapes / '8b'}"]
+        return phases_of(plan("configs/hh", *machine, *sets(*overrides))[2])
+
+    return of
+
+
+def phases_of(stage):
+    return {phase["name"]: phase["parts"] for phase in stage["phases"]}
+
+
+OFFLOAD = "ppo:offload=[optimizer, frozen]"
+
+
+def test_offloading_counts_the_optimizer_in_updates_and_frozen_models_in_scoring(parts):
+    before, after = parts(1), parts(1, OFFLOAD)
     for phase in ("rollout", "scoring", "update"):
         assert bool(after[phase].get("optimizer")) == (phase == "update")
         assert bool(after[phase].get("frozen models")) == (phase == "scoring")
@@ -179,55 +197,39 @@ def test_offloading_counts_the_optimizer_in_updates_and_frozen_models_in_scoring
     assert before["update"]["weights"] == pytest.approx(after["update"]["weights"] + frozen)
     saved = sum(before["rollout"].values()) - sum(after["rollout"].values())
     assert saved == pytest.approx(before["rollout"]["optimizer"] + frozen)
+    in_loss = parts(1, OFFLOAD, "ppo:ppo.kl_in=loss", "ppo:ppo.kl_estimator=full")["update"]
+    assert in_loss["frozen models"] > 2 * 2 * 7.5e9, "reference and reward model, for the full KL of the update"
 
 
-def test_the_copy_of_a_sharded_policy_is_in_float32_while_it_is_compared(shapes):
-    machine = ["--gpus", 8, "--gpu-memory", "640GB", "--set", f"sft:model.path={shapes / '8b'}"]
-    for rows, copy in ((1, 4), (4096, 2)):  # With many responses their keys and values need more than that.
-        more = ["--set", "distributed.shard=true", "--set", f"ppo:rollout.max_live_rows={rows}"]
-        more += ["--set", "ppo:ppo.rollout_batch_size=32768", "--set", "ppo:ppo.minibatch_size=32768"]
-        (parts,) = [
-            phase["parts"] for phase in plan("configs/hh", *machine, *more)[2]["phases"] if phase["name"] == "rollout"
-        ]
-        assert parts["rollout copy"] == pytest.approx(copy * 8.03e9, rel=0.01)
-        assert ("keys and values" in parts) == (rows > 1)
+@pytest.mark.parametrize(("rows", "copy"), [(1, 4), (4096, 2)])
+def test_the_copy_of_a_sharded_policy_is_in_float32_while_it_is_compared(parts, rows, copy):
+    """With many responses their keys and values need more than that."""
+    sizes = [f"ppo:ppo.{key}=32768" for key in ("rollout_batch_size", "minibatch_size")]
+    found = parts(8, "distributed.shard=true", f"ppo:rollout.max_live_rows={rows}", *sizes)["rollout"]
+    assert found["rollout copy"] == pytest.approx(copy * 8.03e9, rel=0.01)
+    assert ("keys and values" in found) == (rows > 1)
 
 
-def test_a_gpu_holds_a_copy_of_float32_weights_in_16_bits_while_it_samples(shapes):
-    machine = ["--gpus", 1, "--gpu-memory", "640GB", "--set", f"sft:model.path={shapes / '8b'}"]
-
-    def copy(*more):
-        (phase,) = [p for p in plan("configs/hh", *machine, *more)[2]["phases"] if p["name"] == "rollout"]
-        return phase["parts"].get("rollout copy", 0)
-
-    assert copy() == pytest.approx(2 * 7.5e9, rel=0.01), "all but the embeddings"
-    assert copy("--set", "ppo:precision=float32") == copy("--set", "ppo:optimizer.precision=bfloat16") == 0
+def test_a_gpu_holds_a_copy_of_float32_weights_in_16_bits_while_it_samples(parts):
+    assert parts(1)["rollout"]["rollout copy"] == pytest.approx(2 * 7.5e9, rel=0.01), "all but the embeddings"
+    for override in ("ppo:precision=float32", "ppo:optimizer.precision=bfloat16"):
+        assert "rollout copy" not in parts(1, override)["rollout"]
 
 
-def test_the_update_holds_the_moving_average_and_the_models_of_a_full_kl(shapes):
-    machine = ["--gpus", 1, "--gpu-memory", "640GB", "--set", f"sft:model.path={shapes / '8b'}"]
-    offload = ["--set", "ppo:offload=[optimizer, frozen]", "--set", "ppo:ppo.kl_in=loss"]
-
-    def update(*more):
-        (phase,) = [p for p in plan("configs/hh", *machine, *offload, *more)[2]["phases"] if p["name"] == "update"]
-        return phase["parts"]
-
-    assert not update().get("frozen models")
-    assert update("--set", "ppo:ppo.kl_estimator=full")["frozen models"] > 2 * 2 * 7.5e9, "reference and reward model"
-    parts = [
-        {phase["name"]: phase["parts"] for phase in plan("configs/support", *more)[2]["phases"]}
-        for more in ([], ["--set", "ppo:ppo.ema_decay=0.9"])
-    ]
+def test_every_phase_holds_the_moving_average():
+    without, averaged = (
+        phases_of(plan("configs/support", *sets(*more))[2]) for more in ([], ["ppo:ppo.ema_decay=0.9"])
+    )
     for phase in ("rollout", "scoring", "update"):
-        assert not parts[0][phase].get("moving average")
-        assert parts[1][phase]["moving average"] == parts[1]["update"]["moving average"] > 1e6
+        assert not without[phase].get("moving average")
+        assert averaged[phase]["moving average"] == averaged["update"]["moving average"] > 1e6
 
 
 def test_a_reward_model_of_adapters_shares_the_weights_of_the_policy_unless_it_is_sharded():
-    options = ["--nproc", 2, "--set", "rm:model.lora.save=adapter", "--set", "ppo:policy.lora.r=16"]
+    options = ["--nproc", 2, *sets("rm:model.lora.save=adapter", "ppo:policy.lora.r=16")]
     sizes = []
-    for more in ([], ["--set", "distributed.shard=true"]):
-        models = plan("configs/support", *options, *more)[2]["models"]
+    for more in ([], ["distributed.shard=true"]):
+        models = plan("configs/support", *options, *sets(*more))[2]["models"]
         (reward,) = [model for model in models if model["name"] == "reward model"]
         sizes.append(reward["weight_bytes"])
     assert sizes[0] == 0 < sizes[1]
@@ -236,7 +238,7 @@ def test_a_reward_model_of_adapters_shares_the_weights_of_the_policy_unless_it_i
 def test_a_value_model_of_its_own_path_is_planned_with_its_own_size(shapes):
     texts = [f"value_model.path={shapes / '8b'}", "policy.lora.r=16", "value_model.lora.r=16"]
     texts.append("rewards=[{type: length, target: 10}]")
-    models = plan("configs/support", *(word for text in texts for word in ("--set", f"ppo:{text}")))[2]["models"]
+    models = plan("configs/support", *sets(*(f"ppo:{text}" for text in texts)))[2]["models"]
     (value,) = [model for model in models if model["name"] == "value model"]
     assert value["parameters"] > 7e9
     assert value["weight_bytes"] == pytest.approx(4 * value["parameters"], rel=0.01), "no weights of the policy"
@@ -245,7 +247,7 @@ def test_a_value_model_of_its_own_path_is_planned_with_its_own_size(shapes):
 def test_threads_need_memory_and_do_not_change_the_microbatches():
     one, four = (plan("configs/support", "--set", f"threads={n}")[2] for n in (1, 4))
     assert one["tokens_per_microbatch"] == four["tokens_per_microbatch"]
-    parts = [{phase["name"]: phase["parts"] for phase in stage["phases"]} for stage in (one, four)]
+    parts = [phases_of(stage) for stage in (one, four)]
     assert "other threads" not in parts[0]["update"]
     of_pass = parts[0]["update"]["activations"] + parts[0]["update"].get("logits", 0)
     gradients = max(model["gradient_bytes"] for model in four["models"])
@@ -260,7 +262,7 @@ def test_a_model_that_is_offloaded_needs_the_memory_of_the_cpu_and_not_of_the_gp
     (sft,) = plan(*options)
     assert sft["enough"] == ["distributed.shard=true", "distributed.offload=true"]
     (sharded,) = plan(*options, "--set", "distributed.shard=true")
-    changes = [word for text in sft["enough"] for word in ("--set", text)]
+    changes = sets(*sft["enough"])
     (offloaded,) = plan(*options, *changes)
     assert (sharded["fits"], offloaded["fits"], sharded["offloaded_bytes"]) == (False, True, 0)
     # 16 bytes a weight, a quarter of them for each process.
@@ -276,8 +278,7 @@ def test_several_changes_together_make_a_run_fit(shapes):
     size = f"model.path={shapes / '8b'}"
     (sft,) = plan("configs/hh/sft.yaml", "--gpus", 1, "--gpu-memory", "9GB", "--set", size)
     assert len(sft["enough"]) > 1
-    more = [word for text in sft["enough"] for word in ("--set", text)]
-    assert plan("configs/hh/sft.yaml", "--gpus", 1, "--gpu-memory", "9GB", "--set", size, *more)[0]["fits"]
+    assert plan("configs/hh/sft.yaml", "--gpus", 1, "--gpu-memory", "9GB", *sets(size, *sft["enough"]))[0]["fits"]
 
 
 RECIPES = {
