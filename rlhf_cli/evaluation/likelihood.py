@@ -53,9 +53,9 @@ def row_sums(model: PreTrainedModel, rows: Sequence[Example], budget: Budget, pr
 def likelihood_figures(sums: RowSums, *, seed: int) -> Figures:
     """Loss and perplexity per target token, and the share of targets that are the likeliest token."""
     loss = ratio_figure(sums.nll, sums.tokens, seed=seed)
-    perplexity = [math.exp(min(x, 700.0)) for x in (loss.value, loss.low, loss.high)]  # exp overflows above 709
+    value, low, high = (math.exp(min(x, 700.0)) for x in (loss.value, loss.low, loss.high))  # exp overflows above 709
     accuracy = ratio_figure(sums.correct, sums.tokens, seed=seed)
-    return {"loss": loss, "perplexity": Figure(*perplexity, loss.rows), "token_accuracy": accuracy}
+    return {"loss": loss, "perplexity": Figure(value, low, high, loss.rows), "token_accuracy": accuracy}
 
 
 def loss_difference(sums: RowSums, other: RowSums, *, seed: int) -> Figure:

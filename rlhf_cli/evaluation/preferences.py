@@ -174,7 +174,7 @@ def error_groups(
     error: Tensor, target: Tensor, length: Tensor, by_source: Mapping[str, Sequence[int]] = {}, *, seed: int
 ) -> dict[str, Figures]:
     """The mean of [n] absolute errors in groups: by quarters of the length and of the target, by source of the data."""
-    tables = {
+    tables: dict[str, Mapping[str, Any]] = {
         "length of the answer": quarters(length),
         "true score": quarters(target),
         SOURCE: {name: list(rows) for name, rows in by_source.items()},

@@ -256,13 +256,16 @@ def beside_the_best(best: BestOfN, own: Tensor, kl: float, sentences: Sentences,
     The yardstick is the exponential tilt or best-of-n, whichever has the higher score: both are policies with at most
     PPO's KL.
     """
+    found: dict[str, Any] = {}
     start, highest, tilt = best.samples.score.mean(1), best.score_at(kl), tilted(best.samples, kl)
     if kl <= 0 or not highest.mean() > start.mean():
         why = "the samples of each prompt have the same score"
         why = why if kl > 0 else f"PPO's KL of {abs(kl):.1f} nats is not above 0"
         sentences.say(f"{why}, so there is no gain at that KL with which PPO can be compared")
         return {}
-    found, name = {} if tilt is None else {"tilt": tilt.as_json()}, "best_of_n"
+    name = "best_of_n"
+    if tilt is not None:
+        found["tilt"] = tilt.as_json()
     if tilt is not None and tilt.score.mean() >= highest.mean():
         name, highest = "tilt", tilt.score
     share = share_of_gain(own, highest, start, seed=seed)

@@ -70,8 +70,8 @@ def length_of(stage: str, configs: Mapping[str, Stage], tokens_per_s: float | No
     """
     config = configs[stage]
     if isinstance(config, PPOConfig):
-        of_row = config.data.max_prompt_length + config.rollout.max_new_tokens
-        length = Length(config.ppo.total_steps, config.ppo.num_iterations * config.ppo.rollout_batch_size * of_row)
+        longest = config.data.max_prompt_length + config.rollout.max_new_tokens
+        length = Length(config.ppo.total_steps, config.ppo.num_iterations * config.ppo.rollout_batch_size * longest)
     else:
         assert isinstance(config, SFTConfig | RMConfig)
         training, rows = config.training, training_rows(config, configs, num_rows)

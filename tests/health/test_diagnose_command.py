@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -16,6 +18,7 @@ from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.health.evidence import Evidence
 from rlhf_cli.health.probes import _marked
 from rlhf_cli.health.ranking import gather
+from rlhf_cli.trained.run import open_run
 from support.tiny import read_jsonl, write_jsonl
 
 
@@ -58,6 +61,11 @@ def test_json_is_one_object_with_causes_and_figures(run: Path) -> None:
 def test_models_are_probed_unless_only_files_are_read(run: Path) -> None:
     probed = gather(run, device="cpu").figures
     assert 0 < probed["sft.eos_probability"] < 1
+    found = open_run(run, stage=None, device=torch.device("cpu"), seed=0)
+    rows = found.demonstrations(*found.load(found.model_path("sft")))
+    counts = Counter(token for row in rows for token, wanted in zip(row.ids, row.loss_mask, strict=True) if wanted)
+    frequencies = torch.distributions.Categorical(torch.tensor(list(counts.values()), dtype=torch.float64))
+    assert probed["sft.token_entropy"] == pytest.approx(frequencies.entropy().item())
     assert probed["rm.probed_accuracy"] * probed["rm.probed_accuracy_rows"] % 0.5 == 0
     assert not probed.keys() & {"rm.judge_agrees_with_labels"}, "the project has no judge"
     assert "sft.eos_probability" not in gather(run, device="cpu", files_only=True).figures
@@ -101,81 +109,56 @@ def test_a_template_is_what_prompts_end_with() -> None:
     assert signs("", "") == 0
 
 
+def write_stage(
+    run: Path, stage: str, metrics: list[dict], final: dict[str, float], report: dict | None = None
+) -> None:
+    """Replace the metrics of a stage, its final figures, and what `rlhf eval` found out about it."""
+    write_jsonl(run / stage / "metrics.jsonl", metrics)
+    manifest = run / stage / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"metrics": final}))
+    if report is not None:
+        (run / "eval" / stage).mkdir(parents=True, exist_ok=True)
+        (run / "eval" / stage / "evaluation.json").write_text(json.dumps(report))
+
+
 def test_every_figure_is_computed_from_the_rows_of_its_own_stage(run: Path) -> None:
     """The files of a real run with rows of which each figure was worked out by hand; no two figures are equal."""
-
-    def set_metrics(stage: str, metrics: dict[str, float]) -> None:
-        manifest = run / stage / "manifest.json"
-        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"metrics": metrics}))
-
     squares = [float((i - 14) ** 2 + 1) for i in range(20)]  # 197 170 ... 37 26 ... 2 1 2 5 10 17 26
     rows: list[dict] = [
         {"step": i + 1, "loss/sft": loss, "sft/bad_steps": float(i == 3), "sft/grad_norm": i + 1.0}
         for i, loss in enumerate(squares)
     ]
-    write_jsonl(run / "sft/metrics.jsonl", [*rows, {"step": 20, "eval/loss": 9.25}])
-    set_metrics("sft", {"eval/loss": 9.25})
+    write_stage(run, "sft", [*rows, {"step": 20, "eval/loss": 9.25}], {"eval/loss": 9.25})
     prompts = ["Q: one A:", "Q: two A:", "Q: three A:", "Q: two A:"]
-    samples = [
-        {"step": 10, "prompt": "Q: one A:", "ended": True},
-        *({"step": 20, "prompt": p, "ended": p < "Q: t"} for p in prompts),
-    ]
-    write_jsonl(run / "sft/samples.jsonl", samples)
+    samples = [{"step": 20, "prompt": prompt, "ended": prompt < "Q: t"} for prompt in prompts]
+    write_jsonl(run / "sft/samples.jsonl", [{"step": 10, "prompt": "Q: one A:", "ended": True}, *samples])
 
     rows = [{"step": i + 1, "loss/rm": 0.9 - i / 100, "rm/accuracy": i / 20, "rm/bad_steps": 2.0} for i in range(20)]
-    write_jsonl(run / "rm/metrics.jsonl", rows)
-    set_metrics("rm", {"eval/accuracy": 0.61, "rm/sft_score_mean": -0.3})
+    length = {"figures": {"score_length_correlation": {"value": 0.31, "high": 0.42}, "margin": {"value": 8.0}}}
+    write_stage(run, "rm", rows, {"eval/accuracy": 0.61, "rm/sft_score_mean": -0.3}, length)
 
-    def row(i: int) -> dict[str, float]:  # i is 1 to 8: the first three have the mean 2, the last three 7
-        names = ["objective/score", "objective/kl", "objective/kl_coef", "policy/entropy", "response/eos_fraction"]
-        names += ["objective/score_std", "objective/return_variance", "value/error", "value/explained_variance"]
-        figures = {name: 10.0 * number + i for number, name in enumerate(names, 1)}
-        return figures | {
-            "step": i,
-            "policy/approx_kl": 0.5 * i,
-            "policy/clip_fraction": 0.01 * i,
-            "reward/rm_cut": float(i),
-        }
-
-    write_jsonl(run / "ppo/metrics.jsonl", [row(i) for i in range(1, 9)])
-    sides = {"score_mean": 1.5, "kl": 0.25, "length": 31.0, "eos_fraction": 0.75, "distinct_2": 0.125, "seconds": 3.0}
-    judged = {f"sft/{k}": v for k, v in (sides | {"wit": 2.5}).items()} | {
-        f"ppo/{k}": v + 100 for k, v in (sides | {"wit": 2.5}).items()
-    }
-    set_metrics("ppo", judged)
+    averaged = ["objective/score", "objective/kl", "objective/kl_coef", "policy/entropy", "response/eos_fraction"]
+    averaged += ["objective/score_std", "objective/return_variance", "value/error", "value/explained_variance"]
+    rows = [  # i is 1 to 8: the first three have the mean 2, the last three 7
+        {name: 10.0 * number + i for number, name in enumerate(averaged, 1)}
+        | {"step": i, "policy/approx_kl": 0.5 * i, "policy/clip_fraction": 0.01 * i, "reward/rm_cut": float(i)}
+        for i in range(1, 9)
+    ]
+    before = {"score_mean": 1.5, "kl": 0.25, "length": 31.0, "eos_fraction": 0.75, "distinct_2": 0.125, "seconds": 3.0}
+    before |= {"wit": 2.5}  # the judge's only number
+    sides = {f"sft/{k}": v for k, v in before.items()} | {f"ppo/{k}": v + 100 for k, v in before.items()}
+    replies = [{"sft": {"score": x, "gold": y}} for x, y in ((0.0, 0.0), (1.0, 1.0), (2.0, 0.0), (3.0, 1.0))]
+    write_stage(run, "ppo", rows, sides, {"difference": {"gold": {"low": -0.7, "high": 0.9}}, "replies": replies})
     findings = [
         {"name": "empty", "severity": "warning", "message": text, "advice": "Rest."} for text in ("First.", "Last.")
     ]
     write_jsonl(
         run / "ppo/health.jsonl", [{"step": i, "line": None, "findings": [one]} for i, one in enumerate(findings)]
     )
-    for stage, report in (
-        ("rm", {"figures": {"score_length_correlation": {"value": 0.31, "high": 0.42}, "margin": {"value": 8.0}}}),
-        (
-            "ppo",
-            {
-                "difference": {"gold": {"low": -0.7, "high": 0.9}},
-                "replies": [
-                    {"sft": {"score": x, "gold": y}} for x, y in ((0.0, 0.0), (1.0, 1.0), (2.0, 0.0), (3.0, 1.0))
-                ],
-            },
-        ),
-    ):
-        (run / "eval" / stage).mkdir(parents=True, exist_ok=True)
-        (run / "eval" / stage / "evaluation.json").write_text(json.dumps(report))
 
     evidence = gather(run, files_only=True)
-    ppo = {
-        f"ppo.{side}.{name}": 10.0 * number + mean
-        for side, mean in (("start", 2.0), ("end", 7.0))
-        for number, name in enumerate(
-            ["score", "kl", "kl_coef", "entropy", "eos_fraction", "score_std", "return_variance", "error"]
-            + ["explained_variance"],
-            1,
-        )
-    }
-    kept = ("score_mean", "kl", "length", "gold")
     batch = yaml.safe_load((run / "ppo/config.yaml").read_text())["ppo"]["rollout_batch_size"]
+    kept = {"score_mean": 1.5, "kl": 0.25, "length": 31.0, "gold": 2.5}
     assert evidence.figures == pytest.approx(
         {
             "sft.loss": 9.25,
@@ -200,9 +183,10 @@ def test_every_figure_is_computed_from_the_rows_of_its_own_stage(run: Path) -> N
             "rm.bad_steps": 40.0,
             "rm.training_accuracy": 0.925,
             "rm.score_length_correlation": 0.31,
-            **ppo,
-            **{f"ppo.before.{k}": v for k, v in (sides | {"gold": 2.5}).items() if k in kept},
-            **{f"ppo.after.{k}": v + 100 for k, v in (sides | {"gold": 2.5}).items() if k in kept},
+            **{f"ppo.start.{name.partition('/')[2]}": 10.0 * number + 2 for number, name in enumerate(averaged, 1)},
+            **{f"ppo.end.{name.partition('/')[2]}": 10.0 * number + 7 for number, name in enumerate(averaged, 1)},
+            **{f"ppo.before.{k}": v for k, v in kept.items()},
+            **{f"ppo.after.{k}": v + 100 for k, v in kept.items()},
             "ppo.iterations": 8.0,
             "ppo.mean.approx_kl": 2.25,
             "ppo.mean.clip_fraction": 0.045,
@@ -218,8 +202,8 @@ def test_every_figure_is_computed_from_the_rows_of_its_own_stage(run: Path) -> N
     assert evidence.findings == {"ppo.empty": {"message": "Last.", "advice": "Rest."}}
     assert evidence.settings["ppo.ppo.rollout_batch_size"] == batch
     for stage in ("sft", "rm"):
-        length = yaml.safe_load((run / stage / "config.yaml").read_text())["data"]["max_length"]
-        assert evidence.settings[f"{stage}.data.max_length"] == length
+        longest = yaml.safe_load((run / stage / "config.yaml").read_text())["data"]["max_length"]
+        assert evidence.settings[f"{stage}.data.max_length"] == longest
 
 
 def test_the_evidence_knows_a_reward_model_with_a_negative_weight(run: Path) -> None:

@@ -490,43 +490,37 @@ def test_other_words_give_no_finding(now: Mapping[str, float], distinct_2: float
 # ------------------------------------------------------------------------------------- before the first iteration
 
 
-@pytest.mark.parametrize(
-    ("figures", "words"),
-    [
-        (
-            {"eval/accuracy": 0.47, "eval/accuracy_low95": 0.35, "eval/accuracy_high95": 0.59},
-            "0.470 (95 % interval 0.350 to 0.590): not above chance (0.500). Its",
-        ),
-        ({"eval/accuracy": 0.5}, "held-out accuracy 0.500: not above chance (0.500)"),
-        (
-            {"eval/accuracy": 0.7, "eval/accuracy_low95": 0.6, "eval/length_baseline": 0.61},
-            "above chance (0.500), but not above choosing the longer answer (0.610)",
-        ),
-        (
-            {"eval/accuracy": 0.55, "eval/accuracy_low95": 0.51, "eval/length_baseline": 0.41},
-            "not above choosing the shorter answer (0.590)",
-        ),
-        (
-            {"eval/accuracy": 0.7, "eval/accuracy_low95": 0.6, "eval/base_rate": 0.65, "eval/length_baseline": 0.5},
-            "not above giving every answer the more frequent label (0.650)",
-        ),
-        (
-            {"eval/mse": 1.1, "eval/target_variance": 1.0},
-            "held-out error 1.1: above the variance of the targets, so",
-        ),
-        (
-            {"eval/mse": 0.9, "eval/mse_low95": 0.8, "eval/mse_high95": 1.0, "eval/target_variance": 1.0},
-            "held-out error 0.9 (95 % interval 0.8 to 1): not clearly below",
-        ),
-        (
-            {"eval/pair_accuracy": 0.49, "eval/mse": 0.9, "eval/target_variance": 1.0},
-            "orders 0.490 of the pairs as their targets do, chance",
-        ),
-    ],
-)
-def test_a_weak_reward_model_is_reported_before_the_first_iteration(figures: Row, words: str) -> None:
+def interval(name: str, value: float, low: float, high: float, **more: float) -> Row:
+    found = {name: value, f"{name}_low95": low, f"{name}_high95": high} | more
+    return {f"eval/{key}": figure for key, figure in found.items()}
+
+
+WEAK = {
+    "0.470 (95 % interval 0.350 to 0.590): not above chance (0.500). Its": interval("accuracy", 0.47, 0.35, 0.59),
+    "held-out accuracy 0.500: not above chance (0.500)": {"eval/accuracy": 0.5},
+    "above chance (0.500), but not above choosing the longer answer (0.610)": interval(
+        "accuracy", 0.7, 0.6, 0.8, length_baseline=0.61
+    ),
+    "not above choosing the shorter answer (0.590)": interval("accuracy", 0.55, 0.51, 0.59, length_baseline=0.41),
+    "not above giving every answer the more frequent label (0.650)": interval(
+        "accuracy", 0.7, 0.6, 0.8, base_rate=0.65, length_baseline=0.5
+    ),
+    "held-out error 1.1: above the variance of the targets, so": {"eval/mse": 1.1, "eval/target_variance": 1.0},
+    "held-out error 0.9 (95 % interval 0.8 to 1): not clearly below": interval(
+        "mse", 0.9, 0.8, 1.0, target_variance=1.0
+    ),
+    "orders 0.490 of the pairs as their targets do, chance": {
+        "eval/pair_accuracy": 0.49,
+        "eval/mse": 0.9,
+        "eval/target_variance": 1.0,
+    },
+}
+
+
+@pytest.mark.parametrize("words", WEAK)
+def test_a_weak_reward_model_is_reported_before_the_first_iteration(words: str) -> None:
     health = new_health()
-    (finding,) = health.check_start({"good": {"eval/accuracy": 0.9}, "other": figures, "unknown": {}})
+    (finding,) = health.check_start({"good": {"eval/accuracy": 0.9}, "other": WEAK[words], "unknown": {}})
     assert (finding.name, finding.severity) == ("weak_reward_model", "warning")
     assert finding.message.startswith("Reward model other: held-out ")
     assert words in finding.message
