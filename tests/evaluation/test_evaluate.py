@@ -150,11 +150,18 @@ def test_best_of_one_is_the_mean_of_the_samples(evaluated):
     assert "best of 4" in output
 
 
-def test_an_evaluation_changes_no_stage_and_repeats(evaluated, server):
+def test_an_evaluation_of_one_stage_repeats_what_it_found_among_all_and_changes_no_stage(evaluated, server):
+    """The alignment tax needs the held-out rows of SFT, which `--stage ppo` does not measure."""
     root, _ = evaluated
-    before = [report(root, stage) for stage in ("sft", "rm", "ppo")]
-    assert evaluate(*arguments(root, server), "--quiet").exit_code == 0
-    assert [report(root, stage) for stage in ("sft", "rm", "ppo")] == before
+    _, *samples, option, bench = arguments(root, server)[:5]
+    of_ppo = [*samples, *arguments(root, server)[5:]]
+    for stage, options in (("sft", []), ("rm", [option, bench]), ("ppo", of_ppo)):
+        before = report(root, stage)
+        result = evaluate(root, "--stage", stage, *options)
+        assert result.exit_code == 0, result.output
+        assert report(root, stage) == before
+    assert "alignment_tax" in before
+    assert "eval/sft" not in result.output
     assert CliRunner().invoke(app, ["doctor", str(root)]).exit_code == 0
 
 
@@ -223,17 +230,6 @@ def test_a_judge_that_cannot_be_reached_costs_no_other_figure(evaluated, tmp_pat
     assert "error: --judge: " in result.output
     assert "Check that --judge is the base URL" in result.output
     assert "score" in report(root, "ppo")["win_rate"]
-
-
-def test_one_stage_has_the_figures_that_it_has_among_all(evaluated, server):
-    """The alignment tax needs the held-out rows of SFT, which `--stage ppo` does not measure."""
-    root, _ = evaluated
-    before = report(root, "ppo")
-    assert "alignment_tax" in before
-    result = evaluate(root, "--samples", 4, "--stage", "ppo", *arguments(root, server)[5:])
-    assert result.exit_code == 0, result.output
-    assert report(root, "ppo") == before
-    assert "eval/sft" not in result.output
 
 
 @pytest.mark.parametrize(
