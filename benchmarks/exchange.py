@@ -34,7 +34,7 @@ from rlhf_cli.ppo.update import TENSORS, UpdateBatch, from_all_processes, merge,
 from rlhf_cli.processes import distributed
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.launcher import run_processes
-from rlhf_cli.rollout.distribution import Response
+from rlhf_cli.rollout.sampling import Response
 from rlhf_cli.training.speed import peak_memory
 
 MB = 1024**2

@@ -39,8 +39,7 @@ from rlhf_cli.data.encode import Example
 from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.processes.distributed import World
-from rlhf_cli.rollout.distribution import Sampling
-from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from rlhf_cli.rollout.sampling import Sampling, draw_uniforms, sample
 from rlhf_cli.training.bad_steps import LossScale
 from rlhf_cli.training.optimizer import build_stepper
 

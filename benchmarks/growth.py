@@ -42,9 +42,8 @@ from rlhf_cli.plan.stages import FULL, training_phases
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.environment import set_up_process
 from rlhf_cli.rewards.models import score_sequences
-from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import Models, cut_responses, response_logprobs, response_values
-from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from rlhf_cli.rollout.sampling import Response, Sampling, draw_uniforms, sample
 from rlhf_cli.training.bad_steps import LossScale
 from rlhf_cli.training.optimizer import build_stepper
 

@@ -46,9 +46,8 @@ from rlhf_cli.processes.environment import set_up_process
 from rlhf_cli.rewards.base import RewardSource, Samples
 from rlhf_cli.rewards.functions import load_function
 from rlhf_cli.rewards.sources import load_rewards
-from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.rollout import Models, collect
-from rlhf_cli.rollout.sampling import draw_uniforms, response_text, stop_ids
+from rlhf_cli.rollout.sampling import Sampling, draw_uniforms, response_text, stop_ids
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

@@ -32,8 +32,12 @@ from rlhf_cli.config.ppo import PPOConfig  # noqa: E402
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig  # noqa: E402
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare  # noqa: E402
 from rlhf_cli.processes.threads import use_threads  # noqa: E402
-from rlhf_cli.rollout.distribution import Sampling  # noqa: E402
-from rlhf_cli.rollout.sampling import draw_uniforms, sample, stop_ids  # noqa: E402
+from rlhf_cli.rollout.sampling import (  # noqa: E402
+    Sampling,
+    draw_uniforms,
+    sample,
+    stop_ids,
+)
 from rlhf_cli.run.stage_run import StageRun  # noqa: E402
 
 

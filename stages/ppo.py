@@ -10,7 +10,7 @@ Writes  <artifacts>/ppo/model, value_model, metrics.jsonl, health.jsonl, samples
 Each iteration:
 
  1. rollout: sample responses to prompts. Ratio, KL and entropy use the distribution that was sampled from, with its
-    temperature and filters (top-p and others: `kept_tokens` in rollout/distribution.py). The log-probability of a
+    temperature and filters (top-p and others: `kept_tokens` in rollout/sampling.py). The log-probability of a
     token is `token_logprobs` in tensor_ops.py, fused with the model's head in kernels/head.py
  2. score: the weighted sum of the rewards (a reward model's is `sequence_scores` in rewards/models.py), compared with
     ref_policy's replies by `shaping`, normalised, clipped, mixed with the limits, minus penalties (missing EOS, length)
@@ -40,6 +40,7 @@ if __name__ == "__main__":  # Before torch is imported, which reads these settin
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, astuple
 from functools import partial
 from typing import Any, assert_never
@@ -67,7 +68,13 @@ from rlhf_cli.algorithms.losses import (
     value_loss,
 )
 from rlhf_cli.algorithms.names import GroupBaseline, KLEstimator
-from rlhf_cli.algorithms.score_transforms import Moments
+from rlhf_cli.algorithms.score_transforms import (
+    Moments,
+    clip_score,
+    length_penalty,
+    missing_eos,
+    overlong_penalty,
+)
 from rlhf_cli.config.ppo import PPO, PPOConfig
 from rlhf_cli.models.passes import recomputing
 from rlhf_cli.ppo.held_out import HeldOut
@@ -86,11 +93,9 @@ from rlhf_cli.ppo.scores import (
     Limits,
     ReferenceReplies,
     ScoreScale,
-    final_score,
     measure_reference_scores,
     scores_of_rollout,
     split_dense,
-    summed,
 )
 from rlhf_cli.ppo.setup import Setup, adjacent_responses, load_setup, plan, save_models
 from rlhf_cli.ppo.update import (
@@ -104,11 +109,10 @@ from rlhf_cli.ppo.update import (
     rows_of_process,
     select,
     take_step,
-    update_phase,
 )
 from rlhf_cli.processes.distributed import World
+from rlhf_cli.processes.microbatches import GradientSum
 from rlhf_cli.rewards.base import Scores
-from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import (
     RolloutBatch,
     TokenScores,
@@ -117,7 +121,7 @@ from rlhf_cli.rollout.rollout import (
     response_values,
     score_tokens,
 )
-from rlhf_cli.rollout.sampling import draw_uniforms
+from rlhf_cli.rollout.sampling import Response, draw_uniforms
 from rlhf_cli.run.checkpoint import State, Stateful, Weights
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.tensor_ops import totals
@@ -222,7 +226,8 @@ def _iterate(setup: Setup, state: RunState, iteration: int) -> None:
     # 5. Update, on this rollout and the recent ones that the config keeps.
     old = (rollout.logprobs, rollout.sampled_logprobs, rollout.ref_logprobs, rollout.values)
     newest = UpdateBatch(rollout.prompts, rollout.responses, mask, *old, advantages, returns)
-    with update_phase(setup):
+    offload = setup.models.offload
+    with stage.speed.phase("update"), offload.update() if offload is not None else nullcontext():
         batch = state.recent.add(newest, iteration)
         update = _update(setup, batch, iteration, state.coefs)
 
@@ -243,10 +248,9 @@ def _iterate(setup: Setup, state: RunState, iteration: int) -> None:
 
 def _rollout(setup: Setup, iteration: int) -> RolloutBatch:
     """This process's share of the responses of an iteration."""
-    config, world = setup.config, setup.world
-    prompts, size = setup.prompts_of(iteration), config.ppo.rollout_batch_size
-    uniforms = draw_uniforms(config.seed, "ppo rollout", iteration, size, config.rollout.max_new_tokens)
-    own = world.shard(range(size), setup.adjacent)
+    config, prompts = setup.config, setup.prompts_of(iteration)
+    uniforms = draw_uniforms(config.seed, "ppo rollout", iteration, len(prompts), config.rollout.max_new_tokens)
+    own = setup.world.shard(range(len(prompts)), setup.adjacent)
     rollout = collect(
         [prompts[i] for i in own],
         uniforms[own],
@@ -264,22 +268,29 @@ def _rollout(setup: Setup, iteration: int) -> RolloutBatch:
 
 
 def _score(
-    scores: Scores,
-    responses: Sequence[Response],
-    scale: ScoreScale,
-    limits: Limits,
-    config: PPOConfig,
-    world: World,
+    scores: Scores, responses: Sequence[Response], scale: ScoreScale, limits: Limits, config: PPOConfig, world: World
 ) -> tuple[Tensor, Tensor | None]:
-    """(score, dense): the shaped score of each response, [B], and the rewards of single tokens, [B, R] or None."""
-    lengths, ended = [len(r.ids) for r in responses], [r.ended for r in responses]
-    raw, dense = split_dense(scores, lengths, world.device)
+    """(score, dense): the shaped score of each response, [B], and the rewards of single tokens, [B, R] or None.
+
+    ``limited(clip((raw - mean) / std)) - missing_eos - length_penalty - overlong_penalty``
+
+    `PPO` in rlhf_cli/config/ppo.py gives the reason for each step.
+    """
+    ppo, longest = config.ppo, config.rollout.max_new_tokens
+    raw, dense = split_dense(scores, [len(r.ids) for r in responses], world.device)
     if scale.kind in ("running", "running_std"):
         # One non-finite score would spoil the statistics for good. The steps that contain it are skipped anyway.
         scale.take(raw[raw.isfinite()], world)
+    score = scale.apply(raw)
+    if ppo.score_clip is not None:
+        score = clip_score(score, ppo.score_clip)
     limits.measure(scores.each, world)
-    longest = config.rollout.max_new_tokens
-    score = final_score(raw, scores.each, lengths, ended, scale, limits, config.ppo, max_new_tokens=longest)
+    ended, lengths = torch.tensor([r.ended for r in responses]), raw.new_tensor([len(r.ids) for r in responses])
+    score = limits.apply(score, scores.each) - missing_eos(ended, penalty=ppo.missing_eos_penalty)
+    score = score - length_penalty(lengths, per_token=ppo.length_penalty)
+    if ppo.overlong_buffer:
+        buffer, penalty = ppo.overlong_buffer, ppo.overlong_penalty
+        score = score - overlong_penalty(lengths, max_new_tokens=longest, buffer=buffer, penalty=penalty)
     return score.to(world.device), dense if dense is None else dense * limits.score_share
 
 
@@ -290,30 +301,26 @@ def _token_rewards(
     ppo, mask = config.ppo, rollout.response_mask
     if ppo.advantage_estimator == "reinforce_pp_baseline":
         score = _over_groups(score, "dr_grpo", config, world)
-    rewards = token_rewards(score, _kl_in_reward(rollout, ppo), mask, kl_coef=kl_coef, dense=dense)
+    if ppo.kl_in == "reward":
+        kl = _token_kl(rollout.logprobs, rollout.ref_logprobs, rollout.kl_full, ppo.kl_estimator_used)
+    else:  # the loss charges it
+        kl = torch.zeros_like(rollout.logprobs)
+    rewards = token_rewards(score, kl, mask, kl_coef=kl_coef, dense=dense)
     if ppo.whiten_rewards:
         rewards = masked_whiten(rewards, mask, shift_mean=False, reduce=world.sum)
     return rewards
 
 
-def _kl_in_reward(rollout: RolloutBatch, ppo: PPO) -> Tensor:
-    """The KL that the reward charges to each token, [B, R]; 0 if the loss charges it."""
-    estimator = ppo.kl_estimator_used
-    match ppo.kl_in:
-        case "loss":
-            return torch.zeros_like(rollout.logprobs)
-        case "reward":
-            pass
-        case _:
-            assert_never(ppo.kl_in)
+def _token_kl(logprobs: Tensor, ref_logprobs: Tensor, kl_full: Tensor | None, estimator: KLEstimator) -> Tensor:
+    """The KL to ref_policy at each token, [B, R]; `kl_full` is the exact one, if it was computed."""
     match estimator:
         case "full":
-            assert rollout.kl_full is not None
-            return rollout.kl_full
+            assert kl_full is not None
+            return kl_full
         case "k2_sequence":
-            raise AssertionError("the config refuses k2_sequence in the reward")
+            raise AssertionError("k2_sequence is a loss of whole responses")
         case _:  # an estimator of single tokens
-            return kl_estimate(rollout.logprobs, rollout.ref_logprobs, estimator=estimator)
+            return kl_estimate(logprobs, ref_logprobs, estimator=estimator)
 
 
 def _advantages(
@@ -363,7 +370,9 @@ def _update(setup: Setup, batch: UpdateBatch, iteration: int, coefs: KLCoefs) ->
     """
     config, ppo, stage = setup.config, setup.config.ppo, setup.stage
     learns_policy = iteration >= config.value_model.warmup_iterations
-    rates = setup.learning_rates
+    rates = {"policy/learning_rate": setup.policy_stepper.learning_rate}
+    if setup.value_stepper is not None:
+        rates["value/learning_rate"] = setup.value_stepper.learning_rate
     step = sum(ppo.updates(i) for i in range(iteration))  # optimizer steps of the run so far
     taken: list[dict[str, float]] = []
     first: dict[str, float] = {}
@@ -456,7 +465,15 @@ def _backward(
         values = response_values(value_model, mb.prompts, mb.responses, config.precision)
         return _value_term(mb, values, ppo, weighting_of(mb, values))
 
-    gradients = setup.gradient_sum(learns_policy=learns_policy)
+    steppers = [setup.policy_stepper if learns_policy else None, setup.value_stepper]
+    gradients = GradientSum(
+        setup.world,
+        setup.stage.loss_scale.scaled,
+        *[stepper.model for stepper in steppers if stepper is not None],
+        beside=setup.models.with_weights,
+        # Each pass switches the adapters off and on.
+        in_turn=ppo.kl_estimator_used == "full" and setup.models.ref_policy is None,
+    )
     losses = (of_policy,) if value_model is None else (of_policy, of_value_model)
     microbatches = cut_responses(setup.budget, setup.models.policy, minibatch.prompts, minibatch.responses)
     stats = gradients.add(microbatches, *losses, last=config.ptx is None)
@@ -465,21 +482,16 @@ def _backward(
     ptx = backward_ptx(setup, step, gradients) if learns_policy else {}
     gradients.receive()
     largest = max([0.0, *torch.stack(log_ratios).tolist()]) if log_ratios else 0.0
-    return summed(totals(stats) | ptx, setup.world), largest
+    shards = setup.world.gather(totals(stats) | ptx)  # a process without rows of the minibatch has no statistics
+    return {key: sum(shard.get(key, 0.0) for shard in shards) for key in max(shards, key=len)}, largest
 
 
 def _value_term(
     mb: UpdateBatch, new_values: Tensor, ppo: PPO, weighting: Weighting
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """``vf_coef * value loss``, and statistics."""
-    value, stats = value_loss(
-        mb.pad(new_values),
-        mb.values,
-        mb.returns,
-        mb.response_mask,
-        value_clip_range=ppo.value_clip_range,
-        **weighting,
-    )
+    tensors = (mb.pad(new_values), mb.values, mb.returns, mb.response_mask)  # [b, r] each
+    value, stats = value_loss(*tensors, value_clip_range=ppo.value_clip_range, **weighting)
     return ppo.vf_coef * value, stats | {"loss/value": value.detach()}
 
 
@@ -487,51 +499,34 @@ def _policy_terms(
     mb: UpdateBatch, new: TokenScores, new_logprobs: Tensor, config: PPOConfig, coefs: KLCoefs, weighting: Weighting
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """``objective + kl_coef * kl (if kl_in is loss) - entropy_coef * entropy``, mixed with ptx; and statistics."""
-    ppo = config.ppo
-    policy, stats = _objective(mb, new_logprobs, ppo, coefs, weighting)
+    ppo, mask, high = config.ppo, mb.response_mask, config.ppo.clip_range_high
+    tensors = (new_logprobs, mb.logprobs, mb.advantages, mask)  # [b, r] each
+    match ppo.objective:
+        case "clip":
+            clips: Any = {"clip_range": ppo.clip_range, "clip_range_high": high, "dual_clip": ppo.dual_clip}
+            policy, stats = policy_loss(*tensors, **clips, **weighting)
+        case "penalty":
+            policy, stats = penalty_loss(*tensors, policy_kl_coef=coefs.policy_kl_coef, **weighting)
+        case _:
+            assert_never(ppo.objective)
     stats["loss/policy"] = policy.detach()
     if ppo.kl_in == "loss":
-        kl, kl_stats = _kl_in_loss(mb, new, new_logprobs, ppo.kl_estimator_used, weighting)
+        if ppo.kl_estimator_used == "k2_sequence":
+            kl, kl_stats = sequence_k2_loss(new_logprobs, mb.ref_logprobs, mask, **weighting)
+        else:
+            kl_full = mb.pad(new.kl_full) if new.kl_full is not None else None
+            token_kl = _token_kl(new_logprobs, mb.ref_logprobs, kl_full, ppo.kl_estimator_used)
+            kl, kl_stats = kl_loss(token_kl, mask, **weighting)
         policy = policy + coefs.kl_coef * kl
         stats |= kl_stats | {"loss/kl": kl.detach()}
     if new.entropy is not None:
-        bonus, entropy_stats = entropy_bonus(mb.pad(new.entropy), mb.response_mask, **weighting)
+        bonus, entropy_stats = entropy_bonus(mb.pad(new.entropy), mask, **weighting)
         policy = policy - ppo.entropy_coef * bonus
         stats |= entropy_stats
     if config.ptx is not None:
         # The mix is linear: `backward_ptx` adds the language-model loss.
         policy = mixed_loss(policy, torch.zeros_like(policy), ptx_coef=config.ptx.coef, ptx_mode=config.ptx.mode)
     return policy, stats
-
-
-def _objective(
-    mb: UpdateBatch, new_logprobs: Tensor, ppo: PPO, coefs: KLCoefs, weighting: Weighting
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped objective, or PPO-penalty."""
-    tensors = (new_logprobs, mb.logprobs, mb.advantages, mb.response_mask)  # [b, r] each
-    match ppo.objective:
-        case "clip":
-            high, dual = ppo.clip_range_high, ppo.dual_clip
-            return policy_loss(*tensors, clip_range=ppo.clip_range, clip_range_high=high, dual_clip=dual, **weighting)
-        case "penalty":
-            return penalty_loss(*tensors, policy_kl_coef=coefs.policy_kl_coef, **weighting)
-        case _:
-            assert_never(ppo.objective)
-
-
-def _kl_in_loss(
-    mb: UpdateBatch, new: TokenScores, new_logprobs: Tensor, estimator: KLEstimator, weighting: Weighting
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The KL to ref_policy as a loss term."""
-    match estimator:
-        case "k2_sequence":
-            return sequence_k2_loss(new_logprobs, mb.ref_logprobs, mb.response_mask, **weighting)
-        case "full":
-            assert new.kl_full is not None
-            kl = mb.pad(new.kl_full)
-        case _:  # an estimator of single tokens
-            kl = kl_estimate(new_logprobs, mb.ref_logprobs, estimator=estimator)
-    return kl_loss(kl, mb.response_mask, **weighting)
 
 
 if __name__ == "__main__":

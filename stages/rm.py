@@ -85,7 +85,6 @@ from rlhf_cli.evaluation.normalization import (
     write_statistics,
 )
 from rlhf_cli.health.baselines import held_out_verdict
-from rlhf_cli.models.cost import Work
 from rlhf_cli.models.forward import autocast, check_length, is_packed, longest_input, shares_prefixes
 from rlhf_cli.models.frozen import freeze, release
 from rlhf_cli.models.heads import reads_last_token
@@ -113,7 +112,6 @@ from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.seeding import derived_seed
 from rlhf_cli.tensor_ops import totals
 from rlhf_cli.training.best import Best, require_held_out
-from rlhf_cli.training.speed import Speed
 from rlhf_cli.training.supervised import Loop
 
 OF_PAIRS = ("loss/rm", "rm/accuracy", "eval/accuracy", "rm/margin", "speed/step_tokens_per_s")
@@ -198,10 +196,14 @@ def _train(
         return _figures(test, scores, rows.scale, config)
 
     # 3. The backbone and its head.
-    model = _model(config, stage)
+    lora, device = config.model.lora, world.device
+    model, _, _ = _backbone(config, deferred=shards(config) or defers_base(lora, config, device))
+    prepare_base(model, lora, "model.lora", config, device)
+    lines = [prepare(model, device), add_adapters(model, lora, base_of(config), "model.lora", config)]
+    stage.display.notes(*lines, shard_for(config, model, device))
 
     # 4. Training.
-    passes = set_up_training(model, config, world.device, stage.microbatch_tokens({"reward model": model}))
+    passes = set_up_training(model, config, device, stage.microbatch_tokens({"reward model": model}))
     loop: Loop[Item] = Loop(
         stage,
         config,
@@ -220,12 +222,19 @@ def _train(
         with stage.speed.phase("step"):
             stats = _accumulate(model, batch, rows.scale, passes.budget, config, stage)
             figures = loop.update(step, stats, partial(list, map(asdict, batch)))
-        _count(stage.speed, passes.work, _share(batch, world))
+        answers = [item.sequences for item in _share(batch, world)]
+        lengths = [len(ids) for row in answers for ids in row]
+        once = [n for row in answers for n in (0, *[common_prefix(row)] * (len(row) - 1))]  # a common prefix
+        stage.speed.count("step", tokens=sum(lengths), flops=passes.work.training(lengths, 0, once))
         stage.log(step + 1, figures | stage.speed.row(), loop.shown)
 
     # 5. The model is saved, then measured: on held-out rows, and on each probe.
     round_as_saved(model, config)
-    final = loop.finish() | _probe_figures(model.eval(), rows.probes, passes.budget, config, world)
+    final = loop.finish()
+    if rows.probes:
+        probed = [item.answers for item in rows.probes]
+        shares = probe_shares(rows.probes, scores_of_rows(model.eval(), probed, passes.budget, config.precision, world))
+        final |= {f"probe/{name}": sum(right.tolist()) / len(right) for name, (right, _) in shares.items()}
     stage.log(loop.num_steps, final)
     return model, passes.budget, scores, final
 
@@ -322,16 +331,6 @@ def _backbone(config: RMConfig, *, deferred: bool) -> tuple[PreTrainedModel, Pre
     return model, tokenizer, [line, freeze(model, config.model.freeze, "model.freeze")]
 
 
-def _model(config: RMConfig, stage: StageRun) -> PreTrainedModel:
-    """The model, ready to train."""
-    lora, device = config.model.lora, stage.world.device
-    model, _, _ = _backbone(config, deferred=shards(config) or defers_base(lora, config, device))
-    prepare_base(model, lora, "model.lora", config, device)
-    lines = [prepare(model, device), add_adapters(model, lora, base_of(config), "model.lora", config)]
-    stage.display.notes(*lines, shard_for(config, model, device))
-    return model
-
-
 def _rows(config: RMConfig, display: Display) -> TokenRows:
     """Rankings for the pairwise losses, or scored answers for the others; and the probes.
 
@@ -412,14 +411,6 @@ def _share(batch: list[Item], world: World) -> list[Item]:
     return [batch[i] for i in deal([sum(map(len, item.sequences)) for item in batch], world.size)[world.rank]]
 
 
-def _count(speed: Speed, work: Work, items: list[Item]) -> None:
-    """Count a step's tokens and operations on this process. The operations of a common prefix count once."""
-    rows = [item.sequences for item in items]
-    lengths = [len(ids) for row in rows for ids in row]
-    shared = [n for row in rows for n in (0, *[common_prefix(row)] * (len(row) - 1))]
-    speed.count("step", tokens=sum(lengths), flops=work.training(lengths, 0, shared))
-
-
 def _loss(
     model: PreTrainedModel, items: list, num_rows: int, scale: TargetScale, config: RMConfig
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -478,18 +469,6 @@ def _figures(test: Drawn[Item], scores: torch.Tensor, scale: TargetScale, config
     for name, numbers in test.by_source.items():
         metrics |= {key.replace(main, f"{main}/{name}"): x for key, x in figures_of(numbers).items() if main in key}
     return metrics
-
-
-def _probe_figures(
-    model: PreTrainedModel, probes: Sequence[RankedIds], budget: Budget, config: RMConfig, world: World
-) -> dict[str, float]:
-    """The accuracy on each named probe."""
-    if not probes:
-        return {}
-    scores = scores_of_rows(model, [item.answers for item in probes], budget, config.precision, world)
-    return {
-        f"probe/{name}": sum(right.tolist()) / len(right) for name, (right, _) in probe_shares(probes, scores).items()
-    }
 
 
 def _length_figures(test: Drawn[Item], scores: torch.Tensor, config: RMConfig, display: Display) -> dict[str, float]:

@@ -44,7 +44,6 @@ from rlhf_cli.data.splits import Drawn, held_out_rows
 from rlhf_cli.data.stage_rows import demonstration, records, sft_rows
 from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.recap import findings_of
-from rlhf_cli.models.cost import Work
 from rlhf_cli.models.forward import autocast, check_positions, positions, scored_targets, target_logprobs
 from rlhf_cli.models.frozen import freeze
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
@@ -63,7 +62,6 @@ from rlhf_cli.run.artifacts import model_directory
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.tensor_ops import totals
 from rlhf_cli.training.best import Best, require_held_out
-from rlhf_cli.training.speed import Speed
 from rlhf_cli.training.supervised import Loop
 
 SHOWN = ("loss/sft", "eval/loss", "sft/grad_norm", "sft/learning_rate", "speed/step_tokens_per_s")
@@ -117,7 +115,9 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
             with stage.speed.phase("step"):
                 loss = _accumulate(model, batch, passes.budget, config.precision, stage)
                 figures = loop.update(step, {"loss/sft": loss}, partial(_readable, tokenizer, batch))
-            _count(stage.speed, passes.work, _share(batch, world))
+            mine = _share(batch, world)
+            lengths, targets = [len(example.ids) for example in mine], sum(sum(example.loss_mask) for example in mine)
+            stage.speed.count("step", tokens=sum(lengths), flops=passes.work.training(lengths, targets))
             stage.log(step + 1, {**figures, **stage.speed.row()}, loop.shown)
             _warn_of_loss(figures, config, model, stage, step, loop.num_steps)
 
@@ -166,13 +166,6 @@ def _share(batch: list[Example], world: World) -> list[Example]:
     return [batch[i] for i in deal([len(example.ids) for example in batch], world.size)[world.rank]]
 
 
-def _count(speed: Speed, work: Work, examples: list[Example]) -> None:
-    """Count a step's tokens and operations on this process."""
-    lengths = [len(example.ids) for example in examples]
-    num_targets = sum(sum(example.loss_mask) for example in examples)
-    speed.count("step", tokens=sum(lengths), flops=work.training(lengths, num_targets))
-
-
 def _readable(tokenizer: PreTrainedTokenizerBase, batch: list[Example]) -> list[dict[str, Any]]:
     """A batch with its text, one row per sequence, for the file of failed batches."""
     return [{"text": str(tokenizer.decode(example.ids)), **asdict(example)} for example in batch]
@@ -185,13 +178,12 @@ def _warn_of_loss(
     loss, guessing = figures["loss/sft"], math.log(model.config.vocab_size)
     limit = config.warn_loss_above or guessing
     is_bad = not figures["sft/bad_steps"] and step > config.optimizer.warmup(num_steps) and loss > limit
-    if not is_bad or any(one.name == HIGH_LOSS for one in findings_of(stage.directory)):
-        return
-    above = f"above {limit:.2f}" + (" (warn_loss_above)" if config.warn_loss_above is not None else "")
-    worse = ", worse than guessing all tokens with equal probability" if loss > guessing else ""
-    message = f"The loss is {loss:.2f}, {above}{worse}."
-    advice = "Lower optimizer.learning_rate, or check the rows (rlhf data show)"
-    stage.report(step + 1, [Finding(HIGH_LOSS, "warning", message, advice)], None)
+    if is_bad and not any(one.name == HIGH_LOSS for one in findings_of(stage.directory)):
+        above = f"above {limit:.2f}" + (" (warn_loss_above)" if config.warn_loss_above is not None else "")
+        worse = ", worse than guessing all tokens with equal probability" if loss > guessing else ""
+        advice = "Lower optimizer.learning_rate, or check the rows (rlhf data show)"
+        finding = Finding(HIGH_LOSS, "warning", f"The loss is {loss:.2f}, {above}{worse}.", advice)
+        stage.report(step + 1, [finding], None)
 
 
 # ---------------------------------------------------------------------------------------- 4. evaluation
@@ -274,12 +266,10 @@ def _warn_of_unused_tokens(
     tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase, train: Table[Example], display: Display
 ) -> None:
     """Warn of each new token that no training row contains."""
-    if not tokens:
-        return
-    ids = [tokenizer.get_vocab()[token] for token in tokens]
-    present = train.present("ids", ids)
-    for token, i in zip(tokens, ids, strict=True):
-        if i not in present:
+    ids = {token: tokenizer.get_vocab()[token] for token in tokens}
+    present = train.present("ids", [*ids.values()]) if ids else ()
+    for token in ids:
+        if ids[token] not in present:
             display.warn(
                 f"model.add_tokens: {token!r} is in no training row, so it is not learned. Write it in "
                 "data.prompt_template or the chat template, or set data.special_tokens: keep if your rows contain it"

@@ -29,8 +29,7 @@ from rlhf_cli.evaluation.reward_model import Scorer
 from rlhf_cli.models.forward import budget_of_logits, positions, target_logits
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
 from rlhf_cli.report.figure import Figure, Figures
-from rlhf_cli.rollout.distribution import Response
-from rlhf_cli.rollout.sampling import draw_uniforms
+from rlhf_cli.rollout.sampling import Response, draw_uniforms
 from rlhf_cli.rollout.speaker import Speaker
 from rlhf_cli.trained.locate import StageModel
 from rlhf_cli.trained.run import Run

@@ -31,9 +31,8 @@ from rlhf_cli.report.figure import Figures
 from rlhf_cli.rewards.base import RewardSource, samples_of, total_score
 from rlhf_cli.rewards.functions import call, load_function, named_numbers
 from rlhf_cli.rewards.sources import load_rewards
-from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import Models, collect
-from rlhf_cli.rollout.sampling import draw_uniforms
+from rlhf_cli.rollout.sampling import Response, draw_uniforms
 from rlhf_cli.rollout.speaker import Speaker
 from rlhf_cli.trained.run import Run
 

@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,53 +20,14 @@ from rlhf_cli.errors import ConfigError, RewardError
 from rlhf_cli.health.running import Health
 from rlhf_cli.ppo.scores import or_failure, sampled_and_scored
 from rlhf_cli.ppo.setup import Setup, save_policy
-from rlhf_cli.processes.distributed import World, gather_texts
+from rlhf_cli.processes.distributed import World
 from rlhf_cli.rewards.base import Samples, Scores
+from rlhf_cli.rewards.functions import call, load_function, named_numbers
 from rlhf_cli.rollout.rollout import RolloutBatch
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.training.best import Best
 
 # ------------------------------------------------ one policy: its replies, their scores, its distance from ref_policy
-
-GoldJudge = Callable[[Sequence[PromptRow], list[str], list[bool]], list[dict[str, float]]]
-"""The user's judge (`evaluation.gold`): prompts, a reply to each, and whether each ended, to named numbers."""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The figures of one policy and its replies, in the order of the prompts."""
-
-    metrics: dict[str, float]
-    """score_mean, score_median, the means of the judge's numbers, kl, length, eos_fraction, distinct_2, seconds."""
-    replies: list[str]
-    scores: list[float]
-    gold: list[dict[str, float]]
-    """The judge's numbers of each reply; empty without a judge."""
-    kl: list[float]
-    features: torch.Tensor
-    """[prompts, H] what the reward models scored each reply by (`RewardSource.features`)."""
-
-    def intervals(self) -> dict[str, float]:
-        """The ends of the 95 % intervals of score_mean, kl and the judge's numbers over the prompts."""
-        columns = {"score_mean": self.scores, "kl": self.kl}
-        columns |= {name: [row[name] for row in self.gold] for name in (self.gold[0] if self.gold else ())}
-        found: dict[str, float] = {}
-        for name, values in columns.items():
-            mean, error = statistics.fmean(values), statistics.pstdev(values) / max(1, len(values) - 1) ** 0.5
-            found |= {f"{name}_low95": mean - 1.96 * error, f"{name}_high95": mean + 1.96 * error}
-        return found
-
-    def example(self, i: int) -> dict[str, Any]:
-        """Reply i with its score and the judge's numbers."""
-        return {"reply": self.replies[i], "score": self.scores[i], **(self.gold[i] if self.gold else {})}
-
-    @property
-    def gold_scores(self) -> list[float] | None:
-        """The judge's main number of each reply: `gold`, or else its first number. None without a judge."""
-        if not self.gold:
-            return None
-        name = "gold" if "gold" in self.gold[0] else next(iter(self.gold[0]))
-        return [row[name] for row in self.gold]
 
 
 @dataclass(frozen=True)
@@ -79,90 +40,93 @@ class HeldOutReply:
     """Sum over its tokens of log policy - log ref_policy, in nats."""
     length: int
     ended: bool
-    features: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
-    """[H], of the reward models; of another process's reply none."""
+    features: torch.Tensor
+    """[H] what the reward models scored it by (`RewardSource.features`)."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The figures of one policy and its replies, in the order of the prompts."""
+
+    metrics: dict[str, float]
+    """score_mean, score_median, the means of the judge's numbers, kl, length, eos_fraction, distinct_2, seconds."""
+    replies: list[HeldOutReply]
+    gold: list[dict[str, float]]
+    """The judge's numbers of each reply; empty without a judge."""
+
+    def intervals(self) -> dict[str, float]:
+        """The ends of the 95 % intervals of score_mean, kl and the judge's numbers over the prompts."""
+        found: dict[str, float] = {}
+        for name, values in columns_of(self.replies, self.gold).items():
+            mean, error = statistics.fmean(values), statistics.pstdev(values) / max(1, len(values) - 1) ** 0.5
+            found |= {f"{name}_low95": mean - 1.96 * error, f"{name}_high95": mean + 1.96 * error}
+        return found
+
+    def example(self, i: int) -> dict[str, Any]:
+        """Reply i with its score and the judge's numbers."""
+        return {"reply": self.replies[i].text, "score": self.replies[i].score, **(self.gold[i] if self.gold else {})}
+
+    @property
+    def scores(self) -> list[float]:
+        return [reply.score for reply in self.replies]
+
+    @property
+    def gold_scores(self) -> list[float] | None:
+        """The judge's main number of each reply: `gold`, or else its first number. None without a judge."""
+        if not self.gold:
+            return None
+        name = "gold" if "gold" in self.gold[0] else next(iter(self.gold[0]))
+        return [row[name] for row in self.gold]
+
+
+def columns_of(replies: Sequence[HeldOutReply], gold: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """The numbers of each reply whose mean has an interval, by name."""
+    columns = {"score_mean": [reply.score for reply in replies], "kl": [reply.kl for reply in replies]}
+    return columns | {name: [row[name] for row in gold] for name in (gold[0] if gold else ())}
 
 
 GOLD_ADVICE = "Fix the function, set evaluation.gold to one that fits your data, or remove evaluation.gold"
 
 
-def load_gold(setup: Setup) -> GoldJudge | None:
-    """The judge that `evaluation.gold` names, or None."""
-    name = setup.config.evaluation.gold
-    if name is None:
-        return None
-    from rlhf_cli.rewards.functions import call, load_function, named_numbers
-
-    function = load_function(name)
-
-    def judge(prompts: Sequence[PromptRow], replies: list[str], ended: list[bool]) -> list[dict[str, float]]:
-        rows, where = [p.row.columns for p in prompts], [p.row.where for p in prompts]
-        samples = Samples([p.text for p in prompts], replies, [], [], ended, rows, where=where)
-        return call(f"evaluation.gold ({name})", function, samples, named_numbers, GOLD_ADVICE)
-
-    return judge
-
-
-def evaluate(setup: Setup, prompts: Drawn[PromptRow], gold: GoldJudge | None) -> Evaluation:
+def evaluate(setup: Setup, prompts: Drawn[PromptRow], gold: Callable[..., Any] | None) -> Evaluation:
     """Sample one reply to each of the prompts and measure it; the uniforms are the same at every call.
 
     ``kl`` is the mean over replies of the sum over tokens of log policy - log ref_policy, in nats. It estimates
     KL(policy, ref_policy) without bias, and is exactly 0 for ref_policy itself. ``distinct_2`` counts pairs of words
     (Li et al. 2016), so it does not depend on the tokenizer. With several sources, score, judge and kl are also given
-    for each: ``score_mean/<source>``.
+    for each: ``score_mean/<source>``. `gold` is the function of the user's judge.
 
     Raises RewardError if a reward or the judge fails on any process.
     """
-    start = time.monotonic()
-    world = setup.world
-    own = or_failure(world, lambda: _own_replies(setup, prompts))
-    replies = world.interleave(_from_all_processes(own, world))
-    texts, scores = [reply.text for reply in replies], [reply.score for reply in replies]
-    # The judge may be a large model or a paid service: only the first process asks it.
-    asks = gold if world.is_main else None
-    own_rows = or_failure(world, lambda: asks(prompts, texts, [r.ended for r in replies]) if asks else [])
-    gold_rows = _of_main(own_rows, world)
+    start, world = time.monotonic(), setup.world
+    replies = world.interleave(world.gather(or_failure(world, lambda: _own_replies(setup, prompts))))
+    texts = [reply.text for reply in replies]
+
+    def judge() -> list[dict[str, float]]:
+        # The judge may be a large model or a paid service: only the first process asks it.
+        if gold is None or not world.is_main:
+            return []
+        rows, where = [p.row.columns for p in prompts], [p.row.where for p in prompts]
+        samples = Samples([p.text for p in prompts], texts, [], [], [r.ended for r in replies], rows, where=where)
+        return call(f"evaluation.gold ({setup.config.evaluation.gold})", gold, samples, named_numbers, GOLD_ADVICE)
+
+    gold_rows = world.gather(or_failure(world, judge))[0]
+    columns = columns_of(replies, gold_rows)
     metrics = {
-        "score_mean": statistics.fmean(scores),
-        "score_median": statistics.median(scores),
-        **{name: statistics.fmean(row[name] for row in gold_rows) for name in (gold_rows[0] if gold_rows else ())},
+        "score_mean": statistics.fmean(reply.score for reply in replies),
+        "score_median": statistics.median(reply.score for reply in replies),
+        **{name: statistics.fmean(columns[name]) for name in (gold_rows[0] if gold_rows else ())},
         "kl": statistics.fmean(reply.kl for reply in replies),
         "length": statistics.fmean(reply.length for reply in replies),
         "eos_fraction": statistics.fmean(reply.ended for reply in replies),
         "distinct_2": distinct_n([text.split() for text in texts], 2),
         "seconds": time.monotonic() - start,
     }
-    columns: dict[str, list[float]] = {"score_mean": scores, "kl": [reply.kl for reply in replies]}
-    columns |= {name: [row[name] for row in gold_rows] for name in (gold_rows[0] if gold_rows else ())}
     for source, numbers in prompts.by_source.items():
         metrics |= {
             f"{name}/{source}": statistics.fmean(values[i] for i in numbers) for name, values in columns.items()
         }
-    features = features_of_all([reply.features for reply in own], world)
-    return Evaluation(metrics, texts, scores, gold_rows, columns["kl"], features)
-
-
-def _from_all_processes(own: Sequence[HeldOutReply], world: World) -> list[list[HeldOutReply]]:
-    """Every process's replies, in order of rank."""
-    figures = torch.tensor([[r.score, r.kl, r.length, r.ended] for r in own], dtype=torch.float64).view(-1, 4)
-    texts = gather_texts(world, [reply.text for reply in own])
-    return [
-        [
-            HeldOutReply(text, score, kl, int(length), bool(ended))
-            for text, (score, kl, length, ended) in zip(*shard, strict=True)
-        ]
-        for shard in zip(texts, (part.tolist() for part in world.gather_tensors(figures)), strict=True)
-    ]
-
-
-def _of_main(rows: list[dict[str, float]], world: World) -> list[dict[str, float]]:
-    """The first process's rows, which all have the same keys, on every process."""
-    if world.size == 1:
-        return rows
-    names = world.gather(list(rows[0]) if rows else [])[0]
-    numbers = torch.tensor([row[name] for row in rows for name in row], dtype=torch.float64)
-    table = world.gather_tensors(numbers)[0].view(-1, max(1, len(names)))
-    return [dict(zip(names, row, strict=True)) for row in table.tolist()]
+    return Evaluation(metrics, replies, gold_rows)
 
 
 def _own_replies(setup: Setup, prompts: Sequence[PromptRow]) -> list[HeldOutReply]:
@@ -174,10 +138,9 @@ def _own_replies(setup: Setup, prompts: Sequence[PromptRow]) -> list[HeldOutRepl
         kl = (rollout.logprobs - rollout.ref_logprobs).sum(1).tolist()
         lengths, ended = [len(r.ids) for r in rollout.responses], [r.ended for r in rollout.responses]
         features = scores.features if scores.features is not None else torch.zeros(len(texts), 0)
-        return list(map(HeldOutReply, texts, scores.total.tolist(), kl, lengths, ended, features))
+        return list(map(HeldOutReply, texts, scores.total.tolist(), kl, lengths, ended, map(torch.clone, features)))
 
-    models = setup.models_to_sample()
-    return sampled_and_scored(setup, models, prompts, uniforms, read, with_kl=True)
+    return sampled_and_scored(setup, setup.models_to_sample(), prompts, uniforms, read, with_kl=True)
 
 
 # ------------------------------------------------------------------------------- SFT against PPO
@@ -193,15 +156,16 @@ class HeldOut:
 
     def __init__(self, setup: Setup, health: Health):
         self.setup, self.health = setup, health
-        self.gold = load_gold(setup)
-        rows = setup.held_out
+        judge, rows = setup.config.evaluation.gold, setup.held_out
+        self.gold = load_function(judge) if judge is not None else None
         self.before = self._measure(0, rows.watched) if rows.watched else None
         self.before_test = self._measure(0, rows.test) if rows.validation and rows.test else self.before
         if self.before is None:
             setup.stage.display.note("no held-out prompts, so SFT and PPO are not compared")
+            self.home = None
         else:
             health.check_evaluation(0, self.before.scores, self.before.gold_scores)
-        self.home = home_of(self.before.features) if self.before is not None else None
+            self.home = home_of(torch.stack([reply.features for reply in self.before.replies]))
         self.best = best_of(setup.config.evaluation.best_metric, self.before)
         self.last_step = 0
         """The iteration of the latest figures; a checkpoint keeps it."""
@@ -254,13 +218,11 @@ class HeldOut:
 
     def state(self) -> dict[str, Any]:
         """The best figure and the latest iteration, for a checkpoint."""
-        best = self.best
-        return {"best": {"step": best.step, "value": self._signed(best.value)}, "evaluated": self.last_step}
+        return {"best": {"step": self.best.step, "value": self._signed(self.best.value)}, "evaluated": self.last_step}
 
     def restore(self, numbers: Mapping[str, Any]) -> None:
         """Take over what `state` returned."""
-        best = numbers["best"]
-        self.best.restore({}, {"step": best["step"], "value": self._signed(best["value"])})
+        self.best.step, self.best.value = numbers["best"]["step"], self._signed(numbers["best"]["value"])
         self.last_step = numbers["evaluated"]
 
     def _signed(self, value: float | None) -> float | None:
@@ -289,15 +251,12 @@ class HeldOut:
         return now
 
     def _record(self, step: int, now: Evaluation) -> None:
-        """Write a row of evaluations.jsonl."""
         self.setup.stage.record("evaluations", {"step": step, **now.metrics, **now.intervals()})
 
     def _keep_if_best(self, step: int, now: Evaluation) -> None:
-        """Save `best_model` if these figures are the best so far."""
-        if not self.best.is_better(step, now.metrics):
-            return
-        save_policy(self.setup, "best_model")
-        self.setup.world.barrier("best_model to be saved")
+        if self.best.is_better(step, now.metrics):
+            save_policy(self.setup, "best_model")
+            self.setup.world.barrier("best_model to be saved")
 
 
 def best_of(key: str | None, before: Evaluation | None) -> Best:
@@ -353,14 +312,6 @@ def home_of(features: Tensor) -> Home | None:
     gaussian = shrunk_gaussian(features[::2])
     unit = whitened(features[1::2], gaussian).norm(dim=1).quantile(NEAREST).item()
     return Home(gaussian, unit) if unit > 0 else None
-
-
-def features_of_all(own: list[Tensor], world: World) -> Tensor:
-    """The features [n, H] of all processes' replies, in the order of the prompts, from those of the own ones, [H]."""
-    width = max(world.gather(len(own[0]) if own else 0))
-    stacked = torch.stack(own) if own else torch.zeros(0, width)
-    rows = world.interleave([list(part) for part in world.gather_tensors(stacked)])
-    return torch.stack(rows) if rows else stacked
 
 
 def _finite(features: Tensor | None) -> Tensor:

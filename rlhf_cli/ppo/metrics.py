@@ -16,7 +16,6 @@ from rlhf_cli.algorithms.losses import explained_variance
 from rlhf_cli.algorithms.statistics import distinct_n, pearson, word_shares
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.health.running import Health
-from rlhf_cli.models.forward import compute_dtype
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.ppo.update import UpdateBatch
 from rlhf_cli.processes.distributed import gather_texts
@@ -33,19 +32,14 @@ SPREADS = ("objective/score", "objective/kl", "response/length", "response/promp
 
 
 def iteration_metrics(
-    setup: Setup,
-    rollout: RolloutBatch,
-    texts: list[str],
-    scores: Scores,
-    kl: Tensor,
-    rewards: Tensor,
-    returns: Tensor,
+    setup: Setup, rollout: RolloutBatch, texts: list[str], scores: Scores, kl: Tensor, rewards: Tensor, returns: Tensor
 ) -> dict[str, float]:
     """The figures of an iteration over the real tokens of all processes' responses.
 
-    policy/entropy is estimated from the sampled tokens. policy/sampler_gap is the largest absolute difference
-    between a log-probability of the sampler and the same one recomputed by training, policy/sampler_gap_mean the mean.
-    They are absent if the sampler's are the old log-probabilities; policy/first_ratio_error shows the difference then.
+    policy/entropy is estimated from the sampled tokens; response/duplicate_fraction is the share of responses whose
+    text is also the response to another prompt. policy/sampler_gap is the largest absolute difference between a
+    log-probability of the sampler and the same one recomputed by training, policy/sampler_gap_mean the mean. They are
+    absent if the sampler's are the old log-probabilities; policy/first_ratio_error shows the difference then.
     """
     world, mask = setup.world, rollout.response_mask
     prompt_lengths = torch.tensor([len(prompt.ids) for prompt in rollout.prompts], device=mask.device)
@@ -63,7 +57,6 @@ def iteration_metrics(
     tokens = [
         t[mask].double().cpu() for t in (rollout.values, returns, rollout.logprobs, rollout.sampled_logprobs)
     ]  # [own tokens] each
-    recomputed = rollout.logprobs is not rollout.sampled_logprobs
     counts = {f"reward/{name}_cut": number for name, number in scores.cut.items()}
     counts |= {f"reward/{name}_tokens": number for name, number in scores.tokens.items()}
     counts |= {f"reward/{s.name}_errors": scores.errors[s.name] for s in setup.rewards if s.on_error == "zero"}
@@ -74,54 +67,35 @@ def iteration_metrics(
     all_prompts = gather_texts(world, [prompt.text for prompt in rollout.prompts])
     pairs = list(zip(chain(*all_prompts), chain(*gather_texts(world, texts)), strict=True))
     all_counts = world.gather(counts)
+    correlation = pearson(merged["objective/score"], merged["response/length"])
+    prompts_of: dict[str, set[str]] = {}  # by the text of a response
+    for prompt, text in pairs:
+        prompts_of.setdefault(text, set()).add(prompt)
     metrics = {
         **{name: column.mean().item() for name, column in merged.items()},
         "objective/return": all_returns.mean().item(),
         "objective/return_variance": all_returns.var(correction=0).item(),
         **{f"{name}_std": merged[name].std(correction=0).item() for name in SPREADS},
-        "response/score_length_correlation": _or_zero(pearson(merged["objective/score"], merged["response/length"])),
+        "response/score_length_correlation": correlation if math.isfinite(correlation) else 0.0,
         "response/distinct_2": distinct_n([text.split() for _, text in pairs], 2),
-        "response/duplicate_fraction": _duplicates(pairs),
+        "response/duplicate_fraction": sum(len(prompts_of[text]) > 1 for _, text in pairs) / len(pairs),
         "policy/entropy": -logprobs.mean().item(),
-        **(_sampler_figures(setup, logprobs, sampled) if recomputed else {}),
         **{name: float(sum(shard[name] for shard in all_counts)) for name in counts},
     }
+    if rollout.logprobs is not rollout.sampled_logprobs:
+        gap = logprobs - sampled
+        metrics |= {"policy/sampler_gap": gap.abs().max().item(), "policy/sampler_gap_mean": gap.abs().mean().item()}
+        if setup.sampler_may_differ:
+            is_capped = gap > math.log(setup.config.ppo.importance_ratio_cap)
+            metrics["policy/importance_capped"] = is_capped.double().mean().item()
     if setup.models.has_values:
-        metrics |= _value_figures(values, all_returns)
+        real_mask = torch.ones_like(values).bool()
+        metrics |= {
+            "value/explained_variance": explained_variance(values, all_returns, real_mask).item(),
+            "value/mean": values.mean().item(),
+            "value/variance": values.var(correction=0).item(),
+        }
     return metrics
-
-
-def _sampler_figures(setup: Setup, logprobs: Tensor, sampled: Tensor) -> dict[str, float]:
-    """How far the sampler is from training, over the log-probabilities of all tokens, [N] each."""
-    gap = (logprobs - sampled).abs()
-    figures = {"policy/sampler_gap": gap.max().item(), "policy/sampler_gap_mean": gap.mean().item()}
-    if setup.sampler_may_differ:
-        is_capped = logprobs - sampled > math.log(setup.config.ppo.importance_ratio_cap)
-        figures["policy/importance_capped"] = is_capped.double().mean().item()
-    return figures
-
-
-def _value_figures(values: Tensor, returns: Tensor) -> dict[str, float]:
-    """The figures of the values of all tokens, [N] each."""
-    real_mask = torch.ones_like(values).bool()
-    return {
-        "value/explained_variance": explained_variance(values, returns, real_mask).item(),
-        "value/mean": values.mean().item(),
-        "value/variance": values.var(correction=0).item(),
-    }
-
-
-def _or_zero(value: float) -> float:
-    """The value, or 0 if it is NaN or infinite."""
-    return value if math.isfinite(value) else 0.0
-
-
-def _duplicates(pairs: Sequence[tuple[str, str]]) -> float:
-    """The share of responses whose text is also the response to another prompt."""
-    prompts: dict[str, set[str]] = {}
-    for prompt, text in pairs:
-        prompts.setdefault(text, set()).add(prompt)
-    return sum(len(prompts[text]) > 1 for _, text in pairs) / len(pairs)
 
 
 def count_rollout(setup: Setup, rollout: RolloutBatch) -> None:
@@ -189,25 +163,19 @@ def log_samples(
 
 def failed_batch(setup: Setup, batch: UpdateBatch, step: int) -> list[dict[str, Any]]:
     """The minibatch of a step with a NaN or infinite loss or gradient: one JSON row per response, of all processes."""
-    own = [
-        {
+    own, names = [], ("logprobs", "ref_logprobs", "values", "advantages", "returns")
+    for i, (prompt, response) in enumerate(zip(batch.prompts, batch.responses, strict=True)):
+        numbers = {name: getattr(batch, name)[i, : len(response.ids)].tolist() for name in names}
+        row = {
             "optimizer_step": step,
-            "prompt": batch.prompts[i].text,
-            "prompt_ids": batch.prompts[i].ids,
-            "response": response_text(setup.tokenizer, batch.responses[i], setup.sampling),
-            "response_ids": batch.responses[i].ids,
-            "ended": batch.responses[i].ended,
-            **{
-                # JSON has no NaN: non-finite numbers are written as text.
-                name: [
-                    x if math.isfinite(x) else str(x)
-                    for x in getattr(batch, name)[i, : len(batch.responses[i].ids)].tolist()
-                ]
-                for name in ("logprobs", "ref_logprobs", "values", "advantages", "returns")
-            },
+            "prompt": prompt.text,
+            "prompt_ids": prompt.ids,
+            "response": response_text(setup.tokenizer, response, setup.sampling),
+            "response_ids": response.ids,
+            "ended": response.ended,
         }
-        for i in range(len(batch.responses))
-    ]
+        # JSON has no NaN: non-finite numbers are written as text.
+        own.append(row | {name: [x if math.isfinite(x) else str(x) for x in numbers[name]] for name in names})
     return [row for shard in setup.world.gather(own) for row in shard]
 
 
@@ -220,9 +188,7 @@ TINY = 1e-6
 
 def new_health(setup: Setup) -> Health:
     """The health checks of the run, with the limits that fit its config."""
-    config = setup.config
-    is_float32 = compute_dtype(setup.world.device, config.precision) == torch.float32
-    return Health(config, "float32" if is_float32 else "bfloat16")
+    return Health(setup.config, "bfloat16" if setup.sampler_may_differ else "float32")
 
 
 def report_start(setup: Setup, health: Health) -> None:
@@ -233,17 +199,12 @@ def report_start(setup: Setup, health: Health) -> None:
     figures = {}
     for _, name, reward, _ in config.named_rewards:
         if isinstance(reward, ModelReward):
-            figures[name] = _held_out_figures(config.stage_model(reward.path, "rm"))
-    findings = health.check_start(figures)
-    if findings:
+            path = Path(config.stage_model(reward.path, "rm"))  # of a stage, or of its model
+            manifest = read_manifest_or_none(path.parent if path.name == "model" else path)
+            of_rm = manifest is not None and manifest.stage == "rm"
+            figures[name] = manifest.metrics if manifest is not None and of_rm else {}
+    if findings := health.check_start(figures):
         stage.report(0, findings, None)
-
-
-def _held_out_figures(path: str) -> dict[str, float]:
-    """The held-out figures of an `rm` stage, given its directory or its `model`; {} for another model."""
-    directory = Path(path)
-    manifest = read_manifest_or_none(directory if directory.name != "model" else directory.parent)
-    return manifest.metrics if manifest is not None and manifest.stage == "rm" else {}
 
 
 def report_iteration(
@@ -256,24 +217,17 @@ def report_iteration(
 ) -> None:
     """Check the health of an iteration; raises RunError for a finding that stops the run."""
     step, world = iteration + 1, setup.world
-    stops = no_gradient(_norms_that_should_not_be_zero(setup, newest, metrics), f"iteration {step}")
+    no_norm = [key for key in ("policy/grad_norm", "value/grad_norm") if metrics.get(key) == 0.0]
+    if no_norm:
+        # Nothing is to be learned if every advantage is 0, as with equal rewards in each group, if every token was the
+        # only possible one, or if every value equals its return.
+        to_learn = {
+            "policy/grad_norm": bool(((newest.advantages.abs() > TINY) & (newest.logprobs.abs() > TINY)).any()),
+            "value/grad_norm": bool(((newest.returns - newest.values).abs() > TINY).any()),
+        }
+        everyone = world.gather(to_learn)
+        no_norm = [key for key in no_norm if any(process[key] for process in everyone)]
+    stops = no_gradient(dict.fromkeys(no_norm, 0.0), f"iteration {step}")
     words = word_shares([text for shard in gather_texts(world, texts) for text in shard])
     findings = [*stops, *health.check(step, metrics, words)]
     setup.stage.report(step, findings, health.line(findings, metrics))
-
-
-def _norms_that_should_not_be_zero(setup: Setup, newest: UpdateBatch, metrics: Mapping[str, float]) -> dict[str, float]:
-    """The gradient norms of 0 of an iteration whose rollout has something to learn.
-
-    Nothing is to be learned if every advantage is 0, as with equal rewards in each group, if every token was the only
-    possible one, or if every value equals its return.
-    """
-    zero = [key for key in ("policy/grad_norm", "value/grad_norm") if metrics.get(key) == 0.0]
-    if not zero:
-        return {}
-    to_learn = {
-        "policy/grad_norm": bool(((newest.advantages.abs() > TINY) & (newest.logprobs.abs() > TINY)).any()),
-        "value/grad_norm": bool(((newest.returns - newest.values).abs() > TINY).any()),
-    }
-    everyone = setup.world.gather(to_learn)
-    return {key: 0.0 for key in zero if any(process[key] for process in everyone)}

@@ -1,4 +1,4 @@
-"""From responses to the score that PPO optimises: the rewards, the comparison with ref_policy's replies, penalties."""
+"""The score of each response: the rewards, the comparison with ref_policy's replies, what normalises it, the limits."""
 
 from __future__ import annotations
 
@@ -13,32 +13,27 @@ from torch import Tensor
 
 from rlhf_cli.algorithms.score_transforms import (
     Moments,
-    clip_score,
-    length_penalty,
     limited_score,
     log_sigmoid_score,
     merge,
-    missing_eos,
     moments_of,
     next_lambda,
-    overlong_penalty,
     preference_score,
 )
 from rlhf_cli.config.ppo import PPO
-from rlhf_cli.config.rewards import Limit, Shaping
+from rlhf_cli.config.rewards import Limit
 from rlhf_cli.data.batches import chunks, stream
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.errors import RewardError
 from rlhf_cli.files import read_text
 from rlhf_cli.ppo.setup import Setup
-from rlhf_cli.processes.distributed import World, gather_texts, where
+from rlhf_cli.processes.distributed import World, where
 from rlhf_cli.processes.microbatches import over_microbatches
 from rlhf_cli.processes.sharding import is_sharded
 from rlhf_cli.rewards.base import Scores, samples_of, total_score
 from rlhf_cli.rewards.models import RewardModel
-from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import Models, RolloutBatch, collect
-from rlhf_cli.rollout.sampling import draw_uniforms, response_text
+from rlhf_cli.rollout.sampling import Response, draw_uniforms, response_text
 from rlhf_cli.run.checkpoint import State
 from rlhf_cli.tensor_ops import pad_rows
 
@@ -135,27 +130,23 @@ def measure_reference_scores(setup: Setup, scale: ScoreScale) -> None:
 
     Raises RewardError if a reward fails on any process.
     """
-    total = setup.config.ppo.num_reference_samples
-    # Each process has its own number of chunks, so nothing is exchanged before all of them are scored.
-    scale.take(torch.tensor(or_failure(setup.world, lambda: _reference_scores(setup, total))), setup.world)
-    setup.stage.display.note(
-        f"scores are normalised by those of {total} samples of ref_policy: mean {scale.moments.mean:.3g}, "
-        f"standard deviation {scale.moments.std:.3g}"
-    )
-
-
-def _reference_scores(setup: Setup, total: int) -> list[float]:
-    """The scores of this process's share of `total` samples of ref_policy."""
-    config = setup.config
+    config, total = setup.config, setup.config.ppo.num_reference_samples
     numbers = stream(len(setup.train), total, 0, config.seed, "ppo reference prompts")
     uniforms = draw_uniforms(config.seed, "ppo reference", 0, total, config.rollout.max_new_tokens)
     prompts = [setup.train[number] for number in numbers]
 
     def read(rollout: RolloutBatch, _: list[str], scores: Scores) -> list[float]:
-        score, _dense = split_dense(scores, [len(r.ids) for r in rollout.responses], setup.world.device)
-        return score.tolist()
+        return split_dense(scores, [len(r.ids) for r in rollout.responses], setup.world.device)[0].tolist()
 
-    return sampled_and_scored(setup, models_of_reference(setup), prompts, uniforms, read, with_kl=False)
+    def own_scores() -> list[float]:
+        return sampled_and_scored(setup, models_of_reference(setup), prompts, uniforms, read, with_kl=False)
+
+    # Each process has its own number of chunks, so nothing is exchanged before all of them are scored.
+    scale.take(torch.tensor(or_failure(setup.world, own_scores)), setup.world)
+    setup.stage.display.note(
+        f"scores are normalised by those of {total} samples of ref_policy: mean {scale.moments.mean:.3g}, "
+        f"standard deviation {scale.moments.std:.3g}"
+    )
 
 
 def models_of_reference(setup: Setup) -> Models:
@@ -170,12 +161,6 @@ def models_of_reference(setup: Setup) -> Models:
 
 
 # ------------------------------------------------------------------------------- between the processes
-
-
-def summed(stats: dict[str, float], world: World) -> dict[str, float]:
-    """Each statistic summed over all processes. A process without rows of the minibatch has no statistics."""
-    shards = world.gather(stats)
-    return {key: sum(shard.get(key, 0.0) for shard in shards) for key in max(shards, key=len)}
 
 
 class _PlacedError(RewardError):
@@ -221,7 +206,10 @@ class ReferenceReplies:
         setup, config = self.setup, self.setup.config
         if not self.shapings:
             return
-        self.rows = {row["number"]: row for row in setup.world.of_main(self._read)}
+        path = setup.stage.directory / "references.jsonl"
+        # The last line may be incomplete.
+        lines = setup.world.of_main(lambda: read_text(path).split("\n")[:-1] if path.exists() else [])
+        self.rows = {row["number"]: row for row in map(json.loads, lines)}
         used = {number for iteration in range(config.ppo.num_iterations) for number in setup.numbers_of(iteration)}
         self.sampled = sorted(used - self.rows.keys())
         if self.sampled:
@@ -247,7 +235,14 @@ class ReferenceReplies:
         total, each = scores.total, dict(scores.each)
         for name, (weight, shaping) in self.shapings.items():
             found = [self.rows[number]["scores"][name][: shaping.num_references] for number in own]
-            shaped = _shaped(scores.each[name], torch.tensor(found).view(-1, shaping.num_references), shaping)
+            references = torch.tensor(found).view(-1, shaping.num_references)  # [B, M]
+            match shaping.kind:
+                case "log_sigmoid":
+                    shaped = log_sigmoid_score(scores.each[name], references, quantile=shaping.quantile)
+                case "par":
+                    shaped = preference_score(scores.each[name], references)
+                case _:
+                    assert_never(shaping.kind)
             total = total + weight * (shaped - scores.each[name])
             each[f"{name}_shaped"] = shaped
         return replace(scores, each=each, optimised=total)
@@ -259,7 +254,6 @@ class ReferenceReplies:
         prompts = [setup.train[number] for number in numbers for _ in range(self.count)]
         uniforms = torch.cat([draw_uniforms(seed, "ppo references", n, self.count, longest) for n in numbers])
         shaped = [s for s in setup.rewards if (s.name if s.ensemble is None else s.ensemble.name) in names]
-        own_setup = replace(setup, rewards=shaped)
 
         def read(_: RolloutBatch, texts: list[str], scores: Scores) -> list[tuple[str, list[float]]]:
             each = torch.stack([scores.each[name] for name in names], 1)
@@ -267,40 +261,20 @@ class ReferenceReplies:
 
         def sampled() -> list[tuple[str, list[float]]]:
             models = models_of_reference(setup)
-            return sampled_and_scored(own_setup, models, prompts, uniforms, read, with_kl=False)
+            return sampled_and_scored(replace(setup, rewards=shaped), models, prompts, uniforms, read, with_kl=False)
 
-        own = or_failure(world, sampled)
-        texts = world.interleave(gather_texts(world, [text for text, _ in own]))
-        own_scores = torch.tensor([scores for _, scores in own]).view(-1, len(names))
-        scores = torch.tensor(world.interleave([part.tolist() for part in world.gather_tensors(own_scores)]))
-        for i, number in enumerate(numbers):
-            rows = slice(i * self.count, (i + 1) * self.count)
+        replies = iter(world.interleave(world.gather(or_failure(world, sampled))))
+        for number in numbers:
+            texts, scores = zip(*(next(replies) for _ in range(self.count)), strict=True)
             self.rows[number] = {
                 "number": number,
                 "prompt": setup.train[number].text,
-                "replies": texts[rows],
-                "scores": dict(zip(names, scores[rows].T.tolist(), strict=True)),
+                "replies": list(texts),
+                "scores": dict(zip(names, zip(*scores, strict=True), strict=True)),
             }
 
-    def _read(self) -> list[dict[str, Any]]:
-        """The complete rows of the file of an interrupted run; [] without one."""
-        path = self.setup.stage.directory / "references.jsonl"
-        lines = read_text(path).split("\n")[:-1] if path.exists() else []
-        return [json.loads(line) for line in lines]
 
-
-def _shaped(score: Tensor, references: Tensor, shaping: Shaping) -> Tensor:
-    """The shaped scores [B], from scores [B] and those of the references [B, M]."""
-    match shaping.kind:
-        case "log_sigmoid":
-            return log_sigmoid_score(score, references, quantile=shaping.quantile)
-        case "par":
-            return preference_score(score, references)
-        case _:
-            assert_never(shaping.kind)
-
-
-# ------------------------------------------------- from the weighted sum of the rewards to the score that PPO optimises
+# ----------------------------------------------------------------------- what normalises scores, and their limits
 
 
 S = TypeVar("S", float, torch.Tensor)
@@ -404,36 +378,3 @@ def _moments(score: torch.Tensor, world: World, before: Moments = NO_SCORES) -> 
     for part in world.gather(moments_of(score)):
         before = merge(before, part.count, part.mean, part.squared_deviations)
     return before
-
-
-def final_score(
-    raw: torch.Tensor,
-    each: Mapping[str, torch.Tensor],
-    lengths: list[int],
-    ended: list[bool],
-    scale: ScoreScale,
-    limits: Limits,
-    ppo: PPO,
-    *,
-    max_new_tokens: int,
-) -> torch.Tensor:
-    """The score [B] that PPO optimises, from the weighted sum [B] of the rewards.
-
-    ``limited(clip((raw - mean) / std)) - missing_eos - length_penalty - overlong_penalty``
-
-    `limited` adds the Lagrangian terms of the limits (`Limits.apply`). Each limit is on a reward source of its own,
-    whose scores are in `each`.
-
-    `PPO` in rlhf_cli/config/ppo.py gives the reason for each step.
-    """
-    tokens = torch.tensor(lengths, dtype=raw.dtype)
-    score = scale.apply(raw)
-    if ppo.score_clip is not None:
-        score = clip_score(score, ppo.score_clip)
-    score = limits.apply(score, each) - missing_eos(torch.tensor(ended), penalty=ppo.missing_eos_penalty)
-    score = score - length_penalty(tokens, per_token=ppo.length_penalty)
-    if ppo.overlong_buffer:
-        score = score - overlong_penalty(
-            tokens, max_new_tokens=max_new_tokens, buffer=ppo.overlong_buffer, penalty=ppo.overlong_penalty
-        )
-    return score

@@ -6,7 +6,8 @@ import copy
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.config.ppo import PPOConfig, PPOModelName
 from rlhf_cli.data.batches import Budget, part_tokens, stream
-from rlhf_cli.data.cache import Table, tokenise
+from rlhf_cli.data.cache import tokenise
 from rlhf_cli.data.encode import Example, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder, PromptRow
 from rlhf_cli.data.splits import HeldOutRows, held_out_rows
@@ -33,22 +34,19 @@ from rlhf_cli.models.shard import shard_for, shards, to_shard
 from rlhf_cli.models.vocabulary import require_same_tokens, require_template_tokens
 from rlhf_cli.ppo.value_model import ValueStart, choose_value_model
 from rlhf_cli.processes.distributed import World, require_rows_for_all
-from rlhf_cli.processes.microbatches import GradientSum
 from rlhf_cli.processes.sharding import is_sharded, whole
 from rlhf_cli.report.progress import epochs
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.models import RewardModel
 from rlhf_cli.rewards.sources import check_rows, load_rewards
-from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.rollout import Models
-from rlhf_cli.rollout.sampling import generation_settings, sampling_of
+from rlhf_cli.rollout.sampling import Sampling, generation_settings, sampling_of
 from rlhf_cli.run.artifacts import model_directory
 from rlhf_cli.run.checkpoint_files import GRADES
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.training.optimizer import Stepper, WeightAverage, build_stepper, float32_moments, warmup_warning
 
 if TYPE_CHECKING:
-    from rlhf_cli.models.shared import Backbone
     from rlhf_cli.rollout.offload import Offload
 
 
@@ -61,7 +59,6 @@ class Setup:
     tokenizer: PreTrainedTokenizerBase
     models: Models
     sampler: Sampler | None
-    """Gives the copy of a sharded policy its weights."""
     policy_base: BaseModel
     """Where the weights of the policy come from."""
     value_base: BaseModel | None
@@ -69,9 +66,7 @@ class Setup:
     rewards: Sequence[RewardSource]
     sampling: Sampling
     train: Sequence[PromptRow]
-    """Training prompts."""
     held_out: HeldOutRows[PromptRow]
-    """Held-out prompts."""
     ptx: Sequence[Example]
     """Rows of the language-model loss; empty without `ptx`."""
     policy_stepper: Stepper
@@ -90,7 +85,6 @@ class Setup:
 
     @property
     def world(self) -> World:
-        """The processes of the run."""
         return self.stage.world
 
     @property
@@ -128,26 +122,6 @@ class Setup:
             return self.sampler_may_differ
         return self.config.ppo.old_logprobs == "recomputed"
 
-    @property
-    def learning_rates(self) -> dict[str, float]:
-        """The learning rates of the next step, by metric name."""
-        rates = {"policy/learning_rate": self.policy_stepper.learning_rate}
-        if self.value_stepper is not None:
-            rates["value/learning_rate"] = self.value_stepper.learning_rate
-        return rates
-
-    def gradient_sum(self, *, learns_policy: bool) -> GradientSum:
-        """The sum over all processes of the gradients of one optimizer step."""
-        steppers = [self.policy_stepper if learns_policy else None, self.value_stepper]
-        trained = [stepper.model for stepper in steppers if stepper is not None]
-        return GradientSum(
-            self.world,
-            self.stage.loss_scale.scaled,
-            *trained,
-            beside=self.models.with_weights,
-            in_turn=self.config.ppo.kl_estimator_used == "full" and self.models.ref_policy is None,
-        )
-
 
 def adjacent_responses(config: PPOConfig, num_processes: int) -> int:
     """How many adjacent responses of an iteration stay on one process.
@@ -160,11 +134,18 @@ def adjacent_responses(config: PPOConfig, num_processes: int) -> int:
 
 def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     """Load everything, and raise before training if anything cannot work."""
-    world, ppo = stage.world, config.ppo
+    world, ppo, display = stage.world, config.ppo, stage.display
     require_rows_for_all(world, ppo.minibatch_size, "ppo.minibatch_size")
+
+    # Policy, rewards, value model, reference policy.
     path = model_directory(config.stage_model(config.policy.path, "sft"))
     tokenizer = load_tokenizer(path, config.policy.revision)
-    require_shardable(config)
+    samples_from_copy = to_shard(config, "policy") is not None and config.rollout.decoder != "sharded"
+    if samples_from_copy and config.policy.lora is not None and config.policy.lora.quantize is not None:
+        raise ConfigError(
+            "policy.lora.quantize does not work with a policy that is sharded among the processes, whose copy samples. "
+            "Remove it, or set rollout.decoder: sharded or distributed.keep_whole: [policy]"
+        )
     deferred = to_shard(config, "policy") is not None or defers_base(config.policy.lora, config, world.device)
     policy = load_policy(path, config.policy.revision, deferred=deferred)
     check_vocabulary(policy, tokenizer, path)
@@ -176,31 +157,74 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
         from rlhf_cli.models.shared import Backbone
 
         backbone = Backbone(policy, base, config.policy.lora.quantize)
-    rewards, reward_notes = _load_rewards(config, tokenizer, world.device, None if shards(config) else backbone)
-    for source in rewards:
-        source.keep_in(stage.checkpoints_directory / GRADES, world.rank)
+    rewards, notes = load_rewards(
+        config.named_rewards,
+        config.artifacts,
+        tokenizer,
+        world.device,
+        config.precision,
+        keep_special=config.data.special_tokens == "keep",
+        backbone=None if shards(config) else backbone,
+        sharded_by=to_shard(config, "rewards"),
+    )
+    reward_models = [source for source in rewards if isinstance(source, RewardModel)]
+    own_readers = [source for source in reward_models if source.reads_policy_tokens]
+    for source in own_readers:
+        require_template_tokens(config.data.prompt_template, tokenizer, source.tokenizer, source.name)
+    for reward in rewards:
+        reward.keep_in(stage.checkpoints_directory / GRADES, world.rank)
     value = choose_value_model(config, base, rewards, policy, world.device, backbone)
     if (value_path := config.value_model.path) is not None:
         require_same_tokens(tokenizer, load_tokenizer(value_path), value_path, "value_model.path")
     models = Models(policy, _load_ref_policy(config, path, tokenizer, world.device), value.model, value.head)
-    model_notes = _prepare(models, config, world.device, base, value)
-    sampler, shard_notes = shard_models(models, config, world.device)
-    models = replace(models, sampler=sampler.model if sampler is not None else None)
-    stage.display.notes(*reward_notes, value.note, *model_notes, *shard_notes, kl_note(config))
+    lines: list[str | None] = [*notes, value.note, *_prepare(models, config, world.device, base, value)]
+    sampler = Sampler(policy, world.device, config.precision) if samples_from_copy else None
+    named: dict[PPOModelName, PreTrainedModel | None] = {
+        "policy": policy,
+        "ref_policy": models.ref_policy,
+        "value_model": value.model,
+    }
+    for name, one in named.items():
+        if one is not None and to_shard(config, name) is not None:
+            lines.append(shard_for(config, one, world.device))
+    if sampler is not None:
+        sampler.refresh()
+        models = replace(models, sampler=sampler.model)
+    display.notes(*lines, kl_note(config))
 
-    train, held_out = _load_prompts(config, policy, tokenizer, stage)
-    sides: tuple[Sequence[PromptRow], ...] = (train, held_out.validation, held_out.test)
-    check_rows(rewards, ((p.row.where, p.row.columns) for side in sides for p in side))
-    lengths = [int(train.lengths("ids").max()), *(len(p.ids) for side in sides[1:] for p in side)]
-    _check_lengths(models, rewards, max(lengths), config, stage)
+    # Prompts, and the rows of the language-model loss, encoded as in the SFT stage.
+    longest = positions(policy) - config.rollout.max_new_tokens
+    rows = tokenise(PromptEncoder(tokenizer, ppo_rows(config)), longest=longest)
+    display.about_rows(rows.lines, rows.warnings)
+    train, held_out = rows.train, held_out_rows(rows, config.data, config.evaluation.num_prompts, config.seed)
+    choice = "evaluation.best_metric" if config.evaluation.best_metric is not None else None
+    display.notes(*held_out.notes("evaluation.num_prompts", choice))
+    sides: Any = (train, held_out.validation, held_out.test)
+    check_rows(rewards, ((p.row.where, p.row.columns) for p in chain(*sides)))
+    ptx: Sequence[Example] = []
+    if (ptx_spec := ptx_rows(config)) is not None:
+        examples = tokenise(DemonstrationEncoder(tokenizer, ptx_spec), longest=positions(policy))
+        display.about_rows(examples.lines, examples.warnings)
+        ptx = examples.train
+
+    # The longest sequence must fit every model. The sampler may be slow for it.
+    lengths = [int(train.lengths("ids").max()), *(len(p.ids) for p in chain(*sides[1:]))]
+    longest = max(lengths) + config.rollout.max_new_tokens
+    for one in (*models.with_weights, *(source.model for source in own_readers)):
+        if one is not None:
+            check_positions(one, longest, "rollout.max_new_tokens")
+    with autocast(world.device, config.precision):
+        display.notes(*decoder_notes(models.sampler or policy, longest, config.rollout.decoder))
+
+    # Microbatches, passes, optimizers.
     budget = _budget(config, stage, models, rewards)
     stage.speed.peak_flops = peak_flops(world.device, config.precision)
     trained = [model for model in (policy, value.model) if model is not None]  # after the budget of plain passes
-    lines, compile_s = set_up_passes(trained, config, world.device)
-    stage.display.notes(*lines)
+    of_passes, compile_s = set_up_passes(trained, config, world.device)
+    display.notes(*of_passes)
     policy_stepper, value_stepper = _steppers(models, config, stage)
     steppers = [stepper for stepper in (policy_stepper, value_stepper) if stepper is not None]
-    models = replace(models, offload=_offload(config, models, rewards, steppers, stage))
+    models = replace(models, offload=_offload(config, models, reward_models, steppers, stage))
     return Setup(
         config=config,
         stage=stage,
@@ -213,7 +237,7 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
         sampling=sampling_of(config.rollout, policy, tokenizer),
         train=train,
         held_out=held_out,
-        ptx=_load_ptx_rows(config, policy, tokenizer, stage),
+        ptx=ptx,
         policy_stepper=policy_stepper,
         value_stepper=value_stepper,
         average=WeightAverage(policy, decay=ppo.ema_decay) if ppo.ema_decay is not None else None,
@@ -225,51 +249,6 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     )
 
 
-def _load_prompts(
-    config: PPOConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stage: StageRun
-) -> tuple[Table[PromptRow], HeldOutRows[PromptRow]]:
-    """The training prompts and the held-out prompts."""
-    room = positions(policy) - config.rollout.max_new_tokens
-    rows = tokenise(PromptEncoder(tokenizer, ppo_rows(config)), longest=room)
-    stage.display.about_rows(rows.lines, rows.warnings)
-    held_out = held_out_rows(rows, config.data, config.evaluation.num_prompts, config.seed)
-    choice = "evaluation.best_metric" if config.evaluation.best_metric is not None else None
-    stage.display.notes(*held_out.notes("evaluation.num_prompts", choice))
-    return rows.train, held_out
-
-
-def _load_ptx_rows(
-    config: PPOConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stage: StageRun
-) -> Sequence[Example]:
-    """The rows of the language-model loss, encoded as in the SFT stage; empty without `ptx`."""
-    spec = ptx_rows(config)
-    if spec is None:
-        return []
-    rows = tokenise(DemonstrationEncoder(tokenizer, spec), longest=positions(policy))
-    stage.display.about_rows(rows.lines, rows.warnings)
-    return rows.train
-
-
-def _load_rewards(
-    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device, backbone: Backbone | None
-) -> tuple[Sequence[RewardSource], list[str]]:
-    """The rewards, and notes for the user. Raises if a reward model does not know the tokens of the prompt template."""
-    rewards, notes = load_rewards(
-        config.named_rewards,
-        config.artifacts,
-        tokenizer,
-        device,
-        config.precision,
-        keep_special=config.data.special_tokens == "keep",
-        backbone=backbone,
-        sharded_by=to_shard(config, "rewards"),
-    )
-    for source in rewards:
-        if isinstance(source, RewardModel) and source.reads_policy_tokens:
-            require_template_tokens(config.data.prompt_template, tokenizer, source.tokenizer, source.name)
-    return rewards, notes
-
-
 def _load_ref_policy(
     config: PPOConfig, path: str, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> PreTrainedModel | None:
@@ -277,11 +256,10 @@ def _load_ref_policy(
     shards = to_shard(config, "ref_policy") is not None
     deferred = shards or is_held(device, config.precision)
     if config.ref_policy is not None:
+        revision = config.ref_policy.revision
         ref_path = model_directory(config.stage_model(config.ref_policy.path, "sft"))
-        ref_policy = load_policy(ref_path, config.ref_policy.revision, deferred=deferred)
-        require_same_tokens(
-            tokenizer, load_tokenizer(ref_path, config.ref_policy.revision), ref_path, "ref_policy.path"
-        )
+        ref_policy = load_policy(ref_path, revision, deferred=deferred)
+        require_same_tokens(tokenizer, load_tokenizer(ref_path, revision), ref_path, "ref_policy.path")
         check_vocabulary(ref_policy, tokenizer, ref_path)
     elif config.policy.lora is None:
         ref_policy = load_policy(path, config.policy.revision, deferred=deferred)
@@ -298,44 +276,24 @@ def _prepare(
 ) -> list[str | None]:
     """Move the models to the device, freeze what is not trained, add adapters; returns notes for the user."""
     if value.model is not None:
-        lora = config.value_model.lora
-        prepare_base(value.model, lora, "value_model.lora", config, device)
-    notes = [
-        prepare(model, device) for model in (models.policy, models.ref_policy, models.value_model) if model is not None
-    ]
-    if models.value_head is not None:
-        models.value_head.to(device)
+        prepare_base(value.model, config.value_model.lora, "value_model.lora", config, device)
+    notes = [prepare(model, device) for model in models.with_weights if model is not None]
+    if value.head is not None:
+        value.head.to(device)
     notes.append(freeze(models.policy, config.policy.freeze, "policy.freeze"))
-    if models.value_model is not None:
-        notes.append(freeze(models.value_model, config.value_model.freeze, "value_model.freeze"))
+    if value.model is not None:
+        notes.append(freeze(value.model, config.value_model.freeze, "value_model.freeze"))
         if to_shard(config, "value_model") is None:
             of_policy = list(models.policy.parameters())
-            hold_frozen(models.value_model, device, config.precision, exact=True, others=of_policy)
+            hold_frozen(value.model, device, config.precision, exact=True, others=of_policy)
     notes.append(add_adapters(models.policy, config.policy.lora, policy_base, "policy.lora", config))
     if value.model is not None and value.base is not None:
-        notes.append(add_adapters(value.model, lora, value.base, "value_model.lora", config))
+        notes.append(add_adapters(value.model, config.value_model.lora, value.base, "value_model.lora", config))
         if value.adapters_of is not None:
             from rlhf_cli.models.shared import copy_adapters
 
             copy_adapters(value.adapters_of, value.model)
     return notes
-
-
-def _check_lengths(
-    models: Models,
-    rewards: Sequence[RewardSource],
-    longest_prompt: int,
-    config: PPOConfig,
-    stage: StageRun,
-) -> None:
-    """Check that the longest sequence fits every model, and note if sampling will be slow."""
-    longest = longest_prompt + config.rollout.max_new_tokens
-    readers = [source.model for source in rewards if isinstance(source, RewardModel) and source.reads_policy_tokens]
-    for model in (models.policy, models.ref_policy, models.value_model, *readers):
-        if model is not None:
-            check_positions(model, longest, "rollout.max_new_tokens")
-    with autocast(stage.world.device, config.precision):
-        stage.display.notes(*decoder_notes(models.sampler or models.policy, longest, config.rollout.decoder))
 
 
 def _budget(config: PPOConfig, stage: StageRun, models: Models, rewards: Sequence[RewardSource]) -> Budget:
@@ -360,17 +318,18 @@ def _budget(config: PPOConfig, stage: StageRun, models: Models, rewards: Sequenc
 
 
 def _offload(
-    config: PPOConfig, models: Models, rewards: Sequence[RewardSource], steppers: Sequence[Stepper], stage: StageRun
+    config: PPOConfig, models: Models, rewards: Sequence[RewardModel], steppers: Sequence[Stepper], stage: StageRun
 ) -> Offload | None:
     """What the key `offload` asks for. On a CPU everything stays where it is."""
     device = stage.world.device
-    if config.offload and not leaves(device):
+    if not config.offload:
+        return None
+    if not leaves(device):
         stage.display.note(f"offload: does nothing on this {device.type}, whose memory holds everything")
-    if not config.offload or not leaves(device):
         return None
     from rlhf_cli.rollout.offload import Offload
 
-    scorers = [models.ref_policy, *(source.model for source in rewards if isinstance(source, RewardModel))]
+    scorers = [models.ref_policy, *(source.model for source in rewards)]
     trained = [model for model in (models.policy, models.value_model) if model is not None]
     whole = [model for model in scorers if model is not None and not is_sharded(model)]  # see `shard_for`
     return Offload(
@@ -389,44 +348,26 @@ def leaves(device: torch.device) -> bool:
 
 def _steppers(models: Models, config: PPOConfig, stage: StageRun) -> tuple[Stepper, Stepper | None]:
     """Optimizer and schedule of the policy, and of whatever predicts values."""
-    ppo = config.ppo
+    ppo, optimizer, policy = config.ppo, config.optimizer, models.policy
+    options: Any = {"seed": config.seed, "scale": stage.loss_scale}
     policy_steps = ppo.total_steps - sum(ppo.updates(i) for i in range(config.value_model.warmup_iterations))
-    if config.optimizer.warmup_ratio is None and config.optimizer.warmup_steps >= policy_steps:
-        stage.display.warn(warmup_warning(config.optimizer.warmup_steps, policy_steps))
-    policy_stepper = build_stepper(
-        models.policy, config.optimizer, policy_steps, seed=config.seed, scale=stage.loss_scale
-    )
+    if optimizer.warmup_ratio is None and optimizer.warmup_steps >= policy_steps:
+        stage.display.warn(warmup_warning(optimizer.warmup_steps, policy_steps))
     value = models.value_model if models.value_model is not None else models.value_head
-    stage.display.notes(*float32_moments(config.optimizer, models.policy, value))
+    stage.display.notes(*float32_moments(optimizer, policy, value))
+    policy_stepper = build_stepper(policy, optimizer, policy_steps, **options)
     if value is None:
         return policy_stepper, None
     rate = config.value_model.learning_rate
-    value_stepper = build_stepper(
-        value, config.optimizer, ppo.total_steps, learning_rate=rate, seed=config.seed, scale=stage.loss_scale
-    )
-    return policy_stepper, value_stepper
-
-
-# -------------------------------------------------------------- models sharded among processes (`distributed.shard`)
-#
-# A process samples from a whole copy of a sharded policy, so that responses of different lengths do not make the
-# processes wait for each other. With `rollout.decoder: sharded` all sample from the sharded policy together, without a
-# copy. All processes make every other pass together: one that has fewer microbatches makes passes over no rows.
-
-
-def require_shardable(config: PPOConfig) -> None:
-    """Raise ConfigError for a copy of a sharded policy in 4 bits."""
-    shards_policy = to_shard(config, "policy") is not None
-    in_4_bits = config.policy.lora is not None and config.policy.lora.quantize is not None
-    if shards_policy and in_4_bits and config.rollout.decoder != "sharded":
-        raise ConfigError(
-            "policy.lora.quantize does not work with a policy that is sharded among the processes, whose copy samples. "
-            "Remove it, or set rollout.decoder: sharded or distributed.keep_whole: [policy]"
-        )
+    return policy_stepper, build_stepper(value, optimizer, ppo.total_steps, learning_rate=rate, **options)
 
 
 class Sampler:
     """A whole copy of a sharded policy, from which a process samples.
+
+    So responses of different lengths do not make the processes wait for each other. With `rollout.decoder: sharded` all
+    sample from the sharded policy together, without a copy. All processes make every other pass together: one that has
+    fewer microbatches makes passes over no rows.
 
     Create it before the policy is sharded. Each process holds it in the precision of the passes, but in float32 until
     the first sampling: while the run is set up, the decoder is compared with its forward pass.
@@ -449,27 +390,6 @@ class Sampler:
         if not self._num_copied:  # this needs real weights
             choose_attention(self.model)
         self._num_copied += 1
-
-
-def shard_models(models: Models, config: PPOConfig, device: torch.device) -> tuple[Sampler | None, list[str | None]]:
-    """Shard the models that the config shards.
-
-    Returns the copy of the policy that samples, if there is one, and notes for the user.
-    """
-    needs_copy = to_shard(config, "policy") is not None and config.rollout.decoder != "sharded"
-    sampler = Sampler(models.policy, device, config.precision) if needs_copy else None
-    notes: list[str | None] = []
-    named: dict[PPOModelName, PreTrainedModel | None] = {
-        "policy": models.policy,
-        "ref_policy": models.ref_policy,
-        "value_model": models.value_model,
-    }
-    for name, model in named.items():
-        if model is not None and to_shard(config, name) is not None:
-            notes.append(shard_for(config, model, device))
-    if sampler is not None:
-        sampler.refresh()
-    return sampler, notes
 
 
 # ----------------------------------------------------------------------------------- what the run prints at its start
@@ -531,10 +451,7 @@ def plan(setup: Setup) -> list[tuple[str, str]]:
             "iteration",
         ),
         ("microbatches", f"at most {setup.budget.tokens:,} tokens (ppo.tokens_per_microbatch)"),
-        (
-            "steps",
-            f"{ppo.total_steps:,} in total, the first {warmup} of them warm-up",
-        ),
+        ("steps", f"{ppo.total_steps:,} in total, the first {warmup} of them warm-up"),
     ]
     if config.limits:
         lines.append(("limits", ", ".join(f"{name} {limit} on average" for name, limit in config.limits.items())))
@@ -547,25 +464,30 @@ def plan(setup: Setup) -> list[tuple[str, str]]:
         lines.append(("ptx", f"{size} rows per step = {epochs(passes)} over {len(setup.ptx):,} rows"))
     if setup.world.size > 1:
         lines.append(("processes", f"{setup.world.size}, which share each of these numbers"))
-        models = {"policy": setup.models.policy, "ref_policy": setup.models.ref_policy}
-        models |= {"value_model": setup.models.value_model}
+        models = dict(zip(("policy", "ref_policy", "value_model"), setup.models.with_weights, strict=True))
         models |= {source.name: source.model for source in setup.rewards if isinstance(source, RewardModel)}
         if sharded := [name for name, model in models.items() if model is not None and is_sharded(model)]:
             lines.append(("sharded", f"{', '.join(sharded)} (distributed.shard)"))
     return lines
 
 
-# ---------------------------------------------- the models that a PPO run publishes, as plain Hugging Face directories
-
-
 def save_models(setup: Setup) -> None:
-    """Write `model`, `value_model` if there are values, and `ema_model` if requested. All processes must call this."""
-    models = setup.models
-    round_weights(models.policy, saved_dtype(setup.config, setup.policy_base))
+    """Write `model`, `value_model` if there are values, and `ema_model` if requested. All processes must call this.
+
+    They are plain Hugging Face directories. A value head gets a copy of the policy's backbone.
+    """
+    models, config, directory = setup.models, setup.config, setup.stage.directory / "value_model"
+    round_weights(models.policy, saved_dtype(config, setup.policy_base))
     if models.value_model is not None:
-        round_weights(models.value_model, saved_dtype(setup.config, setup.value_base))
+        round_weights(models.value_model, saved_dtype(config, setup.value_base))
     save_policy(setup, "model")
-    _save_value_model(setup)
+    if models.value_model is not None and setup.value_base is not None:
+        if setup.world.takes_part(models.value_model):
+            lora, base = config.value_model.lora, setup.value_base
+            save_trained(models.value_model, setup.tokenizer, directory, lora, base, saved_dtype(config, base))
+    elif models.value_head is not None and setup.world.takes_part(models.policy):
+        dtype = saved_dtype(config, setup.policy_base)
+        save(models.policy, setup.tokenizer, directory, dtype, value_head=models.value_head)
     if setup.average is not None:
         with setup.average.applied():
             save_policy(setup, "ema_model")
@@ -582,16 +504,3 @@ def save_policy(setup: Setup, name: str) -> None:
         shutil.rmtree(directory, ignore_errors=True)
     base, config = setup.policy_base, setup.config
     save_trained(policy, setup.tokenizer, directory, config.policy.lora, base, saved_dtype(config, base))
-
-
-def _save_value_model(setup: Setup) -> None:
-    """Write the value model as a sequence classifier; a value head gets a copy of the policy's backbone."""
-    models, config, directory = setup.models, setup.config, setup.stage.directory / "value_model"
-    if not setup.world.takes_part(models.value_model or models.policy):
-        return
-    base = setup.value_base if models.value_model is not None else setup.policy_base
-    dtype = saved_dtype(config, base)
-    if models.value_model is not None and base is not None:
-        save_trained(models.value_model, setup.tokenizer, directory, config.value_model.lora, base, dtype)
-    elif models.value_head is not None:
-        save(models.policy, setup.tokenizer, directory, dtype, value_head=models.value_head)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self, assert_never
@@ -22,8 +21,8 @@ from rlhf_cli.packing import send
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.microbatches import GradientSum
-from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import gather_responses, padded_scores
+from rlhf_cli.rollout.sampling import Response
 from rlhf_cli.seeding import generator
 from rlhf_cli.tensor_ops import length_mask, pad_rows, totals
 
@@ -47,17 +46,11 @@ class UpdateBatch:
     returns: Tensor
 
     def to(self, device: torch.device | str) -> Self:
-        """The same batch with its tensors on another device."""
         return replace(self, **{name: getattr(self, name).to(device) for name in TENSORS})
-
-    @property
-    def lengths(self) -> list[int]:
-        """[B] tokens of each response."""
-        return [len(response.ids) for response in self.responses]
 
     def pad(self, flat: Tensor) -> Tensor:
         """One number per response token, end to end, as [B, R]."""
-        return pad_rows(flat, self.lengths)
+        return pad_rows(flat, [len(response.ids) for response in self.responses])
 
 
 TENSORS = ("response_mask", "logprobs", "sampled_logprobs", "ref_logprobs", "values", "advantages", "returns")
@@ -77,16 +70,15 @@ def select(batch: UpdateBatch, rows: Sequence[int]) -> UpdateBatch:
 def merge(parts: Sequence[UpdateBatch]) -> UpdateBatch:
     """Stack several batches; shorter ones are padded on the right."""
     width = max(part.response_mask.shape[1] for part in parts)
-    tensors = {
-        name: torch.cat(
-            [torch.nn.functional.pad(getattr(p, name), (0, width - getattr(p, name).shape[1])) for p in parts]
-        )
-        for name in TENSORS
-    }
+
+    def stacked(name: str) -> Tensor:
+        tensors = [getattr(part, name) for part in parts]
+        return torch.cat([torch.nn.functional.pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors])
+
     return UpdateBatch(
         prompts=[prompt for part in parts for prompt in part.prompts],
         responses=[response for part in parts for response in part.responses],
-        **tensors,
+        **{name: stacked(name) for name in TENSORS},
     )
 
 
@@ -104,18 +96,21 @@ class Recent:
     def add(self, newest: UpdateBatch, iteration: int) -> UpdateBatch:
         """Add the newest rollout; returns the rows of all rollouts, of all processes.
 
-        The advantages of rollouts that another policy, or the same policy in another computation, may have sampled are
-        corrected for it.
+        An older rollout gets the log-probabilities and values of the current policy: the ratio and the value clip start
+        from it. If another policy sampled, or the same weights in bfloat16, the advantages are multiplied by
+        ``min(exp(logprobs - sampled_logprobs), cap)`` (`truncated_importance`).
         """
-        setup = self.setup
+        setup, cap = self.setup, self.setup.config.ppo.importance_ratio_cap
         self.rollouts.append((iteration, newest if self.rollouts.maxlen == 1 else newest.to("cpu")))
         parts = []
         for made_in, batch in self.rollouts:
             batch = batch.to(setup.world.device)
             if made_in < iteration:
-                batch = refreshed(setup, batch)
+                now = current_scores(setup, batch)
+                batch = replace(batch, logprobs=now["logprobs"], values=now.get("values", batch.values))
             if made_in < iteration or setup.sampler_may_differ:
-                batch = corrected(batch, cap=setup.config.ppo.importance_ratio_cap)
+                weights = truncated_importance(batch.logprobs, batch.sampled_logprobs, batch.response_mask, cap=cap)
+                batch = replace(batch, advantages=batch.advantages * weights)
             parts.append(self._of_all_processes(made_in, batch))
         return merge(parts)
 
@@ -148,25 +143,6 @@ class Recent:
             merged = UpdateBatch(prompts=self.setup.prompts_of(saved["iteration"]), responses=responses, **own)
             rows = self.setup.world.shard(range(len(responses)), self.setup.adjacent)
             self.rollouts.append((saved["iteration"], select(merged, rows)))
-
-
-def refreshed(setup: Setup, batch: UpdateBatch) -> UpdateBatch:
-    """A batch of an older policy, with the log-probabilities and values of the current one.
-
-    The ratio and the value clip then start from the current policy.
-    """
-    scores = current_scores(setup, batch)
-    return replace(batch, logprobs=scores["logprobs"], values=scores.get("values", batch.values))
-
-
-def corrected(batch: UpdateBatch, *, cap: float) -> UpdateBatch:
-    """The batch with ``advantages * min(exp(logprobs - sampled_logprobs), cap)`` (`truncated_importance`).
-
-    `logprobs` are those at the start of the update; `sampled_logprobs` those of the sampler, whether it is an older
-    policy or the same weights in bfloat16.
-    """
-    importance = truncated_importance(batch.logprobs, batch.sampled_logprobs, batch.response_mask, cap=cap)
-    return replace(batch, advantages=batch.advantages * importance)
 
 
 def current_scores(setup: Setup, batch: UpdateBatch) -> dict[str, Tensor]:
@@ -215,8 +191,8 @@ def from_all_processes(
     packed = torch.stack([getattr(batch, name)[batch.response_mask] for name in names], dim=1)  # [own tokens, 6]
     lengths = [len(response.ids) for response in responses]
     table = packed.new_zeros(len(names), len(lengths), max(lengths))  # [6, B, R]
-    parts = world.gather_tensors(packed)
-    for part, rows in zip(parts, _rows_by_process(len(lengths), world, adjacent), strict=True):
+    for rank, part in enumerate(world.gather_tensors(packed)):
+        rows = replace(world, rank=rank).shard(range(len(lengths)), adjacent)
         for row, numbers in zip(rows, part.split([lengths[row] for row in rows]), strict=True):
             table[:, row, : lengths[row]] = numbers.T
     tensors = dict(zip(names, table, strict=True))
@@ -224,20 +200,7 @@ def from_all_processes(
     return UpdateBatch(prompts=prompts(), responses=responses, response_mask=mask, **tensors)
 
 
-def _rows_by_process(num_rows: int, world: World, adjacent: int) -> list[list[int]]:
-    """The row numbers of an iteration that each process has (`World.shard`)."""
-    return [replace(world, rank=rank).shard(range(num_rows), adjacent) for rank in range(world.size)]
-
-
-# ------------------------------------------------- minibatches, their microbatches, and the optimizer step of each
-
-
-@contextmanager
-def update_phase(setup: Setup) -> Iterator[None]:
-    """The context of an update: it is timed, and the optimizers have their state."""
-    offload = setup.models.offload
-    with setup.stage.speed.phase("update"), offload.update() if offload is not None else nullcontext():
-        yield
+# ------------------------------------------------- minibatches, and the optimizer step of each
 
 
 def minibatches(num_rows: int, iteration: int, config: PPOConfig) -> list[Sequence[int]]:
@@ -323,16 +286,13 @@ class KLCoefs:
 
 
 def adapt_kl_coefs(setup: Setup, coefs: KLCoefs, newest: UpdateBatch, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Adapt the coefficients after an update, given the figures of its iteration.
+    """Adapt the coefficients after an update, given the figures of its iteration; returns those of PPO-penalty's.
 
     An iteration in which the policy did not learn, as in the warm-up of the value model, moves neither: its KL says
     nothing about the coefficients.
-
-    Returns the figures of PPO-penalty's coefficient.
     """
-    ppo = setup.config.ppo
+    ppo, penalty = setup.config.ppo, {}
     learned = "policy/grad_norm" in metrics  # absent in the warm-up, and if every step was bad
-    penalty = {}
     match ppo.kl_controller:
         case "fixed":
             pass
@@ -351,16 +311,11 @@ def adapt_kl_coefs(setup: Setup, coefs: KLCoefs, newest: UpdateBatch, metrics: M
     if ppo.objective == "penalty":
         penalty["policy/policy_kl_coef"] = coefs.policy_kl_coef
     if ppo.policy_kl_target is not None:
-        kl = penalty["policy/kl_after_update"] = _kl_after_update(setup, newest)
+        # KL(old, new) per token after the update, by k3 on the newest rollout's tokens.
+        logprobs, mask = current_scores(setup, newest)["logprobs"].to(newest.logprobs), newest.response_mask
+        token_kl = kl_estimate(newest.logprobs, logprobs, estimator="k3")  # [B, R]
+        sums = setup.world.sum_floats({"kl": (token_kl * mask).sum().item(), "tokens": float(mask.sum().item())})
+        kl = penalty["policy/kl_after_update"] = sums["kl"] / sums["tokens"]
         if learned:
             coefs.policy_kl_coef = adaptive_policy_kl_coef(coefs.policy_kl_coef, kl, target=ppo.policy_kl_target)
     return penalty
-
-
-def _kl_after_update(setup: Setup, newest: UpdateBatch) -> float:
-    """KL(old, new) per token after the update, by k3 on the newest rollout's tokens."""
-    logprobs = current_scores(setup, newest)["logprobs"]
-    token_kl = kl_estimate(newest.logprobs, logprobs.to(newest.logprobs), estimator="k3")  # [B, R]
-    mask = newest.response_mask
-    sums = setup.world.sum_floats({"kl": (token_kl * mask).sum().item(), "tokens": float(mask.sum().item())})
-    return sums["kl"] / sums["tokens"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -54,97 +54,64 @@ def choose_value_model(
     rewards: Sequence[RewardSource],
     policy: PreTrainedModel,
     device: torch.device,
-    backbone: Backbone | None = None,
+    backbone: Backbone | None,
 ) -> ValueStart:
     """The value model, or a value head on the policy's backbone.
 
-    With `value_model.lora` it shares the frozen weights of `backbone` if it starts from the same model. If the run
-    shards models among processes, it loads an equal copy of its own.
+    With `value_model.lora` it shares the frozen weights of `backbone` if it starts from the same model, and starts from
+    the adapters of a reward model on it if they have the form of `value_model.lora`. If the run shards models among
+    processes, it loads an equal copy of its own.
 
     Raises ConfigError for an `init` or a `path` that does not fit the policy or the rewards.
     """
     if not config.ppo.has_value_model:
         return ValueStart()
-    init, path = config.value_model.init, config.value_model.path
+    init, path, lora = config.value_model.init, config.value_model.path, config.value_model.lora
     if init == "shared":
         return ValueStart(head=_shared_head(path, policy))
+    deferred = to_shard(config, "value_model") is not None or defers_base(lora, config, device)
     if path is not None:
-        return ValueStart(_value_model_from(path, policy, deferred=_defers(config, device)), base=BaseModel(path))
+        model = load_value_model(path, deferred=deferred)
+        if vocabulary_rows(model) < vocabulary_rows(policy):
+            raise ConfigError(
+                f"value_model.path: {path} embeds {vocabulary_rows(model)} tokens, the policy "
+                f"{vocabulary_rows(policy)}. Use the value model of a run that started from this policy"
+            )
+        return ValueStart(model, base=BaseModel(path))
     reward_models = [
         (BaseModel(model_directory(config.stage_model(reward.path, "rm")), reward.revision), source.model)
         for (_, _, reward, _), source in zip(config.named_rewards, rewards, strict=True)
         if isinstance(reward, ModelReward) and isinstance(source, RewardModel) and source.reads_policy_tokens
     ]
-    match init:
-        case "reward_model":
-            if not reward_models:
-                raise ConfigError(
-                    "value_model.init: found reward_model, but no reward is a model that reads the policy's tokens. "
-                    "Set it to policy"
-                )
-            return _from_reward_model(*reward_models[0], config, device, backbone)
-        case "auto" if reward_models:
-            return _from_reward_model(*reward_models[0], config, device, backbone)
-        case "auto" | "policy":
-            note = NO_REWARD_MODEL if init == "auto" else None
-            may_share = backbone is not None and _may_share(config) and not shards(config)
-            shared = backbone.classifier() if backbone is not None and may_share else None
-            model = shared or _new_model(policy_base, config, device)
-            return ValueStart(model, base=policy_base, note=_joined(note, SHARES if shared is not None else None))
-        case _:
-            assert_never(init)
-
-
-def _from_reward_model(
-    base: BaseModel,
-    reward_model: PreTrainedModel,
-    config: PPOConfig,
-    device: torch.device,
-    backbone: Backbone | None,
-) -> ValueStart:
-    """The weights of a reward model with a new head.
-
-    A reward model of adapters on the policy's backbone gives its adapters, if they have the form of `value_model.lora`.
-    """
-    lora, note = config.value_model.lora, None
-    if backbone is not None and lora is not None and _may_share(config):
-        # Sharded models share no weights. Only the adapters of this one are read.
-        adapted = backbone.reward_model(base.path) if shards(config) else reward_model
-        if adapted is not None and has_adapters(adapted):
+    if init == "reward_model" and not reward_models:
+        raise ConfigError(
+            "value_model.init: found reward_model, but no reward is a model that reads the policy's tokens. "
+            "Set it to policy"
+        )
+    # Policy and value model both train adapters, on weights of the same precision.
+    if lora is None or config.policy.lora is None or lora.quantize != config.policy.lora.quantize:
+        backbone = None
+    base, adapters, notes = policy_base, None, []
+    if init != "policy" and reward_models:
+        base, reward_model = reward_models[0]
+        # Sharded models share no weights: only the adapters of this one are read.
+        adapted = backbone.reward_model(base.path) if backbone is not None and shards(config) else reward_model
+        if backbone is not None and lora is not None and adapted is not None and has_adapters(adapted):
             from rlhf_cli.models.shared import has_adapters_of
 
             if has_adapters_of(adapted, lora):
-                return _from_adapters(adapted, config, device, backbone)
-            note = OWN_WEIGHTS
-    return ValueStart(_new_model(base, config, device), base=base, note=note)
-
-
-def _from_adapters(adapted: PreTrainedModel, config: PPOConfig, device: torch.device, backbone: Backbone) -> ValueStart:
-    """The backbone with a new head, which will get the adapters of a reward model on it."""
-    base = backbone.base
-    model, note = (None, None) if shards(config) else (backbone.classifier(), SHARES)
-    model = model or _new_model(base, config, device)
-    return ValueStart(model, base=base, note=note, adapters_of=adapted)
-
-
-def _new_model(base: BaseModel, config: PPOConfig, device: torch.device) -> PreTrainedModel:
-    """The weights of `base` with a new head."""
-    return new_value_model(base.path, base.revision, deferred=_defers(config, device))
-
-
-def _defers(config: PPOConfig, device: torch.device) -> bool:
-    """Whether the weights are read later: they will be sharded, or held in fewer bits."""
-    return to_shard(config, "value_model") is not None or defers_base(config.value_model.lora, config, device)
-
-
-def _may_share(config: PPOConfig) -> bool:
-    """Whether policy and value model both train adapters, on weights of the same precision."""
-    policy, value = config.policy.lora, config.value_model.lora
-    return policy is not None and value is not None and policy.quantize == value.quantize
-
-
-def _joined(*notes: str | None) -> str | None:
-    return "\n".join(filter(None, notes)) or None
+                base, adapters = backbone.base, adapted
+            else:
+                notes.append(OWN_WEIGHTS)
+        if adapters is None:
+            backbone = None
+    elif init == "auto":
+        notes.append(NO_REWARD_MODEL)
+    shared = backbone.classifier() if backbone is not None and not shards(config) else None
+    if shared is not None:
+        notes.append(SHARES)
+    model = shared if shared is not None else new_value_model(base.path, base.revision, deferred=deferred)
+    return ValueStart(model, base=base, note="\n".join(notes) or None, adapters_of=adapters)
 
 
 def _shared_head(path: str | None, policy: PreTrainedModel) -> torch.nn.Linear:
@@ -164,14 +131,3 @@ def _shared_head(path: str | None, policy: PreTrainedModel) -> torch.nn.Linear:
             )
         head.weight.data.copy_(weight)
     return head
-
-
-def _value_model_from(path: str, policy: PreTrainedModel, *, deferred: bool) -> PreTrainedModel:
-    """The value model at `path`, checked against the policy's vocabulary."""
-    model = load_value_model(path, deferred=deferred)
-    if vocabulary_rows(model) < vocabulary_rows(policy):
-        raise ConfigError(
-            f"value_model.path: {path} embeds {vocabulary_rows(model)} tokens, the policy {vocabulary_rows(policy)}. "
-            "Use the value model of a run that started from this policy"
-        )
-    return model

@@ -55,10 +55,6 @@ class Samples:
     """For rows that are conversations: all messages before the response. Empty if no row is a conversation."""
 
 
-NOTHING = Samples([], [], [], [], [], [])
-"""No response."""
-
-
 @dataclass(frozen=True)
 class Scores:
     """The scores of all sources for a batch."""
@@ -201,7 +197,7 @@ def total_score(sources: Sequence[RewardSource], samples: Samples) -> Scores:
         try:
             found = source.score_per_token(samples) if source.per_token else source.score(samples)
         except RewardError as error:
-            failed, samples = failed or error, NOTHING
+            failed, samples = failed or error, Samples([], [], [], [], [], [])
         if failed is not None:
             continue
         if isinstance(found, list):

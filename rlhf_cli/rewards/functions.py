@@ -85,7 +85,9 @@ class PythonFunction(RewardSource):
                 async with clock:
                     values = list(await self.function(*arguments(samples, batch)))
             except BaseException as error:
-                if is_cancellation(error):
+                task = asyncio.current_task()
+                is_cancelled = task is not None and task.cancelling() > 0  # code may raise CancelledError without it
+                if isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and is_cancelled):
                     raise
                 problem = f"did not return within {self.timeout_s} s (timeout_s)" if clock.expired() else raised(error)
                 self.fail(samples, batch, problem, error)
@@ -132,13 +134,6 @@ def close(runner: asyncio.Runner) -> None:
         runner.close()
 
 
-def is_cancellation(error: BaseException) -> bool:
-    """Whether the current task is being cancelled or closed. Code may raise CancelledError without a cancellation."""
-    task = asyncio.current_task()
-    cancelled = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
-    return cancelled or isinstance(error, GeneratorExit)
-
-
 def raised(error: BaseException) -> str:
     """The exception of a user's function with its file and line: any but a stop signal, which is raised again.
 
@@ -165,26 +160,21 @@ def finite_list(value: Any) -> list[float]:
     """The value as a list of finite floats; raises ValueError for anything else."""
     if isinstance(value, str | bytes | dict) or not hasattr(value, "__iter__"):
         raise ValueError(f"returned {shown(repr(value))}, it must be a list with one number for each of row['tokens']")
-    numbers = []
-    for number, item in enumerate(value, 1):
-        try:
-            numbers.append(finite(item))
-        except ValueError as error:
-            raise ValueError(f"token {number}: {error}") from None
-    return numbers
+    return [_finite(item, f"token {number}") for number, item in enumerate(value, 1)]
 
 
 def named_numbers(value: Any) -> dict[str, float]:
     """One row of `evaluation.gold`: a number (named gold) or a mapping of names to numbers; else raises ValueError."""
     if not isinstance(value, dict):
         return {"gold": finite(value)}
-    found = {}
-    for key, item in value.items():
-        try:
-            found[str(key)] = finite(item)
-        except ValueError as error:
-            raise ValueError(f"{key}: {error}") from None
-    return found
+    return {str(key): _finite(item, key) for key, item in value.items()}
+
+
+def _finite(value: Any, name: Any) -> float:
+    try:
+        return finite(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def call(
@@ -194,10 +184,7 @@ def call(
     check: Callable[[Any], Any],
     advice: str = "Fix the function",
 ) -> list[Any]:
-    """Call a user's function on all samples; `check` of its value for each row.
-
-    Raises RewardError, with the row, the value and `advice`, when it fails or returns a wrong value.
-    """
+    """`check` of a user's function's value for each row. Raises RewardError with the row, the value and `advice`."""
     return PythonFunction(name=name, function=function, advice=advice).values(samples, check)
 
 

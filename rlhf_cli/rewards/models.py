@@ -351,26 +351,29 @@ def _labels_and_hidden(
     model: PreTrainedModel, sequences: Sequence[Sequence[int]], groups: Sequence[Hashable] | None
 ) -> tuple[torch.Tensor, ...]:
     """The scores of `sequence_scores`, and for a causal backbone the hidden states that they are read from, [B, H]."""
-    device = device_of(model)
     if reads_last_token(model):
-        batch = pack(sequences, device, groups=groups if shares_prefixes(model) else None)
+        batch = pack(sequences, device_of(model), groups=groups if shares_prefixes(model) else None)
         hidden = hidden_at(model, batch, batch.last)
         return scalar_scores(model, hidden), hidden
     if model.config.is_encoder_decoder:
         eos = end_of_text(model)  # where its score is read
         sequences = [ids if ids[-1:] == [eos] else [*ids, eos] for ids in map(list, sequences)]
-    count = len(sequences)
-    sequences = sequences or [[0]]  # a pass over no rows (`models/forward.py`)
-    width = max(map(len, sequences))
+    # Without a sequence: a pass over no rows (`models/forward.py`).
+    return (padded_logits(model, sequences or [[0]])[: len(sequences)].float(),)
+
+
+def padded_logits(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    """The logits of transformers' own forward pass over padded sequences.
+
+    In float32: unlike a causal model's, an encoder's head cannot be separated from its backbone.
+    """
+    device, width = device_of(model), max(map(len, sequences))
     ids = torch.full((len(sequences), width), model.config.pad_token_id or 0, dtype=torch.int64)
-    mask = torch.zeros(len(sequences), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
     for row, sequence in enumerate(sequences):
-        ids[row, : len(sequence)] = torch.tensor(sequence)
-        mask[row, : len(sequence)] = 1
-    # Float32 throughout: unlike a causal model's, an encoder's head cannot be separated from its backbone.
+        ids[row, : len(sequence)], mask[row, : len(sequence)] = torch.tensor(sequence), 1
     with torch.autocast(device.type, enabled=False):
-        output = model(input_ids=ids.to(device), attention_mask=mask.to(device))
-    return (output.logits[:count].float(),)
+        return model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
 
 
 # ------------------------------------------------------------------------------------------ the text that a model reads

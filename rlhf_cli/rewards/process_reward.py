@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar
 
 import torch
@@ -24,7 +25,7 @@ from rlhf_cli.packing import pack
 from rlhf_cli.processes.microbatches import over_microbatches
 from rlhf_cli.processes.sharding import device_of
 from rlhf_cli.rewards.base import RewardSource, Samples
-from rlhf_cli.rewards.models import RewardModel, written
+from rlhf_cli.rewards.models import RewardModel, padded_logits, written
 
 Tokens = tuple[list[int], list[int]]
 """The ids that the model reads, and the index of the last one of each step."""
@@ -65,12 +66,9 @@ class StepModel(RewardModel):
                 self.fail(samples, [i], f"returned {each[:, self.label].tolist()}, they must be finite numbers")
                 found[i] = None
                 continue
-            ends = [end for _, end in cut[i]]
-            at = token_ends(self.policy_tokenizer, samples.response_ids[i], ends)
-            own, share = (
-                [0.0] * len(samples.response_ids[i]),
-                1 / len(each) if self.steps.average and len(each) else 1.0,
-            )
+            at = token_ends(self.policy_tokenizer, samples.response_ids[i], [end for _, end in cut[i]])
+            own = [0.0] * len(samples.response_ids[i])
+            share = 1 / len(each) if self.steps.average and len(each) else 1.0
             for token, score in zip(at, each[:, self.label].tolist(), strict=False):  # the last ones may be cut
                 own[token] += share * score
             found[i] = own
@@ -90,13 +88,16 @@ class StepModel(RewardModel):
             before = special.protect_within(samples.prompts[row], [m.content for m in messages] or [own])
         marker = self.steps.separator if self.steps.marker is None else self.steps.marker
         encoded = special.encode([before, marker, *map(protect, steps)], add_special_tokens=False)
-        ids, ends = [*_around(self.tokenizer)[0], *encoded[0]], list[int]()
+        # The special tokens that the tokenizer puts before and behind a text.
+        bare, whole = (list(self.tokenizer("a", add_special_tokens=x)["input_ids"]) for x in (False, True))
+        at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+        ids, ends = [*whole[:at], *encoded[0]], list[int]()
         if bos is not None and ids[:2] == [bos, bos]:  # a chat template has its own
             ids = ids[1:]
         for step in encoded[2:]:
             ids += [*step, *encoded[1]]
             ends.append(len(ids) - 1)
-        ids += _around(self.tokenizer)[1]
+        ids += whole[at + len(bare) :]
         longest = longest_input(self.model, self.tokenizer)
         self.num_cut += len(ids) > longest
         return ids[:longest], [end for end in ends if end < longest]
@@ -138,13 +139,6 @@ def token_ends(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: Sequenc
     return [bisect_left(range(len(ids) - 1), end, key=num_characters) for end in ends]
 
 
-def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """The special tokens that a tokenizer puts before and behind a text."""
-    bare, whole = (list(tokenizer("a", add_special_tokens=x)["input_ids"]) for x in (False, True))
-    at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
-    return whole[:at], whole[at + len(bare) :]
-
-
 @torch.no_grad()
 def step_scores(
     model: PreTrainedModel, rows: Sequence[Tokens], precision: str, budget: Budget, *, as_probability: bool
@@ -167,18 +161,12 @@ def step_scores(
 
 def _logits(model: PreTrainedModel, rows: Sequence[Tokens]) -> torch.Tensor:
     """The logits of all steps, row by row, [steps, labels] float32."""
-    device = device_of(model)
-    lengths = [len(ids) for ids, _ in rows]
     if is_packed(model):
+        device = device_of(model)
         batch = pack([ids for ids, _ in rows], device)
-        starts = [sum(lengths[:i]) for i in range(len(rows))]
-        at = [start + end for start, (_, ends) in zip(starts, rows, strict=True) for end in ends]
+        starts = accumulate((len(ids) for ids, _ in rows), initial=0)
+        at = [start + end for start, (_, ends) in zip(starts, rows, strict=False) for end in ends]
         (head,) = scalar_heads(model).values()
         return scalar_head(head, hidden_at(model, batch, torch.tensor(at, dtype=torch.int64, device=device))).float()
-    ids = torch.full((len(rows), max(lengths)), model.config.pad_token_id or 0, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for i, (own, _) in enumerate(rows):
-        ids[i, : len(own)], mask[i, : len(own)] = torch.tensor(own), 1
-    with torch.autocast(device.type, enabled=False):  # as in `sequence_scores`
-        logits = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+    logits = padded_logits(model, [ids for ids, _ in rows])
     return torch.cat([logits[i, ends] for i, (_, ends) in enumerate(rows)]).float()

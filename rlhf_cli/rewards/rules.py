@@ -33,40 +33,6 @@ MAX_NUMBER_LENGTH = 1000
 """Longest number in characters that is read; Python takes quadratic time for longer ones."""
 
 
-# ------------------------------------------------------------------------------------------- length
-
-
-def length_score(length: int, shortest: int, longest: int | None) -> float:
-    """0 within a range of lengths; outside, minus the distance to it.
-
-    ``min(length - shortest, longest - length, 0)``
-
-    If the range is a single length, this is the length term that L1 adds to correctness, and the reward's weight is
-    its alpha (Aggarwal and Welleck 2025, arXiv 2503.04697).
-
-    >>> [length_score(n, 3, 5) for n in (1, 3, 5, 9)]
-    [-2.0, 0.0, 0.0, -4.0]
-    >>> length_score(9, 3, None), length_score(9, 10, 10)
-    (0.0, -1.0)
-    """
-    return float(min(length - shortest, 0 if longest is None else longest - length, 0))
-
-
-# -------------------------------------------------------------------------------------------- regex
-
-
-def is_found(pattern: str, text: str, *, full: bool, timeout_s: float) -> bool:
-    """Does a regular expression match somewhere in a text or, with `full`, all of the text?
-
-    Raises TimeoutError after `timeout_s` seconds: some patterns take exponential time.
-
-    >>> is_found("[0-9]+", "in 7 days", full=False, timeout_s=1), is_found("[0-9]+", "7 days", full=True, timeout_s=1)
-    (True, False)
-    """
-    match = regex.fullmatch if full else regex.search
-    return match(pattern, text, timeout=timeout_s) is not None
-
-
 # ------------------------------------------------------------------------------------------- answers
 
 
@@ -121,18 +87,24 @@ def text_answer(text: str) -> str:
     return (after.split("\n", 1)[0] if mark else text).strip()
 
 
-def last_match(pattern: str, text: str, *, timeout_s: float) -> str | None:
-    """The first group of the last match of a regular expression, or the whole match if the pattern has no group.
+def answer_of(text: str, rule: AnswerReward) -> Fraction | str | None:
+    """The answer in a response; None if there is none.
 
-    None without a match. Raises TimeoutError after `timeout_s` seconds.
+    With a pattern it is the first group of its last match, or the whole match if the pattern has no group. Raises
+    TimeoutError after `timeout_s` seconds: some patterns take exponential time.
 
-    >>> last_match("answer is (.+?)[.]", "The answer is 3. No, the answer is 4.", timeout_s=1)
-    '4'
+    >>> rule = AnswerReward(type="answer_match", column="x", pattern="answer is (.+?)[.]")
+    >>> answer_of("The answer is 3. No, the answer is 4.", rule)
+    Fraction(4, 1)
     """
+    if rule.pattern is None:
+        return numeric_answer(text) if rule.mode == "numeric" else text_answer(text)
     found = None
-    for match in regex.finditer(pattern, text, timeout=timeout_s):
+    for match in regex.finditer(rule.pattern, text, timeout=rule.timeout_s):
         found = (match.group(1) if match.re.groups else match.group()) or ""
-    return found
+    if found is None:
+        return None
+    return last_number(found) if rule.mode == "numeric" else found.strip()
 
 
 def truth_of(row: Mapping[str, Any], column: str, mode: Literal["numeric", "exact"]) -> Fraction | str:
@@ -214,28 +186,21 @@ class RuleSource(RewardSource):
         """The score of one response; raises TimeoutError or ValueError if it cannot be computed."""
         rule, text = self.rule, samples.responses[i]
         if isinstance(rule, LengthReward):
+            shortest, longest = rule.bounds
             length = len(text) if rule.unit == "characters" else len(units(samples, i, rule.unit))
-            return length_score(length, *rule.bounds)
+            # For a single length this is the length term that L1 adds to correctness, and the reward's weight is its
+            # alpha (Aggarwal and Welleck 2025, arXiv 2503.04697).
+            return float(min(length - shortest, 0 if longest is None else longest - length, 0))
         if isinstance(rule, RegexReward):
-            return float(is_found(rule.pattern, text, full=rule.full, timeout_s=rule.timeout_s))
+            match = regex.fullmatch if rule.full else regex.search
+            return float(match(rule.pattern, text, timeout=rule.timeout_s) is not None)
         if isinstance(rule, AnswerReward):
-            return float(self.answer(text) == truth_of(samples.rows[i], rule.column, rule.mode))
+            return float(answer_of(text, rule) == truth_of(samples.rows[i], rule.column, rule.mode))
         if isinstance(rule, RepetitionReward):
             return 0.0 - repeated(units(samples, i, rule.unit), rule.n)
         if isinstance(rule, JSONReward):
             return float(is_json(text, rule.required))
         assert_never(rule)
-
-    def answer(self, text: str) -> Fraction | str | None:
-        """The answer in a response; None if there is none."""
-        assert isinstance(self.rule, AnswerReward)
-        is_numeric = self.rule.mode == "numeric"
-        if self.rule.pattern is None:
-            return numeric_answer(text) if is_numeric else text_answer(text)
-        found = last_match(self.rule.pattern, text, timeout_s=self.rule.timeout_s)
-        if found is None:
-            return None
-        return last_number(found) if is_numeric else found.strip()
 
     @property
     def reads_a_column(self) -> bool:

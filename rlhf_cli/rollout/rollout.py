@@ -31,8 +31,7 @@ from rlhf_cli.packing import SHORTEST_PREFIX, PackedBatch, end_to_end, pack, res
 from rlhf_cli.processes.distributed import World, gather_rows
 from rlhf_cli.processes.microbatches import over_microbatches
 from rlhf_cli.processes.sharding import device_of, gathered
-from rlhf_cli.rollout.distribution import Response, Sampling, allowed_logits
-from rlhf_cli.rollout.sampling import sample
+from rlhf_cli.rollout.sampling import Response, Sampling, allowed_logits, sample
 from rlhf_cli.tensor_ops import length_mask, pad_rows, token_entropy, token_logprobs
 
 if TYPE_CHECKING:
@@ -309,7 +308,7 @@ def score_tokens(
     Log-probabilities, entropy and KL use the temperature and the allowed tokens of the rollout, so they describe the
     distribution that was sampled from. With `detach_backbone` the value head's gradient does not reach the policy.
     """
-    values = None
+    temperature, values = sampling.temperature, None
     if with_values and models.value_model is not None:
         values = response_values(models.value_model, prompts, responses, precision)
     shared = with_values and models.value_head is not None
@@ -326,14 +325,17 @@ def score_tokens(
         values = scalar_head(models.value_head, hidden.detach() if detach_backbone else hidden)[:, 0]
     kl = ref_logprobs = None
     if with_full_kl:
-        with torch.no_grad():
-            ref_logits = allowed_logits(_ref_logits(models, prompts, responses, precision), responses, sampling)
-            ref_logprobs = token_logprobs(ref_logits, targets, temperature=sampling.temperature)
-        kl = _full_kl(logits, ref_logits, sampling.temperature)
+        with torch.no_grad(), reference(models) as ref_policy:
+            batch, positions, _ = _packed(ref_policy, prompts, responses)
+            with autocast(batch.ids.device, precision):
+                ref_logits = logits_at(ref_policy, batch, positions)
+        ref_logits = allowed_logits(ref_logits, responses, sampling)
+        ref_logprobs = token_logprobs(ref_logits, targets, temperature=temperature)
+        kl = _full_kl(logits, ref_logits, temperature)
     return TokenScores(
-        logprobs=token_logprobs(logits, targets, temperature=sampling.temperature),
+        logprobs=token_logprobs(logits, targets, temperature=temperature),
         values=values,
-        entropy=token_entropy(logits, temperature=sampling.temperature) if with_entropy else None,
+        entropy=token_entropy(logits, temperature=temperature) if with_entropy else None,
         kl_full=kl,
         ref_logprobs=ref_logprobs,
     )
@@ -403,14 +405,6 @@ def _packed(
         batch = with_prompts(batch, prompt_lengths)
     positions = response_positions(batch, prompt_lengths)
     return batch, positions, end_to_end([r.ids for r in responses], device)
-
-
-def _ref_logits(models: Models, prompts: Sequence[PromptRow], responses: Sequence[Response], precision: str) -> Tensor:
-    """The logits of ref_policy that predict each response token: [sum of R_b, V]."""
-    with reference(models) as model:
-        batch, positions, _ = _packed(model, prompts, responses)
-        with autocast(batch.ids.device, precision):
-            return logits_at(model, batch, positions)
 
 
 def _full_kl(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:

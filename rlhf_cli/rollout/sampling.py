@@ -1,15 +1,23 @@
-"""From prompts to sampled responses with their log-probabilities.
+"""From prompts to sampled responses with their log-probabilities, and the distribution that tokens are drawn from.
 
 The caller supplies the randomness: one uniform number per prompt and token. A token is drawn by inverting the
 cumulative distribution at its uniform. A response therefore depends only on its prompt and its row of uniforms, not on
 the other prompts of the batch.
+
+A filter changes the distribution that tokens are drawn from, and ratio, KL and entropy must use that distribution.
+Each response therefore stores the ids that each of its tokens was drawn from, or the few that were forbidden.
+`allowed_logits` masks all other ids in any logits: those of the policy after an update, and those of ref_policy.
+DeepSeek-V3.2 (2025) keeps its sampling mask for the same reason. Ratio and KL then compare distributions over the same
+tokens, so a filter alone leaves the ratio at 1 and the KL at 0.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,12 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_cli.config.ppo import Rollout
+from rlhf_cli.config.ppo import DecoderName, Rollout
 from rlhf_cli.decoders.decoder import Decoder, choose_decoder, join_sampling, recorded
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.processes.sharding import device_of
 from rlhf_cli.processes.threads import in_threads, is_large
-from rlhf_cli.rollout.distribution import NGrams, Response, Sampling, ids_mask, kept_tokens, stop_token_mask
 from rlhf_cli.seeding import generator
 
 REFILL = 0.25
@@ -35,6 +42,65 @@ BELOW_1 = 1 - 2.0**-23
 """x * BELOW_1 < x for every positive float32 x. The largest uniform, 1 - 2**-24, does not guarantee that."""
 SHARED_STEP = 20_000_000
 """Weights of a model from which all cores share the products of a decoding step, where its rows are one group."""
+FIRST_LOOK = 1024
+"""top_p first orders this many of the likeliest tokens, and more only if their probability does not reach p. Ordering
+a whole vocabulary of 150,000 takes 20 times as long, and almost all of those tokens are filtered out anyway."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: the settings of `rollout` (`Rollout` in config/ppo.py), with the stop tokens as ids.
+
+    The steps, in order: divide the logits by the temperature; forbid stop tokens before min_new_tokens; forbid tokens
+    that would repeat an n-gram; keep top_k; keep top_p of the renormalised rest; keep min_p. The remaining
+    probabilities are renormalised.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    """At least 1 (Fan et al. 2018). Among equally likely tokens the lowest ids are kept, so 1 is greedy decoding."""
+    top_p: float | None = None
+    """Above 0 (Holtzman et al. 2020). The token that crosses p is kept; 1 keeps all tokens."""
+    min_p: float | None = None
+    """Above 0, at most 1 (Nguyen et al. 2024)."""
+    no_repeat_ngram_size: int | None = None
+    """At least 1 (Paulus et al. 2017). Where that would forbid every token, it forbids none."""
+    min_new_tokens: int = 0
+    """Stop tokens cannot be drawn before, and a stop string that is complete before ends nothing."""
+    stop: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    """None is empty. The token that completes one is the response's last. They are searched in the text decoded without
+    special tokens, so list a special token in `stop` instead."""
+    decoder: DecoderName = "auto"
+    """The decoders differ by rounding only."""
+
+    @property
+    def filters(self) -> bool:
+        """Whether any token is filtered out for its low probability."""
+        return self.top_k is not None or (self.top_p is not None and self.top_p < 1) or self.min_p is not None
+
+    @property
+    def restricts(self) -> bool:
+        """Whether any token cannot be drawn: a filter, a repeated n-gram, or a stop token that would come too early."""
+        ends_later = self.min_new_tokens > 1 and bool(self.stop)
+        return self.filters or self.no_repeat_ngram_size is not None or ends_later
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled response."""
+
+    ids: list[int]
+    """Its tokens, including the stop token or the tokens of the stop string."""
+    logprobs: list[float]
+    """Log-probability of each token under the tempered and filtered distribution that it was drawn from."""
+    ended: bool
+    """True if a stop token or a stop string ended it, False if it reached `max_new_tokens`."""
+    allowed_ids: list[list[int]] | None = None
+    """With a filter: the ids that each token was drawn from, in ascending order. None without a filter."""
+    forbidden_ids: list[list[int]] | None = None
+    """With `no_repeat_ngram_size` and no filter: the ids that would have repeated an n-gram at each token. None
+    otherwise."""
 
 
 def draw_uniforms(seed: int, purpose: str, iteration: int, rows: int, columns: int) -> Tensor:
@@ -129,11 +195,8 @@ def sample(
             steps, and its tokens of these steps belong to no response.
 
     Raises:
-        ValueError: stop strings without a tokenizer.
         ConfigError: `sampling.decoder` names a decoder that does not support the model.
     """
-    if sampling.stop_strings and tokenizer is None:
-        raise ValueError(f"stop_strings {sampling.stop_strings} need the tokenizer to decode responses")
     if not prompts:
         join_sampling(model)
         return []
@@ -186,9 +249,7 @@ def _decode(
         # 3. Finished rows leave once the decoder gains by it, and if prompts wait once half are finished.
         makes_room = num_started < len(prompts) and 2 * live.num_over >= live.count
         if live.num_over > 0 and (live.is_full or makes_room or decoder.leave(live.count, live.count - live.num_over)):
-            stay = live.unfinished()
-            decoder.keep(stay)
-            live.keep(stay)
+            decoder.keep(live.drop_finished())
     return live.responses()
 
 
@@ -200,11 +261,7 @@ class _LiveRows:
     """
 
     def __init__(
-        self,
-        uniforms: Tensor,
-        limits: Sequence[int],
-        sampling: Sampling,
-        tokenizer: PreTrainedTokenizerBase | None,
+        self, uniforms: Tensor, limits: Sequence[int], sampling: Sampling, tokenizer: PreTrainedTokenizerBase | None
     ):
         self.sampling, self.tokenizer = sampling, tokenizer
         self.num_rows, self.longest = uniforms.shape
@@ -231,7 +288,7 @@ class _LiveRows:
 
     @property
     def count(self) -> int:
-        """Number of live rows, including finished ones that have not left yet."""
+        """Live rows, including finished ones that have not left yet."""
         return len(self.rows)
 
     def enter(self, first: int, prompts: Sequence[Sequence[int]]) -> None:
@@ -279,8 +336,8 @@ class _LiveRows:
         assert self.stop_mask is not None
         draw_next, note = _without_python(logits.shape[1], self.sampling.temperature, logits.device.type)
         self.new_ids, logprobs, stopped_mask = draw_next(logits, self.uniforms, self.at, self.stop_mask)
-        if self.tokenizer is not None and self.sampling.stop_strings:
-            self._find_stop_strings(self.tokenizer, stopped_mask)
+        if self.sampling.stop_strings:
+            self._find_stop_strings(stopped_mask)
         if self.ngrams:
             for row, token in zip(self.rows.tolist(), self.new_ids.tolist(), strict=True):
                 self.ngrams[row].add(token)
@@ -289,26 +346,22 @@ class _LiveRows:
         self.num_over, num_full = counts.tolist()
         self.is_full = num_full > 0
 
-    def _find_stop_strings(self, tokenizer: PreTrainedTokenizerBase, stopped_mask: Tensor) -> None:
+    def _find_stop_strings(self, stopped_mask: Tensor) -> None:
         """Set `stopped_mask` for each row whose newest token completes a stop string."""
-        live = (~self.over_mask).nonzero()[:, 0]
+        assert self.tokenizer is not None
+        strings, live = self.sampling.stop_strings, (~self.over_mask).nonzero()[:, 0]
         for i, row, token in zip(live.tolist(), self.rows[live].tolist(), self.new_ids[live].tolist(), strict=True):
             ids = self.unread_ids[row]
             ids.append(token)
-            if (
-                len(ids) >= self.sampling.min_new_tokens
-                and stop_string_start(tokenizer, ids, self.sampling.stop_strings) is not None
-            ):
+            if len(ids) >= self.sampling.min_new_tokens and stop_string_start(self.tokenizer, ids, strings) is not None:
                 stopped_mask[i] = True
 
-    def unfinished(self) -> Tensor:
-        """Indices of the unfinished live rows."""
-        return (~self.over_mask).nonzero()[:, 0]
-
-    def keep(self, stay: Tensor) -> None:
-        """Drop all live rows but those at the indices `stay`."""
+    def drop_finished(self) -> Tensor:
+        """Drop the finished rows; returns the indices of the others among the live ones."""
+        stay = (~self.over_mask).nonzero()[:, 0]
         self.rows, self.at, self.last = self.rows[stay], self.at[stay], self.last[stay]
         self.new_ids, self.over_mask = self.new_ids[stay], self.over_mask[stay]
+        return stay
 
     def responses(self) -> list[Response]:
         """The finished responses, in the order of the prompts."""
@@ -318,6 +371,7 @@ class _LiveRows:
         lengths = torch.where(ended, ended_mask.int().argmax(1) + 1, self.limits).tolist()
         filters = self.sampling.filters
         repeats = self.sampling.no_repeat_ngram_size is not None and not filters
+        drawn = zip(self.ids.view(shape).tolist(), self.logprobs.view(shape).tolist(), strict=True)
         return [
             Response(
                 ids[:n],
@@ -326,41 +380,16 @@ class _LiveRows:
                 self.allowed_ids[row][:n] if filters else None,
                 self.forbidden_ids[row][:n] if repeats else None,
             )
-            for row, (ids, logprobs, end, n) in enumerate(
-                zip(
-                    self.ids.view(shape).tolist(),
-                    self.logprobs.view(shape).tolist(),
-                    ended.tolist(),
-                    lengths,
-                    strict=True,
-                )
-            )
+            for row, ((ids, logprobs), end, n) in enumerate(zip(drawn, ended.tolist(), lengths, strict=True))
         ]
 
 
-def _draw_next(
-    logits: Tensor, uniforms: Tensor, at: Tensor, stop_mask: Tensor, *, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The next token of each live row at its place, its log-probability, and whether it is a stop token."""
-    ids, logprobs = draw(logits, uniforms.gather(0, at), temperature)
-    return ids, logprobs, stop_mask.index_select(0, ids)
-
-
-def _note(
-    ids: Tensor,
-    logprobs: Tensor,
-    ended_mask: Tensor,
-    at: Tensor,
-    last: Tensor,
-    over_mask: Tensor,
-    new_ids: Tensor,
-    new_logprobs: Tensor,
-    stopped_mask: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _note(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Write the newest tokens into the buffers; return the rows' next places, which rows are finished, and two counts.
 
     The counts: finished rows, and among them the rows that have drawn as many tokens as they may.
     """
+    ids, logprobs, ended_mask, at, last, over_mask, new_ids, new_logprobs, stopped_mask = tensors
     ids.scatter_(0, at, new_ids)
     logprobs.scatter_(0, at, new_logprobs)
     ended_mask.scatter_(0, at, stopped_mask)
@@ -373,8 +402,16 @@ def _note(
 def _without_python(
     vocabulary: int, temperature: float, device: str
 ) -> tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor, Tensor]]]:
-    """`_draw_next` at this temperature and `_note`, on a CPU recorded as graphs if that is possible."""
-    drawing = partial(_draw_next, temperature=temperature)
+    """What draws a token for each live row, and `_note`; on a CPU both recorded as graphs if that is possible.
+
+    The first gets the logits, all uniforms, the place of each row's next token, and which tokens are stop tokens. It
+    returns the tokens, their log-probabilities, and whether they are stop tokens.
+    """
+
+    def drawing(logits: Tensor, uniforms: Tensor, at: Tensor, stop_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ids, logprobs = draw(logits, uniforms.gather(0, at), temperature)
+        return ids, logprobs, stop_mask.index_select(0, ids)
+
     if device != "cpu":
         return drawing, _note
 
@@ -438,6 +475,149 @@ def _invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         weight = weights.gather(1, index)
     within = (target - sums.gather(1, index)).div_(weight).add_(1.0)
     return index, within.clamp_(0.0, BELOW_1), total
+
+
+# ------------------------------------------------------------- filters, and the distribution that they leave
+
+
+def kept_tokens(scaled: Tensor, sampling: Sampling) -> Tensor:
+    """Which tokens top_k, top_p and min_p keep: [B, V] bool, at least one per row.
+
+    scaled [B, V] is float32, already divided by the temperature; -inf is never kept. top_p is a share of what top_k
+    kept. Among equally likely tokens the lowest ids are kept, on every device.
+
+    >>> scaled = torch.tensor([[1.0, 5.0, 3.0, 1.0]]).log()
+    >>> kept_tokens(scaled, Sampling(top_k=3))
+    tensor([[ True,  True,  True, False]])
+    >>> kept_tokens(scaled, Sampling(top_p=0.6))  # 5/10 is below 0.6, (5 + 3)/10 reaches it
+    tensor([[False,  True,  True, False]])
+    >>> kept_tokens(scaled, Sampling(top_k=2, top_p=0.6))  # 5/8 reaches it
+    tensor([[False,  True, False, False]])
+    >>> kept_tokens(scaled, Sampling(min_p=0.5))
+    tensor([[False,  True,  True, False]])
+    """
+    kept_mask = scaled > -math.inf
+    if sampling.top_k is not None or (sampling.top_p is not None and sampling.top_p < 1):
+        last, count = _last_kept(scaled, sampling.top_k, sampling.top_p)
+        above, tied = scaled > last, scaled == last
+        kept_mask &= above | (tied & (tied.cumsum(1) <= count - above.sum(1, keepdim=True)))
+    if sampling.min_p is not None:
+        kept_mask &= scaled >= scaled.amax(1, keepdim=True) + math.log(sampling.min_p)
+    return kept_mask
+
+
+def _last_kept(scaled: Tensor, top_k: int | None, top_p: float | None) -> tuple[Tensor, Tensor]:
+    """The scaled logit of the least likely kept token, and the number of kept tokens: [B, 1] each."""
+    vocabulary = scaled.shape[1]
+    width = min(FIRST_LOOK if top_k is None else top_k, vocabulary)
+    while True:
+        ordered = scaled.topk(width, dim=1).values
+        count = torch.full_like(ordered[:, :1], width, dtype=torch.int64)
+        if top_p is None:
+            break
+        total = (scaled if top_k is None else ordered).logsumexp(1, keepdim=True)
+        mass = (ordered - total).exp().cumsum(1)
+        count = (mass < top_p).sum(1, keepdim=True) + 1
+        if top_k is not None or width == vocabulary or bool((count <= width).all()):
+            count = count.clamp_max(width)
+            break
+        width = min(8 * width, vocabulary)
+    return ordered.gather(1, count - 1), count
+
+
+class NGrams:
+    """The n-grams of a sequence of tokens that grows.
+
+    >>> ngrams = NGrams(2, [5, 6, 7, 5])
+    >>> ngrams.repeated()  # (5, 6) exists
+    [6]
+    >>> ngrams.add(8)
+    >>> ngrams.add(5)
+    >>> ngrams.repeated()
+    [6, 8]
+    """
+
+    def __init__(self, size: int, ids: Sequence[int]):
+        self._last: deque[int] = deque(maxlen=size - 1)
+        self._size = size
+        self._followers: dict[tuple[int, ...], set[int]] = {}
+        for token in ids:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        """Append a token to the sequence."""
+        if len(self._last) == self._size - 1:
+            self._followers.setdefault(tuple(self._last), set()).add(token)
+        self._last.append(token)
+
+    def repeated(self) -> list[int]:
+        """The tokens that would complete an n-gram that the sequence contains, in ascending order."""
+        return sorted(self._followers.get(tuple(self._last), ()))
+
+
+def stop_token_mask(vocabulary: int, stop: frozenset[int], device: torch.device) -> Tensor:
+    """[V] bool, True on the stop tokens; ids beyond the logits' columns are skipped."""
+    ids = torch.tensor(sorted(i for i in stop if i < vocabulary), dtype=torch.int64, device=device)
+    return torch.zeros(vocabulary, dtype=torch.bool, device=device).index_fill(0, ids, True)
+
+
+def ids_mask(rows: Sequence[Sequence[int]], like: Tensor) -> Tensor:
+    """[N, V] bool on the device of `like` [N, V], True at the token ids of each row.
+
+    >>> ids_mask([[0, 2], []], torch.zeros(2, 3))
+    tensor([[ True, False,  True],
+            [False, False, False]])
+    """
+    assert len(rows) == len(like), "every token has its ids"
+    row = torch.arange(len(rows)).repeat_interleave(torch.tensor([len(ids) for ids in rows]))
+    column = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64)
+    mask = torch.zeros(like.shape, dtype=torch.bool, device=like.device)
+    mask[row.to(like.device), column.to(like.device)] = True
+    return mask
+
+
+def allowed_logits(logits: Tensor, responses: Sequence[Response], sampling: Sampling) -> Tensor:
+    """The logits with -inf at every token that could not have been drawn.
+
+    With a filter: ``logits[n, v] if v in allowed_ids[n] else -inf``.
+    Without one: ``-inf if v in forbidden_ids[n] or (v in stop and t + 1 < min_new_tokens) else logits[n, v]``, where t
+    is the token's index in its response.
+
+    For the policy that sampled, ``token_logprobs(allowed_logits(...), ids, temperature=sampling.temperature)`` equals
+    `Response.logprobs`. Use the same responses for every other model: the filter is applied as it was at sampling and
+    is not computed again from the new logits.
+
+    Args:
+        logits: [sum of R_b, V], before the temperature, one row per response token, end to end.
+        responses: B, in the same order.
+        sampling: how they were drawn.
+
+    Returns:
+        [sum of R_b, V]; `logits` itself if nothing is restricted. The gradient is 0 at -inf.
+
+    >>> response = Response(ids=[2], logprobs=[0.0], ended=False, allowed_ids=[[0, 2]])
+    >>> allowed_logits(torch.tensor([[1.0, 2.0, 3.0]]), [response], Sampling(top_k=2))
+    tensor([[1., -inf, 3.]])
+    >>> response = Response(ids=[0, 2], logprobs=[0.0, 0.0], ended=True)
+    >>> sampling = Sampling(min_new_tokens=2, stop=frozenset({2}))
+    >>> allowed_logits(torch.zeros(2, 3), [response], sampling)
+    tensor([[0., 0., -inf],
+            [0., 0., 0.]])
+    """
+    if not responses:
+        return logits
+    if sampling.filters:
+        allowed = [ids for response in responses for ids in response.allowed_ids or ()]
+        return logits.masked_fill(~ids_mask(allowed, logits), -math.inf)
+    if sampling.min_new_tokens > 1 and sampling.stop:
+        early = [t + 1 < sampling.min_new_tokens for response in responses for t in range(len(response.ids))]
+        early_mask = torch.tensor(early, device=logits.device)[:, None]
+        stop_mask = stop_token_mask(logits.shape[1], sampling.stop, logits.device)
+        logits = logits.masked_fill(early_mask & stop_mask, -math.inf)
+    if sampling.no_repeat_ngram_size is not None:
+        forbidden = [ids for response in responses for ids in response.forbidden_ids or ()]
+        logits = logits.masked_fill(ids_mask(forbidden, logits), -math.inf)
+    return logits
 
 
 # --------------------------------------------- stop strings: texts that end a response, searched in its decoded tokens

@@ -20,8 +20,7 @@ from rlhf_cli.errors import DataError
 from rlhf_cli.files import read_text
 from rlhf_cli.models.forward import autocast, positions
 from rlhf_cli.processes.sharding import device_of
-from rlhf_cli.rollout.distribution import Response, Sampling
-from rlhf_cli.rollout.sampling import response_text, sample, sampling_of
+from rlhf_cli.rollout.sampling import Response, Sampling, response_text, sample, sampling_of
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from rlhf_cli.decoders.plain import PlainDecoder
 from rlhf_cli.models.adapters import adapters_off, add_lora
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.quantized import quantize, quantized_layers
-from rlhf_cli.rollout.distribution import Sampling
-from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from rlhf_cli.rollout.sampling import Sampling, draw_uniforms, sample
 from support.compare import adapt
 from support.decoders import (
     _LLAMA,

@@ -23,8 +23,7 @@ from rlhf_cli.decoders.plain import PlainDecoder
 from rlhf_cli.kernels import linear
 from rlhf_cli.models.adapters import adapters_off, add_lora
 from rlhf_cli.rollout import sampling as sampling_module
-from rlhf_cli.rollout.distribution import Sampling
-from rlhf_cli.rollout.sampling import draw, draw_uniforms, sample
+from rlhf_cli.rollout.sampling import Sampling, draw, draw_uniforms, sample
 from support.compare import adapt
 from support.decoders import (
     _LLAMA,

@@ -22,8 +22,8 @@ from rlhf_cli.models.load import prepare
 from rlhf_cli.packing import pack
 from rlhf_cli.ppo.update import UpdateBatch, rows_of_process, select
 from rlhf_cli.processes.distributed import World
-from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import cut_responses, shared_prompts
+from rlhf_cli.rollout.sampling import Response
 from rlhf_cli.training import speed
 from rlhf_cli.training.speed import Speed
 from stages import rm as rm_stage

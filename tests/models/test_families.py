@@ -36,8 +36,7 @@ from rlhf_cli.models.save import save
 from rlhf_cli.packing import pack
 from rlhf_cli.plan.activations import activation_bytes
 from rlhf_cli.rewards.models import sequence_scores
-from rlhf_cli.rollout.distribution import Sampling
-from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from rlhf_cli.rollout.sampling import Sampling, draw_uniforms, sample
 from rlhf_cli.tensor_ops import token_logprobs
 from support.tiny import ARCHITECTURES
 

@@ -29,8 +29,8 @@ from rlhf_cli.packing import FEWEST_EQUAL, PackedBatch, Segment, end_to_end, pac
 from rlhf_cli.processes import threads
 from rlhf_cli.rewards.models import score_sequences, sequence_scores
 from rlhf_cli.rollout import rollout
-from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import Models, collect, response_logprobs, score_tokens
+from rlhf_cli.rollout.sampling import Response, Sampling
 from stages import rm as rm_stage
 from support import compare
 from support.tiny import ARCHITECTURES, SETTINGS

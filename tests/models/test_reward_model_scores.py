@@ -15,8 +15,8 @@ from rlhf_cli.models.forward import autocast, hidden_at
 from rlhf_cli.models.load import load_reward_model, prepare
 from rlhf_cli.packing import pack
 from rlhf_cli.rewards.models import score_sequences, sequence_scores
-from rlhf_cli.rollout.distribution import Response
 from rlhf_cli.rollout.rollout import response_values
+from rlhf_cli.rollout.sampling import Response
 from support.compare import close
 from support.setup import BUDGETS
 from support.tiny import CPU, EOS_OF, random_ids

@@ -34,9 +34,8 @@ from rlhf_cli.models.load import (
 )
 from rlhf_cli.models.save import save
 from rlhf_cli.rewards.models import sequence_scores
-from rlhf_cli.rollout.distribution import Response, Sampling
 from rlhf_cli.rollout.rollout import Models, response_values, score_tokens
-from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from rlhf_cli.rollout.sampling import Response, Sampling, draw_uniforms, sample
 from support.tiny import CPU, SETTINGS, read_jsonl, write_jsonl
 
 PROMPTS = [[5, 9, 13, 20, 7, 40], [6, 8], [11, 12, 13, 14]]

@@ -23,9 +23,8 @@ from rlhf_cli.data.records import Record
 from rlhf_cli.models.load import load_policy, new_reward_model, prepare
 from rlhf_cli.ppo import update as ptx_module
 from rlhf_cli.ppo.update import KLCoefs, UpdateBatch
-from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.rollout import Models, collect
-from rlhf_cli.rollout.sampling import draw_uniforms
+from rlhf_cli.rollout.sampling import Sampling, draw_uniforms
 from stages import ppo as ppo_stage
 from support.compare import grads, same_gradients
 from support.oracles import KL_COEF, POLICY_KL_COEF, Case, slow_losses

@@ -19,8 +19,7 @@ from rlhf_cli.processes.distributed import ALONE
 from rlhf_cli.processes.microbatches import GradientSum, over_microbatches
 from rlhf_cli.processes.threads import in_threads, use_threads
 from rlhf_cli.rollout import sampling
-from rlhf_cli.rollout.distribution import Sampling
-from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from rlhf_cli.rollout.sampling import Sampling, draw_uniforms, sample
 from stages import sft
 from support.forked import Forked
 from support.runs import run_forked

@@ -10,8 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, NoRepeatNGramLogitsProcessor
 
 from rlhf_cli.models.load import load_policy, prepare
-from rlhf_cli.rollout.distribution import Response, Sampling, allowed_logits
-from rlhf_cli.rollout.sampling import draw, draw_uniforms, sample
+from rlhf_cli.rollout.sampling import Sampling, allowed_logits, draw, draw_uniforms, sample
 from rlhf_cli.tensor_ops import token_logprobs
 from support.tiny import CPU, STOP, random_ids
 
@@ -129,9 +128,3 @@ def test_where_every_token_would_repeat_an_n_gram_none_is_forbidden():
     assert sorted(response.ids[:2]) == [2, 3]
     assert response.forbidden_ids[2:] == [[]] * 6
     assert torch.tensor(response.logprobs).isfinite().all()
-
-
-def test_responses_of_another_sampling_are_refused():
-    sampling = Sampling(no_repeat_ngram_size=2)
-    with pytest.raises(ValueError, match="found forbidden_ids for 0 of 2 response tokens"):
-        allowed_logits(torch.zeros(2, 4), [Response([1, 2], [0.0, 0.0], False)], sampling)

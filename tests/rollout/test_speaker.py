@@ -12,8 +12,7 @@ import torch
 from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.data.records import Record
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
-from rlhf_cli.rollout.distribution import Response
-from rlhf_cli.rollout.sampling import draw_uniforms
+from rlhf_cli.rollout.sampling import Response, draw_uniforms
 from rlhf_cli.rollout.speaker import PromptRefused, Speaker
 from support.tiny import CPU
 

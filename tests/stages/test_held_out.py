@@ -17,8 +17,7 @@ from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.models.load import load_policy, load_tokenizer
 from rlhf_cli.models.save import save
-from rlhf_cli.rollout.distribution import Sampling
-from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from rlhf_cli.rollout.sampling import Sampling, draw_uniforms, sample
 from rlhf_cli.run.artifacts import read_manifest
 from stages import sft
 from support.tiny import STOP, read_jsonl, training_examples, write_jsonl

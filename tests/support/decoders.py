@@ -10,8 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_cli.models.load import prepare, set_dropout_off
-from rlhf_cli.rollout.distribution import Sampling
-from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from rlhf_cli.rollout.sampling import Sampling, draw_uniforms, sample
 
 CPU = torch.device("cpu")
 VOCAB = 97

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.sampling import Sampling
 from support.compare import close
 from support.setup import reward_calls
 

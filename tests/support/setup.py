@@ -12,7 +12,7 @@ from rlhf_cli.models.cost import Work
 from rlhf_cli.models.origin import BaseModel
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.processes.distributed import World
-from rlhf_cli.rollout.distribution import Sampling
+from rlhf_cli.rollout.sampling import Sampling
 from rlhf_cli.training.bad_steps import LossScale
 from rlhf_cli.training.speed import Speed
 from support.compare import grads

@@ -40,9 +40,8 @@ from rlhf_cli.models.quantized import quantize
 from rlhf_cli.processes import distributed
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.sharding import device_of, like, local, most, plain_class, whole
-from rlhf_cli.rollout.distribution import Sampling
 from rlhf_cli.rollout.offload import Offload
-from rlhf_cli.rollout.sampling import draw_uniforms, sample
+from rlhf_cli.rollout.sampling import Sampling, draw_uniforms, sample
 from rlhf_cli.run.checkpoint import CheckpointStore, Weights
 from rlhf_cli.training import optimizer as optimizers
 from rlhf_cli.training.bad_steps import LossScale
