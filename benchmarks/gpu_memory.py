@@ -42,7 +42,7 @@ FUNCTIONS = {
     "ppo": {
         "stages.ppo": {
             "_rollout": "scoring",
-            "scores_of_rollout": "scoring",
+            "ask_rewards": "scoring",
             "_update": "update",
             "save_models": "save",
         },

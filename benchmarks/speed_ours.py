@@ -87,12 +87,12 @@ def rm() -> None:
 
 def ppo() -> None:
     """Run the PPO stage; the first iteration's rollout is kept for TRL to check."""
-    seen = watch(stages.ppo, "_rollout", "scores_of_rollout")
+    seen = watch(stages.ppo, "_rollout", "ask_rewards")
     kept = Path(TASK["kept"])
     kept.unlink(missing_ok=True)
 
     def facts() -> Facts:
-        rollout, scores = seen["_rollout"][1], seen["scores_of_rollout"][1][1]
+        rollout, scores = seen["_rollout"][1], seen["ask_rewards"][1][1]
         prompts, responses = [list(p.ids) for p in rollout.prompts], [list(r.ids) for r in rollout.responses]
         if not kept.exists():
             lengths = list(map(len, responses))

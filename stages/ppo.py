@@ -93,8 +93,9 @@ from rlhf_cli.ppo.scores import (
     Limits,
     ReferenceReplies,
     ScoreScale,
+    ask_rewards,
     measure_reference_scores,
-    scores_of_rollout,
+    or_failure,
     split_dense,
 )
 from rlhf_cli.ppo.setup import Setup, adjacent_responses, load_setup, plan, save_models
@@ -212,7 +213,9 @@ def _iterate(setup: Setup, state: RunState, iteration: int) -> None:
 
     # 2. Score.
     with stage.speed.phase("reward"):
-        texts, scores = scores_of_rollout(setup, rollout, iteration)
+        # If a reward fails on any process, all save the last finished iteration.
+        ask = partial(ask_rewards, setup, rollout)
+        texts, scores = or_failure(setup.world, ask, save=lambda: stage.save_now(iteration))
         scores = state.references.compared(scores, iteration)
         score, dense = _score(scores, rollout.responses, state.scale, state.limits, config, setup.world)
 

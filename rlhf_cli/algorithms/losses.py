@@ -388,28 +388,26 @@ def value_loss(
     return loss, stats
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     """The share of the variance of the returns that the values predict.
 
-    ``1 - var(returns - values) / var(returns)`` over the real tokens
+    ``1 - var(returns - values) / var(returns)``
 
     A constant offset of all values does not change it (the squared error shows one). Values that predict worse than a
     constant give a negative number. If all returns are equal, there is nothing to explain and the result is 0.
 
     Args:
-        values: [B, R]; padding may hold anything.
-        returns: [B, R]; padding may hold anything.
-        mask: [B, R] bool, True on real response tokens.
+        values: [N], of the real tokens.
+        returns: [N], in the same order.
 
     Returns:
         A scalar tensor without gradient, at most 1: 1 is perfect, 0 is no better than a constant. Also 0 without real
         tokens. The numbers of the parts of a batch do not add up to that of the batch.
 
-    >>> returns, mask = torch.tensor([0.0, 2.0, 1e6]), torch.tensor([True, True, False])
-    >>> explained_variance(torch.tensor([0.5, 1.5, 0.0]), returns, mask)  # 1 - 0.25 / 1
+    >>> explained_variance(torch.tensor([0.5, 1.5]), torch.tensor([0.0, 2.0]))  # 1 - 0.25 / 1
     tensor(0.7500)
     """
-    errors, returns = (returns - values)[mask].detach(), returns[mask].detach()
+    errors, returns = (returns - values).detach(), returns.detach()
     if returns.numel() == 0 or returns.min() == returns.max():
         return returns.new_zeros(())
     return 1 - errors.var(correction=0) / returns.var(correction=0)

@@ -41,39 +41,29 @@ class Moments:
         return sqrt(self.squared_deviations / (self.count - 1)) if self.count >= 2 else 1.0
 
 
-def merge(moments: Moments, count: float, mean: float, squared_deviations: float) -> Moments:
+def merge(moments: Moments, new: Moments) -> Moments:
     """The moments of two sets of numbers together, from the moments of each.
 
-    ``shift = mean - moments.mean``
-    ``new_mean = moments.mean + shift * count / (moments.count + count)``
-    ``new_squared_deviations = moments.squared_deviations + squared_deviations``
-    ``+ shift**2 * moments.count * count / (moments.count + count)``
+    ``shift = new.mean - moments.mean``
+    ``mean = moments.mean + shift * new.count / (moments.count + new.count)``
+    ``squared_deviations = moments.squared_deviations + new.squared_deviations``
+    ``+ shift**2 * moments.count * new.count / (moments.count + new.count)``
 
     Exact up to rounding, whatever the order and the split into batches. Either set may be empty.
 
-    Args:
-        moments: of the numbers so far; ``Moments()`` if there are none.
-        count: how many numbers are new, 0 or more.
-        mean: of the new numbers; anything if there are none.
-        squared_deviations: of the new numbers from their own mean.
-
-    Returns:
-        The moments of all of them.
-
     Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
 
-    >>> merge(Moments(2, 3.0, 2.0), 1, 6.0, 0.0)  # 2 and 4, then 6
+    >>> merge(Moments(2, 3.0, 2.0), Moments(1, 6.0, 0.0))  # 2 and 4, then 6
     Moments(count=3, mean=4.0, squared_deviations=8.0)
     """
-    if not count:
+    if not new.count:
         return moments
-    total, shift = moments.count + count, mean - moments.mean
+    total, shift = moments.count + new.count, new.mean - moments.mean
+    between = shift * shift * moments.count * new.count / total
     return Moments(
         count=total,
-        mean=moments.mean + shift * count / total,
-        squared_deviations=(
-            moments.squared_deviations + squared_deviations + shift * shift * moments.count * count / total
-        ),
+        mean=moments.mean + shift * new.count / total,
+        squared_deviations=moments.squared_deviations + new.squared_deviations + between,
     )
 
 

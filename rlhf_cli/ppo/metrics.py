@@ -80,7 +80,6 @@ def iteration_metrics(
         "response/distinct_2": distinct_n([text.split() for _, text in pairs], 2),
         "response/duplicate_fraction": sum(len(prompts_of[text]) > 1 for _, text in pairs) / len(pairs),
         "policy/entropy": -logprobs.mean().item(),
-        **{name: float(sum(shard[name] for shard in all_counts)) for name in counts},
     }
     if rollout.logprobs is not rollout.sampled_logprobs:
         gap = logprobs - sampled
@@ -88,10 +87,10 @@ def iteration_metrics(
         if setup.sampler_may_differ:
             is_capped = gap > math.log(setup.config.ppo.importance_ratio_cap)
             metrics["policy/importance_capped"] = is_capped.double().mean().item()
+    metrics |= {name: float(sum(shard[name] for shard in all_counts)) for name in counts}
     if setup.models.has_values:
-        real_mask = torch.ones_like(values).bool()
         metrics |= {
-            "value/explained_variance": explained_variance(values, all_returns, real_mask).item(),
+            "value/explained_variance": explained_variance(values, all_returns).item(),
             "value/mean": values.mean().item(),
             "value/variance": values.var(correction=0).item(),
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import chain
 from typing import Any, TypeVar, assert_never, cast
 
@@ -33,26 +34,22 @@ from rlhf_cli.processes.sharding import is_sharded
 from rlhf_cli.rewards.base import Scores, samples_of, total_score
 from rlhf_cli.rewards.models import RewardModel
 from rlhf_cli.rollout.rollout import Models, RolloutBatch, collect
-from rlhf_cli.rollout.sampling import Response, draw_uniforms, response_text
+from rlhf_cli.rollout.sampling import draw_uniforms, response_text
 from rlhf_cli.run.checkpoint import State
 from rlhf_cli.tensor_ops import pad_rows
 
 T = TypeVar("T")
 
 
-def texts_of(setup: Setup, responses: Sequence[Response]) -> list[str]:
-    """The responses as text."""
-    return [response_text(setup.tokenizer, response, setup.sampling) for response in responses]
-
-
-def ask_rewards(setup: Setup, prompts: Sequence[PromptRow], texts: list[str], responses: Sequence[Response]) -> Scores:
-    """The weighted sum of the rewards, and each reward's own score.
+def ask_rewards(setup: Setup, rollout: RolloutBatch) -> tuple[list[str], Scores]:
+    """The responses as text; the weighted sum of their rewards, and each reward's own score.
 
     ``total = sum of weight * score`` (`total_score`). A reward model gives ``(logit - score_mean) / score_std``, with
     the logit of its head at the last token (`RewardModel.score` in rewards/models.py). Raises RewardError.
     """
-    samples = samples_of(setup.rewards, setup.tokenizer, prompts, texts, responses)
-    return total_score(setup.rewards, samples)
+    texts = [response_text(setup.tokenizer, response, setup.sampling) for response in rollout.responses]
+    samples = samples_of(setup.rewards, setup.tokenizer, rollout.prompts, texts, rollout.responses)
+    return texts, total_score(setup.rewards, samples)
 
 
 def sampled_and_scored(
@@ -89,31 +86,16 @@ def sampled_and_scored(
             max_live_rows=config.rollout.max_live_rows,
             with_values=False,
         )
-        texts = texts_of(setup, rollout.responses)
 
-        def ask() -> Scores:
-            return ask_rewards(setup, rollout.prompts, texts, rollout.responses)
+        def ask() -> tuple[list[str], Scores]:
+            return ask_rewards(setup, rollout)
 
         # The next rollout of a sharded policy begins with a collective operation, which a slow reward must not delay.
-        return read(rollout, texts, or_failure(world, ask) if shares_passes else ask())
+        return read(rollout, *(or_failure(world, ask) if shares_passes else ask()))
 
     at_once = -(-config.ppo.rollout_batch_size // world.size)
     parts = list(chunks(world.shard(list(range(len(prompts)))), at_once))
     return list(chain.from_iterable(over_microbatches(parts, score, *computing, in_turn=True)))
-
-
-def scores_of_rollout(setup: Setup, rollout: RolloutBatch, iteration: int) -> tuple[list[str], Scores]:
-    """The responses as text, and their scores.
-
-    If a reward fails on any process, a checkpoint of the last finished iteration is saved before RewardError is raised.
-    """
-    texts = texts_of(setup, rollout.responses)
-    scores = or_failure(
-        setup.world,
-        lambda: ask_rewards(setup, rollout.prompts, texts, rollout.responses),
-        save=lambda: setup.stage.save_now(iteration),
-    )
-    return texts, scores
 
 
 def split_dense(scores: Scores, lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -153,11 +135,8 @@ def models_of_reference(setup: Setup) -> Models:
     """The models with ref_policy as the policy. To be called before training, when the policy is its own reference
     unless the config names another."""
     models = setup.models_to_sample()
-    return replace(
-        models,
-        policy=models.ref_policy or models.policy,
-        sampler=models.sampler if setup.config.ref_policy is None else None,
-    )
+    sampler = models.sampler if setup.config.ref_policy is None else None
+    return replace(models, policy=models.ref_policy or models.policy, sampler=sampler)
 
 
 # ------------------------------------------------------------------------------- between the processes
@@ -278,7 +257,6 @@ class ReferenceReplies:
 
 
 S = TypeVar("S", float, torch.Tensor)
-NO_SCORES = Moments(0, 0.0, 0.0)
 
 
 class ScoreScale:
@@ -291,11 +269,11 @@ class ScoreScale:
 
     def __init__(self, ppo: PPO):
         self.kind = ppo.score_normalization
-        self.moments = NO_SCORES
+        self.moments = Moments()
 
     def take(self, score: torch.Tensor, world: World) -> None:
         """Update the moments with the scores [B] of all processes."""
-        self.moments = _moments(score, world, self.moments)
+        self.moments = reduce(merge, world.gather(moments_of(score)), self.moments)
 
     def apply(self, score: torch.Tensor) -> torch.Tensor:
         """``(score - mean) / std`` or ``score / std``, [B]; a standard deviation of 0 counts as 1."""
@@ -333,7 +311,8 @@ class Limits:
     def measure(self, each: Mapping[str, torch.Tensor], world: World) -> None:
         """Take units and first multipliers from the first scores [B] of each source on all processes."""
         if not self.units:
-            first = {name: _moments(each[name], world) for name in self.limits}
+            shards = {name: world.gather(moments_of(each[name])) for name in self.limits}
+            first = {name: reduce(merge, parts, Moments()) for name, parts in shards.items()}
             self.units = {name: moments.std or 1.0 for name, moments in first.items()}
             self.lambdas = {name: WITHIN if self._excess(name, first[name].mean) < 0 else 1.0 for name in first}
 
@@ -371,10 +350,3 @@ class Limits:
 
     def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, dict[str, float]]) -> None:  # noqa: ARG002
         self.lambdas, self.units = numbers["lambdas"], numbers["units"]
-
-
-def _moments(score: torch.Tensor, world: World, before: Moments = NO_SCORES) -> Moments:
-    """The moments of the scores [B] of all processes, together with those of earlier ones."""
-    for part in world.gather(moments_of(score)):
-        before = merge(before, part.count, part.mean, part.squared_deviations)
-    return before

@@ -283,7 +283,7 @@ def check_running_moments(x):
     seen, rows = Moments(), []
     for batch in x["batches"]:
         new = moments_of(torch.tensor(batch, dtype=torch.float64))
-        seen = merge(seen, new.count, new.mean, new.squared_deviations)
+        seen = merge(seen, new)
         rows.append([seen.mean, seen.var, seen.std, seen.count, new.mean, new.std])
     columns = torch.tensor(rows, dtype=torch.float64).T
     return dict(zip(["mean", "var", "std", "count", "batch_mean", "batch_std"], columns, strict=True))
@@ -316,10 +316,9 @@ def check_policy_microbatches(x):
 
 def check_policy_stats(x):
     _, stats = policy_loss(*policy_inputs(x), clip_range=x["clip_eps"])
-    k1, k2 = (
-        masked_mean(kl_estimate(x["old_logprobs"], x["logprobs"], estimator=name), x["mask"]) for name in ("k1", "k2")
-    )
-    return {"clip_fraction": stats["policy/clip_fraction"], "approx_kl_k2": k2, "policy_kl_k1": k1}
+    k2 = masked_mean(kl_estimate(x["old_logprobs"], x["logprobs"], estimator="k2"), x["mask"])
+    fraction, k1 = stats["policy/clip_fraction"], stats["policy/approx_kl_k1"]
+    return {"clip_fraction": fraction, "approx_kl_k2": k2, "policy_kl_k1": k1}
 
 
 def check_approx_kl(x):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,11 +17,8 @@ from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.ppo.metrics import iteration_metrics
-from rlhf_cli.ppo.scores import scores_of_rollout
 from rlhf_cli.rollout import rollout as rollout_module
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
-from stages import ppo as ppo_stage
 from support.compare import close
 from support.oracles import chosen, distributions, full_kl, hidden_states, padded, plain_copy
 from support.setup import reward_calls, weights_of
@@ -292,21 +288,6 @@ def test_old_logprobs_auto_takes_them_from_the_sampler(watch, monkeypatch):
         close(rollout.logprobs.double(), expected, 1e-5)
         assert first["policy/first_ratio"] == pytest.approx(1.0, abs=1e-5)
         assert first["policy/first_ratio_error"] < 1e-4
-
-
-def test_the_sampler_gap_is_the_largest_difference_to_the_sampled_log_probabilities(start):
-    """Padding does not count, and a log-probability that is too small counts like one that is too large."""
-    with start(ppo={"old_logprobs": "recomputed"}) as setup:
-        rollout = ppo_stage._rollout(setup, 0)
-        texts, scores = scores_of_rollout(setup, rollout, 0)
-        mask = rollout.response_mask
-        assert not mask.all()
-        for error in (0.25, -0.75):
-            wrong = torch.where(mask, 0.0, 9.0)
-            wrong[3, 0] = error
-            sampled = replace(rollout, sampled_logprobs=rollout.logprobs + wrong)
-            figures = iteration_metrics(setup, sampled, texts, scores, *[rollout.values] * 3)
-            assert figures["policy/sampler_gap"] == pytest.approx(abs(error), abs=1e-5)
 
 
 def test_fewer_live_rows_draw_the_same_responses(watch, monkeypatch):

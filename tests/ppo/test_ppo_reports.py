@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import shutil
@@ -12,15 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 
 from rlhf_cli.errors import RewardError, RunError
 from rlhf_cli.ppo.held_out import _own_replies
-from rlhf_cli.ppo.metrics import log_samples
 from rlhf_cli.ppo.scores import ScoreScale, measure_reference_scores
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.report.progress import Display
-from rlhf_cli.rewards.base import Scores
 from support.setup import reward_calls
 from support.tiny import CPU, read_jsonl
 
@@ -50,20 +46,6 @@ class Counting(World):
 EXCHANGED: list = []
 
 
-def test_processes_with_different_numbers_of_reference_chunks_exchange_the_same_number_of_times(start):
-    """17 samples, 8 at a time over both processes: three chunks on the first one and two on the second."""
-    counts, scored = [], []
-    with start(ppo={"score_normalization": "reference", "num_reference_samples": 17}) as setup:
-        for rank in (0, 1):
-            EXCHANGED.clear()
-            stage = SimpleNamespace(world=Counting(rank, 2, CPU), display=setup.stage.display)
-            measure_reference_scores(replace(setup, stage=stage), ScoreScale(setup.config.ppo))
-            counts.append(len(EXCHANGED))
-            scored.append([len(call["responses"]) for call in reward_calls(setup)[sum(map(len, scored)) :]])
-    assert counts[0] == counts[1] > 0
-    assert scored == [[4, 4, 1], [4, 4]], "as many at a time as in training: a larger batch might not fit into memory"
-
-
 def test_an_evaluation_takes_as_many_rows_at_a_time_as_training(start, data):
     with start(data={"test": str(data["prompts"])}, evaluation={"num_prompts": 20}) as setup:
         stage = SimpleNamespace(world=World(0, 2, CPU), display=setup.stage.display)
@@ -84,47 +66,13 @@ def test_a_reward_that_fails_on_reference_samples_stops_all_processes(start, tmp
     assert len(EXCHANGED) == 1, "the failure"
 
 
-def samples_of(num_processes, adjacent, *, console=None, **settings):
-    """The rows of samples.jsonl of 8 responses on several processes; the first process is the last to write."""
-    sent, rows = {}, []
-    for rank in reversed(range(num_processes)):
-        world = World(rank, num_processes, CPU)
-        numbers = world.shard(range(8), adjacent)
-
-        def gather(item, rank=rank):
-            sent[rank] = item
-            return [sent.get(i, []) for i in range(num_processes)]
-
-        rows.clear()
-        stage = SimpleNamespace(sample=rows.append, display=Display("ppo", quiet=console is None, console=console))
-        config = SimpleNamespace(
-            **{"num_logged_samples": 0, "samples_every": None, **settings}, ppo=SimpleNamespace(rollout_batch_size=8)
-        )
-        world = SimpleNamespace(shard=world.shard, gather=gather)
-        setup = SimpleNamespace(config=config, world=world, adjacent=adjacent, stage=stage)
-        rollout = SimpleNamespace(prompts=[SimpleNamespace(text=f"prompt {i}") for i in numbers])
-        scores = Scores(torch.tensor([float(i) for i in numbers]), {}, None)
-        kl = torch.tensor([[0.5 * i, 0.5 * i] for i in numbers])
-        log_samples(setup, rollout, [f"response {i}" for i in numbers], scores, kl, 3)
-    return rows
-
-
-@pytest.mark.parametrize(("num_processes", "adjacent"), [(1, 1), (2, 1), (2, 2), (4, 2), (3, 1)])
-def test_the_first_responses_of_all_processes_are_logged(num_processes, adjacent):
-    rows = samples_of(num_processes, adjacent, num_logged_samples=6)
-    assert rows == [
-        {"step": 4, "prompt": f"prompt {i}", "response": f"response {i}", "score": float(i), "kl": float(i)}
-        for i in range(6)
-    ]
-
-
-@pytest.mark.parametrize(("every", "printed"), [(None, False), (3, False), (4, True), (2, True)])
-def test_samples_every_prints_the_first_response_of_an_iteration(every, printed):
-    console = Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
-    assert samples_of(1, 1, console=console, samples_every=every) == [], "num_logged_samples is 0"
-    lines = console.file.getvalue().splitlines()
-    expected = ["  prompt 0", "    iteration 4 (score +0.00, KL 0.00)>", "    response 0"]
-    assert [line.rstrip() for line in lines] == (expected if printed else [])
+def test_samples_every_prints_the_first_response_of_an_iteration(watch, monkeypatch):
+    shown = []
+    monkeypatch.setattr(Display, "exchange", lambda _, prompt, answers: shown.append((prompt, answers)))
+    run = watch(samples_every=2, num_logged_samples=1, ppo={"num_iterations": 3})
+    row = read_jsonl(run.stage_dir / "samples.jsonl")[1]
+    name = f"iteration 2 (score {row['score']:+.2f}, KL {row['kl']:.2f})"
+    assert shown == [(row["prompt"], {name: row["response"]})]
 
 
 # ---------------------------------------------------------------------------------------------------- figures

@@ -160,13 +160,12 @@ def test_processes_meet_after_each_scored_rollout_and_fail_together(monkeypatch,
         log("scored")
         if fails and worlds[threading.get_ident()].rank == 1:
             raise RewardError("no answer")
-        return SimpleNamespace()
+        return [], SimpleNamespace()
 
     for module in (microbatches, scores):
         monkeypatch.setattr(module, "is_sharded", lambda _: True)
     monkeypatch.setattr(microbatches, "most", lambda count: max(worlds[threading.get_ident()].gather(count)))
     monkeypatch.setattr(scores, "collect", lambda *_, **__: log("sampled") or SimpleNamespace(responses=[], prompts=[]))
-    monkeypatch.setattr(scores, "texts_of", lambda *_: [])
     monkeypatch.setattr(scores, "ask_rewards", ask)
 
     def program(world):

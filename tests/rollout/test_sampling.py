@@ -210,34 +210,6 @@ def test_filters_keep_what_the_slow_filter_keeps(monkeypatch, first_look):
     assert cut_in_a_tie > 100
 
 
-@pytest.mark.parametrize("vocabulary", [1023, 1024, 1025, 9000])
-@pytest.mark.parametrize("top_p", [0.05, 0.6, 0.999])
-def test_top_p_finds_small_and_large_nuclei(vocabulary, top_p):
-    """A peaked row beside a flat row whose nucleus has thousands of tokens."""
-    generator = torch.Generator().manual_seed(vocabulary)
-    logits = torch.randn(2, vocabulary, generator=generator) * torch.tensor([[5.0], [0.1]])
-    kept_rows = kept_tokens(logits, Sampling(top_p=top_p))
-    for row, kept_row in zip(logits, kept_rows, strict=True):
-        ranked = row.double().softmax(0).sort(descending=True)
-        before = torch.cat([torch.zeros(1), ranked.values.cumsum(0)[:-1]])
-        # Float32 can differ by one token where the sum crosses p.
-        slack = 1e-5
-        at_least, at_most = (before < top_p - slack).sum(), (before < top_p + slack).sum()
-        assert at_least <= kept_row.sum() <= at_most
-        assert torch.equal(kept_row.nonzero()[:, 0], ranked.indices[: kept_row.sum()].sort().values)
-
-
-def test_the_likeliest_token_is_always_kept():
-    logits = torch.randn(64, 500, generator=torch.Generator().manual_seed(2)) * 8
-    for sampling in (Sampling(top_k=1), Sampling(top_p=1e-9), Sampling(min_p=1.0)):
-        keep = kept_tokens(logits, sampling)
-        assert torch.equal(keep.sum(1), torch.ones(64, dtype=torch.int64))
-        assert torch.equal(keep.int().argmax(1), logits.argmax(1))
-    equal = torch.zeros(1, 6)
-    assert kept_tokens(equal, Sampling(min_p=1.0)).all()
-    assert kept_tokens(equal, Sampling(top_k=1)).nonzero().tolist() == [[0, 0]], "the lowest of equally likely ids"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rounding_never_draws_a_token_that_was_not_kept(dtype):
     """This includes the smallest and the largest uniforms, and one that rounds to 1 in float32."""
@@ -260,18 +232,6 @@ def ids_of(responses):
     return [r.ids for r in responses]
 
 
-def test_responses_end_with_the_first_stop_token(policy, uniforms):
-    """The expected responses use the same uniforms without stop tokens and are truncated by hand."""
-    free = sample(policy, PROMPTS, uniforms, Sampling())
-    responses = sample(policy, PROMPTS, uniforms, Sampling(stop=STOP))
-    assert all(len(r.ids) == LONGEST and not r.ended for r in free)
-    for full, response in zip(free, responses, strict=True):
-        stops = [i for i, token in enumerate(full.ids) if token in STOP]
-        assert response.ended == bool(stops)
-        assert response.ids == (full.ids[: stops[0] + 1] if stops else full.ids)
-        assert len(response.logprobs) == len(response.ids)
-
-
 def test_a_stop_token_in_the_prompt_ends_nothing(policy, uniforms):
     """[36] Every prompt begins and ends with one."""
     stop = frozenset(range(VOCAB, 300))
@@ -284,18 +244,6 @@ def test_a_stop_token_in_the_prompt_ends_nothing(policy, uniforms):
         assert b.ended == bool(ends)
     assert max(len(r.ids) for r in stopped) > 1
     assert not all(r.ended for r in sample(policy, prompts, uniforms[:, :2], Sampling(stop=stop)))
-
-
-def test_iterations_and_rows_get_different_uniforms(policy):
-    """[15, 27] Equal uniforms give equal responses."""
-    prompts = [PROMPTS[2]] * 4
-    first, second = (draw_uniforms(0, "ppo rollout", i, 4, LONGEST) for i in (0, 1))
-    a, b = (ids_of(sample(policy, prompts, t, Sampling())) for t in (first, second))
-    assert len({tuple(ids) for ids in a}) == 4, "four rows of uniforms, four responses"
-    assert all(x != y for x, y in zip(a, b, strict=True))
-    assert torch.equal(first, draw_uniforms(0, "ppo rollout", 0, 4, LONGEST))
-    same = first[:1].expand(4, -1).contiguous()
-    assert len({tuple(ids) for ids in ids_of(sample(policy, prompts, same, Sampling()))}) == 1
 
 
 # ------------------------------------------------------------------------------------ minimum length, batches
@@ -352,12 +300,6 @@ def test_a_response_does_not_depend_on_the_split_into_batches(policy, uniforms, 
         for response in sample(policy, PROMPTS[at : at + size], uniforms[at : at + size], EVERYTHING, tok)
     ]
     same(parts, all_responses)
-
-
-def test_other_prompts_in_the_batch_change_nothing(policy, uniforms, tok, all_responses):
-    more_uniforms = torch.cat([draw_uniforms(7, "strangers", 0, 3, LONGEST), uniforms])
-    beside = sample(policy, random_ids(60, 1, 30, seed=9) + PROMPTS, more_uniforms, EVERYTHING, tok)
-    same(beside[3:], all_responses)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])

@@ -49,13 +49,13 @@ LINES = {
         # The first process holds the store by which all know of each other.
         ("killed", "ppo", "collect", 0),
         # The others wait without a connection to it: it gives no sign of life, killed or not.
-        ("killed", "ppo", "scores_of_rollout", 1),
+        ("killed", "ppo", "ask_rewards", 1),
     ],
 )
 def test_one_line_names_rank_stage_step_and_wait(fate, stage, work, rank, write_config, make_model, tmp_path):
     (tmp_path / "rewards.py").write_text("def score(prompts, responses, rows):\n    return [1.0] * len(responses)\n")
     action = FATES[fate]
-    if (fate, work) == ("killed", "scores_of_rollout"):
+    if (fate, work) == ("killed", "ask_rewards"):
         fate = "hangs"
     timeout_s = 5 if fate == "hangs" else 60
     model = {"path": str(make_model("llama"))}

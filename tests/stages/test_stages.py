@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 
@@ -18,12 +17,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.models import ScratchModel
-from rlhf_cli.data.encode import RowText
-from rlhf_cli.data.formats import read_record, recognise
-from rlhf_cli.data.records import Row
-from rlhf_cli.data.stage_rows import demonstration, prompt
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.models.load import load_reward_model, load_tokenizer
 from rlhf_cli.models.scratch import new_model
@@ -32,7 +26,7 @@ from rlhf_cli.rewards.functions import load_function
 from rlhf_cli.rewards.models import encode_whole, score_sequences
 from rlhf_cli.run.artifacts import read_manifest
 from stages import sft as sft_stage
-from support.tiny import encoder, read_jsonl, training_examples, write_jsonl
+from support.tiny import encoder, read_jsonl, write_jsonl
 
 STAGES = ("sft", "rm", "ppo")
 
@@ -73,22 +67,16 @@ def test_metrics_have_one_finite_row_per_step(root, stage):
 
 
 def test_transformers_loads_the_policy_and_samples_from_it(root):
+    """tests/ppo/test_ppo_models.py has the other settings of its generation config."""
     path = root / "ppo/model"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-    assert model.config._attn_implementation in ("sdpa", "eager")
     settings = GenerationConfig.from_pretrained(path)
-    eos = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
-    assert tokenizer.eos_token_id in eos
-    assert settings.do_sample is True
-    assert settings.temperature == 1.0
-    assert settings.top_k in (0, None)
+    assert (settings.do_sample, settings.temperature) == (True, 1.0)
     inputs = tokenizer("Q: please help\nA:", return_tensors="pt")
     inputs = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
     torch.manual_seed(0)
     first, second = (model.generate(**inputs, max_new_tokens=12)[0] for _ in range(2))
-    assert len(first) > inputs["input_ids"].shape[1]
     assert first.tolist() != second.tolist(), "it samples"
-    assert isinstance(tokenizer.decode(first), str)
     sft = AutoModelForCausalLM.from_pretrained(root / "sft/model")
     assert any(
         not torch.equal(a, b) for a, b in zip(model.state_dict().values(), sft.state_dict().values(), strict=True)
@@ -227,42 +215,12 @@ def test_sft_learns_a_fixed_answer(make_model, data, run_stage, tmp_path):
 # ------------------------------------------------------------------------------- details
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox"])
-def test_a_scratch_model_has_no_dropout(architecture, tokenizer):
+def test_a_scratch_model_has_no_dropout(tokenizer):
     """GPT-2's config has 0.1 by default: training would draw from generators without a seed."""
-    small = {
-        "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
-        "gpt_neox": {"hidden_size": 32, "intermediate_size": 32},
-    }
-    extra = {"gpt_neox": {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_dropout": 0.3}, "gpt2": {}}
-    config = ScratchModel(architecture=architecture, config=small[architecture] | extra[architecture])
+    config = ScratchModel(architecture="gpt2", config={"n_embd": 32, "n_layer": 2, "n_head": 2})
     model = new_model(config, tokenizer, 0).train()
     ids = torch.tensor([[5, 6, 7, 8]])
     assert torch.equal(model(ids).logits, model(ids).logits)
-
-
-def test_ppo_and_sft_samples_use_the_prompt_ids_of_sft_training(tokenizer):
-    """Conversations in a chat template: the prompt ids of a rollout equal those before the learned answer in SFT."""
-    chat_tokenizer = copy.deepcopy(tokenizer)
-    chat_tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}"
-        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    turns = ["hello there", "hi", "and the tent?", "it is late"]
-    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
-    rows = [Row({"messages": messages}, "file:1"), Row({"messages": messages[:2]}, "file:2")]
-    records = [
-        read_record(row, recognise(row, DataSource(path="file"), "sft"), DataSource(path="file")) for row in rows
-    ]
-    demonstrations, prompts = [demonstration(record) for record in records], [prompt(record) for record in records]
-    for template in (None, "chat"):
-        examples = training_examples(chat_tokenizer, demonstrations, template, learn_all=False)
-        text = RowText(chat_tokenizer, template)
-        starts = text.prompt_ids(prompts)
-        assert starts == text.prompt_ids(demonstrations)
-        for example, start in zip(examples, starts, strict=True):
-            last = len(example.loss_mask) - example.loss_mask[::-1].index(False)
-            assert start == example.ids[:last]
 
 
 def test_sft_shows_one_answer_on_its_way_and_all_at_the_end(tmp_path, make_model, run_stage, monkeypatch):

@@ -115,9 +115,9 @@ def kl_regularised(task: Task, kl_coef: float) -> Tensor:
     return weight / mean_of_prompt(task, torch.ones_like(weight), weight)
 
 
-def backwards(task: Task, rule: Rule, score: Tensor | None = None) -> Tensor:
+def backwards(task: Task, rule: Rule) -> Tensor:
     """pi(y|x) [B] of the policy that applies `rule` in every state, computed from the last token back to the first."""
-    score = task.score if score is None else score
+    score = task.score
     ref = task.ref_logits.softmax(-1)
     q, policy = torch.zeros_like(ref), torch.ones_like(ref)
     value = torch.zeros_like(ref[:, 0])
@@ -190,58 +190,3 @@ def entropy_rule(kl_coef: float, entropy_coef: float) -> Rule:
         return policy, (policy * (q - kl_coef * torch.log(policy / ref))).sum(-1)
 
     return rule
-
-
-def divided_by_std(task: Task, rule: Rule) -> Tensor:
-    """The optimum with GRPO's division by the standard deviation: r / sigma(x), with sigma(x) under that same optimum.
-
-    Each policy gives a sigma, and each sigma a policy. Damped fixed-point iteration, with steps of one half, finds the
-    pair that agrees.
-    """
-    chance = chances(task, task.ref_logits)
-    sigma = _std_of_prompt(task, chance)
-    for _ in range(60):
-        chance = backwards(task, rule, task.score / sigma)
-        sigma = (sigma + _std_of_prompt(task, chance)) / 2
-    return chance
-
-
-def _std_of_prompt(task: Task, chance: Tensor) -> Tensor:
-    deviation = task.score - mean_of_prompt(task, task.score, chance)
-    return mean_of_prompt(task, deviation.square(), chance).sqrt()
-
-
-def beside_text(task: Task, kl_coef: float, ptx_coef: float, share: Tensor) -> Tensor:
-    """The optimum of PPO-ptx: the KL in the reward, and a language-model loss on text.
-
-    `share` [B] is d(y|x), the share of y in the text. The optimum maximises
-    E_pi[r - beta * log(pi / ref)] + c * E_d[log pi]. There, r - f(pi) = lambda(x) is the same for every y, with
-    f(pi) = beta * log(pi / ref) - c * d / pi, which rises with pi. So lambda determines pi for every y, and lambda
-    makes the probabilities sum to 1. Bisection finds both: log pi from f(pi) = r - lambda, and lambda from the sum, as
-    for k3.
-    """
-    shape = (task.num_prompts, -1)
-    score, share = task.score.view(shape), share.view(shape)
-    log_ref = chances(task, task.ref_logits).log().view(shape)
-
-    def f(log_pi: Tensor) -> Tensor:
-        return kl_coef * (log_pi - log_ref) - ptx_coef * share * torch.exp(-log_pi)
-
-    def log_policy(multiplier: Tensor) -> Tensor:
-        low, high = torch.full_like(score, -100.0), torch.zeros_like(score)
-        for _ in range(50):
-            middle = (low + high) / 2
-            too_low = f(middle) < score - multiplier
-            low, high = torch.where(too_low, middle, low), torch.where(too_low, high, middle)
-        return high
-
-    one, equal = torch.zeros_like(score), torch.full_like(score, 1 / score.shape[1]).log()
-    low, high = ((score - f(log_pi)).amax(1, keepdim=True) for log_pi in (one, equal))
-    for _ in range(50):
-        middle = (low + high) / 2
-        too_low = log_policy(middle).exp().sum(1, keepdim=True) > 1
-        low, high = torch.where(too_low, middle, low), torch.where(too_low, high, middle)
-    return log_policy(high).exp().flatten()
-
-
-# ---- a planted bug
