@@ -24,7 +24,7 @@ from rlhf_cli.algorithms.losses import (
     policy_loss,
     truncated_importance,
 )
-from rlhf_cli.algorithms.score_transforms import Moments, merge, moments_of
+from rlhf_cli.algorithms.score_transforms import Moments, merge, moments_of, overlong_penalty
 from rlhf_cli.tensor_ops import length_mask, token_entropy
 from support.formulas import (
     GARBAGE,
@@ -408,6 +408,14 @@ def test_invalid_groups_are_refused():
         group_advantages(torch.zeros(4), samples_per_prompt=3, baseline="rloo")
     with pytest.raises(AssertionError, match="got: 'best'"):
         group_advantages(torch.zeros(4), samples_per_prompt=2, baseline="best")
+
+
+def test_overlong_penalty():
+    lengths = torch.tensor([1, 6, 7, 9, 10, 14])
+    penalties = overlong_penalty(lengths, max_new_tokens=10, buffer=4, penalty=0.5)
+    assert penalties.tolist() == [0.0, 0.0, 0.125, 0.375, 0.5, 0.5]
+    with pytest.raises(ValueError, match="buffer is 0"):
+        overlong_penalty(lengths, max_new_tokens=10, buffer=0, penalty=1.0)
 
 
 # ---- controllers
