@@ -13,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from rlhf_cli.decoders.decoder import Decoder, gap_to_forward, once_per_model
 from rlhf_cli.decoders.plain import LEAVES_BELOW
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.kernels.layers import cache_name
 from rlhf_cli.models.forward import TOLERANCE, logits_at
 from rlhf_cli.models.seq2seq import encoder_inputs, start_of_response, with_prompts
 from rlhf_cli.packing import pack, response_positions
@@ -43,8 +44,8 @@ class Seq2SeqDecoder:
             encoder_outputs=BaseModelOutput(last_hidden_state=self.states),
             attention_mask=self.real_mask,
             decoder_input_ids=ids[:, None],
-            past_key_values=self.cache,
             use_cache=True,
+            **{cache_name(self.model): self.cache},
         )
         logits: Tensor = output.logits[:, -1]
         return logits

@@ -22,6 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rlhf_cli.decoders.decoder import Decoder, gap_to_forward, once_per_model
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.kernels.layers import cache_name
 from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, autocast, held_precision
 from rlhf_cli.processes.sharding import announce, device_of
 
@@ -108,7 +109,9 @@ class Group:
         # Padding has no position of its own: the first real token has position 0.
         self.position_ids = (self.real_mask.cumsum(1) - 1).clamp_min(0)
         self.cache = DynamicCache(config=model.config) if cached else None
-        self.is_mamba = "cache_params" in inspect.signature(model.forward).parameters
+        self.cache_name = cache_name(model)
+        takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.is_mamba = getattr(model, "_is_stateful", False) and not takes_positions
 
     def step(self, ids: Tensor) -> Tensor:
         """Append one token to each row, ids [b]; return the logits of the next tokens [b, V]."""
@@ -124,21 +127,13 @@ class Group:
         announce(self.model)
         if self.cache is None:
             output = self.model(input_ids=ids, use_cache=False, logits_to_keep=1)
-        elif self.is_mamba:
-            # Mamba calls its cache `cache_params`, and its mask covers only the tokens of this call.
-            mask = self.real_mask if ids.shape == self.real_mask.shape else None
-            output = self.model(
-                input_ids=ids, attention_mask=mask, cache_params=self.cache, use_cache=True, logits_to_keep=1
-            )
         else:
-            output = self.model(
-                input_ids=ids,
-                attention_mask=self.real_mask,
-                position_ids=self.position_ids,
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+            if self.is_mamba:  # its mask covers only the tokens of this call
+                places = {"attention_mask": self.real_mask if ids.shape == self.real_mask.shape else None}
+            else:
+                places = {"attention_mask": self.real_mask, "position_ids": self.position_ids}
+            cache = {self.cache_name: self.cache}
+            output = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **places, **cache)
         logits: Tensor = output.logits[:, -1]
         return logits
 

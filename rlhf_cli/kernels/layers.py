@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from rlhf_cli.kernels.attention import PACKED
 from rlhf_cli.kernels.linear import swap_class
@@ -145,15 +145,26 @@ def use_fast_attention(model: PreTrainedModel) -> str | None:
     if layers[0].q_proj.weight.dtype in (torch.bfloat16, torch.float16):
         return None  # such layers run under autocast only, where `FastAttention` is not faster
     plain = type(layers[0])
-    fast = type(f"Fast{plain.__name__}", (FastAttention, plain), {"family": plain.__name__})
-    return swap_class(layers, fast, _probe_attention)
+    members = {"family": plain.__name__, "cache_name": cache_name(plain)}
+    return swap_class(layers, type(f"Fast{plain.__name__}", (FastAttention, plain), members), _probe_attention)
+
+
+def cache_name(module: nn.Module | type[nn.Module]) -> str:
+    """The name of the argument for keys and values: `cache` since transformers 5.24, before `past_key_values`, and in
+    Mamba `cache_params`.
+    """
+    known = inspect.signature(module.forward).parameters
+    return next((name for name in ("cache", "cache_params") if name in known), "past_key_values")
 
 
 def _probe_attention(layer: Any) -> Tensor:
-    """The layer's output for three tokens at different angles."""
+    """The layer's output for three tokens at different angles, read at once and then one by one with a cache."""
     x, turn = _probe_input(layer)
-    output: Tensor = layer(hidden_states=x, position_embeddings=turn, attention_mask=None)[0]
-    return output
+    cached = {layer.cache_name if isinstance(layer, FastAttention) else cache_name(layer): DynamicCache()}
+    outputs = [layer(hidden_states=x, position_embeddings=turn, attention_mask=None)[0]]
+    for one, cos, sin in zip(*(part.split(1, 1) for part in (x, *turn)), strict=True):
+        outputs.append(layer(hidden_states=one, position_embeddings=(cos, sin), attention_mask=None, **cached)[0])
+    return torch.cat(outputs, 1)
 
 
 def _probe_input(attention: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -177,6 +188,8 @@ class FastAttention(nn.Module):
 
     family: str
     """The name of the layer's own class."""
+    cache_name: str
+    """See the function of that name."""
     config: Any
     layer_idx: int
     head_dim: int
@@ -194,7 +207,6 @@ class FastAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
         kept: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
@@ -207,7 +219,6 @@ class FastAttention(nn.Module):
                 hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
                 **kwargs,
             )
             return output if kept is None else output[:, kept], weights
@@ -223,8 +234,8 @@ class FastAttention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # [B, H, N, D]
         query, key = rotate(query, *turn), rotate(key, cos, sin)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if (cache := kwargs.pop(self.cache_name, None)) is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         output, weights = attend(
             self,
             query,

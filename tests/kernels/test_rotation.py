@@ -162,10 +162,16 @@ def test_autocast_eager_attention_and_float64_use_transformers_forward(monkeypat
     assert torch.allclose(of_rows(fast.double()), of_rows(plain.double()))
 
 
-def test_a_layer_whose_output_would_change_keeps_its_class(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("fault", ["rotation", "cache"])
+def test_a_layer_whose_output_would_change_keeps_its_class(fault: str, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["LlamaAttention"]))
-    monkeypatch.setattr(module, "rotate", lambda x, cos, _sin: x * cos[:, None])
+    if fault == "rotation":
+        monkeypatch.setattr(module, "rotate", lambda x, cos, _sin: x * cos[:, None])
+    else:  # transformers gives its cache another name
+        own, named = FastAttention.forward, ("cache", "past_key_values")
+        ignoring = lambda self, **given: own(self, **{name: given[name] for name in given if name not in named})  # noqa: E731
+        monkeypatch.setattr(FastAttention, "forward", ignoring)
     line = use_fast_attention(model)
     assert line is not None
     assert line.startswith("LlamaAttention: FastLlamaAttention differs from it by ")
