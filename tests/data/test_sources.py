@@ -7,23 +7,19 @@ import csv
 import datetime
 import gzip
 import hashlib
-import http.server
 import io
 import itertools
 import json
 import lzma
 import os
-import subprocess
 import sys
 import tempfile
-import threading
 import tracemalloc
-import urllib.parse
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+import datasets
 import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
@@ -37,7 +33,6 @@ from rlhf_cli.data.read import read_rows
 from rlhf_cli.data.records import BadRow, Row
 from rlhf_cli.errors import DataError
 from support.data_files import PACK, arrow_bytes, csv_bytes, parquet_bytes, zstd
-from support.paths import ROOT
 
 ROWS = [{"prompt": f"quéstion {i}\n", "response": f' "answer", {i}'} for i in range(10)]
 GOOD = b'{"a": "b"}\n'
@@ -113,8 +108,6 @@ def test_arrow_files_with_random_access(tmp_path: Path) -> None:
 
 
 def test_folders_saved_by_datasets_are_read(tmp_path: Path) -> None:
-    import datasets
-
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
     assert values(tmp_path / "saved") == ROWS
 
@@ -712,142 +705,30 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
 # ------------------------------------------------------------------------------------------------ hub
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """The part of the hub that `datasets` requests: one dataset of these files, and a log of requests."""
-
-    FILES: ClassVar[dict[str, bytes]] = {
-        "README.md": b"---\nlicense: mit\n---\n",
-        "sub/train-1.jsonl": b'{"prompt": "a", "n": 1}\n{"prompt": "b", "n": 2}\n',
-        "sub/train-2.jsonl": b'{"prompt": "c", "n": 3}\n',
-        "sub/test.jsonl": b'{"prompt": "d", "n": 4}\n',
-        "broken/train-1.jsonl": b'{"prompt": "a"}\n',
-        "broken/train-2.jsonl": b'{"prompt": \n',
-    }
-    COMMIT = "0123456789abcdef0123456789abcdef01234567"
-    asked: ClassVar[list[str]] = []
-
-    def answer(self, code: int, body: bytes = b"", **headers: str) -> None:
-        self.send_response(code)
-        for key, value in headers.items():
-            self.send_header(key.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Not to the screen."""
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        url = urllib.parse.urlsplit(self.path)
-        path = urllib.parse.unquote(url.path)
-        Hub.asked.append(f"{self.command} {path} {self.headers.get('Range', '')}".strip())
-        if path.startswith("/datasets/org/name/resolve/"):
-            self.file(path.split("/", 6)[6])
-        elif path.startswith("/api/datasets/org/name/tree/"):
-            self.tree(path.split("/tree/")[1].partition("/")[2], "recursive=true" in url.query.lower())
-        elif path.startswith("/api/datasets/org/name"):
-            siblings = [{"rfilename": name} for name in Hub.FILES]
-            self.answer(200, json.dumps({"id": "org/name", "sha": Hub.COMMIT, "siblings": siblings}).encode())
-        else:
-            self.answer(404, X_Error_Code="RepoNotFound")
-
-    def file(self, name: str) -> None:
-        if name not in Hub.FILES:
-            self.answer(404, X_Error_Code="EntryNotFound", X_Repo_Commit=Hub.COMMIT)
-            return
-        body, code, headers = Hub.FILES[name], 200, {}
-        if "Range" in self.headers:
-            first, last = self.headers["Range"].removeprefix("bytes=").split("-")
-            headers = {"Content_Range": f"bytes {first}-{last}/{len(body)}"}
-            body, code = body[int(first) : int(last) + 1], 206
-        etag = f'"{hashlib.sha1(Hub.FILES[name]).hexdigest()}"'
-        self.answer(code, body, X_Repo_Commit=Hub.COMMIT, ETag=etag, Accept_Ranges="bytes", **headers)
-
-    def tree(self, folder: str, recursive: bool) -> None:
-        prefix = folder + "/" if folder else ""
-        inside = {name.removeprefix(prefix): body for name, body in Hub.FILES.items() if name.startswith(prefix)}
-        if not inside:
-            self.answer(404, X_Error_Code="EntryNotFound")
-            return
-        items: list[dict[str, Any]] = [
-            {"type": "file", "path": prefix + name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
-            for name, body in inside.items()
-            if recursive or "/" not in name
-        ]
-        folders = {name.split("/")[0] for name in inside if "/" in name}
-        items += [{"type": "directory", "path": prefix + name, "size": 0, "oid": "0" * 40} for name in sorted(folders)]
-        self.answer(200, json.dumps(items).encode())
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Callable[[str], subprocess.CompletedProcess[str]]]:
-    """A function: run lines of Python with `read(**settings of a source)` against the hub above."""
-    Hub.asked.clear()
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    head = (
-        "from rlhf_cli.config.data import DataSource\n"
-        "from rlhf_cli.data.read import read_rows\n"
-        "from rlhf_cli.errors import DataError\n"
-        "def read(**settings):\n"
-        "    try:\n"
-        "        for row in read_rows(DataSource(**{'path': 'org/name', **settings})):\n"
-        "            print(row.where, row.values)\n"
-        "    except DataError as error:\n"
-        "        print('refused:', error)\n"
-    )
-    env = {
-        **{key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))},
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-        "HF_HOME": str(tmp_path / "home"),
-        "NO_PROXY": "127.0.0.1",
-        "PYTHONPATH": str(ROOT),
-    }
-
-    def run(lines: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", head + lines], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
-        )
-
-    yield run
-    server.shutdown()
-    server.server_close()
-
-
-def test_datasets_of_the_hub_whole_and_streamed(hub: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
-    """The real `datasets`, against a stand-in of the hub on this machine."""
-    done = hub(
-        "read(data_dir='sub', revision='v1')\n"
-        "read(data_dir='sub', split='test', streaming=True)\n"
-        "read(data_dir='sub', streaming=True, limit=2)\n"
-        "read(data_dir='sub', split='nothing')\n"
-        "read(data_dir='broken', streaming=True)\n"
-        "read(path='org/nothing')\n"
-        "read(path='no such name!')\n"
-    )
-    said = done.stdout.splitlines()
-    assert said[:6] == [
-        "org/name[train] row 1 {'prompt': 'a', 'n': 1}",
-        "org/name[train] row 2 {'prompt': 'b', 'n': 2}",
-        "org/name[train] row 3 {'prompt': 'c', 'n': 3}",
-        "org/name[test] row 1 {'prompt': 'd', 'n': 4}",
-        "org/name[train] row 1 {'prompt': 'a', 'n': 1}",
-        "org/name[train] row 2 {'prompt': 'b', 'n': 2}",
-    ], done.stderr
-    assert said[6].startswith(
-        "refused: org/name: neither a local file nor a hub dataset that can be loaded (ValueError"
-    )
-    assert said[7] == "org/name[train] row 1 {'prompt': 'a'}"
-    assert said[8].startswith("refused: org/name[train] row 2: the hub dataset cannot be read further (")
-    missing = ": neither a local file nor a hub dataset that can be loaded"
-    assert [line.partition(missing)[0] for line in said[9:]] == ["refused: org/nothing", "refused: no such name!"]
-    assert all(len(line) < 500 for line in said)
-    assert any("/resolve/v1/" in line for line in Hub.asked)
-    # Streamed means in pieces: this file was never asked for whole.
-    streamed = [line for line in Hub.asked if line.startswith("GET") and "/broken/train-1" in line]
-    assert streamed
-    assert all("bytes=" in line for line in streamed)
+def test_datasets_whole_and_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real `datasets`, which reads a folder as it reads a repository of the hub."""
+    monkeypatch.setattr(read_module, "find_files", lambda _: [])
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    load, asked = datasets.load_dataset, []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **more: asked.append(more) or load(*names, **more))
+    write(tmp_path / "set/sub/train-1.jsonl", b'{"prompt": "a", "n": 1}\n{"prompt": "b", "n": 2}\n')
+    write(tmp_path / "set/sub/train-2.jsonl", b'{"prompt": "c", "n": 3}\n')
+    write(tmp_path / "set/sub/test.jsonl", b'{"prompt": "d", "n": 4}\n')
+    write(tmp_path / "set/broken/train-1.jsonl", b'{"prompt": "a"}\n')
+    write(tmp_path / "set/broken/train-2.jsonl", b'{"prompt": \n')
+    name = f"{tmp_path}/set"
+    a, b, c, d = ({"prompt": letter, "n": n} for n, letter in enumerate("abcd", 1))
+    assert read(Path(name), data_dir="sub", revision="v1") == [
+        Row(row, f"{name}[train] row {n}") for n, row in enumerate((a, b, c), 1)
+    ]
+    assert read(Path(name), data_dir="sub", split="test", streaming=True) == [Row(d, f"{name}[test] row 1")]
+    assert values(Path(name), data_dir="sub", streaming=True, limit=2) == [a, b]
+    assert [(more["revision"], more["streaming"]) for more in asked] == [("v1", False), (None, True), (None, True)]
+    unknown = "neither a local file nor a hub dataset that can be loaded"
+    assert f"{name}: {unknown} (ValueError" in refused(name, data_dir="sub", split="nothing")
+    assert f"org/nothing: {unknown} (" in refused("org/nothing")
+    assert "csv: names a file reader of `datasets`, not a dataset" in refused("csv")
+    rows = read_rows(DataSource(path=name, data_dir="broken", streaming=True))
+    assert next(rows) == Row({"prompt": "a"}, f"{name}[train] row 1")
+    with pytest.raises(DataError, match=r"\[train\] row 2: the hub dataset cannot be read further \("):
+        next(rows)
