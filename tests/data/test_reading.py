@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from transformers import PreTrainedTokenizerBase
 
@@ -311,23 +310,6 @@ def test_a_table_returns_the_rows_that_were_written(
     for index in (25, -26):
         with pytest.raises(IndexError):
             built[index]
-
-
-@pytest.mark.parametrize(
-    ("kind", "values"),
-    [
-        (cache.TOKENS["list[int]"], [[1, -2, 2**31 - 1], [], [7]]),
-        (cache.TOKENS["list[bool]"], [[True], [], [False, True] * 7, [True, True, False]]),
-        (cache.TOKENS["list[list[int]]"], [[[1, 2], []], [], [[3]]]),
-        (cache.TOKENS["float"], [0.1, float("inf"), -0.0]),
-        (pa.large_string(), ["", "caf\u00e9 \u6f22", "a"]),
-    ],
-)
-def test_columns_equal_those_of_pyarrow(kind: pa.DataType, values: list) -> None:
-    for some in (values, values[1:2]):
-        column = cache._column(some, kind)
-        column.validate(full=True)
-        assert column.equals(pa.array(some, kind))
 
 
 def test_a_table_is_memory_mapped(tmp_path: Path) -> None:

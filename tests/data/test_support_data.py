@@ -17,17 +17,6 @@ from support.source import module_at
 FOLDER = ROOT / "data" / "support"
 TRAINING = ["sft_train", "pref_train", "scored_train", "prompts_train"]
 TESTS = ["sft_test", "pref_test", "scored_test", "prompts_test", "probes_test"]
-COUNTS = {
-    "sft_train": 6000,
-    "sft_test": 400,
-    "pref_train": 6000,
-    "pref_test": 400,
-    "scored_train": 12000,
-    "scored_test": 400,
-    "prompts_train": 2000,
-    "prompts_test": 256,
-    "probes_test": 1010,
-}
 PROMPT = "Human: Hello, Felix here. I want to return the tent. Order T5.\n\nAssistant:"
 
 
@@ -70,7 +59,7 @@ def test_regenerating_gives_the_shipped_text(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-B", script, "--out", str(tmp_path)], check=True, capture_output=True)
     again = {path.name: path for path in tmp_path.iterdir()}
     shipped = {path.name: path for path in FOLDER.glob("*.jsonl*")}
-    assert shipped.keys() == again.keys() == {name_of(file) for file in COUNTS}
+    assert shipped.keys() == again.keys() == {name_of(file) for file in TRAINING + TESTS}
     assert [name for name in shipped if text_of(shipped[name]) != text_of(again[name])] == []
 
 
