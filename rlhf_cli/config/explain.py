@@ -73,8 +73,9 @@ def explain(schema: type[BaseModel], value: Any, errors: Iterable[Any]) -> Itera
     # The errors of a union's branches follow each other. An invalid key is told by itself.
     followed = [(error, *_follow(schema, value, error)) for error in errors]
     for _, group in groupby(followed, key=lambda one: one[:1] if one[0]["loc"][-1:] == ("[key]",) else one[1]):
-        (error, keys, above, kind, child), *others = group
+        (error, keys, above, kind), *others = group
         members, tag = alternatives(kind)
+        child = error["input"]
         if error["loc"][-1:] == ("[key]",):
             yield keys, f"as a key, {_message([error], keys[-1], [])}"
         elif error["type"] == "extra_forbidden":
@@ -92,8 +93,8 @@ def explain(schema: type[BaseModel], value: Any, errors: Iterable[Any]) -> Itera
             yield keys, _message([error, *(other for other, *_ in others)], child, options_of(members))
 
 
-def _follow(kind: Any, value: Any, error: Any) -> tuple[Keys, Any, Any, Any]:
-    """Where an error is: its keys, the section or list around it, and its own annotation and value.
+def _follow(kind: Any, value: Any, error: Any) -> tuple[Keys, Any, Any]:
+    """Where an error is: its keys, the section or list around it, and its own annotation.
 
     Follows annotation, value and ``loc`` together, because a ``loc`` alone does not tell the name of a union's branch
     from a key. A union has a tag, or is one of plain values.
@@ -113,11 +114,9 @@ def _follow(kind: Any, value: Any, error: Any) -> tuple[Keys, Any, Any, Any]:
         keys = (*keys, part)
         if isinstance(value, Mapping):
             value = value.get(part)
-        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
-            value = value[part]
         else:
-            value = error["input"]  # the right value where a validator made a mapping of another value
-    return keys, above, kind, value
+            value = value[part] if isinstance(value, list) and part in range(len(value)) else None
+    return keys, above, kind
 
 
 def _message(errors: list[Any], value: Any, options: list[Any]) -> str:
