@@ -276,25 +276,6 @@ class RowText:
         return ids[:before] + answer, answer_mask[:before] + [True] * len(answer)
 
 
-def training_example(
-    ids: list[int],
-    answer_mask: list[bool],
-    where: str,
-    limits: LengthLimits | None,
-    bos: int | None,
-    *,
-    learn_all: bool,
-) -> Example | Skipped:
-    """A sequence cut to the limits, with its loss mask: the answers, or with `learn_all` everything after token 0."""
-    fitting = fit(ids, answer_mask, limits, bos) if limits is not None else (ids, answer_mask)
-    if isinstance(fitting, Skipped):
-        return fitting
-    ids, answer_mask = fitting
-    loss_mask = [learn_all or is_answer for is_answer in answer_mask]
-    loss_mask[0] = False
-    return Example(ids, loss_mask, where)
-
-
 def encode_for_classifier(
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[str],

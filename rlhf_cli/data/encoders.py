@@ -15,9 +15,9 @@ from rlhf_cli.data.encode import (
     LengthLimits,
     RowText,
     Skipped,
+    fit,
     fit_prompt,
     require_chat_template,
-    training_example,
 )
 from rlhf_cli.data.records import Record
 from rlhf_cli.data.special_tokens import special_tokens_of
@@ -85,8 +85,13 @@ class DemonstrationEncoder(RowEncoder[Example]):
 
     def items(self, row: Record, sequences: Sequence[Tokens]) -> list[Example | Skipped]:
         ((ids, answer_mask),) = sequences
-        bos, learn_all = self.tokenizer.bos_token_id, self.stage_rows.learn_all
-        return [training_example(ids, answer_mask, row.where, self.limits, bos, learn_all=learn_all)]
+        fitting = fit(ids, answer_mask, self.limits, self.tokenizer.bos_token_id)
+        if isinstance(fitting, Skipped):
+            return [fitting]
+        ids, answer_mask = fitting
+        # No token predicts the first one.
+        loss_mask = [False, *(self.stage_rows.learn_all or is_answer for is_answer in answer_mask[1:])]
+        return [Example(ids, loss_mask, row.where)]
 
 
 class PromptEncoder(RowEncoder[PromptRow]):

@@ -110,6 +110,7 @@ def test_a_missing_key_is_reported_in_the_file_that_is_run(tmp_path: Path) -> No
         (".", "is a directory, must be a YAML config"),
         ("sft.yaml", "sft.yaml:2: extends: sft.yaml extends this file in turn. Remove one `extends`"),
         ("back.yaml", "back.yaml:1: extends: sft.yaml extends this file in turn. Remove one `extends`"),
+        ("one.yaml", "two.yaml:1: extends: one.yaml extends this file in turn"),
         ("3", "sft.yaml:2: extends: found the whole number 3, must be the path of a YAML file, relative to this one"),
         ("", "found nothing (null), must be the path of a YAML file"),
         ("[a.yaml]", "found a list, must be the path of a YAML file"),
@@ -119,6 +120,8 @@ def test_a_missing_key_is_reported_in_the_file_that_is_run(tmp_path: Path) -> No
 )
 def test_extends_that_cannot_work(tmp_path: Path, value: str, line: str) -> None:
     write(tmp_path / "back.yaml", "extends: ./sft.yaml\n")
+    write(tmp_path / "one.yaml", "extends: two.yaml\n")
+    write(tmp_path / "two.yaml", "extends: one.yaml\n")
     write(tmp_path / "list.yaml", "- a\n")
     write(tmp_path / "broken.yaml", "\na: b: c\n")
     child = write(tmp_path / "sft.yaml", f"artifacts: a\nextends: {value}\n")

@@ -505,6 +505,8 @@ def test_overrides_are_reported_after_the_file(tmp_path):
         "--set training.seed=x: found the text 'x', must be a whole number or auto",
         "--set model=1: found the whole number 1, must be text; put it in quotes",
     ]
+    replaced = "rewards=[{type: function}]"
+    assert error_lines(tmp_path, text, replaced) == [f"--set {replaced}: rewards.0.name: required key is missing"]
     assert error_lines(tmp_path, text, "training.seed=x", "rewards.x=1") == [
         "--set rewards.x=1: rewards has 1 items, 'x' must be an index, at most 1 (which appends)",
     ], "what cannot be read comes first, alone"

@@ -14,7 +14,7 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands.data_score import _Comparison
 from rlhf_cli.config.data import Rows
 from rlhf_cli.data.answers import answer_encoder
-from rlhf_cli.data.encode import Example, RowText, training_example
+from rlhf_cli.data.encode import RowText
 from rlhf_cli.data.formats import Purpose
 from rlhf_cli.data.records import Answer, Message, Record
 from rlhf_cli.data.stage_rows import StageRows
@@ -56,9 +56,9 @@ def test_sft_learns_no_end_behind_a_cut_answer(tokenizer: Any, learn_all: bool) 
     assert whole.loss_mask == [*cut.loss_mask, True]
 
 
-def test_no_token_predicts_the_first_one() -> None:
-    example = training_example([5, 6], [False, True], "row", None, None, learn_all=True)
-    assert example == Example([5, 6], [False, True], "row")
+def test_no_token_predicts_the_first_one(tokenizer: Any) -> None:
+    (example,) = training_examples(tokenizer, [Record("please help", "row", (Answer(" we will"),))], learn_all=True)
+    assert example.loss_mask == [False] + [True] * (len(example.ids) - 1)
 
 
 @pytest.mark.parametrize("template", [CHAT, CHAT.replace("m['content']", "(m['content'] | trim)")])

@@ -241,22 +241,23 @@ def padding_not_learned() -> Iterator[None]:
     from rlhf_cli.data import encoders
     from rlhf_cli.models import scratch
 
-    make, tokenise = encoders.training_example, scratch.train_tokenizer
+    encoder, tokenise = encoders.DemonstrationEncoder, scratch.train_tokenizer
+    make = encoder.items
 
-    def masked(ids: Any, answer_mask: Any, *arguments: Any, **settings: Any) -> Any:
-        example = make(ids, answer_mask, *arguments, **settings)
+    def masked(self: Any, row: Any, sequences: Any) -> Any:
+        (example,) = make(self, row, sequences)
         if not hasattr(example, "loss_mask"):
-            return example
+            return [example]
         eos = example.ids[-1]
         mask = [m and i != eos for m, i in zip(example.loss_mask, example.ids, strict=True)]
-        return replace(example, loss_mask=mask)
+        return [replace(example, loss_mask=mask)]
 
     def shared(*arguments: Any) -> Any:
         tokenizer = tokenise(*arguments)
         tokenizer.pad_token = tokenizer.eos_token
         return tokenizer
 
-    with mock.patch.object(encoders, "training_example", masked), mock.patch.object(scratch, "train_tokenizer", shared):
+    with mock.patch.object(encoder, "items", masked), mock.patch.object(scratch, "train_tokenizer", shared):
         yield
 
 

@@ -14,7 +14,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import DistilBertConfig, DistilBertForSequenceClassification, PreTrainedTokenizerFast
 
 from rlhf_cli.config.data import DataSource, Rows
-from rlhf_cli.data.encode import Example, RowText, training_example
+from rlhf_cli.data.encode import Example
+from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.formats import Purpose, read_record, recognise
 from rlhf_cli.data.records import Record, Row
 from rlhf_cli.data.stage_rows import StageRows
@@ -160,11 +161,8 @@ def training_examples(
     tokenizer: Any, rows: Sequence[Any], template: str | None = None, *, learn_all: bool = False
 ) -> list[Example]:
     """Demonstrations as SFT trains on them, without a limit of their length."""
-    bos, encoded = tokenizer.bos_token_id, RowText(tokenizer, template).answer_ids(rows)
-    found = [
-        training_example(ids, mask, row.where, None, bos, learn_all=learn_all)
-        for row, (ids, mask) in zip(rows, encoded, strict=True)
-    ]
+    spec = StageRows(Rows.model_validate({"train": "x"}), "sft", template=template, learn_all=learn_all)
+    found = list(DemonstrationEncoder(tokenizer, spec).encode(rows))
     assert all(isinstance(example, Example) for example in found)
     return found  # type: ignore[return-value]
 
