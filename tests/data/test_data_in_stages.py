@@ -120,9 +120,6 @@ def test_sft_and_ppo_cut_the_same_side(write_config: Any, make_model: Any, tmp_p
     assert [prompt.text for prompt in prompts] == [tokenizer.decode(ids[-9:]) for ids in uncut]
 
 
-# --------------------------------------------------------------------------------- shares, mixtures
-
-
 # ----------------------------------------------------------------------------------------- rankings
 
 

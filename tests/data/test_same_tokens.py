@@ -1,4 +1,4 @@
-"""All stages read the same text as the same tokens: SFT, RM and PPO a prompt, and both answers of a pair their cut."""
+"""All stages read the same text as the same tokens: SFT, RM and PPO a prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.data.answers import answer_encoder
-from rlhf_cli.data.cache import tokenise
 from rlhf_cli.data.encode import RowText
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder
 from rlhf_cli.data.records import Answer, Message, Record
@@ -104,26 +103,3 @@ def test_an_answer_is_tokenised_after_its_prompt(word_start_tokenizer: PreTraine
     alone = tokenizer("help us!")["input_ids"]
     assert [*alone, tokenizer.eos_token_id] != answer
     assert tokenizer.convert_ids_to_tokens(alone[:2]) == ["▁", "h"]
-
-
-@pytest.mark.parametrize("truncation", ["left", "right"])
-@pytest.mark.parametrize("limit", [12, 20])
-def test_the_answers_of_a_pair_are_cut_by_the_same_rule(
-    config_of: Any, tokenizer: Any, tmp_path: Path, truncation: str, limit: int
-) -> None:
-    """Each answer keeps the same side and, as all are longer than the limit, the same number of tokens."""
-    prompt = "we will send a new lamp today " * 5 if truncation == "left" else "we will"
-    rest = "" if truncation == "left" else " please help" * 20
-    rows = [{"prompt": prompt, "chosen": f" yes{rest}", "rejected": f" no{rest}{rest}"}]
-    data = {"train": str(write_jsonl(tmp_path / "rows.jsonl", rows)), "truncation": truncation}
-
-    def answers(max_length: int) -> list[list[int]]:
-        spec = rm_rows(config_of("rm", {**data, "max_length": max_length}))
-        (item,) = tokenise(answer_encoder(tokenizer, spec, reads_last_token=True)).train
-        return item.answers
-
-    bos = tokenizer.bos_token_id
-    for ids, full in zip(answers(limit), answers(500), strict=True):
-        assert len(full) > limit
-        first = [bos] if full[0] == bos else []
-        assert ids == (full[:limit] if truncation == "right" else [*first, *full[len(full) - limit + len(first) :]])
