@@ -55,6 +55,7 @@ NOT_OFFERED = {
     "add_tokens": "add_tokens belongs to the SFT stage, which learns the tokens. RM and PPO read the tokenizer of that "
     "stage, and a reward model with another tokenizer reads text",
     **dict.fromkeys(("engine", "engine_memory", "max_staleness"), NO_ENGINE),
+    "<<": "mappings are not merged in a file. Write the keys out, or take them from another file by `extends`",
 }
 """Keys that a section does not have on purpose, and why."""
 GONE = {

@@ -6,7 +6,7 @@ Rules that differ from PyYAML's own, because a config must mean what it looks li
 - Only ``true`` and ``false`` (``True``, ``TRUE``, ...) are booleans: ``no``, ``on`` and dates are text.
 - A number is never read from quotes, from a boolean, or (for a whole number) from ``3.0``.
 - ``nan``, infinities, and whole numbers that do not fit in 64 bits are refused everywhere.
-- Anchors, aliases and ``<<`` merges work, within bounds; tags other than ``!!str`` and its like do not.
+- Anchors and aliases work, within bounds; ``<<`` merges, and tags other than ``!!str`` and its like, do not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ SCALARS = {
         rf"[-+]?(?:(?:{_DIGITS})?\.[0-9]+(?:{_EXPONENT})?|{_DIGITS}\.(?:{_EXPONENT})?|{_DIGITS}{_EXPONENT}"
         r"|\.(?:inf|Inf|INF))\Z|\.(?:nan|NaN|NAN)\Z"
     ),
-    "merge": re.compile(r"<<\Z"),
 }
 
 
@@ -98,7 +97,7 @@ def indentation_hint(reason: str) -> str:
 def scalar(node: yaml.ScalarNode) -> Any:
     """The value of a scalar by its written or resolved tag; raises ValueError if the text does not fit it."""
     text, kind = node.value, node.tag.removeprefix(TAG)
-    if kind in ("str", "merge"):
+    if kind == "str":
         if not is_utf8(text):
             raise ValueError("half of a surrogate pair, must be Unicode text")
         if "\0" in text:

@@ -138,12 +138,25 @@ class Tree:
 
     def fill(self, values: dict[str, Any], node: Any, keys: Keys, start: Place, above: tuple[int, ...]) -> None:
         """Give ``values`` the keys of a mapping node that they lack. ``above`` are the nodes around its values."""
-        for key, (place, child) in self.pairs(node, keys, start, above).items():
-            if key not in values:
-                self.places[*keys, key] = place
-                values[key] = self.read(child, (*keys, key), start, above)
-            elif isinstance(values[key], dict) and isinstance(child, yaml.MappingNode):
-                self.fill(values[key], child, (*keys, key), start, (*above, id(child)))
+        written: dict[str, Place] = {}
+        for key_node, child in node.value:
+            place, key = start.of(key_node), key_node.value
+            if key_node.tag != TAG + "str" or not isinstance(key_node, yaml.ScalarNode):
+                what = shown(str(key)) if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
+                hint = "; put it in quotes" if key_node.tag.removeprefix(TAG) in SCALARS else ""
+                self.report(place, keys, f"the key is {what}, must be text{hint}")
+            elif key in written:
+                both = f"first on line {written[key].number}" if start.source != OVERRIDE else "in one mapping"
+                self.report(place, (*keys, key), f"written twice, {both}; keep one")
+            elif not is_utf8(key):
+                self.report(place, keys, "the key has half of a surrogate pair, must be Unicode text")
+            else:
+                written[key] = place
+                if key not in values:
+                    self.places[*keys, key] = place
+                    values[key] = self.read(child, (*keys, key), start, above)
+                elif isinstance(values[key], dict) and isinstance(child, yaml.MappingNode):
+                    self.fill(values[key], child, (*keys, key), start, (*above, id(child)))
 
     def read(self, node: Any, keys: Keys, start: Place, above: tuple[int, ...]) -> Any:
         """The plain value of ``node``, which belongs at ``keys``. ``above`` are the nodes that contain it."""
@@ -172,42 +185,6 @@ class Tree:
         if self.num_nodes > MAX_NODES:
             self.problems = []
             raise self.failure(place, f"expands to more than {MAX_NODES} values, too many for a config")
-
-    def pairs(self, node: Any, keys: Keys, start: Place, above: tuple[int, ...]) -> dict[str, tuple[Place, Any]]:
-        """Each key of a mapping with its place and value node; the mapping's own keys win over merged ones."""
-        pairs: dict[str, tuple[Place, Any]] = {}
-        merges: list[tuple[Place, Any]] = []
-        for key_node, child in node.value:
-            place = start.of(key_node)
-            if key_node.tag == TAG + "merge":
-                if merges:
-                    twice = f"written twice, first on line {merges[0][0].number}; use <<: [*a, *b]"
-                    self.report(place, (*keys, "<<"), twice)
-                several = child.value if isinstance(child, yaml.SequenceNode) else [child]
-                merges += [(place, merged) for merged in several]
-            elif key_node.tag != TAG + "str" or not isinstance(key_node, yaml.ScalarNode):
-                is_scalar = isinstance(key_node, yaml.ScalarNode)
-                what = shown(str(key_node.value)) if is_scalar else "a list or mapping"
-                hint = "; put it in quotes" if key_node.tag.removeprefix(TAG) in SCALARS else ""
-                self.report(place, keys, f"the key is {what}, must be text{hint}")
-            elif key_node.value in pairs:
-                first = pairs[key_node.value][0]
-                both = f"first on line {first.number}" if start.source != OVERRIDE else "in one mapping"
-                self.report(place, (*keys, key_node.value), f"written twice, {both}; keep one")
-            elif not is_utf8(key_node.value):
-                self.report(place, keys, "the key has half of a surrogate pair, must be Unicode text")
-            else:
-                pairs[key_node.value] = (place, child)
-        for place, merged in merges:
-            self.count(merged, place)
-            if not isinstance(merged, yaml.MappingNode):
-                self.report(place, (*keys, "<<"), "must be an alias of a mapping, or a list of them")
-            elif id(merged) in above:
-                self.report(place, (*keys, "<<"), "the mapping merges itself")
-            else:
-                for key, pair in self.pairs(merged, keys, start, (*above, id(merged))).items():
-                    pairs.setdefault(key, pair)
-        return pairs
 
     # ----------------------------------------------------------------------------------------- --set
 
