@@ -141,16 +141,20 @@ class SpecialTokens:
 
     def _split(self, text: str, add_special_tokens: bool, max_length: int | None, side: str) -> list[int]:
         """The ids of a text with marks."""
-        before, ids, after = self._parts(text, add_special_tokens, separate=False)
-        if self._makes_special(text, ids):
-            # Models with a vocabulary of whole words or of pieces know the token's text: cut it in two.
-            before, ids, after = self._parts(text, add_special_tokens, separate=True)
-            if self._makes_special(text, ids):
-                token = next((self._marked(match) for match in MARK.finditer(text) if match[1]), "a special token")
-                raise DataError(
-                    f"the text contains {token!r}, which this tokenizer cannot read as plain text. Remove it from the "
-                    "data, or set data.special_tokens: keep"
-                )
+        from transformers import PreTrainedTokenizerFast
+
+        # Models with a vocabulary of whole words or of pieces know the token's text: cut it in two. A tokenizer in
+        # Python (of few models, such as ByT5) reads no marks.
+        for separate in (False, True) if isinstance(self.tokenizer, PreTrainedTokenizerFast) else ():
+            before, ids, after = self._parts(text, add_special_tokens, separate=separate)
+            if not self._makes_special(text, ids):
+                break
+        else:
+            token = next((self._marked(match) for match in MARK.finditer(text) if match[1]), "a special token")
+            raise DataError(
+                f"the text contains {token!r}, which this tokenizer cannot read as plain text. Remove it from the "
+                "data, or set data.special_tokens: keep"
+            )
         if max_length is not None:
             room = max(0, max_length - len(before) - len(after))
             ids = ids[:room] if side == "right" else ids[max(0, len(ids) - room) :]
@@ -164,14 +168,11 @@ class SpecialTokens:
 
     def _parts(self, text: str, add_special_tokens: bool, *, separate: bool) -> tuple[list[int], list[int], list[int]]:
         """(tokens that the tokenizer adds before, the text's, those added after). `separate` cuts marked tokens."""
-        from transformers import PreTrainedTokenizerFast
-
-        if not isinstance(self.tokenizer, PreTrainedTokenizerFast):
-            return self._slow_parts(text, add_special_tokens, separate=separate)
         backend = self._backend
         # As the usual tokenizer does, but with ordinary added tokens in place of the template's special tokens.
         replaced = self._pattern.sub(lambda match: _stand_in(self._number[match[0]]), text)
-        plain = self._unmarked(replaced, _stand_in(NO_TOKEN), separate=separate)
+        cut = _stand_in(NO_TOKEN) if separate else ""
+        plain = MARK.sub(lambda match: self._marked(match)[:1] + cut + self._marked(match)[1:], replaced)
         encoding = backend.encode(plain, add_special_tokens=add_special_tokens)
         mask = encoding.special_tokens_mask
         start = next((n for n, added in enumerate(mask) if not added), len(mask))
@@ -184,11 +185,6 @@ class SpecialTokens:
     def _marked(self, match: re.Match[str]) -> str:
         """The special token of a mark; "" for a boundary."""
         return self.tokens[ord(match[1]) - NUMBERS] if match[1] else ""
-
-    def _unmarked(self, text: str, boundary: str, *, separate: bool) -> str:
-        """The text with each mark's token in its place, behind whose first character is a boundary if `separate`."""
-        cut = boundary if separate else ""
-        return MARK.sub(lambda match: self._marked(match)[:1] + cut + self._marked(match)[1:], text)
 
     @functools.cached_property
     def _backend(self) -> Tokenizer:
@@ -203,33 +199,6 @@ class SpecialTokens:
         backend.add_tokens(stand_ins)
         backend.encode_special_tokens = True
         return backend
-
-    def _slow_parts(
-        self, text: str, add_special_tokens: bool, *, separate: bool
-    ) -> tuple[list[int], list[int], list[int]]:
-        """`_parts` of a tokenizer in Python, which encodes the text between two special tokens by itself."""
-        tokenizer = self.tokenizer
-        matches = [*self._pattern.finditer(text)]
-        starts, ends = [0, *(match.end() for match in matches)], [*(match.start() for match in matches), len(text)]
-        numbers = [self._number[match[0]] for match in matches]
-        ids: list[int] = []
-        for n, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            piece = text[start:end]
-            if n > 0 and self._added[numbers[n - 1]].rstrip:
-                piece = piece.lstrip()
-            if n < len(numbers) and self._added[numbers[n]].lstrip:
-                piece = piece.rstrip()
-            for plain in self._unmarked(piece, BOUNDARY, separate=separate).split(BOUNDARY):
-                tokens = tokenizer.tokenize(plain, split_special_tokens=EDGE in piece) if plain else []
-                converted = tokenizer.convert_tokens_to_ids(tokens)
-                assert isinstance(converted, list)
-                ids += converted
-            ids += [self.ids[number] for number in numbers[n : n + 1]]
-        if not add_special_tokens:
-            return [], ids, []
-        whole = tokenizer.build_inputs_with_special_tokens(ids)
-        num_before = next(n for n in range(len(whole) + 1) if whole[n : n + len(ids)] == ids)
-        return whole[:num_before], ids, whole[num_before + len(ids) :]
 
 
 def _stand_in(number: int) -> str:
