@@ -200,7 +200,6 @@ class PPO(Section):
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the run."""
         return sum(self.updates(i) for i in range(self.num_iterations))
 
     def rules(self) -> Iterator[str]:

@@ -211,7 +211,6 @@ class RMConfig(Stage):
 
     @property
     def num_members(self) -> int:
-        """The number of reward models."""
         return self.members or 1
 
     @property

@@ -58,7 +58,6 @@ class Tree:
     # -------------------------------------------------------------------------------------- problems
 
     def error(self) -> ConfigError:
-        """The problems as one error, a line for each."""
         lines = []
         for (source, number), message in sorted(self.problems, key=lambda problem: problem[0]):
             if source == OVERRIDE:

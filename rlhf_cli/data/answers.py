@@ -99,7 +99,6 @@ class AnswerEncoder(RowEncoder[T], Generic[T]):
         return len(ids) - len(special_tokens_of(self.tokenizer).encode([text], add_special_tokens=False)[0])
 
     def cut(self, row: Record, tokens: Tokens) -> list[int] | Skipped:
-        """A sequence within the length limits."""
         ids, answer_mask = tokens
         limits = self.limits
         if self.reads_last_token:

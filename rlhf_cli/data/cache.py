@@ -103,12 +103,10 @@ def tokenise(encoder: RowEncoder[T], *, longest: int | None = None) -> Tokenised
 
 
 def cache_directory() -> Path:
-    """The folder of the entries."""
     return cache_root() / FOLDER
 
 
 def _build(entry: Path, encoder: RowEncoder[T], longest: int | None) -> Report:
-    """Read and encode the rows into the folder `entry`."""
     report = Report()
     partial = entry.with_name(f"{entry.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -65,7 +65,6 @@ class RowEncoder(Generic[T]):
         raise NotImplementedError
 
     def encode(self, rows: Sequence[Record]) -> Iterator[T | Skipped]:
-        """The items of all rows, in order."""
         for row, sequences in zip(rows, self.sequences(rows), strict=True):
             yield from self.items(row, sequences)
 

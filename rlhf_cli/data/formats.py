@@ -65,7 +65,6 @@ def found_keys(values: Mapping[str, Any]) -> str:
 
 
 def has(values: Mapping[str, Any], names: tuple[str, ...]) -> bool:
-    """Does the row have one of the columns?"""
     return any(name in values for name in names)
 
 
@@ -80,7 +79,6 @@ def first_key(row: Row, names: tuple[str, ...]) -> str:
 
 
 def column(row: Row, name: str) -> Any:
-    """The value of a column that every row needs; raises DataError if it is missing."""
     return row.values[first_key(row, (name,))]
 
 
@@ -307,7 +305,6 @@ def record(
 
 
 def one_of(value: Any, name: str, allowed: tuple[int, ...], row: Row) -> int:
-    """A value that must be one of a few integers."""
     found = number(value, name, row.where)
     if found not in allowed:
         raise row.error(f"`{shown_name(name)}` is {shown(value)}, it must be one of {', '.join(map(str, allowed))}")
@@ -337,7 +334,6 @@ def read_prompt_response(row: Row, score: float | None = None, *, undesirable: b
 
 
 def read_prompt(row: Row) -> Record:
-    """A prompt without an answer; it must not be blank."""
     return record(row, prompt(row, empty=False), ())
 
 
@@ -607,7 +603,6 @@ def _scores(row: Row, weights: Mapping[str, float], count: int) -> list[float | 
 
 
 def _inner(value: Any, name: str) -> Any:
-    """The value under a name in a mapping; None if there is none or the value is not a mapping."""
     return value.get(name) if isinstance(value, dict) else None
 
 
@@ -645,12 +640,10 @@ class Format:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All columns that it reads."""
         needed = (names if isinstance(names, tuple) else (names,) for names in self.needs)
         return tuple(dict.fromkeys([*chain.from_iterable(needed), *self.also]))
 
     def is_of(self, values: Values, source: DataSource) -> bool:
-        """Does a row have the columns of this format?"""
         needed = all(has(values, names if isinstance(names, tuple) else (names,)) for names in self.needs)
         return needed and self.fits(values, source)
 

@@ -298,7 +298,6 @@ def _check_header(name: str, header: list[str]) -> None:
 
 
 def table_rows(name: str, kind: str, file: BinaryIO, compression: str) -> Iterator[Row | BadRow]:
-    """The rows of a Parquet or Arrow file."""
     import pyarrow.parquet
 
     number = 0

@@ -85,7 +85,6 @@ class Record:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The text of each answer."""
         return tuple(answer.text for answer in self.answers)
 
     @property

@@ -140,7 +140,6 @@ class SpecialTokens:
         ]
 
     def _split(self, text: str, add_special_tokens: bool, max_length: int | None, side: str) -> list[int]:
-        """The ids of a text with marks."""
         from transformers import PreTrainedTokenizerFast
 
         # Models with a vocabulary of whole words or of pieces know the token's text: cut it in two. A tokenizer in
@@ -210,7 +209,6 @@ _KNOWN: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, SpecialTokens] = weak
 
 
 def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
-    """The special tokens of a tokenizer."""
     found = _KNOWN.get(tokenizer)
     if found is None or found.named != tuple(tokenizer.all_special_tokens):
         found = _KNOWN[tokenizer] = SpecialTokens(tokenizer)

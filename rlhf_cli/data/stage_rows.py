@@ -84,7 +84,6 @@ class StageRows:
 
 
 def _texts(data: Data | PromptData) -> dict[str, Any]:
-    """The options by which the prompts of a stage become text."""
     return {"template": data.prompt_template, "keep_special": data.special_tokens == "keep"}
 
 
@@ -93,7 +92,6 @@ def _limits(data: Data) -> LengthLimits:
 
 
 def sft_rows(config: SFTConfig) -> StageRows:
-    """The demonstrations of SFT."""
     data, learn_all = config.data, config.data.loss_on == "all"
     words = data.prompt_words
     return StageRows(data, "sft", limits=_limits(data), prompt_words=words, learn_all=learn_all, **_texts(data))
@@ -119,7 +117,6 @@ def probe_rows(config: RMConfig) -> StageRows | None:
 
 
 def ppo_rows(config: PPOConfig) -> StageRows:
-    """The prompts of PPO."""
     data = config.data
     limits = LengthLimits(data.max_prompt_length, data.truncation)
     key, words = "data.max_prompt_length", data.prompt_words
