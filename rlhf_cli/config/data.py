@@ -137,16 +137,23 @@ class Rows(Section):
             yield "split: all three shares are 0; at least one must be above 0"
 
 
-class Data(Rows):
+class TextRows(Rows):
     """Where the rows come from, and how they become text."""
 
     prompt_template: PromptTemplate | None = None
     """How a prompt is written: text with `{prompt}` in it. `chat` uses the tokenizer's chat template. Null leaves
-    the prompt as it is; rows of messages then use the chat template if the tokenizer has one."""
+    the prompt as it is; rows of messages then use the chat template if the tokenizer has one. Use the same value in
+    every stage."""
     special_tokens: SpecialTokens = "split"
-    """Special tokens in the text of rows, such as `<eos>`: `split` encodes them as the plain text that they are, so
-    that no row can end an answer early or forge a message. `keep` encodes them as special tokens, for rows that are
-    already written in a chat template."""
+    """Special tokens in the text of rows, such as `<eos>`, in PPO also of `ptx` and in what reward models read as text:
+    `split` encodes them as the plain text that they are, so that no row can end an answer early or forge a message.
+    `keep` encodes them as special tokens, for rows that are already written in a chat template. Use the same value in
+    every stage."""
+
+
+class Data(TextRows):
+    """Where the rows come from, and how they become text."""
+
     max_length: PositiveInt = 512
     """Maximum length of a sequence in tokens, including EOS."""
     truncation: Literal["drop", "left", "right"] = "drop"
@@ -156,14 +163,9 @@ class Data(Rows):
     """Minimum length of a response in tokens, including EOS. Rows with a shorter one are dropped and counted."""
 
 
-class PromptData(Rows):
+class PromptData(TextRows):
     """Where the prompts come from, and how they become text."""
 
-    prompt_template: PromptTemplate | None = None
-    """How a prompt is written, as in the SFT stage. Use the same value there and here."""
-    special_tokens: SpecialTokens = "split"
-    """Special tokens in the text of rows, also of `ptx` and in what reward models read as text: encode them as plain
-    text, or keep them. Use the same value as in the SFT stage."""
     prompt_words: NonNegativeInt = 0
     """For rows of plain text: the prompt is this many words from the start."""
     max_prompt_length: PositiveInt = 512

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rlhf_cli.config.data import Data, DataSource, PromptData, Rows
+from rlhf_cli.config.data import Data, DataSource, Rows, TextRows
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.encode import LengthLimits, Skipped
@@ -83,7 +83,7 @@ class StageRows:
 # --------------------------------------------------------------------------------- the rows of each stage
 
 
-def _texts(data: Data | PromptData) -> dict[str, Any]:
+def _texts(data: TextRows) -> dict[str, Any]:
     return {"template": data.prompt_template, "keep_special": data.special_tokens == "keep"}
 
 
