@@ -226,7 +226,7 @@ def _evaluate(
 
 def _demonstrations(config: SFTConfig, side: str) -> Iterator[Record]:
     """The demonstrations of one side, in the order of the data."""
-    for _, record in records(config.data, "sft", Report(), prompt_words=config.data.prompt_words, only=side):
+    for _, record in records(sft_rows(config), Report(), only=side):
         row = demonstration(record)
         if row is not None:
             yield row

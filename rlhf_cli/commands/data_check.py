@@ -15,7 +15,7 @@ import textwrap
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -438,7 +438,7 @@ class Check(Report):
         # A weight above 1 would read the same rows again. Duplicates are counted here, see `_views`.
         once = [source.model_copy(update={"weight": 1.0}) for source in spec.rows.train]
         rows = spec.rows.model_copy(update={"train": once, "deduplicate": False})
-        for chunk in batched(self._views(rows, spec), CHUNK):
+        for chunk in batched(self._views(spec, replace(spec, rows=rows)), CHUNK):
             for (name, seen), measured in zip(chunk, measure([seen for _, seen in chunk]), strict=True):
                 self.sides[name].add(seen, measured, spec)
                 self.kept[name] += measured.kept
@@ -446,9 +446,9 @@ class Check(Report):
                     self.skip(name, skipped.reason, skipped.needs)
             self.progress(sum(side.read for side in self.sides.values()))
 
-    def _views(self, rows: Rows, spec: StageRows) -> Iterator[tuple[str, Record]]:
+    def _views(self, spec: StageRows, once: StageRows) -> Iterator[tuple[str, Record]]:
         """(name of the side, row) of the rows that the stage would encode; the others are counted."""
-        for side, record in records(rows, spec.purpose, self, prompt_words=spec.prompt_words, role=spec.role):
+        for side, record in records(once, self):
             name, digest = self._name(side), row_digest(record)
             counts = self.sides[name]
             is_new = digest not in counts.digests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated
 
@@ -75,7 +76,7 @@ def data_show(
     report = _Report()
     once = [source.model_copy(update={"weight": 1.0}) for source in part.rows.train]
     training = part.rows.model_copy(update={"train": once})
-    found = records(training, part.purpose, report, prompt_words=part.prompt_words, role=part.role, only="train")
+    found = records(replace(part, rows=training), report, only="train")
     for number, record in enumerate(islice((record for _, record in found), num)):
         if number == 0:
             for path, kind in report.kinds.items():

@@ -224,28 +224,21 @@ def prompt(record: Record) -> Record:
 # ------------------------------------------------------------------------------------------ reading
 
 
-def records(
-    data: Rows,
-    purpose: Purpose,
-    report: Report,
-    *,
-    prompt_words: int = 0,
-    role: str = "data",
-    only: str | None = None,
-) -> Iterator[tuple[str, Record]]:
+def records(spec: StageRows, report: Report, *, only: str | None = None) -> Iterator[tuple[str, Record]]:
     """The rows of a stage with their side, "train", "validation" or "test", one by one as they are read.
 
     `only` limits them to one side. In a mixture, a source of weight 2 gives each training row twice, and one of
-    weight 0.5 half of its rows, chosen by a hash. `role` names the data in messages. Raises DataError for a row that
-    cannot be read, unless such rows are skipped, and if no row is left to train on or to hold out.
+    weight 0.5 half of its rows, chosen by a hash. Raises DataError for a row that cannot be read, unless such rows are
+    skipped, and if no row is left to train on or to hold out.
     """
+    data, purpose = spec.rows, spec.purpose
     for source_side, sources in data.by_side.items():
         splits = source_side == "train" and data.test is None  # training rows may be held out
         if only not in (None, source_side) and not (splits and only == "test"):
             continue
         seen: set[bytes] = set()
         for source in sources:
-            for record in read_records(source, purpose, report.kinds, prompt_words=prompt_words):
+            for record in read_records(source, purpose, report.kinds, prompt_words=spec.prompt_words):
                 if isinstance(record, DataError):
                     report.bad_row(data, source_side, record)
                     continue
@@ -275,7 +268,7 @@ def records(
                 f"{number} rows: {reason}" for some in report.skipped.values() for reason, number in some.items()
             ]
             because = f" ({'; '.join(reasons + report.bad)})" if reasons else ""
-            raise DataError(f"{role}.{side}: {paths}: {advice}{because}")
+            raise DataError(f"{spec.role}.{side}: {paths}: {advice}{because}")
 
 
 def first_format(source: DataSource, purpose: Purpose) -> Format:
@@ -297,8 +290,7 @@ def row_digest(record: Record) -> bytes:
 
 def seen_rows(spec: StageRows, report: Report, *, only: str | None = None) -> Iterator[tuple[str, Record]]:
     """(side, row) of each row that the stage has a use for; the others are counted. `only` limits them to one side."""
-    words, role = spec.prompt_words, spec.role
-    for side, record in records(spec.rows, spec.purpose, report, prompt_words=words, role=role, only=only):
+    for side, record in records(spec, report, only=only):
         try:
             seen = spec.view(record, side)
         except DataError as error:

@@ -313,7 +313,8 @@ def test_means_cover_all_chunks_and_sides(tmp_path: Path) -> None:
     config = written(tmp_path, sft_config({"train": str(path), "test_fraction": 0.3}))
     found = checked("--config", config)
     sides: dict[str, list[int]] = {"train": [], "test": []}
-    for side, record in records(Rows(train=[DataSource(path=str(path))], test_fraction=0.3), "sft", Report()):
+    data = Rows(train=[DataSource(path=str(path))], test_fraction=0.3)
+    for side, record in records(StageRows(data, "sft"), Report()):
         sides[side].append(len(record.answers[0].text.split()))
     for side, lengths in sides.items():
         assert found["sides"][side]["used"] == len(lengths)
@@ -766,7 +767,7 @@ def meanings(path: Path, purpose: Purpose, format: str = "auto") -> Iterator[tup
     """What a stage reads from each row of a file, and the key that splits it; scored answers one by one."""
     source = DataSource(path=str(path), format=format)  # type: ignore[arg-type]
     part = rows_of_source(source, "sft", on_bad_row="error")
-    for _, record in records(part.rows, purpose, Report()):
+    for _, record in records(StageRows(part.rows, purpose), Report()):
         try:
             found = StageRows(part.rows, purpose).view(record, "test")
         except DataError:

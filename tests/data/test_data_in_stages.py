@@ -12,7 +12,7 @@ import pytest
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.data.answers import AnswerEncoder, LabelledPairs, ScoredIds, answer_encoder
+from rlhf_cli.data.answers import AnswerEncoder, LabelledPairs, RankedIds, ScoredIds, answer_encoder
 from rlhf_cli.data.cache import Tokenised, tokenise
 from rlhf_cli.data.encode import Example, Skipped
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder
@@ -75,6 +75,14 @@ def test_a_pair_whose_difference_was_cut_off_is_skipped_and_counted(
     for item in rows.train:
         for ids, full in zip(item.answers, uncut[item.row.where], strict=True):
             assert ids == (full[:24] if truncation == "right" or len(full) <= 24 else [full[0], *full[-23:]])
+
+
+def test_the_advised_limit_keeps_a_ranking_and_its_difference(encoder: Any) -> None:
+    row = Record("the tent " * 20, "row", (Answer(" it is here"), Answer(" it is late")), ranked=True)
+    (skipped,) = encoder(truncation="right", max_length=24).encode([row])
+    for change, kind in ((0, RankedIds), (-1, Skipped)):
+        (item,) = encoder(truncation="right", max_length=skipped.needs + change).encode([row])
+        assert isinstance(item, kind)
 
 
 def test_an_encoder_model_reads_the_rest_of_a_cut_text(encoder: Any, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def numbered(count: int, *, name: str = "question", start: int = 0) -> list[dict
 
 def sides(data: Rows, purpose: str = "sft", **more: Any) -> dict[str, list[str]]:
     prompts: dict[str, list[str]] = {"train": [], "test": []}
-    for side, record in records(data, purpose, Report(), **more):  # type: ignore[arg-type]
+    for side, record in records(StageRows(data, purpose), Report(), **more):  # type: ignore[arg-type]
         prompts[side].append(record.prompt)
     return prompts
 
@@ -101,7 +101,7 @@ def test_weights_say_how_often_an_epoch_has_a_row(tmp_path: Path) -> None:
     report = Report()
     data = Rows.model_validate({"train": train, "test_fraction": 0.1})
     counts: dict[str, Counter[str]] = {"train": Counter(), "test": Counter()}
-    for side, record in records(data, "sft", report):
+    for side, record in records(StageRows(data, "sft"), report):
         counts[side][record.prompt] += 1
     copies = {name: Counter(n for p, n in counts["train"].items() if p.startswith(name)) for name in ("whole", "often")}
     assert set(copies["whole"]) == {1}
@@ -126,7 +126,7 @@ def test_each_source_of_a_mixture_has_its_own_limit_and_format(tmp_path: Path) -
     )
     data = Rows.model_validate({"train": [{"path": a, "limit": 7}, {"path": b, "limit": 5}], "test_fraction": 0})
     report = Report()
-    assert len(list(records(data, "sft", report))) == 12
+    assert len(list(records(StageRows(data, "sft"), report))) == 12
     assert (report.rows[a], report.rows[b]) == (7, 5)
     assert report.kinds == {a: "prompt_response", b: "messages"}
 
@@ -135,7 +135,7 @@ def test_duplicates_are_skipped_and_counted(tmp_path: Path) -> None:
     rows = [*numbered(10), *numbered(4), {"prompt": "question 1", "response": " another answer"}]
     data = Rows(train=write(tmp_path / "a.jsonl", rows), test_fraction=0, deduplicate=True)
     report = Report()
-    assert len(list(records(data, "sft", report))) == 11
+    assert len(list(records(StageRows(data, "sft"), report))) == 11
     assert report.skipped == {"train": {DUPLICATE: 4}}
     assert len(sides(data.model_copy(update={"deduplicate": False}))["train"]) == 15
 
@@ -176,7 +176,8 @@ def test_bad_rows_are_skipped_and_named(tmp_path: Path) -> None:
         file.write("{this is not JSON\n")
     report = Report()
     data = Rows(train=str(path), test_fraction=0, on_bad_row="skip")
-    assert [record.prompt for _, record in records(data, "sft", report)] == [f"question {i}" for i in (0, 1, 2, 4, 5)]
+    prompts = [record.prompt for _, record in records(StageRows(data, "sft"), report)]
+    assert prompts == [f"question {i}" for i in (0, 1, 2, 4, 5)]
     lines = report.lines()
     assert report.skipped == {"train": {"can't be read": 4}}
     assert [line.split(": ")[1] for line in lines if line.startswith("skipped: ")] == [f"{path}:{n}" for n in (4, 7, 8)]
@@ -535,12 +536,13 @@ def test_validation_rows_are_a_side_of_their_own(tmp_path: Path) -> None:
     train = write(tmp_path / "train.jsonl", rows)
     other = write(tmp_path / "other.jsonl", rows[:40])
     data = Rows(train=[train], validation=[{"path": other, "weight": 3}], test_fraction=0.3)
-    found = [side for side, _ in records(data, "sft", Report())]
+    found = [side for side, _ in records(StageRows(data, "sft"), Report())]
     assert found.count("validation") == 40
     assert found.count("test") + found.count("train") == 100
     assert 15 < found.count("test") < 45
     for side in ("train", "validation", "test"):
-        assert [side for side, _ in records(data, "sft", Report(), only=side)] == [side] * found.count(side)
+        alone = [side for side, _ in records(StageRows(data, "sft"), Report(), only=side)]
+        assert alone == [side] * found.count(side)
     empty = data.model_copy(update={"validation": [DataSource(path=other, select="7/10000")]})
     with pytest.raises(DataError, match=r"data.validation: .*: no row is left to hold out"):
-        list(records(empty, "sft", Report()))
+        list(records(StageRows(empty, "sft"), Report()))
