@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from rlhf_cli.data.batches import token_chunks
+from rlhf_cli.data.batches import Budget
 from rlhf_cli.models.forward import target_logits
 from rlhf_cli.models.load import prepare
 from rlhf_cli.plan.memory import Batch, Held, Setting
@@ -64,7 +64,7 @@ def rows(name: str) -> list[list[int]]:
 
 
 def work(model: PreTrainedModel, sequences: list[list[int]], size: int, *, backward: bool) -> None:
-    for part in token_chunks([len(ids) for ids in sequences], size):
+    for part in Budget(size).cut([len(ids) for ids in sequences]):
         some = [sequences[i] for i in part]
         with torch.set_grad_enabled(backward):
             logits, targets = target_logits(
@@ -100,7 +100,7 @@ def compare_times(name: str, rounds: int) -> None:
 def print_peak(name: str, size: int) -> None:
     """Peak memory of a forward and backward pass over one microbatch, above that before it (Linux)."""
     model, sequences = new(name), rows(name)
-    part = token_chunks([len(ids) for ids in sequences], size)[0]
+    part = Budget(size).cut([len(ids) for ids in sequences])[0]
     some = [sequences[i] for i in part]
     work(model, some[-1:], size, backward=True)
     before = _status("VmRSS")

@@ -51,7 +51,7 @@ SIZES = {
     "300M": Size(1024, 4096, 16, 16, 32768, ppo_batch=14, steps=0, learning_rate=0),
     "152k": Size(256, 688, 4, 4, 151_936, ppo_batch=30, steps=0, learning_rate=0),
 }
-"""Batches whose equal parts are the largest that there are (`equal_chunks`): a little less than a power of two."""
+"""Batches whose equal parts are the largest that there are (`Budget`): a little less than a power of two."""
 STAGES = ("sft", "rm", "ppo")
 KINDS = ("float32", "bfloat16", "lora", "nf4", "sharded", "shards", "sharded-bfloat16", "sharded-lora", "long-8bit")
 """`sharded` is float32 with `distributed.shard: true`, for more than one process. `shards` is that of PPO without a

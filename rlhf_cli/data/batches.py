@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -66,125 +66,101 @@ class Budget:
     padded: bool = False
     """The model runs on padded batches: a microbatch costs its number of rows times its longest row."""
     parts: int = 0
-    """On a CPU: into how many equal microbatches rows are cut at least, for its threads (`equal_chunks`). 0: as few
-    microbatches as possible."""
+    """On a CPU: into how many equal microbatches rows are cut at least, for its threads. 0: as few as possible."""
     part_tokens: int | None = None
     """In place of PART_TOKENS: fewer are enough for a large model."""
 
     def cut(
         self, lengths: Sequence[int], groups: Sequence[Hashable] | None = None, shared: Sequence[int] | None = None
     ) -> list[list[int]]:
-        """The row numbers of each microbatch of rows of these lengths."""
+        """The row numbers of each microbatch, [] for no rows. `in_order` restores the order of the rows.
+
+        Args:
+            lengths: [B] tokens of each row.
+            groups: [B] a name for each row. Rows with the same name stay together, in one microbatch if they fit. None:
+                each row is its own group.
+            shared: [B] tokens that a row has in common with all rows of its group. A microbatch computes them once.
+
+        >>> Budget(7).cut([3, 9, 4, 2])
+        [[1], [2, 0], [3]]
+        >>> Budget(7).cut([3, 9, 4, 2], groups="abca")
+        [[1], [2], [0, 3]]
+        >>> Budget(9).cut([5, 6, 5], groups="aaa", shared=[4, 4, 4])  # 5 + 2 + 1
+        [[0, 1, 2]]
+        >>> Budget(2048, parts=2).cut([300, 200, 260, 240]), Budget(2048, parts=2).cut([100, 90])
+        ([[0, 1], [2, 3]], [[0, 1]])
+        """
+        members: dict[Hashable, list[int]] = {}
+        for row, group in enumerate(groups if groups is not None else range(len(lengths))):
+            members.setdefault(group, []).append(row)
+        units = []
+        for rows in members.values():
+            once = shared[rows[0]] if shared is not None else 0
+            units.append(_Unit(rows, once, sum(lengths[row] for row in rows) - (len(rows) - 1) * once))
         if self.parts and not self.padded:
-            cut = equal_chunks(lengths, self.tokens, self.parts, groups, shared, self.part_tokens)
+            cut = self._equal(units)
             if cut is not None and (self.rows is None or max(map(len, cut), default=0) <= self.rows):
                 return cut
-        return token_chunks(lengths, self.tokens, self.rows, groups, shared, padded=self.padded)
+        return self._full(units, lengths)
+
+    def _full(self, units: list[_Unit], lengths: Sequence[int]) -> list[list[int]]:
+        """As few microbatches as possible, the longest rows first.
+
+        The first microbatch is then about the largest, so a lack of memory shows in the first one. The same lengths
+        always give the same cut. Rows of one microbatch keep their order, whatever other rows are cut with them.
+        """
+        cut: list[list[int]] = []
+        tokens = longest = 0
+
+        def fits(num_rows: int, num_tokens: int) -> bool:
+            total_rows = len(cut[-1]) + num_rows
+            total_tokens = total_rows * longest if self.padded else tokens + num_tokens
+            return (self.rows is None or total_rows <= self.rows) and total_tokens <= self.tokens
+
+        for unit in sorted(units, key=lambda unit: -max(lengths[row] for row in unit.rows)):
+            for row in unit.rows:
+                is_first = row == unit.rows[0]
+                own = lengths[row] - (0 if is_first else unit.once)
+                # A group starts in a microbatch that has room for all of it, and is cut only if none has.
+                if not cut or not (fits(len(unit.rows), unit.tokens) if is_first else fits(1, own)):
+                    cut.append([])
+                    tokens, longest, own = 0, max(lengths[r] for r in unit.rows), lengths[row]
+                cut[-1].append(row)
+                tokens += own
+        return cut
+
+    def _equal(self, units: list[_Unit]) -> list[list[int]] | None:
+        """Microbatches of about as many tokens each, so that threads that compute them end together.
+
+        There are `parts`, or 1 for fewer than 1.5 times PART_TOKENS in all. Their number is doubled while each keeps at
+        least PART_TOKENS on average, and then until each fits the budget. It depends on the rows alone, not on the
+        number of threads. Returns None if one is over the budget however many there are.
+        """
+        total = sum(unit.tokens for unit in units)
+        least = self.part_tokens or PART_TOKENS
+        count = self.parts if 2 * total >= 3 * least else 1
+        while total >= 2 * count * least:
+            count *= 2
+        while True:
+            cut: list[list[int]] = [[] for _ in range(min(count, len(units)))]
+            tokens = [0] * len(cut)
+            for unit in sorted(units, key=lambda unit: -unit.tokens):
+                smallest = tokens.index(min(tokens))
+                cut[smallest] += unit.rows
+                tokens[smallest] += unit.tokens
+            if max(tokens, default=0) <= self.tokens:
+                return cut
+            if count >= len(units):
+                return None
+            count *= 2
 
 
-def token_chunks(
-    lengths: Sequence[int],
-    budget: int,
-    max_rows: int | None = None,
-    groups: Sequence[Hashable] | None = None,
-    shared: Sequence[int] | None = None,
-    *,
-    padded: bool = False,
-) -> list[list[int]]:
-    """Cut rows into chunks of at most `budget` tokens, the longest rows first.
+class _Unit(NamedTuple):
+    """The rows of a group, the tokens that they share, and the tokens of all of them together."""
 
-    The first chunk is then about the largest, so a lack of memory shows in the first chunk. The same lengths always
-    give the same chunks. Rows of one chunk keep their order, whatever other rows are cut with them.
-
-    Args:
-        lengths: [B] tokens of each row.
-        budget: maximum tokens of a chunk. A longer row is a chunk by itself.
-        max_rows: maximum rows of a chunk. None sets no limit.
-        groups: [B] a name for each row. Rows with the same name stay together, in one chunk if they fit. None: each row
-            is its own group.
-        shared: [B] tokens that a row has in common with all rows of its group. A chunk computes them once.
-        padded: a chunk of n rows costs n times its longest row.
-
-    Returns:
-        The row numbers of each chunk, [] for no rows. `in_order` restores the order of the rows.
-
-    >>> token_chunks([3, 9, 4, 2], 7)
-    [[1], [2, 0], [3]]
-    >>> token_chunks([3, 9, 4, 2], 7, groups="abca")
-    [[1], [2], [0, 3]]
-    >>> token_chunks([5, 6, 5], 9, groups="aaa", shared=[4, 4, 4])  # 5 + 2 + 1
-    [[0, 1, 2]]
-    """
-    members: dict[Hashable, list[int]] = {}
-    for row, group in enumerate(groups if groups is not None else range(len(lengths))):
-        members.setdefault(group, []).append(row)
-    cut: list[list[int]] = []
-    tokens = longest = 0
-
-    def fits(num_rows: int, num_tokens: int) -> bool:
-        total_rows = len(cut[-1]) + num_rows
-        total_tokens = total_rows * longest if padded else tokens + num_tokens
-        return (max_rows is None or total_rows <= max_rows) and total_tokens <= budget
-
-    for rows in sorted(members.values(), key=lambda rows: -max(lengths[row] for row in rows)):
-        once = shared[rows[0]] if shared is not None else 0
-        for row in rows:
-            is_first = row == rows[0]
-            own = lengths[row] - (0 if is_first else once)
-            # A group starts in a chunk that has room for all of it, and is cut only if no chunk has.
-            if not cut or not (
-                fits(len(rows), sum(lengths[r] for r in rows) - (len(rows) - 1) * once) if is_first else fits(1, own)
-            ):
-                cut.append([])
-                tokens, longest, own = 0, max(lengths[r] for r in rows), lengths[row]
-            cut[-1].append(row)
-            tokens += own
-    return cut
-
-
-def equal_chunks(
-    lengths: Sequence[int],
-    budget: int,
-    parts: int,
-    groups: Sequence[Hashable] | None = None,
-    shared: Sequence[int] | None = None,
-    part_tokens: int | None = None,
-) -> list[list[int]] | None:
-    """Cut rows into chunks of about as many tokens each, so that threads that compute them end together.
-
-    There are `parts` chunks, or 1 for fewer than 1.5 times PART_TOKENS in all. Their number is doubled while a chunk
-    keeps at least PART_TOKENS on average, and then until each fits the budget. It depends on the rows alone, not on the
-    number of threads. See `token_chunks` for the arguments. Returns None if a chunk is over the budget however many
-    there are.
-
-    >>> equal_chunks([300, 200, 260, 240], 2048, 2), equal_chunks([100, 90], 2048, 2)
-    ([[0, 1], [2, 3]], [[0, 1]])
-    """
-    members: dict[Hashable, list[int]] = {}
-    for row, group in enumerate(groups if groups is not None else range(len(lengths))):
-        members.setdefault(group, []).append(row)
-    units = []
-    for rows in members.values():
-        once = shared[rows[0]] if shared is not None else 0
-        units.append((sum(lengths[row] for row in rows) - (len(rows) - 1) * once, rows))
-    units.sort(key=lambda unit: -unit[0])
-    total = sum(tokens for tokens, _ in units)
-    least = part_tokens or PART_TOKENS
-    count = parts if 2 * total >= 3 * least else 1
-    while total >= 2 * count * least:
-        count *= 2
-    while True:
-        chunks: list[list[int]] = [[] for _ in range(min(count, len(units)))]
-        tokens = [0] * len(chunks)
-        for size, rows in units:
-            smallest = tokens.index(min(tokens))
-            chunks[smallest] += rows
-            tokens[smallest] += size
-        if max(tokens, default=0) <= budget:
-            return chunks
-        if count >= len(units):
-            return None
-        count *= 2
+    rows: list[int]
+    once: int
+    tokens: int
 
 
 def in_order(parts: Iterable[Iterable[T]], microbatches: Sequence[Sequence[int]]) -> list[T]:

@@ -198,7 +198,7 @@ def _batch(config: Stage, models: list[Held], num_rows: int, tokens: int) -> Bat
     size = min(max(tokens, longest), total)
     first = models[0]
     if first.setting.device == "cpu" and first.shape.is_packed and at_once == rows:
-        # Equal parts for the threads have, up to whole rows, less than twice the fewest tokens (`equal_chunks`).
+        # Equal parts for the threads have, up to whole rows, less than twice the fewest tokens (`Budget`).
         size = min(size, -(-2 * part_tokens(first.shape.base) // longest) * longest)
     num = -(-rows * total // (at_once * size))
     # The first microbatch may be almost one row short of its limit; that row goes into a later one.

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_cli.data.answers import RankedIds
-from rlhf_cli.data.batches import Budget, deal, in_order, token_chunks
+from rlhf_cli.data.batches import Budget, deal, in_order
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.models.cost import work_of
 from rlhf_cli.models.forward import MAX_LOGITS, budget_of_logits, shares_prefixes
@@ -48,7 +48,7 @@ def test_chunks_contain_every_row_once_within_their_limits(seed):
             return len(rows) * max(lengths[row] for row in rows)
         return sum(lengths[row] - shared[row] for row in rows) + sum(prefix[g] for g in {groups[row] for row in rows})
 
-    cut = token_chunks(lengths, budget, max_rows, groups, shared, padded=padded)
+    cut = Budget(budget, max_rows, padded).cut(lengths, groups, shared)
     assert sorted(row for chunk in cut for row in chunk) == list(range(len(lengths)))
     for chunk in cut:
         assert len(chunk) == 1 or computed(chunk) <= budget
@@ -68,24 +68,24 @@ def test_chunks_contain_every_row_once_within_their_limits(seed):
 def test_a_group_that_is_too_large_is_cut():
     """Eight responses of 10 tokens to a prompt of 20: 100 tokens with a shared prompt, 240 without."""
     lengths, groups, shared = [30] * 8 + [5], [*"aaaaaaaa", "b"], [20] * 8 + [0]
-    assert token_chunks(lengths, 100, None, groups, shared) == [list(range(8)), [8]]
-    assert token_chunks(lengths, 60, None, groups, shared) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
-    assert token_chunks(lengths, 100, 6, groups, shared) == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
-    assert token_chunks(lengths, 100, None) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert Budget(100).cut(lengths, groups, shared) == [list(range(8)), [8]]
+    assert Budget(60).cut(lengths, groups, shared) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+    assert Budget(100, 6).cut(lengths, groups, shared) == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
+    assert Budget(100).cut(lengths) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
 def test_rows_have_the_same_order_in_every_cut():
     """So scoring and the update compute the same rows to the last bit."""
     lengths = [5, 9, 5, 9, 2]
-    (whole,) = token_chunks(lengths, 100)
+    (whole,) = Budget(100).cut(lengths)
     assert whole == [1, 3, 0, 2, 4]
-    (some,) = token_chunks([lengths[row] for row in (0, 2, 3)], 100)
+    (some,) = Budget(100).cut([lengths[row] for row in (0, 2, 3)])
     assert [(0, 2, 3)[row] for row in some] == [3, 0, 2]
 
 
 def test_in_order_puts_rows_back():
     lengths = [3, 1, 4, 1, 5, 9, 2, 6]
-    cut = token_chunks(lengths, 10)
+    cut = Budget(10).cut(lengths)
     assert len(cut) > 2
     assert in_order(([lengths[row] for row in chunk] for chunk in cut), cut) == lengths
     assert in_order([], []) == []

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rlhf_cli.data import batches
-from rlhf_cli.data.batches import equal_chunks
+from rlhf_cli.data.batches import Budget
 from rlhf_cli.decoders import paged
 from rlhf_cli.decoders.paged import PagedDecoder
 from rlhf_cli.models.load import load_policy, prepare
@@ -157,20 +157,22 @@ def test_omp_num_threads_is_the_default(monkeypatch):
 
 def test_the_cut_depends_on_the_rows_alone_and_its_parts_are_about_equal():
     lengths = [int(n) for n in torch.randint(40, 160, (64,), generator=torch.Generator().manual_seed(0))]
-    cut = equal_chunks(lengths, 2048, 1)
+    cut = Budget(2048, parts=1).cut(lengths)
     sizes = [sum(lengths[row] for row in chunk) for chunk in cut]
     assert sorted(row for chunk in cut for row in chunk) == list(range(64))
     assert len(cut) == 8
     assert max(sizes) - min(sizes) < 40
     assert batches.PART_TOKENS <= sum(lengths) / len(cut) < 2 * batches.PART_TOKENS
-    assert equal_chunks(lengths, 400, 1) == equal_chunks(lengths, 400, 2)
-    assert max(sum(lengths[row] for row in chunk) for chunk in equal_chunks(lengths, 400, 1)) <= 400
-    assert equal_chunks([500, 20], 400, 2) is None
-    assert equal_chunks([], 400, 2) == []
+    small = Budget(400, parts=1).cut(lengths)
+    assert small == Budget(400, parts=2).cut(lengths)
+    assert max(sum(lengths[row] for row in chunk) for chunk in small) <= 400
+    assert max(map(len, small)) - min(map(len, small)) <= 2, "not as few as possible"
+    assert Budget(400, parts=2).cut([500, 20]) == Budget(400).cut([500, 20])
+    assert Budget(400, parts=2).cut([]) == []
 
 
 def test_rows_of_a_group_stay_together():
-    cut = equal_chunks([300] * 8, 2048, 2, groups=[0, 1, 2, 3] * 2, shared=[200] * 8)
+    cut = Budget(2048, parts=2).cut([300] * 8, groups=[0, 1, 2, 3] * 2, shared=[200] * 8)
     assert sorted(sorted(chunk) for chunk in cut) == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
