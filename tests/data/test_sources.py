@@ -603,23 +603,6 @@ def ours(path: Path) -> list[Any] | None:
         return None
 
 
-def test_a_list_is_the_same_for_every_block_boundary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers may continue after a boundary; names, escapes and characters need their second half."""
-    text = (
-        '[0.5, -1.25e+10, 1E-3, -0, true, null, NaN, -Infinity, "\\ud83d\\ude00\\n", [], {}, '
-        '{"é😀": -1.5e-7, "a": [false], "b": -Infinity, "\\ud83d\\ude00": "\\ud83d\\ude00"}]'
-    )
-    whole = json.loads(text)
-    path = write(tmp_path / "a.json", text.encode())
-    for block in range(1, len(text.encode()) + 2):
-        monkeypatch.setattr(files_json, "BLOCK", block)
-        rows = read(path)
-        assert len(rows) == len(whole), block
-        assert [row.values for row in rows if isinstance(row, Row)] == [
-            item for item in whole if isinstance(item, dict)
-        ]
-
-
 def test_line_numbers_of_faults_count_from_the_start_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,8 @@ def tokenizers(texts: list[str], tokenizer: Any, word_piece: Any) -> dict[str, P
     """Tokenizers of the kinds that released models have."""
     special = ["<unk>", "<s>", "</s>"]
     chatml = copy.deepcopy(tokenizer)
-    chatml.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"], "eos_token": "<|im_end|>"})
+    end = AddedToken("<|im_end|>", special=True, lstrip=True)
+    chatml.add_special_tokens({"extra_special_tokens": ["<|im_start|>", end], "eos_token": end})
     chatml.add_tokens([AddedToken("<think>", special=False)])
     chatml.chat_template = CHATML
     named = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
