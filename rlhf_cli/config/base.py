@@ -42,6 +42,14 @@ FILLED = "filled"
 """Marks a text field in which `{seed}`, or another key in braces, is replaced by that key's value."""
 
 
+class UnreadError(ValueError):
+    """Keys of a section that nothing reads with the option that was chosen, each with its message."""
+
+    def __init__(self, messages: dict[str, str]):
+        super().__init__("; ".join(messages.values()))
+        self.messages = messages
+
+
 class Section(BaseModel):
     """A mapping in the YAML file. Unknown keys are refused, and values cannot change after loading."""
 
@@ -51,26 +59,18 @@ class Section(BaseModel):
         """What is wrong with the combination of keys, a message for each rule that is broken. The first is reported."""
         yield from ()
 
+    def refuse_unread(self, is_read: bool, chosen: str, *names: str) -> None:
+        """Raise UnreadError for keys that differ from their defaults although nothing reads them with the option that
+        was chosen. Null counts as the default."""
+        fields = type(self).model_fields
+        defaults = {name: fields[name].get_default(call_default_factory=True) for name in names}
+        unread = [name for name in names if getattr(self, name) not in (defaults[name], None)]
+        if unread and not is_read:
+            advice = "Remove it (`--set` with null does so), or choose another option"
+            raise UnreadError({name: f"{name} does nothing with {chosen}. {advice}" for name in unread})
+
     @model_validator(mode="after")
     def _obeys_rules(self) -> Self:
         if (message := next(self.rules(), None)) is not None:
             raise ValueError(message)
         return self
-
-
-class UnreadError(ValueError):
-    """Keys of a section that nothing reads with the option that was chosen, each with its message."""
-
-    def __init__(self, messages: dict[str, str]):
-        super().__init__("; ".join(messages.values()))
-        self.messages = messages
-
-
-def refuse_unread(section: Section, is_read: bool, chosen: str, *names: str) -> None:
-    """Raise UnreadError for keys that differ from their defaults although nothing reads them with the option that was
-    chosen. Null counts as the default."""
-    defaults = {name: type(section).model_fields[name].get_default(call_default_factory=True) for name in names}
-    unread = [name for name in names if getattr(section, name) not in (defaults[name], None)]
-    if unread and not is_read:
-        advice = "Remove it (`--set` with null does so), or choose another option"
-        raise UnreadError({name: f"{name} does nothing with {chosen}. {advice}" for name in unread})

@@ -28,7 +28,6 @@ from rlhf_cli.config.base import (
     PositiveFloat,
     PositiveInt,
     Section,
-    refuse_unread,
 )
 from rlhf_cli.config.data import DataSource, PromptData, Sources, numbered
 from rlhf_cli.config.models import Lora, Model, Patterns, TrainedModel
@@ -213,12 +212,8 @@ class PPO(Section):
                 "max_approx_kl can never end an update of one step, because its KL is 0. Raise ppo_epochs, lower "
                 "minibatch_size, or remove max_approx_kl"
             )
-        refuse_unread(
-            self,
-            self.uses_reference_scores,
-            f"score_normalization: {self.score_normalization}",
-            "num_reference_samples",
-        )
+        chosen = f"score_normalization: {self.score_normalization}"
+        self.refuse_unread(self.uses_reference_scores, chosen, "num_reference_samples")
         if bool(self.overlong_buffer) != bool(self.overlong_penalty):
             yield "overlong_buffer and overlong_penalty work only together. Set both or neither"
         if self.kl_in == "loss" and self.kl_estimator == "k1":
@@ -236,17 +231,17 @@ class PPO(Section):
                     "kl_controller: adaptive multiplies kl_coef, and 0 stays 0. Set kl_coef to a value above 0, or "
                     "kl_controller: fixed, kl_target: null and kl_horizon: 10000"
                 )
-        refuse_unread(self, self.kl_controller == "adaptive", "kl_controller: fixed", "kl_target", "kl_horizon")
+        self.refuse_unread(self.kl_controller == "adaptive", "kl_controller: fixed", "kl_target", "kl_horizon")
         chosen = f"advantage_estimator: {self.advantage_estimator}"
-        refuse_unread(self, self.has_value_model, chosen, "vf_coef", "value_clip_range", "value_lambda")
-        refuse_unread(self, self.advantage_estimator == "gae", chosen, "gae_lambda", "value_lambda")
+        self.refuse_unread(self.has_value_model, chosen, "vf_coef", "value_clip_range", "value_lambda")
+        self.refuse_unread(self.advantage_estimator == "gae", chosen, "gae_lambda", "value_lambda")
         per_response = estimator_traits(self.advantage_estimator).per_response
-        refuse_unread(self, not per_response, chosen, "gamma", "whiten_rewards")
+        self.refuse_unread(not per_response, chosen, "gamma", "whiten_rewards")
         if self.advantage_estimator == "reinforce_pp" and self.whiten_advantages is False:
             yield "reinforce_pp always whitens advantages. Use reinforce, or remove whiten_advantages"
         chosen = f"objective: {self.objective}"
-        refuse_unread(self, self.objective == "clip", chosen, "clip_range", "clip_range_high", "dual_clip")
-        refuse_unread(self, self.objective == "penalty", chosen, "policy_kl_coef", "policy_kl_target")
+        self.refuse_unread(self.objective == "clip", chosen, "clip_range", "clip_range_high", "dual_clip")
+        self.refuse_unread(self.objective == "penalty", chosen, "policy_kl_coef", "policy_kl_target")
 
     @property
     def uses_reference_scores(self) -> bool:
@@ -485,7 +480,7 @@ class PPOConfig(Stage):
     def rules(self) -> Iterator[str]:
         yield from super().rules()
         n, estimator = self.rollout.samples_per_prompt, self.ppo.advantage_estimator
-        refuse_unread(self, self.ppo.has_value_model, f"ppo.advantage_estimator: {estimator}", "value_model")
+        self.refuse_unread(self.ppo.has_value_model, f"ppo.advantage_estimator: {estimator}", "value_model")
         if self.ppo.rollout_batch_size % n:
             yield (
                 f"rollout.samples_per_prompt {n} must divide ppo.rollout_batch_size {self.ppo.rollout_batch_size}, "
@@ -566,14 +561,15 @@ class PPOConfig(Stage):
     @property
     def limits(self) -> dict[str, Limit]:
         """The limit of each source that has one, by the source's name."""
-        named = zip(reward_names(self.rewards), self.rewards, strict=True)
-        return {name: reward.limit for name, reward in named if reward.limit is not None}
+        return {name: one.limit for name, one in self._by_name().items() if one.limit is not None}
 
     @property
     def shapings(self) -> dict[str, tuple[float, Shaping]]:
         """The weight and the shaping of each source that is shaped, by the source's name."""
-        named = zip(reward_names(self.rewards), self.rewards, strict=True)
-        return {name: (reward.weight, reward.shaping) for name, reward in named if reward.shaping is not None}
+        return {name: (one.weight, one.shaping) for name, one in self._by_name().items() if one.shaping is not None}
+
+    def _by_name(self) -> dict[str, Reward]:
+        return dict(zip(reward_names(self.rewards), self.rewards, strict=True))
 
     @property
     def reward_models(self) -> dict[str, ModelReward]:

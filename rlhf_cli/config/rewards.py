@@ -19,7 +19,6 @@ from rlhf_cli.config.base import (
     PositiveFloat,
     PositiveInt,
     Section,
-    refuse_unread,
 )
 
 
@@ -56,7 +55,7 @@ class Shaping(Section):
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
-        refuse_unread(self, self.kind == "log_sigmoid", f"kind: {self.kind}", "quantile")
+        self.refuse_unread(self.kind == "log_sigmoid", f"kind: {self.kind}", "quantile")
 
 
 KIND = Field(description="The kind of source.")
@@ -82,8 +81,8 @@ class AnyReward(Section):
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
-        refuse_unread(self, self.limit is None, "limit", "weight", "shaping")
-        refuse_unread(self, not self.scores_tokens, "scores of single tokens", "limit", "shaping")
+        self.refuse_unread(self.limit is None, "limit", "weight", "shaping")
+        self.refuse_unread(not self.scores_tokens, "scores of single tokens", "limit", "shaping")
 
     @property
     def scores_tokens(self) -> bool:
@@ -146,7 +145,7 @@ class ModelReward(AnyReward):
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
-        refuse_unread(self, self.steps is None, "steps", "reads", "normalize")
+        self.refuse_unread(self.steps is None, "steps", "reads", "normalize")
         if self.steps is not None and self.path is None:
             yield "steps is for a token classifier, and the run's own rm stage scores whole responses. Set path"
         if self.steps is not None and self.template is not None and not self.template.endswith("{response}"):

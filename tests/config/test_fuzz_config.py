@@ -156,27 +156,25 @@ def test_mutated_text_is_usable_or_refused(tmp_path: Path, monkeypatch: pytest.M
     check(write, st.tuples(st.lists(change, max_size=2), encodings), tmp_path, monkeypatch)
 
 
+JUDGED = ["policy.path=.", "rewards=[{type: function, function: data/support/gold.py:judge}]"]
+
+
 @pytest.mark.parametrize(
-    ("stage", "key", "others"),
+    ("stage", "overrides"),
     [
-        ("rm", "artifacts", []),
-        ("rm", "model.path", []),
-        ("rm", "data.train", ["model.path=."]),
-        (
-            "ppo",
-            "evaluation.gold",
-            ["policy.path=.", "rewards=[{type: function, function: data/support/gold.py:judge}]"],
-        ),
+        ("rm", ["artifacts={name}"]),
+        ("rm", ["artifacts={folder}", "model.path={name}"]),
+        ("rm", ["artifacts={folder}", "model.path=.", "data.train={name}"]),
+        ("ppo", ["artifacts={folder}", *JUDGED, "evaluation.gold={name}.py:f"]),
     ],
 )
 def test_a_name_that_is_too_long_for_a_file_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, key: str, others: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, overrides: list[str]
 ) -> None:
     """Few of the mutated configs have such a name."""
     monkeypatch.chdir(ROOT)
-    name = "x" * 300 + (".py:f" if key == "evaluation.gold" else "")
-    overrides = [f"artifacts={tmp_path}/run", *others, f"{key}={name}"]
-    options = [part for text in overrides for part in ("--set", text)]
+    filled = [text.replace("{name}", "x" * 300).replace("{folder}", f"{tmp_path}/run") for text in overrides]
+    options = [part for text in filled for part in ("--set", text)]
     result = CliRunner().invoke(app, [stage, "--config", f"configs/support/{stage}.yaml", *options])
     assert result.exit_code == 2, result.exception
     assert len(result.stderr.splitlines()) == 1
