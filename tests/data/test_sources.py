@@ -14,7 +14,9 @@ import lzma
 import os
 import sys
 import tempfile
+import time
 import tracemalloc
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,13 @@ from typing import Any
 import datasets
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data import files_json
 from rlhf_cli.data import read as read_module
-from rlhf_cli.data.paths import COMPRESSIONS, KINDS, find_files, reason
+from rlhf_cli.data.paths import COMPRESSIONS, KINDS, SUFFIXES, find_files, reason
 from rlhf_cli.data.read import read_rows
 from rlhf_cli.data.records import BadRow, Row
 from rlhf_cli.errors import DataError
@@ -655,6 +657,61 @@ def test_csv_rows_equal_those_of_the_csv_module(place: Path, rows: list[list[str
     path = write(place / "a.csv", file.getvalue().encode())
     expected = [row if len(row) == 3 else None for row in [*rows, ["1", "2", "3"]]]
     assert [list(row.values.values()) if isinstance(row, Row) else None for row in read(path)] == expected
+
+
+HARD = [
+    b'"', b"\\", b"\\u", b"\\ud800", b"[", b"]", b"{", b"}", b",", b":", b"\n", b"\r", b"\t", b" ", b"\0", b"\xff",
+    b"\xc3", b"\xed\xa0\x80", b"\xe2\x80\xa8", b"\xef\xbb\xbf", b"NaN", b"1e999", b"tru", b"9" * 5000, b"[" * 10**5,
+    b'{"a":' * 300, b'"x\ny"', b"\x1f\x8b", b"\xc2\xa0", b"\x1a", b"x" * 200_000, b"\n \n", b"",
+]  # fmt: skip
+"""Fragments that are hard for parsers."""
+Damage = tuple[int, int, bytes]
+"""A place, the number of bytes that go there, and those that come."""
+
+
+def end_of(path: Path) -> str:
+    """How reading a file ends: rows, bad rows, one line of refusal. No other exception, no hang."""
+    kinds: set[str] = set()
+    start = time.process_time()
+    try:
+        for row in itertools.islice(read_rows(DataSource(path=str(path))), 200_000):
+            kinds.add("rows" if isinstance(row, Row) else "bad rows")
+            place, said = row.where, "" if isinstance(row, Row) else row.reason
+            assert place.startswith(str(path))
+            assert isinstance(row, Row) or (place != str(path) and f"{place}{said}".isprintable() and len(said) < 500)
+    except DataError as error:
+        said = str(error)
+        kinds.add("refused" if said.startswith(str(path)) and said.isprintable() and len(said) < 700 else said)
+    assert time.process_time() - start < 5
+    assert kinds
+    return " and ".join(sorted(kinds))
+
+
+def test_damaged_files_and_wrong_endings(tmp_path: Path) -> None:
+    """Every file type with every compression, damaged before or after compression, now and then under another name."""
+    ends: Counter[str] = Counter()
+    files = [(kind, file_bytes(kind)) for kind in KINDS]
+    files += [(".parquet", parquet_bytes(TABLE, "none", 5)), (".arrow", arrow_bytes(TABLE, pyarrow.ipc.new_file, 5))]
+    damages = st.lists(
+        st.tuples(st.integers(0, 10_000), st.sampled_from([0, 0, 1, 7, 10_000]), st.sampled_from(HARD) | st.binary()),
+        max_size=4,
+    )
+
+    @settings(max_examples=500, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.sampled_from(files), st.sampled_from(sorted(PACK)), damages, st.booleans(), st.sampled_from(SUFFIXES))
+    def read(file: tuple[str, bytes], compression: str, damaged: list[Damage], first: bool, other: str) -> None:
+        content, name = file[1], file[0] + compression
+        content = content if first else PACK[compression](content)
+        for place, gone, come in damaged:
+            at = place % (len(content) + 1)
+            content = content[:at] + come + content[at + gone :]
+        content = PACK[compression](content) if first else content
+        path = tmp_path / f"a{name if damaged else other}"
+        path.write_bytes(content)
+        ends[end_of(path)] += 1
+
+    read()
+    assert {"rows", "bad rows", "bad rows and rows", "refused", "refused and rows"} <= ends.keys(), ends
 
 
 # -------------------------------------------------------------------------------------- memory, speed
