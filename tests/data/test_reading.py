@@ -465,6 +465,37 @@ def test_a_folder_of_the_same_name_that_rlhf_did_not_make_is_not_used(tmp_path: 
     assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == [other]
 
 
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *(("train.arrow", damage) for damage in ("bit", "random", "longer", "empty", "gone")),
+        *(("test.arrow", "bit"), ("facts.json", "random"), ("facts.json", "gone")),
+    ],
+)
+def test_a_changed_byte_rebuilds_the_entry_and_says_so(tmp_path: Path, cached: Any, name: str, damage: str) -> None:
+    data = Rows(train=write(tmp_path / "a.jsonl", numbered(60)), test_fraction=0.1)
+    first, _ = cached(data)
+    rows, lines = [list(first.train), list(first.test)], first.lines
+    (entry,) = entries(tmp_path)
+    file = entry / name
+    before = file.read_bytes()
+    draw = random.Random(name)
+    for _ in range(12 if damage == "bit" else 1):
+        broken = bytearray(before)
+        if damage == "bit":
+            broken[draw.randrange(len(broken))] ^= 1 << draw.randrange(8)
+        changed = {"bit": bytes(broken), "random": draw.randbytes(len(before)), "longer": before + b"\0", "empty": b""}
+        if damage == "gone":
+            file.unlink()
+        else:
+            file.write_bytes(changed[damage])
+        again, _ = cached(data)
+        assert [list(again.train), list(again.test)] == rows
+        assert again.lines == [f"{entry}: the cached tokens are damaged, the rows are tokenised again", *lines]
+        assert file.read_bytes() == before
+    assert cached(data)[0].lines == lines
+
+
 def test_two_processes_share_one_cache_entry(tmp_path: Path, tokenizer_path: str) -> None:
     """Both start at the same time. One encodes; the other waits and reads the result."""
     path = write(tmp_path / "a.jsonl", numbered(3000))
