@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.answers import AnswerEncoder, LabelledPairs, RankedIds, ScoredIds, answer_encoder
 from rlhf_cli.data.cache import Tokenised, tokenise
-from rlhf_cli.data.encode import Example, Skipped
+from rlhf_cli.data.encode import Example, RowText, Skipped
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder
-from rlhf_cli.data.records import Answer, Record
-from rlhf_cli.data.stage_rows import ppo_rows, rm_rows, sft_rows
+from rlhf_cli.data.records import Answer, Message, Record
+from rlhf_cli.data.stage_rows import ppo_rows, probe_rows, ptx_rows, rm_rows, sft_rows
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.load import load_tokenizer
 from rlhf_cli.seeding import generator
 from rlhf_cli.training.best import Best
+from support.rewards import CHAT
 from support.tiny import read_jsonl, write_jsonl
 
 
@@ -126,6 +131,76 @@ def test_sft_and_ppo_cut_the_same_side(write_config: Any, make_model: Any, tmp_p
     uncut = [tokenizer(row["prompt"])["input_ids"] for row in rows]
     assert [prompt.ids for prompt in prompts] == [[ids[0], *ids[-9:]] for ids in uncut]
     assert [prompt.text for prompt in prompts] == [tokenizer.decode(ids[-9:]) for ids in uncut]
+
+
+# ------------------------------------------------------------------------- the same text as the same tokens
+
+
+TALK = tuple(Message(*turn) for turn in (("user", "hello"), ("assistant", "hi"), ("user", "the tent is late")))
+
+
+@pytest.mark.parametrize("template", [None, "User: {prompt}\nBot:", "chat"])
+@pytest.mark.parametrize("kind", ["text", "conversation"])
+def test_every_stage_reads_a_prompt_as_the_same_tokens(
+    write_config: Any, tokenizer: Any, tmp_path: Path, template: str | None, kind: str
+) -> None:
+    """The ids before the answer in SFT, ptx, RM, its scores and its probes are those that a rollout starts from."""
+    if template == "chat" or kind == "conversation":
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.chat_template = CHAT
+    rows = str(write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "p", "chosen": " a", "rejected": " b", "probe": "x"}]))
+    data = {"test": None, "test_fraction": 0, "prompt_template": template}
+    make = partial(config_of, write_config)
+    sft = make("sft", tmp_path, data=data, model={"path": "not/read"})
+    ppo = make("ppo", tmp_path, data=data, ptx={"train": rows, "coef": 0.5, "max_length": 96})
+    pairs = make("rm", tmp_path, data={**data, "probes": rows})
+    scores = make("rm", tmp_path, data=data, loss="mse")
+    prompt, messages, answers = "please help", TALK if kind == "conversation" else (), (" thank you", " we will")
+
+    (start,) = PromptEncoder(tokenizer, ppo_rows(ppo)).encode([Record(prompt, "row", messages=messages)])
+    shown = Record(prompt, "row", (Answer(answers[0]),), messages=messages)
+    ranking = Record(prompt, "row", tuple(map(Answer, answers)), ranked=True, messages=messages)
+    scored = Record(prompt, "row", (Answer(answers[0], 1.0),), messages=messages)
+    sequences = {}
+    for name, spec in (("sft", sft_rows(sft)), ("ptx", ptx_rows(ppo))):
+        (example,) = DemonstrationEncoder(tokenizer, spec).encode([shown])
+        sequences[name] = example.ids
+        assert example.loss_mask[len(start.ids) :] == [True] * (len(example.ids) - len(start.ids)), name
+        assert not example.loss_mask[len(start.ids) - 1], name
+    for name, spec in (("pairs", rm_rows(pairs)), ("probes", probe_rows(pairs))):
+        (item,) = answer_encoder(tokenizer, spec, reads_last_token=True).encode([ranking])
+        sequences[name], sequences[f"{name}, worse"] = item.answers
+    (item,) = answer_encoder(tokenizer, rm_rows(scores), reads_last_token=True).encode([scored])
+    sequences["scores"] = item.ids
+
+    assert len(start.ids) > 3
+    for name, ids in sequences.items():
+        answer = answers["worse" in name]
+        assert ids[: len(start.ids)] == start.ids, name
+        assert tokenizer.decode(ids[len(start.ids) :]).strip() == f"{answer}<eos>".strip(), name
+    assert sequences["sft"] == sequences["ptx"] == sequences["pairs"] == sequences["probes"] == sequences["scores"]
+
+
+@pytest.fixture
+def word_start_tokenizer() -> PreTrainedTokenizerFast:
+    """Like Llama 2's: ▁ marks each space and the start of a text, so a text alone has one ▁ more."""
+    pieces = ["<unk>", "<eos>", "▁", *"Q:helpus!"]
+    bpe = Tokenizer(models.BPE({piece: i for i, piece in enumerate(dict.fromkeys(pieces))}, [], unk_token="<unk>"))
+    bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    bpe.decoder = decoders.Metaspace(prepend_scheme="first")
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token="<unk>", eos_token="<eos>")
+
+
+def test_an_answer_is_tokenised_after_its_prompt(word_start_tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer = word_start_tokenizer
+    rows = [Record("Q:", "row", (Answer("help us!"),)), Record("Q: ", "row", (Answer("help!"),))]
+    encoded = RowText(tokenizer).answer_ids(rows)
+    for (ids, _), text in zip(encoded, ["Q:help us!", "Q: help!"], strict=True):
+        assert ids == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    answer = [i for i, is_answer in zip(*encoded[0], strict=True) if is_answer]
+    alone = tokenizer("help us!")["input_ids"]
+    assert [*alone, tokenizer.eos_token_id] != answer
+    assert tokenizer.convert_ids_to_tokens(alone[:2]) == ["▁", "h"]
 
 
 # ----------------------------------------------------------------------------------------- rankings
