@@ -312,10 +312,10 @@ ALL_NAMES = {part for key in ALL_KEYS for part in key.split(".")}
 
 
 def test_the_functions_and_tables_that_a_contributor_is_sent_to_exist() -> None:
-    code = SOURCE + TESTS_SOURCE
+    words = set(re.findall(r"\w+", SOURCE + TESTS_SOURCE))
     for span in in_backticks(TEXTS["docs/extending.md"]):
         if re.fullmatch(r"_?[a-z]+(_[a-z]+)+|[A-Z]+(_[A-Z]+)*", span) and len(span) > 3:
-            assert re.search(rf"\b{span}\b", code), span
+            assert span in words
 
 
 GROUPS = "eval|rm|sft|objective|reward|response|policy|value|loss|time|speed|memory|probe"

@@ -63,12 +63,15 @@ class Trap:
 opened: list[str] = []
 
 
-def note_opened(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "open" and isinstance(arguments[0], str | Path):
-        opened.append(str(arguments[0]))
+@pytest.fixture(scope="module", autouse=True)
+def _note_opened() -> None:
+    """Nothing removes the hook, so only a process that runs these tests has it."""
 
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(arguments[0], str | Path):
+            opened.append(str(arguments[0]))
 
-sys.addaudithook(note_opened)
+    sys.addaudithook(note)
 
 
 @pytest.fixture
@@ -151,16 +154,10 @@ def test_files_that_name_a_pickle_or_a_path_as_weights_are_refused(
 @pytest.mark.parametrize("kind", ["adapter_model.bin", "adapter_model.safetensors"])
 def test_an_adapter_in_a_model_directory_is_not_applied(model: Path, sprung: Path, kind: str) -> None:
     """transformers would read the adapter's weights from a pickle, and would train and save a different model."""
-    shapes = {"A": (4, 32), "B": (32, 4)}
-    tensors = {
-        f"base_model.model.model.layers.{i}.self_attn.q_proj.lora_{x}.weight": torch.ones(*shape)
-        for i in range(2)
-        for x, shape in shapes.items()
-    }
     if kind.endswith(".bin"):
-        torch.save({**tensors, "trap": Trap(sprung)}, model / kind)
+        torch.save({"trap": Trap(sprung)}, model / kind)
     else:
-        save_file(tensors, model / kind)
+        save_file({"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(4, 32)}, model / kind)
     lora = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "base_model_name_or_path": str(model)}
     (model / "adapter_config.json").write_text(json.dumps(lora))
     opened.clear()

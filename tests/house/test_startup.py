@@ -31,7 +31,7 @@ HEAVY = (
 )
 
 
-# One process imports torch and transformers for both tests. A fork of it imports every module, and it then runs stages.
+# One process imports every module, none of which may import a heavy package, and then runs the stages.
 RUN = f"""
 import gc, importlib, json, logging, os, pkgutil, sys
 import torch, transformers
@@ -45,20 +45,16 @@ def settings():
         "torch": (torch.get_num_threads(), torch.backends.mkldnn.enabled, torch.get_default_dtype()),
     }}
 
-sys.stdout.flush()
-if os.fork() == 0:
-    before, count = settings(), 0
-    import rlhf_cli, stages
-    for package in (rlhf_cli, stages):
-        for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-            if not module.name.endswith("__main__"):
-                importlib.import_module(module.name)
-                count += 1
-    after = settings()
-    changed = {{name: (str(before[name]), str(after[name])) for name in before if before[name] != after[name]}}
-    print(json.dumps({{"modules": count, "changed": changed}}), flush=True)
-    os._exit(0)
-os.wait()
+before, count = settings(), 0
+import rlhf_cli, stages
+for package in (rlhf_cli, stages):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+            count += 1
+after = settings()
+changed = {{name: (str(before[name]), str(after[name])) for name in before if before[name] != after[name]}}
+print(json.dumps({{"modules": count, "changed": changed}}), flush=True)
 torch.set_num_threads(1)
 
 from rlhf_cli.cli import app
@@ -180,54 +176,46 @@ for command in commands:
 """
 
 
+COMMANDS = """
+sft --config {folder}/sft.yaml --quiet
+rm --config {folder}/rm.yaml --quiet
+ppo --config {folder}/ppo.yaml --quiet
+plan {folder}
+eval {run} --samples 2 --sampled-prompts 2
+diagnose {run}
+report {run}
+compare {run} {folder}/other
+status {run}
+watch {run} --once
+doctor {run}
+pipeline {folder}
+sweep {folder}/sweep.yaml --dry-run
+chat {run}
+generate {run} --prompts {rows} --out {folder}/replies.jsonl --max-new-tokens 4 --num 2
+label {pairs} --num 1
+merge {run}/rm {folder}/merged
+export {run} --out {folder}/exported
+push {run} me/model
+serve {run} --port 0
+rm serve {run} --port 0
+rm score {run} {rows}
+data check {rows} --for sft
+data show {rows} --for sft
+data convert {pairs} --for rm --out {folder}/converted.jsonl
+data generate {rows} --task demonstrations --out {folder}/new.jsonl --model {run}/sft/model --max-new-tokens 4 --num 2
+data score {rows} --out {folder}/scored.jsonl --model {run}/sft/model --max-new-tokens 4 --num 2
+config check {folder}/sft.yaml
+config show {folder}/sft.yaml
+config docs sft.model
+config schema
+init {folder}/init --from blank
+"""
+"""A line for every command, in an order in which they can run in one folder."""
+
+
 def cold_commands(folder: Path) -> list[list[str]]:
-    """A command line for every command, in an order in which they can run in `folder`."""
-    configs = {stage: str(folder / f"{stage}.yaml") for stage in STAGES}
-    rows, pairs, run = str(folder / "sft.jsonl"), str(folder / "pref.jsonl"), str(folder / "run")
-    written = ["--max-new-tokens", "4", "--num", "2"]
-    lines = [
-        *([stage, "--config", path, "--quiet"] for stage, path in configs.items()),
-        ["plan", str(folder)],
-        ["eval", run, "--samples", "2", "--sampled-prompts", "2"],
-        ["diagnose", run],
-        ["report", run],
-        ["compare", run, str(folder / "other")],
-        ["status", run],
-        ["watch", run, "--once"],
-        ["doctor", run],
-        ["pipeline", str(folder)],
-        ["sweep", str(folder / "sweep.yaml"), "--dry-run"],
-        ["chat", run],
-        ["generate", run, "--prompts", rows, "--out", str(folder / "replies.jsonl"), *written],
-        ["label", pairs, "--num", "1"],
-        ["merge", f"{run}/rm", str(folder / "merged")],
-        ["export", run, "--out", str(folder / "exported")],
-        ["push", run, "me/model"],
-        ["serve", run, "--port", "0"],
-        ["rm", "serve", run, "--port", "0"],
-        ["rm", "score", run, rows],
-        ["data", "check", rows, "--for", "sft"],
-        ["data", "show", rows, "--for", "sft"],
-        ["data", "convert", pairs, "--for", "rm", "--out", str(folder / "converted.jsonl")],
-        [
-            "data",
-            "generate",
-            rows,
-            "--task",
-            "demonstrations",
-            "--out",
-            str(folder / "new.jsonl"),
-            "--model",
-            f"{run}/sft/model",
-        ],
-        ["data", "score", rows, "--out", str(folder / "scored.jsonl"), "--model", f"{run}/sft/model"],
-        ["config", "check", configs["sft"]],
-        ["config", "show", configs["sft"]],
-        ["config", "docs", "sft.model"],
-        ["config", "schema"],
-        ["init", str(folder / "init"), "--from", "blank"],
-    ]
-    return [line + written if line[:2] in (["data", "generate"], ["data", "score"]) else line for line in lines]
+    files = {"folder": folder, "run": folder / "run", "rows": folder / "sft.jsonl", "pairs": folder / "pref.jsonl"}
+    return [line.format(**files).split() for line in COMMANDS.strip().splitlines()]
 
 
 def test_every_command_runs_first_in_its_process(tmp_path: Path) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,14 +15,6 @@ from typer.testing import CliRunner
 
 from rlhf_cli import hub
 from rlhf_cli.cli import app
-from support.paths import ROOT
-
-
-def rlhf(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")}
-    env |= {"PYTHONPATH": str(ROOT), "HF_HOME": str(cwd / "cache"), **variables}
-    command = [sys.executable, "-m", "rlhf_cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=cwd, timeout=120, check=False)
 
 
 def write_config(folder: Path, model: str, train: str = "rows.jsonl") -> Path:
@@ -58,12 +47,30 @@ def closing_server() -> Iterator[tuple[str, list[int]]]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", connections
 
 
-def test_a_hub_model_without_a_connection_is_one_line_after_one_request(tmp_path: Path) -> None:
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process does not know yet whether the hub can be reached."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    ask = hub._reachable
+    ask.cache_clear()
+    yield
+    ask.cache_clear()
+
+
+@pytest.mark.usefixtures("online")
+def test_a_hub_model_without_a_connection_is_one_line_after_one_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """huggingface_hub by itself would retry for half a minute."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     write_config(tmp_path, "gpt2")
     with closing_server() as (url, connections):
-        result = rlhf("sft", "sft.yaml", cwd=tmp_path, HF_ENDPOINT=url)
-    assert result.returncode == 2
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        result = CliRunner().invoke(app, ["sft", "sft.yaml"])
+    assert result.exit_code == 2
     assert len(connections) == 1
     assert result.stderr.count("\n") == 1, result.stderr
     assert "gpt2: no such directory, and the Hugging Face hub cannot be reached" in result.stderr
@@ -81,14 +88,6 @@ def test_chosen_offline_mode_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     assert result.exit_code == 2
     assert "gpt2: no such directory, and HF_HUB_OFFLINE is set" in result.stderr
     assert result.stderr.count("\n") == 1
-
-
-@pytest.fixture
-def online(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process does not know yet whether the hub can be reached."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.usefixtures("online")

@@ -36,9 +36,6 @@ def arch(request):
     return request.param
 
 
-# ----------------------------------------------------------------------------------------- before the first step
-
-
 # ---------------------------------------------------------------------------- gradients
 
 
@@ -108,31 +105,22 @@ def test_rm_gradient_is_the_same_for_every_cut(classifiers, rankings, write_conf
     """[23, 29] A ranking counts as one row, with the mean over its pairs."""
     model, wanted_model = map(double, classifiers)
     scale = rm_stage.TargetScale(0.5, 2.0)
-    if loss_name == "mse":
-        batch = [
-            ScoredIds(item.answers[0], 0.3 * i - 1, Record("", "row", (Answer("", 0.0),)))
-            for i, item in enumerate(rankings)
-        ]
-        losses = [(plain_score(wanted_model, item.ids) - (item.score - 0.5) / 2).square() for item in batch]
-        changes = {}
-    elif loss_name == "bce":
-        batch = [
-            ScoredIds(item.answers[0], float(i % 2), Record("", "row", (Answer("", 0.0),)))
-            for i, item in enumerate(rankings)
-        ]
-        scale = rm_stage.TargetScale(0.0, 1.0)
+    batch, losses, changes = rankings, [], {}
+    if loss_name in ("mse", "bce"):
+        targets = [0.3 * i - 1 if loss_name == "mse" else float(i % 2) for i in range(len(rankings))]
+        row = Record("", "row", (Answer("", 0.0),))
+        batch = [ScoredIds(item.answers[0], target, row) for item, target in zip(rankings, targets, strict=True)]
         scores = torch.stack([plain_score(wanted_model, item.ids) for item in batch])
-        losses = list(
-            binary_cross_entropy_with_logits(scores, (torch.arange(len(batch)) % 2).to(scores), reduction="none")
-        )
-        changes = {}
+        if loss_name == "mse":
+            losses = (scores - (scores.new_tensor(targets) - 0.5) / 2).square()
+        else:
+            scale = rm_stage.TargetScale(0.0, 1.0)
+            losses = binary_cross_entropy_with_logits(scores, scores.new_tensor(targets), reduction="none")
     elif loss_name == "plackett_luce":
-        batch, losses, changes = rankings, [], {}
         for item in rankings:
             scores = torch.stack([plain_score(wanted_model, ids) for ids in item.answers])
             losses.append(-sum(scores[k:].log_softmax(0)[0] for k in range(len(scores) - 1)) / (len(scores) - 1))
     else:
-        batch, losses = rankings, []
         for item in rankings:
             scores = [plain_score(wanted_model, ids) for ids in item.answers]
             of_pairs = []
@@ -156,27 +144,21 @@ def test_rm_gradient_is_the_same_for_every_cut(classifiers, rankings, write_conf
         same_gradients(grads(model), grads(wanted_model), 1e-6)
 
 
-def test_the_gradient_is_clipped_to_its_norm(make_model):
-    """[24] The clip comes before the step, and the reported norm is the one before the clip."""
+@pytest.mark.parametrize(("limit", "scale"), [(0.25, 1.0), (None, 1e6)])
+def test_the_norm_of_the_gradient_is_measured_and_limited(make_model, limit, scale):
+    """[24] The clip comes before the step, and the reported norm is the one before it. No limit keeps every bit."""
     model = load_policy(str(make_model("llama")))
-    stepper = build_stepper(model, Optimizer(learning_rate=1e-3, max_grad_norm=0.25), 4)
-    logits_at(model, pack([[5, 6, 7]]), torch.tensor([0, 1])).square().sum().backward()
-    before = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
-    assert before > 1
-    assert stepper.clip(ALONE) == pytest.approx(before, rel=1e-5)
-    after = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
-    assert after == pytest.approx(0.25, rel=1e-3)
-
-
-def test_without_a_limit_the_gradient_keeps_every_bit_and_its_norm_is_measured(make_model):
-    model = load_policy(str(make_model("llama")))
-    stepper = build_stepper(model, Optimizer(learning_rate=1e-3, max_grad_norm=None), 4)
-    logits_at(model, pack([[5, 6, 7]]), torch.tensor([0, 1])).square().sum().mul(1e6).backward()
+    stepper = build_stepper(model, Optimizer(learning_rate=1e-3, max_grad_norm=limit), 4)
+    logits_at(model, pack([[5, 6, 7]]), torch.tensor([0, 1])).square().sum().mul(scale).backward()
     before = [p.grad.clone() for p in model.parameters()]
     norm = torch.stack([gradient.double().norm() for gradient in before]).norm().item()
-    assert norm > 1e6
+    assert norm > scale
     assert stepper.clip(ALONE) == pytest.approx(norm, rel=1e-5)
-    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), before, strict=True))
+    after = [p.grad for p in model.parameters()]
+    if limit is None:
+        assert all(map(torch.equal, after, before))
+    else:
+        assert torch.stack([gradient.norm() for gradient in after]).norm().item() == pytest.approx(limit, rel=1e-3)
 
 
 # ------------------------------------------------------------------------- one architecture is enough

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import os
 import random
 import shutil
@@ -29,6 +30,7 @@ from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model, train_tokenizer
 from rlhf_cli.report.page import FOLDER
 from rlhf_cli.rollout.sampling import draw_uniforms
+from rlhf_cli.run.artifacts import digest_file
 from support import crash
 from support.projects import write_project
 from support.rewards import CHAT
@@ -212,7 +214,14 @@ def configs(data) -> dict[str, dict[str, Any]]:
         "ppo": {
             "data": {"train": str(data["prompts"]), "test": {"path": str(data["prompts"]), "limit": 5}},
             "rollout": {"max_new_tokens": 8},
-            "ppo": {"num_iterations": 2, "rollout_batch_size": 8, "minibatch_size": 4, "ppo_epochs": 2},
+            # With `auto` the set-up of so small a run would take a tenth longer.
+            "ppo": {
+                "num_iterations": 2,
+                "rollout_batch_size": 8,
+                "minibatch_size": 4,
+                "ppo_epochs": 2,
+                "tokens_per_microbatch": 2048,
+            },
             "optimizer": optimizer,
         },
     }
@@ -326,8 +335,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def project(finished: Path, tmp_path: Path) -> Path:
-    """A copy of the finished project that a test may change."""
-    shutil.copytree(finished, tmp_path / "p")
-    for path in (tmp_path / "p").glob("*.yaml"):
-        path.write_text(path.read_text().replace(str(finished), str(tmp_path / "p")), encoding="utf-8")
-    return tmp_path / "p"
+    """A copy of the finished project that a test may change. Its stages are finished there too: paths are replaced."""
+    copy = Path(shutil.copytree(finished, tmp_path / "p"))
+    for path in [*copy.glob("*.yaml"), *copy.glob("run/*/config.yaml"), *copy.glob("run/*/manifest.json")]:
+        text = path.read_text(encoding="utf-8").replace(str(finished), str(copy))
+        if path.name == "manifest.json":
+            manifest = json.loads(text)
+            manifest["files"]["config.yaml"] = digest_file(path.with_name("config.yaml"))
+            text = json.dumps(manifest, indent=2) + "\n"
+        path.write_text(text, encoding="utf-8")
+    return copy
