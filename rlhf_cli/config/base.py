@@ -35,7 +35,7 @@ def expand_home(path: str) -> str:
 EXPANDED = AfterValidator(expand_home)
 LocalPath = Annotated[str, EXPANDED]
 """A path or a hub id."""
-REMOVED = {"rollout.engine": "own", "rollout.engine_memory": 0.4, "rollout.max_staleness": 0}
+REMOVED = {"rollout.engine": "own", "rollout.engine_memory": 0.4, "rollout.max_staleness": 0, "track_model": False}
 """Keys that only earlier versions had, each with the value that means what every run does now. With it a key is
 ignored, so that configs and runs of those versions can be read."""
 FILLED = "filled"

@@ -54,6 +54,7 @@ NOT_OFFERED = {
     **dict.fromkeys(("dropout", "lora_dropout", "actor_dropout", "critic_dropout", "disable_dropout"), NO_DROPOUT),
     "add_tokens": "add_tokens belongs to the SFT stage, which learns the tokens. RM and PPO read the tokenizer of that "
     "stage, and a reward model with another tokenizer reads text",
+    "track_model": "models are not sent to trackers any more. Remove the key. `rlhf push` uploads one to the hub",
     **dict.fromkeys(("engine", "engine_memory", "max_staleness"), NO_ENGINE),
     "<<": "mappings are not merged in a file. Write the keys out, or take them from another file by `extends`",
 }

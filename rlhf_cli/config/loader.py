@@ -68,10 +68,10 @@ def _validated(tree: Tree, schema: type[M]) -> M:
     if tree.problems:
         raise tree.error()
     for name, value in REMOVED.items():
-        section, key = name.split(".")
-        values = tree.value.get(section)
+        *section, key = name.split(".")
+        values = tree.value.get(section[0]) if section else tree.value
         if isinstance(values, dict) and values.get(key) == value:
-            tree.remove((section, key))
+            tree.remove((*section, key))
     while True:
         try:
             config = schema.model_validate_json(json.dumps(tree.value), strict=True)

@@ -160,9 +160,6 @@ class Stage(Section):
     trackers: list[Literal["tensorboard", "wandb"]] = []
     """Send metrics, samples, config and health findings to these as well (docs/training.md). A tracker that fails is
     switched off with a warning; the run continues."""
-    track_model: bool = False
-    """Send the finished model to `wandb` too, as an artifact of the run. The stage waits for it at its
-    end, an hour at most."""
     threads: PositiveInt | None = None
     """On a CPU: how many passes run at the same time, each on one core. Null: `OMP_NUM_THREADS`, or the cores that the
     process may use. The result does not depend on it (docs/speed.md)."""
@@ -170,8 +167,6 @@ class Stage(Section):
     """How the processes of a run work together (`--nproc`, `torchrun`)."""
 
     def rules(self) -> Iterator[str]:
-        if self.track_model and "wandb" not in self.trackers:
-            yield "track_model needs wandb among the trackers. Add it, or remove track_model"
         if self.compile and self.gradient_checkpointing:
             yield "compile and gradient_checkpointing exclude each other. Remove one of them"
         if self.distributed.offload and self.device == "cpu":

@@ -1,12 +1,9 @@
 """Sends a stage's rows to TensorBoard or Weights & Biases (the config key `trackers`).
 
-Each service imports its package when it is created. Where it writes, and under which project, is set by its own
-environment variables (docs/training.md).
-
-Each tracker has a thread with a queue of the rows that the stage writes, so the stage never waits for it. Whatever a
-tracker does, the run continues: after an error the thread prints one warning and ends. The number of rows that were
-sent is saved beside the checkpoints. So a resumed run continues in the same place, and does not send the rows again
-that it repeats.
+Each tracker has a thread with a queue of the rows that the stage writes, so the stage never waits for it, and an error
+ends the thread with one warning. The number of rows that were sent is saved beside the checkpoints, so a resumed run
+continues in the same place and does not send the rows again that it repeats. Each service imports its package when it
+is created, and has environment variables for where it writes (docs/training.md).
 """
 
 from __future__ import annotations
@@ -37,8 +34,6 @@ SECONDS_TO_OPEN = 120.0
 """How long the end of a stage waits for its trackers to open: a package is imported, a server answers."""
 SECONDS_TO_CLOSE = 15.0
 """How long it then waits for the last rows to arrive. Both are for all trackers together."""
-SECONDS_TO_UPLOAD = 3600.0
-"""How long it waits instead if the model is sent too (`track_model`)."""
 LONGEST_REASON = 1000
 
 Row = tuple[str, int, int, dict[str, Any]]
@@ -77,21 +72,19 @@ class Trackers:
         """Send the last rows and end: `status` is finished, stopped or failed. A second call does nothing."""
         followers, self._followers = self._followers, []
         for follower in followers:
-            follower.end(status)
+            follower.status = status
+            follower.rows.put(None)
         deadline = time.monotonic() + SECONDS_TO_OPEN
         for follower in followers:
             follower.is_open.wait(max(0.0, deadline - time.monotonic()))
-        sends_model = self.config.track_model and status == "finished"
-        to_close = SECONDS_TO_UPLOAD if sends_model else SECONDS_TO_CLOSE
-        deadline = time.monotonic() + to_close
+        deadline = time.monotonic() + SECONDS_TO_CLOSE
         for follower in followers:
             follower.join(max(0.0, deadline - time.monotonic()))
             if follower.is_alive():
-                waited = to_close if follower.is_open.is_set() else SECONDS_TO_OPEN + to_close
-                total = sum(self._num_rows.values())
+                waited = SECONDS_TO_CLOSE + (0 if follower.is_open.is_set() else SECONDS_TO_OPEN)
                 self.display.warn(
                     f"tracker {follower.tracker}: did not answer for {waited:g} s; {follower.num_arrived:,} of "
-                    f"{total:,} rows arrived there. The files of the stage have all of them"
+                    f"{sum(self._num_rows.values()):,} rows arrived there. The files of the stage have all of them"
                 )
 
 
@@ -103,17 +96,12 @@ class _Follower(threading.Thread):
         self.tracker, self.stage_run, self.display = tracker, stage_run, stage_run.display
         self.rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         """The rows to send, then None."""
+        self.status = "failed"
         self.num_arrived = 0
         self.is_open = threading.Event()
         """Set when the tracker can take rows, or has failed."""
         self._state = checkpoints_directory(stage_run.root, stage_run.stage) / f"tracker-{tracker}.json"
         self._sent = dict.fromkeys(FILES, 0)
-        self._status = "failed"
-
-    def end(self, status: str) -> None:
-        """Have the thread send the rest, close the tracker with this status, and end."""
-        self._status = status
-        self.rows.put(None)
 
     def run(self) -> None:
         try:
@@ -141,38 +129,33 @@ class _Follower(threading.Thread):
             while not self.rows.empty():
                 rows.append(self.rows.get())
             is_last = None in rows
-            self._send(service, [row for row in rows if row is not None and row[1] > self._sent[row[0]]])
-        if self.stage_run.config.track_model and self._status == "finished" and isinstance(service, WandB):
-            service.model(partial_directory(self.stage_run.root, self.stage_run.stage) / "model")
-        service.close(self._status)
+            new = [row for row in rows if row is not None and row[1] > self._sent[row[0]]]
+            for (file, step), group in groupby(new, key=lambda row: (row[0], row[2])):
+                some = list(group)
+                self._sent[file] = some[-1][1]
+                # Before they are sent: after a kill, a missing point is better than one that is drawn twice.
+                self._save(service)
+                self._send(service, file, step, [values for *_, values in some])
+                self.num_arrived += len(some)
+        service.close(self.status)
 
-    def _send(self, service: TensorBoard | WandB, rows: Sequence[Row]) -> None:
-        for (file, step), group in groupby(rows, key=lambda row: (row[0], row[2])):
-            some = list(group)
-            parts = [values for *_, values in some]
-            self._sent[file] = some[-1][1]
-            # Before they are sent: after a kill, a missing point is better than one that is drawn twice.
-            self._save(service)
-            if file == "samples":
-                service.samples(step, parts)
-            elif file == "health":
-                for finding in (finding for values in parts for finding in values["findings"]):
-                    service.alert(step, finding)
+    def _send(self, service: TensorBoard | WandB, file: str, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        if file == "samples":
+            service.samples(step, rows)
+            return
+        group = "evaluation/" if file == "evaluations" else ""  # those numbers have no group of their own
+        for row in rows:
+            if file == "health":
+                for finding in row["findings"]:
+                    service.alert(step, finding, f"{finding['message']} To try: {finding['advice']}")
             else:
-                for values in parts:
-                    service.metrics(step, _numbers(file, values))
-            self.num_arrived += len(parts)
+                numbers = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
+                service.metrics(step, {f"{group}{name}": value for name, value in numbers.items()})
 
     def _save(self, service: TensorBoard | WandB) -> None:
         temporary = self._state.with_name(f".{self._state.name}.writing")
         temporary.write_text(json.dumps({"id": service.id, "rows": self._sent}), encoding="utf-8")
         temporary.replace(self._state)
-
-
-def _numbers(file: str, row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a row. Numbers from evaluations.jsonl have no group of their own."""
-    group = "evaluation/" if file == "evaluations" else ""
-    return {f"{group}{name}": float(value) for name, value in row.items() if isinstance(value, int | float)}
 
 
 # ------------------------------------------------------------------------------------------- the two services
@@ -207,13 +190,15 @@ class TensorBoard:
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send the samples of a step as a table."""
         columns, cells = _table(rows)
-        lines = [columns, ["---"] * len(columns), *cells]
-        self._writer.add_text("samples", "\n".join(f"| {' | '.join(map(_markdown, line))} |" for line in lines), step)
+        texts = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in cells]
+        lines = [columns, ["---"] * len(columns), *texts]
+        shown = (" | ".join(" ".join(text.split()).replace("|", "\\|") for text in line) for line in lines)
+        self._writer.add_text("samples", "\n".join(f"| {line} |" for line in shown), step)
         self._writer.flush()
 
-    def alert(self, step: int, finding: Mapping[str, str]) -> None:
-        """Send a health finding: `name`, `severity`, `message` and `advice`."""
-        self._writer.add_text(f"health/{finding['name']}", _text(finding), step)
+    def alert(self, step: int, finding: Mapping[str, str], text: str) -> None:
+        """Send a health finding in words."""
+        self._writer.add_text(f"health/{finding['name']}", text, step)
         self._writer.flush()
 
     def close(self, status: str) -> None:  # noqa: ARG002
@@ -231,8 +216,7 @@ class WandB:
         mode = wandb.setup(settings).settings.mode
         if mode in ("online", "shared", "run") and not wandb.login(prompt=False):
             raise RuntimeError("not logged in: run `wandb login`, or set WANDB_MODE=offline")
-        self._wandb, self._stage, self._name = wandb, run.stage, f"{run.name}-{run.stage}"
-        self._is_online = mode != "offline"
+        self._wandb, self._stage = wandb, run.stage
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             id=id or uuid.uuid4().hex[:12],
@@ -256,17 +240,9 @@ class WandB:
         table = self._wandb.Table(columns=columns, data=cells, allow_mixed_types=True)
         self._run.log({"samples": table}, step=step)
 
-    def alert(self, step: int, finding: Mapping[str, str]) -> None:
+    def alert(self, step: int, finding: Mapping[str, str], text: str) -> None:
         level = "ERROR" if finding["severity"] == "stop" else "WARN"
-        self._run.alert(f"{self._stage}: {finding['name']}"[:63], f"step {step}: {_text(finding)}", level)
-
-    def model(self, directory: Path) -> None:
-        """Send a model directory as an artifact of the run."""
-        artifact = self._wandb.Artifact(f"{self._name}-model", type="model")
-        artifact.add_dir(str(directory))
-        sent = self._run.log_artifact(artifact)
-        if self._is_online:  # offline, `wandb sync` sends it
-            sent.wait()
+        self._run.alert(f"{self._stage}: {finding['name']}"[:63], f"step {step}: {text}", level)
 
     def close(self, status: str) -> None:
         self._run.finish(exit_code=0 if status == "finished" else 1)
@@ -282,17 +258,3 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[list[Any]
     return columns, [
         [cell if isinstance(cell, int | float | str | None) else str(cell) for cell in row] for row in cells
     ]
-
-
-def _markdown(cell: Any) -> str:
-    """A cell of a Markdown table, on one line.
-
-    >>> _markdown(0.123456), _markdown("a | b")
-    ('0.1235', 'a \\\\| b')
-    """
-    text = f"{cell:.4g}" if isinstance(cell, float) else str(cell)
-    return " ".join(text.split()).replace("|", "\\|")
-
-
-def _text(finding: Mapping[str, str]) -> str:
-    return f"{finding['message']} To try: {finding['advice']}"

@@ -37,7 +37,6 @@ NOT_IN_IDENTITY: dict[str, Any] = {
     "samples_every": True,
     "require": True,
     "trackers": True,
-    "track_model": True,
     "offload": True,
     "optimizer": {"max_bad_steps"},
 }

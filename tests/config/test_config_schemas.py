@@ -147,6 +147,7 @@ PPO: dict[str, Any] = {
         ("ppo", ["ppo.advantage_estimator=reinforce_pp", "ppo.whiten_advantages=false"], "Use reinforce"),
         ("ppo", ["ppo.importance_ratio_cap=5", "precision=float32"], "does nothing with num_rollouts_per_update: 1"),
         ("ppo", ["rollout.max_staleness=1"], "no other engines any more"),
+        ("sft", ["track_model=true"], "models are not sent to trackers any more"),
         ("ppo", ["rollout.engine=vllm", "rollout.max_staleness=0"], "no other engines any more"),
         ("ppo", ["ppo.num_reference_samples=5"], "does nothing with score_normalization: none"),
         ("ppo", ["ppo.overlong_buffer=4"], "only together. Set both"),

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import pytest
 
 from rlhf_cli.config.by_stage import load_stage_config
-from rlhf_cli.errors import ConfigError, Interrupted
+from rlhf_cli.errors import Interrupted
 from rlhf_cli.files import JsonLines
 from rlhf_cli.report import trackers as module
 from rlhf_cli.report.progress import Display
-from rlhf_cli.report.trackers import FILES, TRACKERS, Trackers, WandB
+from rlhf_cli.report.trackers import FILES, TRACKERS, Trackers
 from rlhf_cli.run.stage_run import StageRun
 from support.crash import wait_for
 from support.paths import ROOT
@@ -42,7 +42,7 @@ class Recorder:
     def samples(self, step, rows):
         self.calls.append(("samples", step, [row["response"] for row in rows]))
 
-    def alert(self, step, finding):
+    def alert(self, step, finding, _text):
         self.calls.append(("alert", step, finding["name"]))
 
     def close(self, status):
@@ -265,31 +265,3 @@ def test_wandb_offline_has_every_step_once_in_one_run(root, monkeypatch):
     assert [record.alert.title for record in records if record.HasField("alert")] == ["sft: length_grows"]
     config = {item.key for record in records for item in record.run.config.update}
     assert {"optimizer", "training", "seed"} <= config
-
-
-@pytest.mark.parametrize("status", ["finished", "stopped"])
-def test_a_finished_model_is_an_artifact_of_its_run(root, status):
-    """On request, and only of a run that finished."""
-    sent = []
-
-    class Client(Recorder, WandB):
-        def model(self, directory):
-            sent.append(directory)
-
-    for is_asked in (True, False):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(TRACKERS, "wandb", Client)
-            overrides = [f"artifacts={root}", "trackers=[wandb]", f"track_model={str(is_asked).lower()}"]
-            config = load_stage_config("sft", ROOT / "configs" / "support" / "sft.yaml", overrides)
-            trackers = Trackers("sft", config, Display("sft", quiet=True))
-            write(root, [1])
-            trackers.start()
-            trackers.close(status)
-    assert sent == [root / ".sft.partial" / "model"] * (status == "finished")
-
-
-def test_a_model_is_not_promised_to_trackers_without_artifacts():
-    with pytest.raises(ConfigError, match="track_model needs wandb"):
-        load_stage_config(
-            "sft", ROOT / "configs" / "support" / "sft.yaml", ["track_model=true", "trackers=[tensorboard]"]
-        )
