@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Annotated, Any
 
 import typer
@@ -77,7 +78,14 @@ def sweep(
     settings = load_config(file, Sweep)
     folder, runs = Path(settings.base), members_of(settings, file)
     for run in runs:
-        _load_configs(run, folder)
+        try:
+            run.configs.update(_configs(folder, run.overrides))
+            for stage, config in run.configs.items():
+                with explained(folder / f"{stage}.yaml", config.artifacts, overrides_for(stage, run.overrides)):
+                    require_files(config)
+                require_lora(stage, run.configs)
+        except UserError as error:
+            raise type(error)(f"{run.name}: {error}") from None
     display = Display("sweep", quiet=quiet)
     sources = [Path(config.artifacts) for config in _configs(folder, []).values()][:1]
     if dry_run:
@@ -130,21 +138,9 @@ def members_of(sweep: Sweep, path: Path) -> list[SweepRun]:
         for key, value in (sweep.set | values).items():
             text = f"{key.partition(':')[2] or key}={json.dumps(value, ensure_ascii=False)}"
             overrides += [f"{stage}:{text}" for stage in _stages_with(key, stages)]
-        setting = _name({key: value for key, value in values.items() if not is_seed(key)}) or "all runs"
+        setting = _name({key: value for key, value in values.items() if key.rpartition(":")[2] != "seed"}) or "all runs"
         members[root.name] = SweepRun(root.name, setting, root, overrides)
     return list(members.values())
-
-
-def _load_configs(run: SweepRun, folder: Path) -> None:
-    """Load and check the configs of a run; the files that they name exist."""
-    try:
-        run.configs.update(_configs(folder, run.overrides))
-        for stage, config in run.configs.items():
-            with explained(folder / f"{stage}.yaml", config.artifacts, overrides_for(stage, run.overrides)):
-                require_files(config)
-            require_lora(stage, run.configs)
-    except UserError as error:
-        raise type(error)(f"{run.name}: {error}") from None
 
 
 def _configs(folder: Path, overrides: Sequence[str]) -> dict[str, Stage]:
@@ -154,15 +150,6 @@ def _configs(folder: Path, overrides: Sequence[str]) -> dict[str, Stage]:
         for stage, file in files.items()
         if file.is_file()
     }
-
-
-def is_seed(key: str) -> bool:
-    """Whether a key of the grid is a seed, over which figures are averaged.
-
-    >>> is_seed("seed"), is_seed("ppo:seed"), is_seed("ppo.kl_coef")
-    (True, True, False)
-    """
-    return key.partition(":")[2] == "seed" or key == "seed"
 
 
 def _stages_with(key: str, stages: Sequence[str]) -> list[str]:
@@ -209,26 +196,23 @@ def _is_current(config: Stage, stage: str, root: Path | None = None) -> bool:
 def _share(run: SweepRun, sources: Sequence[Path]) -> None:
     """Link the finished stages of other runs that this run would compute again, up to the first it has to compute."""
     for stage, config in run.configs.items():
-        root = Path(config.artifacts)
         if _is_current(config, stage):
             continue
-        if unfinished_identity(root, stage) is not None or stage_directory(root, stage).exists():
+        target = stage_directory(run.root, stage)
+        source = next((other for other in sources if other != run.root and _is_current(config, stage, other)), None)
+        if source is None or target.exists() or unfinished_identity(run.root, stage) is not None:
             return
-        source = next((other for other in sources if other != root and _is_current(config, stage, other)), None)
-        if source is None:
-            return
-        # By hard links, which take no space; a file system without them gets copies.
-        target = stage_directory(root, stage)
         temporary = target.with_name(f".{target.name}.linking")
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.copytree(stage_directory(source, stage), temporary, copy_function=_link_file)
             temporary.rename(target)
         except OSError as error:
-            raise ArtifactError(f"{root}: cannot be written ({error.strerror or error})") from None
+            raise ArtifactError(f"{run.root}: cannot be written ({error.strerror or error})") from None
 
 
 def _link_file(source: str, target: str) -> None:
+    """A hard link, which takes no space; a file system without them gets a copy."""
     try:
         os.link(source, target)
     except OSError:
@@ -279,7 +263,7 @@ def _show(runs: Sequence[SweepRun], root: Path, display: Display) -> None:
         for setting, several in by_setting.items()
     ]
     display.table("Mean over the seeds, with its 95 % interval", ["", "runs", *columns], rows)
-    _draw(finished, root, display)
+    _write_report(finished, root / "report.html", display)
 
 
 def over_seeds(values: Sequence[float]) -> str:
@@ -288,27 +272,21 @@ def over_seeds(values: Sequence[float]) -> str:
     >>> over_seeds([1.0, 1.1, 1.2]), over_seeds([2.5])
     ('1.10 [0.85, 1.35]', '2.5')
     """
-    import torch
-
     from rlhf_cli.algorithms.statistics import student_quantile
     from rlhf_cli.report.figure import Figure
 
-    n, numbers = len(values), torch.tensor(values, dtype=torch.float64)
-    mean = numbers.mean().item()
+    n, mean = len(values), fmean(values)
     if n < 2:
         return str(Figure(mean))
-    half = student_quantile(0.975, n - 1) * numbers.std().item() / n**0.5
+    half = student_quantile(0.975, n - 1) * stdev(values) / n**0.5
     return str(Figure(mean, mean - half, mean + half, n))
 
 
-def _draw(roots: Sequence[Path], root: Path, display: Display) -> None:
-    """Write report.html about all runs, and frontier.png."""
-    from rlhf_cli.report.page import write_frontier, write_report
+def _write_report(roots: Sequence[Path], out: Path, display: Display) -> None:
+    from rlhf_cli.report.page import write_report
 
     try:
-        write_report(roots, root / "report.html")
-        display.note(f"report: {root / 'report.html'}")
-        if write_frontier(roots, root / "frontier.png"):
-            display.note(f"score and gold against KL: {root / 'frontier.png'}")
+        write_report(roots, out)
+        display.note(f"report: {out}")
     except UserError as error:
         display.note(str(error))

@@ -69,7 +69,7 @@ def folder(tmp_path, write_config, make_model, monkeypatch):
     write_config("sft", tmp_path / "base", model={"path": str(make_model("llama"))})
     write_config("rm", tmp_path / "base")
     write_config("ppo", tmp_path / "base")
-    monkeypatch.setattr(module, "_draw", lambda *_: None)
+    monkeypatch.setattr(module, "_write_report", lambda *_: None)
     monkeypatch.setattr(pipeline, "_report", lambda *_: None)
     return tmp_path / "base"
 
