@@ -18,6 +18,7 @@ best-of-n of it, a target.
 """
 TRAINING, HELD_OUT_COLOR = COLORS[:2]
 WARNING, GRAY, BETTER, WORSE = "var(--warning)", "var(--soft)", "var(--better)", "var(--worse)"
+INK = "var(--ink)"
 PICTURE_COLORS = {
     **dict(zip(COLORS, ["#1d4ed8", "#0f766e", "#7e22ce", "#a16207", "#0369a1", "#78350f"], strict=True)),
     WARNING: "#c2410c",

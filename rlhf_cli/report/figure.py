@@ -128,17 +128,13 @@ def cells(name: str, figures: Sequence[Figure | None]) -> list[str]:
 
 
 def readable(name: str) -> str:
-    """The name of a figure in words. The name of a benchmark's task, before the /, is its own.
+    """The name of a figure in words. Behind a / it is the name that you gave to a probe or a reward.
 
-    >>> readable("score_p10"), readable("eos_rate"), readable("gold_equal_length"), readable("arc_easy/acc")
-    ('score, 10th percentile', 'EOS rate', 'gold, equal length', 'arc_easy/acc')
+    >>> readable("score_p10"), readable("eos_rate"), readable("gold_equal_length"), readable("reward/my_judge")
+    ('score, 10th percentile', 'EOS rate', 'gold, equal length', 'reward/my_judge')
     """
     if "/" in name:
         return name
-    if match := re.fullmatch(r"(.*)_p(\d+)", name):
-        return f"{match[1]}, {match[2]}th percentile"
-    if name in NAMES:
-        return NAMES[name]
-    if name.endswith("_equal_length"):
-        return f"{name.removesuffix('_equal_length')}, equal length"
-    return name.replace("_", " ")
+    if match := re.fullmatch(r"(.*)_(?:p(\d+)|equal_length)", name):
+        return f"{match[1]}, {match[2]}th percentile" if match[2] else f"{match[1]}, equal length"
+    return NAMES.get(name, name.replace("_", " "))

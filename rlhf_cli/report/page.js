@@ -25,7 +25,12 @@ function specOf(element) {
   full.height ??= 200;
   full.autosize = {type: "fit", contains: "padding"};
   if (curve) {
-    full.params[0].value = Number(shareInput.value);  // the smoothing is in the specification
+    const share = Number(shareInput.value);
+    for (const {transform} of full.layer) {
+      const smoothing = transform?.find((one) => one.loess);
+      if (smoothing && share) smoothing.bandwidth = share;
+      else if (smoothing) transform.pop();
+    }
     const isLog = full.data.values.every((one) => one.y.every((y) => y > 0));
     const scale = isLog ? {type: "log"} : {type: "symlog", constant: 0.1, zero: false};
     for (const layer of full.layer) {

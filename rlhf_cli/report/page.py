@@ -11,7 +11,6 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,18 +62,13 @@ def write_report(roots: Sequence[Path], out: Path, png: Path | None = None) -> N
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     if png is not None:
+        import vl_convert
+
         png.parent.mkdir(parents=True, exist_ok=True)
-        _draw(picture(runs), png)
-
-
-def write_frontier(roots: Sequence[Path], out: Path) -> bool:
-    """Write score and gold against KL of several runs as a PNG; returns whether two of them have these figures."""
-    charts = frontier_charts(read_runs(roots))
-    if charts:
-        cells = [{"title": chart.title, "width": 420, "height": 300, "layer": chart.spec["layer"]} for chart in charts]
-        spec = {"$schema": SCHEMA, "background": "white", "hconcat": cells}
-        _draw(spec, out)
-    return bool(charts)
+        drawn = json.dumps(picture(runs))
+        for variable, color in PICTURE_COLORS.items():  # the page's style sheet defines the variables
+            drawn = drawn.replace(variable, color)
+        png.write_bytes(vl_convert.vegalite_to_png(drawn, scale=2))
 
 
 def javascript() -> str:
@@ -98,17 +92,14 @@ def javascript() -> str:
     return text
 
 
-def _text(name: str) -> str:
-    return (resources.files("rlhf_cli.report") / name).read_text(encoding="utf-8")
-
-
 @functools.cache
 def _template() -> jinja2.Template:
     """The template of the page. Compiling it takes longer than rendering it."""
     import jinja2
 
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(_text("page.html"))
+    loader = jinja2.PackageLoader("rlhf_cli.report", "")
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.get_template("page.html")
 
 
 def page(runs: Sequence[RunData], bundle: str) -> str:
@@ -118,11 +109,15 @@ def page(runs: Sequence[RunData], bundle: str) -> str:
     curves = {TITLES[stage]: [chart for chart in charts if chart.section == f"curves-{stage}"] for stage in STAGES}
     replies = [row for run in runs for row in replies_of(run)]
     specs = {chart.id: {"spec": chart.spec, "curve": chart.is_curve} for chart in charts}
+    # The same run gives the same page, whenever it is written.
+    manifests = [data.manifest for run in runs for data in run.stages.values() if data.manifest is not None]
+    date = "not finished"
+    if manifests and not any(unfinished_stages(run.root) for run in runs):
+        last = datetime.datetime.fromisoformat(max(manifest.finished for manifest in manifests))
+        date = f"finished on {last.day} {last:%B %Y at %H:%M} UTC"
     return _template().render(
         title=" and ".join(run.name for run in runs),
-        date=_date(runs),
-        css=_text("page.css"),
-        js=_text("page.js"),
+        date=date,
         bundle=bundle,
         data=_script_json({"charts": specs, "replies": replies}),
         smoothing=SMOOTHING,
@@ -139,25 +134,10 @@ def page(runs: Sequence[RunData], bundle: str) -> str:
     )
 
 
-def _date(runs: Sequence[RunData]) -> str:
-    """When the last stage of the last run was finished; "not finished" if a stage of a run is not.
-
-    The same run gives the same page, whenever it is written.
-    """
-    manifests = [data.manifest for run in runs for data in run.stages.values() if data.manifest is not None]
-    if not manifests or any(unfinished_stages(run.root) for run in runs):
-        return "not finished"
-    last = datetime.datetime.fromisoformat(max(manifest.finished for manifest in manifests))
-    return f"finished on {last.day} {last:%B %Y at %H:%M} UTC"
-
-
 def _script_json(value: Any) -> str:
     """JSON that is safe inside a script element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-
-
-# ------------------------------------------------------------------------------------------- what is shown
 
 
 def run_charts(run: RunData) -> list[Chart]:
@@ -208,16 +188,12 @@ def _sections(runs: Sequence[RunData], charts: Sequence[Chart]) -> list[dict[str
 
 def replies_of(run: RunData) -> list[dict[str, Any]]:
     """The rows of the samples browser: a prompt with the replies of SFT and PPO."""
-    stage = run.stages.get("ppo")
-    if stage is None:
+    if (stage := run.stages.get("ppo")) is None:
         return []
     if rows := stage.evaluation.get("replies"):
         return [{"run": run.name, **row} for row in rows]
     examples = stage.own_evaluation.get("examples", [])
     return [{"run": run.name, "prompt": row["prompt"], "sft": row["sft"], "ppo": row["ppo"]} for row in examples]
-
-
-# ------------------------------------------------------------------------------------------- picture
 
 
 def picture(runs: Sequence[RunData]) -> dict[str, Any]:
@@ -236,16 +212,4 @@ def picture(runs: Sequence[RunData]) -> dict[str, Any]:
         for chart in chosen
     ]
     config = {"range": {"category": COLORS}, "view": {"stroke": None}, "mark": {"color": COLORS[0]}}
-    params = chosen[0].spec["params"] if chosen else []
-    shown = {"columns": 3, "concat": cells, "params": params, "config": config}
-    return {"$schema": SCHEMA, "background": "white", **shown}
-
-
-def _draw(spec: dict[str, Any], out: Path) -> None:
-    """Draw a specification as a PNG, with colours in place of the variables, which the page's style sheet defines."""
-    import vl_convert
-
-    text = json.dumps(spec)
-    for variable, color in PICTURE_COLORS.items():
-        text = text.replace(variable, color)
-    out.write_bytes(vl_convert.vegalite_to_png(text, scale=2))
+    return {"$schema": SCHEMA, "background": "white", "columns": 3, "concat": cells, "config": config}

@@ -71,53 +71,44 @@ class Progress:
         self.findings = ""
         self._longest = 0
 
+    def _pace(self) -> float:
+        return max(time.monotonic() - self.started, 1e-9) / max(self.done - self.done_before, 1)
+
     def rate(self) -> str:
         """Steps per second, or seconds per step, since this process started."""
-        elapsed, here = self._pace()
-        return f"{here / elapsed:.1f} {self.unit}s/s" if here >= elapsed else f"{elapsed / here:.1f} s/{self.unit}"
+        pace = self._pace()
+        return f"{1 / pace:.1f} {self.unit}s/s" if pace <= 1 else f"{pace:.1f} s/{self.unit}"
 
     def seconds_left(self) -> float | None:
         """Seconds until the last step at the average pace so far; None before the first step."""
         if self.done == self.done_before:
             return 0.0 if self.done == self.total else None
-        elapsed, here = self._pace()
-        return elapsed / here * (self.total - self.done)
-
-    def _pace(self) -> tuple[float, int]:
-        return max(time.monotonic() - self.started, 1e-9), max(self.done - self.done_before, 1)
+        return self._pace() * (self.total - self.done)
 
     def __rich_console__(self, console: rich.console.Console, options: ConsoleOptions) -> Iterable[Text]:
-        figures = [f"  {_cut(figure)}" for figure in (*self.figures, self.rate())]
+        width = options.max_width
+        shown = [one if len(one) <= LONGEST_FIGURE else f"{one[: LONGEST_FIGURE - 3]}..." for one in self.figures]
+        figures = [f"  {figure}" for figure in (*shown, self.rate())]
         counts = f"{self.done}/{self.total}  {clock(self.seconds_left())} left"
         # The bar never grows back when a figure becomes shorter, so that the text does not jump.
         self._longest = max(self._longest, len("".join([self.stage, counts, *figures[:MAIN_FIGURES]])) + 2)
-        line = self._bar(console, options, counts)
-        for figure in figures:
-            if line.cell_len + len(figure) > options.max_width:
-                break
-            line.append(figure)
-        if self.findings:
-            yield line
-            line = Text(f"health: {self.findings}", "yellow")
-        line.end = ""
-        yield line
-
-    def _bar(self, console: rich.console.Console, options: ConsoleOptions, counts: str) -> Text:
-        """Stage, bar, steps and time left."""
-        width = options.max_width
-        bar = BAR_WIDTH if width >= 100 else NARROW_BAR_WIDTH
-        bar = max(min(bar, width - self._longest), SHORTEST_BAR)
+        bar = max(min(BAR_WIDTH if width >= 100 else NARROW_BAR_WIDTH, width - self._longest), SHORTEST_BAR)
         bar = max(0, min(bar, width - len(self.stage) - len(counts) - 2))
         filled = round(bar * self.done / max(self.total, 1))
-        line = Text(no_wrap=True, overflow="crop")
-        line.append(self.stage, "bold")
-        line.append(" ")
         character = "-" if options.ascii_only else "━"
+        line = Text.assemble((self.stage, "bold"), " ", no_wrap=True, overflow="crop", end="")
         line.append(character * filled, "cyan")  # rich's own colour looks like an error
         # Without colours the rest of the bar would look like the filled part.
         has_colours = console.color_system is not None and not console.no_color and not options.ascii_only
         line.append((character if has_colours else " ") * (bar - filled), "bar.back")
-        return line.append(f" {counts}")
+        line.append(f" {counts}")
+        for figure in figures:
+            if line.cell_len + len(figure) > width:
+                break
+            line.append(figure)
+        yield line
+        if self.findings:
+            yield Text(f"\nhealth: {self.findings}", "yellow", end="")
 
 
 def clock(seconds: float | None) -> str:
@@ -130,10 +121,6 @@ def clock(seconds: float | None) -> str:
         return "-:--"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
-
-
-def _cut(figure: str) -> str:
-    return figure if len(figure) <= LONGEST_FIGURE else f"{figure[: LONGEST_FIGURE - 3]}..."
 
 
 class Display:
@@ -186,16 +173,14 @@ class Display:
 
     def recap(self, seen: Sequence[Seen]) -> None:
         """Print the health findings of the whole run and what to try."""
-        if self.quiet or not seen:
+        if not seen:
             return
         kinds = "1 kind of warning" if len(seen) == 1 else f"{len(seen)} kinds of warnings"
-        lines = [
-            f"  {one.name}, {one.when(unit_of(self.stage))}: {one.message.partition('. ')[0].removesuffix('.')}.\n"
-            f"    To try: {one.advice}"
-            for one in seen
-        ]
-        text = "\n".join([f"{self.stage}: this run had {kinds}:", *lines])
-        self._print(text, "yellow")
+        lines = [f"{self.stage}: this run had {kinds}:"]
+        for one in seen:
+            message = one.message.partition(". ")[0].removesuffix(".")
+            lines += [f"  {one.name}, {one.when(unit_of(self.stage))}: {message}.", f"    To try: {one.advice}"]
+        self._print("\n".join(lines), "yellow")
 
     def end(self) -> None:
         """Stop the live line, whether all steps are done or not."""
@@ -204,9 +189,7 @@ class Display:
             self._live = None
 
     def note(self, text: str) -> None:
-        """Print a line of information."""
-        if not self.quiet:
-            self._print(f"{self.stage}: {text}")
+        self._print(f"{self.stage}: {text}")
 
     def notes(self, *lines: str | None) -> None:
         """Print lines of information, each once; None and an empty line print nothing."""
@@ -221,8 +204,6 @@ class Display:
 
     def block(self, title: str, rows: list[tuple[str, str]]) -> None:
         """Print a title and labelled lines below it."""
-        if self.quiet:
-            return
         width = max(len(name) for name, _ in rows)
         self._print(f"{self.stage}: {title}")
         for name, line in rows:
@@ -230,9 +211,7 @@ class Display:
 
     def warn(self, text: str) -> None:
         """Print a warning, also when quiet; only the first process prints."""
-        if self.silent:
-            return
-        self._print(f"{self.stage}: warning: {text}", "yellow")
+        self._print(f"{self.stage}: warning: {text}", "yellow", is_silent=self.silent)
 
     def table(self, title: str, columns: list[str], rows: list[list[str]], *, text: Sequence[str] = ()) -> None:
         """Print a table. The first column and those named in `text` hold text, the others hold numbers.
@@ -257,8 +236,7 @@ class Display:
 
     def heading(self, text: str) -> None:
         """Print a line that begins a new part, after an empty line."""
-        if not self.quiet:
-            self._print(f"\n{self.stage}: {text}", "bold")
+        self._print(f"\n{self.stage}: {text}", "bold")
 
     def before_and_after(self, evaluation: dict[str, Any]) -> None:
         """Print the comparison of SFT and PPO from `evaluation.json`: figures and example replies."""
@@ -282,14 +260,14 @@ class Display:
 
         On a terminal the lines are wrapped and remain indented; elsewhere each is one line.
         """
-        if self.quiet:
-            return
         self._print(f"  {_one_line(prompt)}", "dim", hang=0)
         for name, reply in replies.items():
             self._print(f"    {name}> {_one_line(reply)}", hang=0)
 
-    def _print(self, text: str, style: str = "", *, hang: int = 2) -> None:
+    def _print(self, text: str, style: str = "", *, hang: int = 2, is_silent: bool | None = None) -> None:
         """Print lines. What a terminal wraps is indented like the line's beginning, and by `hang` columns more."""
+        if self.quiet if is_silent is None else is_silent:
+            return
         for line in text.split("\n"):
             body = Text(line.lstrip(" "), style)
             indent = len(line) - len(body)
@@ -304,11 +282,7 @@ def _one_line(text: str) -> str:
 
 
 def three_places(value: float) -> str:
-    """A figure with three decimal places; 0 without any, and without a sign.
-
-    >>> three_places(-1.5), three_places(-1e-7)
-    ('-1.500', '0')
-    """
+    """A figure with three decimal places; 0 without any, and without a sign."""
     return f"{value:.3f}" if abs(value) >= 0.0005 else "0"
 
 
@@ -327,14 +301,12 @@ def figures(metrics: dict[str, float]) -> list[str]:
     >>> figures({"loss/sft": 1.2345, "eval/loss": 1.5, "sft/learning_rate": 1e-3, "rm/accuracy": 0.75})
     ['loss 1.23', 'held-out 1.5', 'lr 0.001', 'accuracy 0.75']
     """
-    return [f"{label(name)} {_short(value)}" for name, value in metrics.items()]
+    return [
+        f"{label(name)} {value:.0f}" if abs(value) >= 1000 else f"{label(name)} {value:.3g}"
+        for name, value in metrics.items()
+    ]
 
 
 def label(name: str) -> str:
-    """What the screen calls a metric."""
     group, _, last = name.rpartition("/")
     return LABELS.get(name) or ("loss" if group == "loss" else LABELS.get(last, last))
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"

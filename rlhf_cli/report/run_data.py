@@ -37,18 +37,15 @@ class StageData:
     metrics: dict[str, tuple[list[float], list[float]]]
     """Name -> (steps, values) of METRICS; values that are not finite are left out."""
     findings: list[Seen]
-    """The kinds of health findings."""
     evaluations: list[dict[str, Any]]
     """See `evaluations_of`."""
     samples: list[dict[str, Any]]
-    """The last rows of `samples.jsonl`."""
     evaluation: dict[str, Any]
     """`<run>/eval/<stage>/evaluation.json` of `rlhf eval`; empty without it, or if it is older than the stage."""
     own_evaluation: dict[str, Any]
     """`evaluation.json` of the stage itself; empty without it."""
     manifest: Manifest | None
     config: str
-    """The resolved config as YAML."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,6 @@ class RunData:
     name: str
     stages: dict[str, StageData]
     color: str = COLORS[0]
-    """Its colour in all charts of the page."""
 
 
 def names_of(roots: Sequence[Path]) -> list[str]:
@@ -100,32 +96,30 @@ def read_run(root: Path, name: str) -> RunData:
     """The run at `root`. Raises ArtifactError if it has no stage with metrics."""
     if not root.is_dir():
         raise ArtifactError(f"{root}: no such directory. Give the `artifacts` directory of your configs")
-    stages = {stage: data for stage in STAGES if (data := _read_stage(root, stage)) is not None}
+    stages = {}
+    for stage in STAGES:
+        # The files of the finished stage, or else of the one that is being built.
+        finished, partial = stage_directory(root, stage), partial_directory(root, stage)
+        directory = finished if (finished / "metrics.jsonl").is_file() else partial
+        if not (directory / "metrics.jsonl").is_file():
+            continue
+        config = directory / "config.yaml"
+        stages[stage] = StageData(
+            stage=stage,
+            directory=directory,
+            metrics=curves(rows_of(directory / "metrics.jsonl"), METRICS),
+            findings=findings_of(directory),
+            evaluations=evaluations_of(directory),
+            samples=list(deque(rows_of(directory / "samples.jsonl"), MOST_SAMPLES)),
+            evaluation=evaluation_of(root, stage, directory),
+            own_evaluation=read_object(directory / "evaluation.json"),
+            manifest=read_manifest_or_none(directory),
+            config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
+        )
     if not stages:
         ended = "".join(f"; {text}" for state, text in unfinished_stages(root) if state.name == "failed")
         raise ArtifactError(f"{root}: no stage has metrics yet{ended}. `rlhf status {root}` shows what is there")
     return RunData(root, name, stages)
-
-
-def _read_stage(root: Path, stage: str) -> StageData | None:
-    """A stage's files: of the finished stage, or else of the one that is being built. None without metrics."""
-    finished, partial = stage_directory(root, stage), partial_directory(root, stage)
-    directory = finished if (finished / "metrics.jsonl").is_file() else partial
-    if not (directory / "metrics.jsonl").is_file():
-        return None
-    config = directory / "config.yaml"
-    return StageData(
-        stage=stage,
-        directory=directory,
-        metrics=curves(rows_of(directory / "metrics.jsonl"), METRICS),
-        findings=findings_of(directory),
-        evaluations=evaluations_of(directory),
-        samples=list(deque(rows_of(directory / "samples.jsonl"), MOST_SAMPLES)),
-        evaluation=evaluation_of(root, stage, directory),
-        own_evaluation=read_object(directory / "evaluation.json"),
-        manifest=read_manifest_or_none(directory),
-        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
-    )
 
 
 def evaluation_of(root: Path, stage: str, directory: Path) -> dict[str, Any]:

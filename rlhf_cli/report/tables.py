@@ -12,8 +12,6 @@ from rlhf_cli.report.run_data import RunData, StageData
 from rlhf_cli.run.artifacts import Manifest, flat
 
 TITLES = {"sft": "SFT", "rm": "Reward model", "ppo": "PPO"}
-INTERVAL = {"value": "", "low": "_low95", "high": "_high95"}
-"""Parts of a figure of `rlhf eval`, and how the name of a metric with this part ends."""
 SIDES = {
     "sft": {"before": "before", "figures": "SFT", "difference": "difference"},
     "rm": {"figures": "value", "chance": "chance"},
@@ -34,7 +32,6 @@ Table = dict[str, Any]
 
 
 def show(found: Mapping[str, Any]) -> str:
-    """A figure of evaluation.json as text."""
     return str(Figure.of(found))
 
 
@@ -79,11 +76,16 @@ def tables_of(data: StageData) -> list[Table]:
     found, tables = data.evaluation, []
     sides = {label: found[key] for key, label in SIDES[data.stage].items() if key in found}
     if sides:
-        tables.append(_columns("Figures", sides))
+        rows = [
+            [readable(name), *cells(name, [Figure.of(side[name]) if name in side else None for side in sides.values()])]
+            for name in dict.fromkeys(name for side in sides.values() for name in side)
+        ]
+        tables.append(_table("Figures", ["", *sides], rows))
     for title, group in found.get("groups", {}).items():
         rules = found.get("groups_longer_wins", {}).get(title)
-        baseline = {} if rules is None else {"chance": "0.50", "longer wins": {n: f["value"] for n, f in rules.items()}}
-        tables.append(_groups(f"Accuracy by {title}", "accuracy", group, baseline))
+        longer = {} if rules is None else {name: figure["value"] for name, figure in rules.items()}
+        baselines = {} if rules is None else {"chance": dict.fromkeys(group, 0.5), "longer wins": longer}
+        tables.append(_groups(f"Accuracy by {title}", "accuracy", group, baselines))
     for title, group in found.get("error_groups", {}).items():
         tables.append(_groups(f"Absolute error by {title}", "error", group, {}))
     if scores := found.get("distributions"):
@@ -91,73 +93,55 @@ def tables_of(data: StageData) -> list[Table]:
         rows = [[side, *(f"{row[name]:.2f}" for name in heads), f"{row['rows']:,.0f}"] for side, row in scores.items()]
         tables.append(_table("Raw scores of answers, and of samples of the policies", ["", *heads, "rows"], rows))
     if bench := found.get("bench"):
-        tables.append(
-            _groups(f"Benchmark {bench['file']}", "score", bench["figures"], {"chance": bench["chance"]}, "subset")
-        )
-    tables += _along(data)
+        chance = {"chance": bench["chance"]}
+        tables.append(_groups(f"Benchmark {bench['file']}", "score", bench["figures"], chance, "subset"))
+    if points := data.evaluations:  # score, gold and KL at the evaluations of a run, with their intervals
+        keys = {"score": "score_mean", "gold": "gold", "KL, nats": "kl"}
+        heads = [head for head, key in keys.items() if key in points[0]]
+        rows = [[f"{point['step']:,}", *(_metric(point, keys[head]) for head in heads)] for point in points]
+        tables.append(_table("Along the run, held-out prompts", ["iteration", *heads], rows))
     if "win_rate" in found:
         rows = [[readable(name), show(figure)] for name, figure in found["win_rate"].items()]
         tables.append(_table("How often PPO's reply is better than SFT's", ["by", "win rate"], rows))
     if "alignment_tax" in found:
         rows = [["loss on SFT's held-out rows", show(found["alignment_tax"])]]
         tables.append(_table("Alignment tax", ["", "PPO minus SFT, nats"], rows))
-    return tables + (_best_of_n(found["best_of_n"]) if found.get("best_of_n") else [])
+    if not (best := found.get("best_of_n")):
+        return tables
+    own, names = best["ppo"], ["score", "gold"] if "gold" in best["rows"][0] else ["score"]
+    if same := best.get("at_ppo_kl"):
+        sides = {f"best of {same['n']:.0f}": same["best_of_n"], "PPO": same["ppo"], "difference": same["difference"]}
+        rows = [[name, *(show(side[name]) for side in sides.values())] for name in same["ppo"]]
+        title = f"PPO and best-of-n at PPO's KL on the same prompts, {own['kl']:.2f} nats"
+        tables.append(_table(title, ["", *sides], rows))
+    rows = [[f"best of {row['n']}", *(show(row[name]) for name in names), f"{row['kl']:.2f}"] for row in best["rows"]]
+    rows.append(["PPO", *(f"{own[name]:.2f}" for name in [*names, "kl"])])
+    number, every = best["prompts"], best.get("of_prompts", best["prompts"])
+    which = f"{number} of the {every} prompts" if number < every else f"{number} prompts"
+    return [*tables, _table(f"Best-of-n of the SFT model, {which}", ["", *names, "KL, nats"], rows)]
 
 
 def _table(title: str, head: list[str], rows: list[list[str]]) -> Table:
     return {"title": title, "head": head, "rows": rows}
 
 
-def _columns(title: str, sides: Mapping[str, Mapping[str, Any]]) -> Table:
-    """A row per figure, a column per side."""
-    names = dict.fromkeys(name for side in sides.values() for name in side)
-    rows = [
-        [readable(name), *cells(name, [Figure.of(side[name]) if name in side else None for side in sides.values()])]
-        for name in names
-    ]
-    return _table(title, ["", *sides], rows)
-
-
-def _groups(title: str, head: str, group: dict[str, Any], baselines: dict[str, Any], of: str = "") -> Table:
+def _groups(
+    title: str, head: str, group: Mapping[str, Any], baselines: Mapping[str, Mapping[str, float]], of: str = ""
+) -> Table:
     """A row per group of rows: its figure, what simple rules reach in it, and its number of rows."""
-
-    def cell(baseline: str | dict[str, float], name: str) -> str:
-        if isinstance(baseline, str):
-            return baseline
-        return f"{baseline[name]:.2f}" if name in baseline else ""
-
     rows = [
-        [name, show(figure), *(cell(one, name) for one in baselines.values()), f"{figure.get('rows', 0):,}"]
+        [
+            name,
+            show(figure),
+            *(f"{rule[name]:.2f}" if name in rule else "" for rule in baselines.values()),
+            f"{figure.get('rows', 0):,}",
+        ]
         for name, figure in group.items()
     ]
     return _table(title, [of, head, *baselines, "rows"], rows)
 
 
-def _along(data: StageData) -> list[Table]:
-    """Score, gold and KL at the evaluations of a run, with their intervals."""
-    keys = {"score": "score_mean", "gold": "gold", "KL, nats": "kl"}
-    points = data.evaluations
-    heads = {head: key for head, key in keys.items() if points and key in points[0]}
-
-    def cell(point: dict[str, Any], key: str) -> str:
-        parts = {name: point[key + end] for name, end in INTERVAL.items() if key + end in point}
-        return Figure.of(parts).text(2) if key in point else ""
-
-    rows = [[f"{point['step']:,}", *(cell(point, key) for key in heads.values())] for point in points]
-    return [_table("Along the run, held-out prompts", ["iteration", *heads], rows)] if rows else []
-
-
-def _best_of_n(best: dict[str, Any]) -> list[Table]:
-    """PPO beside best-of-n: at the same KL, and beside each n."""
-    own, tables = best["ppo"], []
-    if same := best.get("at_ppo_kl"):
-        sides = {f"best of {same['n']:.0f}": same["best_of_n"], "PPO": same["ppo"], "difference": same["difference"]}
-        rows = [[name, *(show(side[name]) for side in sides.values())] for name in same["ppo"]]
-        title = f"PPO and best-of-n at PPO's KL on the same prompts, {own['kl']:.2f} nats"
-        tables.append(_table(title, ["", *sides], rows))
-    names = ["score", "gold"] if "gold" in best["rows"][0] else ["score"]
-    rows = [[f"best of {row['n']}", *(show(row[name]) for name in names), f"{row['kl']:.2f}"] for row in best["rows"]]
-    rows.append(["PPO", *(f"{own[name]:.2f}" for name in [*names, "kl"])])
-    number, every = best["prompts"], best.get("of_prompts", best["prompts"])
-    which = f"{number} of the {every} prompts" if number < every else f"{number} prompts"
-    return [*tables, _table(f"Best-of-n of the SFT model, {which}", ["", *names, "KL, nats"], rows)]
+def _metric(row: Mapping[str, Any], key: str) -> str:
+    """A metric with the ends of its interval, which are metrics of their own; "" without it."""
+    ends = {end: row[f"{key}_{end}95"] for end in ("low", "high") if f"{key}_{end}95" in row}
+    return Figure.of({"value": row[key], **ends}).text(2) if key in row else ""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rlhf_cli.health.baselines import held_out_verdict
 from rlhf_cli.report.charts import path_points
 from rlhf_cli.report.figure import Figure, as_metrics
-from rlhf_cli.report.run_data import RunData, StageData
+from rlhf_cli.report.run_data import RunData
 from rlhf_cli.report.tables import show
 
 
@@ -23,59 +21,48 @@ def headline(run: RunData) -> str:
         name = "gold" if "gold" in found["difference"] else "score"
         change, kl = found["difference"][name], found["ppo"]["kl"]["value"]
         before, after = (found[side][name]["value"] for side in ("sft", "ppo"))
-        best = _beside_best_of_n(found.get("best_of_n", {}), name)
     elif "ppo" in own:
         name, key = ("gold", "gold") if "gold" in own["ppo"] else ("score", "score_mean")
-        before, after, kl, best = own["sft"][key], own["ppo"][key], own["ppo"]["kl"], ""
+        before, after, kl = own["sft"][key], own["ppo"][key], own["ppo"]["kl"]
         change = {"value": after - before}
     else:
         return ""
+    verb = "did not clearly change"
     if change.get("low", change["value"]) > 0:
         verb = "raised"
-    else:
-        verb = "lowered" if change.get("high", change["value"]) < 0 else "did not clearly change"
-    return f"PPO {verb} {name} from {before:.2f} to {after:.2f} at {kl:.1f} nats{best}."
-
-
-def _beside_best_of_n(best: dict[str, Any], name: str) -> str:
-    """PPO beside best-of-n at the same KL, or else the n that reaches its score."""
+    elif change.get("high", change["value"]) < 0:
+        verb = "lowered"
+    sentence = f"PPO {verb} {name} from {before:.2f} to {after:.2f} at {kl:.1f} nats"
+    best = found.get("best_of_n", {})
     same = best.get("at_ppo_kl", {})
-    if change := same.get("difference", {}).get(name):
+    if beside := same.get("difference", {}).get(name):  # at the same KL
         n = f"best-of-{same['n']:.0f}"
-        if "low" in change and change["low"] > 0:
-            return f", more than {n}"
-        return f"; {n} is {'better' if change.get('high', 0) < 0 else 'as good'}"
+        if "low" in beside and beside["low"] > 0:
+            return f"{sentence}, more than {n}."
+        return f"{sentence}; {n} is {'better' if beside.get('high', 0) < 0 else 'as good'}."
     if "n_for_ppo_score" not in best:
-        return ""
-    n = best["n_for_ppo_score"]
-    return f"; best-of-{n} reaches its score" if n else f"; best-of-{best['rows'][-1]['n']} does not reach its score"
+        return f"{sentence}."
+    n = best["n_for_ppo_score"] or best["rows"][-1]["n"]
+    return f"{sentence}; best-of-{n} {'reaches' if best['n_for_ppo_score'] else 'does not reach'} its score."
 
 
 def verdict(run: RunData) -> list[str]:
     """A sentence about each of SFT and RM, and one about PPO's way. `headline` says what PPO achieved."""
     found = []
-    for stage, sentence in (("sft", _sft_verdict), ("rm", _rm_verdict)):
-        if stage in run.stages and (text := sentence(run.stages[stage])):
-            found.append(text)
-    return [*found, path] if (path := _path_verdict(run)) else found
-
-
-def _sft_verdict(data: StageData) -> str:
-    figures = data.evaluation.get("figures", {})
-    if "loss" in figures:
-        accuracy = f", token accuracy {show(figures['token_accuracy'])}" if "token_accuracy" in figures else ""
-        return f"SFT: held-out loss {show(figures['loss'])} nats per token{accuracy}."
-    metrics = data.manifest.metrics if data.manifest is not None else {}
-    return f"SFT: held-out loss {metrics['eval/loss']:.3g} nats per token." if "eval/loss" in metrics else ""
-
-
-def _rm_verdict(data: StageData) -> str:
-    """The sentence of the RM stage, on the figures of `rlhf eval` or else on its own."""
-    metrics = data.manifest.metrics if data.manifest is not None else {}
-    if figures := data.evaluation.get("figures"):
-        metrics = as_metrics({name: Figure.of(figure) for name, figure in figures.items()})
-    is_known = "eval/accuracy" in metrics or {"eval/mse", "eval/target_variance"} <= metrics.keys()
-    return f"Reward model: {held_out_verdict(metrics)[0]}." if is_known else ""
+    if (data := run.stages.get("sft")) is not None:
+        figures, metrics = data.evaluation.get("figures", {}), data.manifest.metrics if data.manifest else {}
+        if "loss" in figures:
+            accuracy = f", token accuracy {show(figures['token_accuracy'])}" if "token_accuracy" in figures else ""
+            found.append(f"SFT: held-out loss {show(figures['loss'])} nats per token{accuracy}.")
+        elif "eval/loss" in metrics:
+            found.append(f"SFT: held-out loss {metrics['eval/loss']:.3g} nats per token.")
+    if (data := run.stages.get("rm")) is not None:  # on the figures of `rlhf eval` or else on its own
+        metrics = data.manifest.metrics if data.manifest else {}
+        if figures := data.evaluation.get("figures"):
+            metrics = as_metrics({name: Figure.of(figure) for name, figure in figures.items()})
+        if "eval/accuracy" in metrics or {"eval/mse", "eval/target_variance"} <= metrics.keys():
+            found.append(f"Reward model: {held_out_verdict(metrics)[0]}.")
+    return [*found, *filter(None, [_path_verdict(run)])]
 
 
 def _path_verdict(run: RunData) -> str:
