@@ -9,6 +9,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,11 +33,10 @@ from rlhf_cli.run.artifacts import (
     Manifest,
     partial_directory,
     read_manifest,
-    set_aside_directory,
     stage_directory,
 )
 from rlhf_cli.run.checkpoint_files import checkpoints_directory, damage_of, list_checkpoints
-from rlhf_cli.run.lock import lock_path, owner_of
+from rlhf_cli.run.lock import owner_of
 from rlhf_cli.run.state import what_changed
 
 NAMES_SHOWN = 5
@@ -79,19 +79,19 @@ def doctor(
 def _lines(directory: Path | None) -> Iterator[Result]:
     yield from versions()
     yield from machine()
-    yield disk(directory)
+    yield disk(directory or Path.cwd())
     if directory is None:
         return
     if (directory / MANIFEST).exists():
-        name = directory.resolve().name
-        yield from finished(directory, name)
-        if name in STAGES:
-            yield from unfinished(directory.resolve().parent, name)
+        stage = directory.resolve()
+        yield from finished(directory, stage.name)
+        if stage.name in STAGES:
+            yield from unfinished(stage.parent, stage.name)
         return
     seen = 0
-    for stage in STAGES:
-        built = stage_directory(directory, stage)
-        lines = [*(finished(built, stage) if built.is_dir() else ()), *unfinished(directory, stage)]
+    for name in STAGES:
+        built = stage_directory(directory, name)
+        lines = [*(finished(built, name) if built.is_dir() else ()), *unfinished(directory, name)]
         seen += len(lines)
         yield from lines
     if not seen:
@@ -106,17 +106,19 @@ def names(items: Sequence[str]) -> str:
     return ", ".join(items[:NAMES_SHOWN]) + more
 
 
+# --------------------------------------------------------------------------------------------- the machine
+
+
 def versions() -> Iterator[Result]:
     """Python and the packages that rlhf requires. Imports none of them and downloads nothing."""
+    from packaging.specifiers import SpecifierSet
+
     python = platform.python_version()
     try:
         metadata = importlib.metadata.metadata("rlhf-cli")
     except importlib.metadata.PackageNotFoundError:
-        yield ok("python", python)
         yield warning("packages", "rlhf-cli is not installed, so the required versions are unknown")
         return
-    from packaging.specifiers import SpecifierSet
-
     required = metadata["Requires-Python"]
     if SpecifierSet(required or "").contains(python, prereleases=True):
         yield ok("python", python)
@@ -159,7 +161,12 @@ def machine() -> Iterator[Result]:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         yield problem("torch", f"cannot be imported ({reason[0][:300]}). Install it again")
         return
-    yield ok("device", f"cpu: {_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {num_cores()} cores")
+    processor = platform.machine()
+    with contextlib.suppress(OSError):
+        about = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        if model := re.search(r"^model name\s*: *(.+?) *$", about, re.MULTILINE):
+            processor = model[1]
+    yield ok("device", f"cpu: {processor}, {torch.backends.cpu.get_cpu_capability()}, {num_cores()} cores")
     for number in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(number)
         major, minor = torch.cuda.get_device_capability(number)
@@ -169,29 +176,15 @@ def machine() -> Iterator[Result]:
         yield warning("device", f"an NVIDIA driver is loaded, but torch {torch.__version__} finds no GPU")
 
 
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def disk(directory: Path | None) -> Result:
+def disk(directory: Path) -> Result:
     """The free space, and whether stages can be run in the directory."""
-    location = directory if directory is not None else Path.cwd()
-    text = f"{size(shutil.disk_usage(location).free)} free at {location}"
-    if not os.access(location, os.W_OK):
+    text = f"{size(shutil.disk_usage(directory).free)} free at {directory}"
+    if not os.access(directory, os.W_OK):
         return warning("disk", f"{text}, which is not writable: you can inspect it, but not run a stage")
     return ok("disk", text)
 
 
 # ---------------------------------------------------------------------------------------------- stages
-
-NOT_SAFETENSORS = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npz", ".h5", ".msgpack", ".gguf"}
-OUTSIDE = "its manifest names files outside the directory, which were not read"
-LINKS = "files were replaced by links, which were not followed"
-MISSING, CHANGED = "missing", "modified after they were written"
 
 
 def finished(directory: Path, stage: str) -> Iterator[Result]:
@@ -218,36 +211,30 @@ def finished(directory: Path, stage: str) -> Iterator[Result]:
 
 
 def files(directory: Path, digests: Mapping[str, str], stage: str) -> Iterator[Result]:
-    """Check the files of a directory against their digests. Names that lead outside it, and links, are not followed."""
-    there = [
-        (Path(parent) / name).relative_to(directory)
-        for parent, folders, names in os.walk(directory)
-        for name in [*names, *(n for n in folders if (Path(parent) / n).is_symlink())]
-    ]
-    links = {path for path in there if (directory / path).is_symlink()}
-    wrong: dict[str, list[str]] = {OUTSIDE: [], LINKS: [], MISSING: [], CHANGED: []}
+    """Check the files of a directory against their digests. Reads nothing outside it, and follows no link."""
+    there = {
+        path.relative_to(directory).as_posix(): path
+        for parent, folders, inside in os.walk(directory)
+        for path in map(Path(parent).joinpath, [*inside, *folders])
+        if path.is_symlink() or not path.is_dir()
+    }
+    missing, changed = [], []
     for name, digest in digests.items():
-        path = Path(name)
-        if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
-            wrong[OUTSIDE].append(name)
-        elif links & {path, *path.parents}:
-            wrong[LINKS].append(name)
-        elif not (directory / path).is_file():
-            wrong[MISSING].append(name)
+        path = there.get(name)
+        if path is None or path.is_symlink() or not path.is_file():
+            missing.append(name)
         elif path.suffix != ".md":  # you may edit a model card
             try:
-                wrong[CHANGED] += [name] * (digest_file(directory / path) != digest)
+                if digest_file(path) != digest:
+                    changed.append(name)
             except OSError as error:
-                wrong[CHANGED].append(f"{name} (cannot be read: {error.strerror})")
-    unwanted = {
-        "not written by the stage": sorted({path.as_posix() for path in there} - {*digests, MANIFEST}),
-        "not safetensors: rlhf does not read them, and programs that do may run code in them": [
-            path.as_posix() for path in there if path.suffix.lower() in NOT_SAFETENSORS
-        ],
-        "Python code, which rlhf does not run": [path.as_posix() for path in there if path.suffix == ".py"],
-    }
-    for result, found in ((problem, wrong), (warning, unwanted)):
-        yield from (result(stage, f"{directory}: {what}: {names(items)}") for what, items in found.items() if items)
+                changed.append(f"{name} (cannot be read: {error.strerror})")
+    if missing:
+        yield problem(stage, f"{directory}: missing, or replaced by a link: {names(missing)}")
+    if changed:
+        yield problem(stage, f"{directory}: modified after they were written: {names(changed)}")
+    if unwanted := sorted(there.keys() - {*digests, MANIFEST}):
+        yield warning(stage, f"{directory}: not written by the stage: {names(unwanted)}")
 
 
 def inputs(directory: Path, manifest: Manifest) -> Result:
@@ -255,69 +242,38 @@ def inputs(directory: Path, manifest: Manifest) -> Result:
     stage = manifest.stage
     try:
         config = load_stage_config(stage, directory / "config.yaml")
+        words = what_changed(config, manifest.identity, directory.absolute().parent)
     except ConfigError:
         why = "this version of rlhf cannot read its config.yaml, so it is unknown whether it is stale"
         return warning(stage, why)
-    try:
-        words = what_changed(config, manifest.identity, directory.absolute().parent)
     except OSError as error:
         return warning(stage, f"its data or inputs cannot be read ({error})")
     return warning(stage, words) if words else ok(stage, "its data and inputs are unchanged")
 
 
 def unfinished(root: Path, stage: str) -> Iterator[Result]:
-    """Check for a running process, an interrupted run and its checkpoints, and files left by a killed process."""
+    """Check for a running process, and an interrupted run and its checkpoints."""
     directory, partial = checkpoints_directory(root, stage), partial_directory(root, stage)
-    old, lock = set_aside_directory(root, stage), lock_path(root, stage)
-    is_lock = lock.is_file() and not lock.is_symlink()
-    owner = owner_of(root, stage) if is_lock else None
+    owner, checkpoints = owner_of(root, stage), list_checkpoints(directory)
     if owner is not None:
         yield ok(stage, f"running: {owner}")
-    elif is_lock:
-        yield ok(stage, f"{lock}: left by a process that has ended; the next run uses it")
-    elif lock.exists() or lock.is_symlink():
-        yield problem(stage, f"{lock}: is not a lock file of rlhf. Remove it")
-    if directory.is_dir() and (partial.is_dir() or owner is not None):
-        yield from _checkpoints(directory, stage, is_running=owner is not None)
-    elif directory.is_dir():
-        yield warning(stage, f"{directory}: left by a finished run, no longer needed. Remove it")
-    if owner is None and partial.is_dir() and not list_checkpoints(directory):
+    elif partial.is_dir() and not checkpoints:
         left = "left by a run that was stopped before its first checkpoint; the next run starts over"
         yield warning(stage, f"{partial}: {left}")
-    if old.is_dir() and stage_directory(root, stage).exists():
-        yield warning(stage, f"{old}: left by an interrupted publication; the next run removes it")
-    elif old.is_dir():
-        left = "the finished stage, set aside by an interrupted publication; the next run restores it"
-        yield warning(stage, f"{old}: {left}")
-
-
-def _checkpoints(directory: Path, stage: str, *, is_running: bool) -> Iterator[Result]:
+    elif directory.is_dir() and not partial.is_dir():
+        yield warning(stage, f"{directory}: left by a finished run, no longer needed. Remove it")
+        return
     good, damaged = [], []
-    for checkpoint in list_checkpoints(directory):
-        wrong = _damage(checkpoint)
+    for checkpoint in checkpoints:
+        wrong = damage_of(checkpoint) if checkpoint.is_dir() else "not a folder"
         if wrong is None:
             good.append(checkpoint.name)
-        elif not is_running or checkpoint.exists():  # else the running process removed it meanwhile
+        elif owner is None or checkpoint.exists():  # else the running process removed it meanwhile
             damaged.append(f"{checkpoint.name} ({wrong})")
-    if good and not is_running:
-        resumes = f"interrupted; the next run resumes from {good[-1]}, {len(good)} good checkpoints in {directory}"
-        yield ok(stage, resumes)
-    elif good:
-        yield ok(stage, f"{len(good)} good checkpoints, the newest {good[-1]}")
+    if good:
+        resumes = f"interrupted; the next run resumes from {good[-1]}, " if owner is None else ""
+        yield ok(stage, f"{resumes}{len(good)} good checkpoints in {directory}")
     if damaged and good:
         yield warning(stage, f"{directory}: damaged, not used: {names(damaged)}")
     elif damaged:
         yield problem(stage, f"{directory}: every checkpoint is damaged, the next run starts over: {names(damaged)}")
-    left = sorted(path.name for path in directory.glob(".*"))
-    if left and not is_running:
-        yield warning(stage, f"{directory}: temporary files, not used: {names(left)}")
-
-
-def _damage(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be used, or None. Opens regular files only, and follows no link."""
-    if checkpoint.is_symlink() or not checkpoint.is_dir():
-        return "not a folder"
-    for path in sorted(checkpoint.iterdir()):
-        if path.is_symlink() or not path.is_file():
-            return f"{path.name} is not a regular file"
-    return damage_of(checkpoint)

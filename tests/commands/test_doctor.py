@@ -8,8 +8,7 @@ import os
 import platform
 import re
 import shutil
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,9 @@ def test_problems_are_counted_and_the_exit_code_is_2(project: Path) -> None:
     assert code == 2
     assert stderr == "error: 2 problems, see above\n"
     assert sum(line.startswith("problem ") for line in lines) == 2
-    assert any(line.startswith("problem sft") and line.endswith("missing: model/config.json") for line in lines)
+    assert any(
+        line.startswith("problem sft") and line.endswith("replaced by a link: model/config.json") for line in lines
+    )
     assert any("modified after they were written: metrics.jsonl" in line for line in lines)
 
 
@@ -92,12 +93,7 @@ def test_the_directory_of_one_stage_anywhere(stage: Path, tmp_path: Path) -> Non
     for directory in (stage, Path(shutil.copytree(stage, tmp_path / "downloaded" / "a-model"))):
         code, lines, _ = examined(directory)
         assert code == 0
-        about = [line for line in lines if line.split()[1] == directory.name]
-        assert len([line for line in about if "all unchanged since they were written" in line]) == 1
-    (directory / "config.yaml").write_text("seed: 1\n")
-    code, lines, _ = examined(directory)
-    assert code == 2
-    assert any("modified after they were written: config.yaml" in line for line in lines)
+        assert sum(f"{directory.name}" in line and "all unchanged since" in line for line in lines) == 1
 
 
 def test_a_folder_of_runs_names_them(project: Path, tmp_path: Path) -> None:
@@ -160,66 +156,36 @@ def test_every_flipped_bit_and_every_missing_file_is_named(stage: Path) -> None:
             line = only(module.finished(stage, "sft"), "problem")
             assert line == f"{stage}: modified after they were written: {name}"
         path.unlink()
-        assert only(module.finished(stage, "sft"), "problem") == f"{stage}: missing: {name}"
+        assert only(module.finished(stage, "sft"), "problem").endswith(f"missing, or replaced by a link: {name}")
         path.write_bytes(content)
     assert words(module.finished(stage, "sft")) == ["ok", "ok"]
 
 
 def test_files_that_the_stage_did_not_write_are_named(stage: Path, tmp_path: Path) -> None:
-    for name in ("notes.txt", "model/pytorch_model.bin", "model/modeling.py"):
+    for name in ("notes.txt", "model/modeling.py", *(f"x{number}" for number in range(5))):
         (stage / name).write_text("")
     (stage / "elsewhere").symlink_to(tmp_path, target_is_directory=True)
     lines = list(module.finished(stage, "sft"))
     assert "problem" not in words(lines)
-    extra, pickles, code = [line.text for line in lines if line.word == "warning"]
-    assert "elsewhere, model/modeling.py, model/pytorch_model.bin, notes.txt" in extra
-    assert pickles.endswith("may run code in them: model/pytorch_model.bin")
-    assert code.endswith("Python code, which rlhf does not run: model/modeling.py")
+    assert only(lines, "warning").endswith("stage: elsewhere, model/modeling.py, notes.txt, x0, x1 and 3 more")
 
 
-def test_many_names_are_counted(stage: Path) -> None:
-    for number in range(8):
-        (stage / f"note{number}").write_text("")
-    assert only(module.finished(stage, "sft"), "warning").endswith("note0, note1, note2, note3, note4 and 3 more")
-
-
-opened: list[str] = []
-
-
-def note_opened(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "open" and isinstance(arguments[0], str | Path):
-        opened.append(str(arguments[0]))
-
-
-sys.addaudithook(note_opened)
-
-
-def test_names_that_lead_outside_the_stage_are_not_read(stage: Path, tmp_path: Path) -> None:
+def test_names_that_lead_outside_the_stage_and_links_are_not_read(stage: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret.txt"
     secret.write_text("not yours")
     (stage / "link.txt").symlink_to(secret)
     (stage / "folder").symlink_to(tmp_path, target_is_directory=True)
-    out = [
-        os.path.relpath(secret, stage),
-        str(secret),
-        "model/../../" + os.path.relpath(secret, stage.parent),
-        "..",
-        "",
-    ]
+    os.mkfifo(stage / "pipe")
+    names = ["../secret.txt", str(secret), "..", "", "a\0b", "link.txt", "folder/secret.txt", "pipe"]
     path = stage / "manifest.json"
     manifest = json.loads(path.read_text())
-    files = {name: digest_file(secret) for name in [*out, "a\0b", "link.txt", "folder/secret.txt"]}
-    path.write_text(json.dumps({**manifest, "files": manifest["files"] | files}))
-    opened.clear()
+    path.write_text(json.dumps({**manifest, "files": dict.fromkeys(names, digest_file(secret)) | manifest["files"]}))
     lines = list(module.finished(stage, "sft"))
-    assert opened, "the hook notes what is opened"
-    assert not [name for name in opened if "secret" in name or "link.txt" in name]
-    outside, links = [line.text for line in lines if line.word == "problem"]
-    assert "names files outside the directory" in outside
-    for name in out[:4]:
-        assert name in outside
-    assert links.endswith("files were replaced by links, which were not followed: link.txt, folder/secret.txt")
-    assert "not yours" not in str(lines)
+    missing = f"missing, or replaced by a link: {', '.join(names[:5])} and 3 more"
+    assert [line.text for line in lines if line.word == "problem"] == [f"{stage}: {missing}"]
+    path.unlink()
+    os.mkfifo(path)
+    assert "has no manifest.json" in only(module.finished(stage, "sft"), "problem")
 
 
 @pytest.mark.parametrize(
@@ -236,11 +202,6 @@ def test_a_manifest_with_values_of_wrong_types_is_a_problem(stage: Path, change:
     assert line.word == "problem"
     assert line.text.startswith(f"{path}: ")
     assert line.text.endswith(". Run the stage again with --restart")
-
-
-def test_a_stage_directory_without_a_manifest_is_a_problem(stage: Path) -> None:
-    (stage / "manifest.json").unlink()
-    assert "has no manifest.json" in only(module.finished(stage, "sft"), "problem")
 
 
 def test_changed_and_missing_data_of_a_stage(stage: Path, project: Path) -> None:
@@ -292,17 +253,6 @@ def test_checkpoints_good_and_damaged(tmp_path: Path) -> None:
     assert "every checkpoint is damaged" in only(module.unfinished(tmp_path, "sft"), "problem")
 
 
-def test_a_checkpoint_behind_a_link_is_not_followed(tmp_path: Path) -> None:
-    good = checkpoint(tmp_path, "sft", 10)
-    state = good / "state.safetensors"
-    state.rename(tmp_path / "elsewhere")
-    state.symlink_to(tmp_path / "elsewhere")
-    assert "state.safetensors is not a regular file" in only(module.unfinished(tmp_path, "sft"), "problem")
-    shutil.rmtree(good)
-    good.symlink_to(tmp_path, target_is_directory=True)
-    assert "not a folder" in only(module.unfinished(tmp_path, "sft"), "problem")
-
-
 def test_the_running_process_is_named(tmp_path: Path) -> None:
     assert list(module.unfinished(tmp_path, "sft")) == []
     lock = Lock(tmp_path, "sft")
@@ -310,52 +260,13 @@ def test_the_running_process_is_named(tmp_path: Path) -> None:
     assert only(module.unfinished(tmp_path, "sft"), "ok").startswith(f"running: process {os.getpid()} on ")
     checkpoint(tmp_path, "sft", 10)
     lines = [line.text for line in module.unfinished(tmp_path, "sft")]
-    assert lines[1] == "1 good checkpoints, the newest step-00000010"
+    assert lines[1] == f"1 good checkpoints in {tmp_path / '.sft.checkpoints'}"
     lock.release()
-    (tmp_path / ".sft.lock").write_text('{"pid": 1, "host": "x", "since": "y"}')
-    assert "left by a process that has ended" in next(line.text for line in module.unfinished(tmp_path, "sft"))
-
-
-def leftovers(run: Path) -> Iterator[tuple[str, str]]:
-    (run / ".sft.partial").mkdir()
-    yield "warning", "stopped before its first checkpoint"
-    shutil.rmtree(run / ".sft.partial")
-    shutil.copytree(run / "sft", run / ".sft.old")
-    yield "warning", "left by an interrupted publication"
-    (run / "sft").rename(run / "moved")
-    yield "warning", "the next run restores it"
-    (run / "moved").rename(run / "sft")
-    shutil.rmtree(run / ".sft.old")
-    checkpoint(run, "sft", 2)
-    (run / ".sft.partial").rmdir()
-    yield "warning", "left by a finished run"
-    (run / ".sft.partial").mkdir()
-    (run / ".sft.checkpoints" / ".step-00000003.writing").mkdir()
-    yield "warning", "temporary files, not used: .step-00000003.writing"
-    shutil.rmtree(run / ".sft.checkpoints" / ".step-00000003.writing")
-    (run / ".sft.lock").symlink_to(run / "sft" / "config.yaml")
-    yield "problem", "is not a lock file of rlhf"
-
-
-def test_the_leftovers_of_a_killed_process(project: Path) -> None:
-    run = project / "run"
-    for word, text in leftovers(run):
-        assert text in only(module.unfinished(run, "sft"), word)
-
-
-def test_a_named_pipe_instead_of_a_file_does_not_block(stage: Path) -> None:
-    for path in (stage / "manifest.json", stage / "config.yaml", stage / "model" / "model.safetensors"):
-        content = path.read_bytes()
-        path.unlink()
-        os.mkfifo(path)
-        assert "problem" in words(module.finished(stage, "sft"))
-        module.disk(stage.parent)
-        path.unlink()
-        path.write_bytes(content)
-    run = stage.parent
-    os.mkfifo(checkpoint(run, "sft", 3) / "pipe")
-    os.mkfifo(run / ".sft.lock")
-    assert words(module.unfinished(run, "sft")) == ["problem", "problem"]
+    shutil.rmtree(tmp_path / ".sft.partial")
+    assert "left by a finished run" in only(module.unfinished(tmp_path, "sft"), "warning")
+    shutil.rmtree(tmp_path / ".sft.checkpoints")
+    (tmp_path / ".sft.partial").mkdir()
+    assert "stopped before its first checkpoint" in only(module.unfinished(tmp_path, "sft"), "warning")
 
 
 def test_lines_break_between_words_on_a_terminal(monkeypatch, capsys) -> None:
