@@ -152,9 +152,9 @@ def prepared(task: str, path: Path, tokenizer: Path) -> Callable[[], object]:
     if task == "read":
         return lambda: sum(1 for _ in records(rows, "sft", Report()))
     if task.startswith("check"):
-        part = data_check.rows_of_source(source, "sft", max_length=MAX_LENGTH)
         with_tokens = str(tokenizer) if "tokens" in task else None
-        return lambda: data_check.check_data([part], with_tokens, as_json=True)
+        options = data_check.RowsOptions(str(path), "sft", tokenizer=with_tokens, max_length=MAX_LENGTH)
+        return lambda: data_check.data_check(options, as_json=True)
     loaded = load_tokenizer(str(tokenizer))
 
     spec = StageRows(rows, "sft", limits=LengthLimits(MAX_LENGTH))

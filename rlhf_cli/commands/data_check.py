@@ -56,9 +56,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# ----------------------------------------------------------------------------------------- which rows to read
-
-
 def rows_of_source(
     source: DataSource,
     for_: For,
@@ -77,23 +74,6 @@ def rows_of_source(
         limits=LengthLimits(max_length) if max_length is not None else None,
         length_key="--max-length",
     )
-
-
-def rows_of_config(path: Path, stage: str | None, overrides: Sequence[str]) -> tuple[list[StageRows], str | None]:
-    """What the stage of a config reads, and the path of its tokenizer if that is on this disk."""
-    config = load_stage_config(stage_of(path, stage), path, overrides)
-    found: list[StageRows | None] = []
-    if isinstance(config, PPOConfig):
-        found = [ppo_rows(config), ptx_rows(config)]
-    elif isinstance(config, RMConfig):
-        found = [rm_rows(config), probe_rows(config)]
-    elif isinstance(config, SFTConfig):
-        found = [sft_rows(config)]
-    model, _ = config.inputs.get("policy" if isinstance(config, PPOConfig) else "model", (None, None))
-    # A model made from scratch has a tokenizer once its stage is finished.
-    folder = Path(model_directory(model or config.stage_model(None, "sft")))
-    is_there = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    return [rows for rows in found if rows is not None], str(folder) if is_there else None
 
 
 @dataclass(frozen=True)
@@ -130,22 +110,34 @@ class RowsOptions:
         """
         if (self.path is None) == (self.config is None):
             raise ConfigError("give either SOURCE and --for, or --config")
-        if self.config is not None:
-            given = {"--key": self.keys, "--format": self.format, "--test": test, "--max-length": self.max_length}
-            for option, value in given.items():
-                if value is not None:
-                    raise ConfigError(f"{option}: does not go with --config. Change the file, or --set a key of it")
-            stage = "rm" if self.for_ == "rm-scores" else self.for_
-            parts, found = rows_of_config(self.config, stage, self.overrides or [])
-            return parts, self.tokenizer or found
-        if self.for_ is None:
-            raise ConfigError("--for: is missing, must be one of sft, rm, rm-scores, ppo: the stage to read for")
-        assert self.path is not None
-        source = SourceOptions(self.overrides, self.format, self.keys).source(self.path)
-        return [rows_of_source(source, self.for_, test=test, max_length=self.max_length)], self.tokenizer
-
-
-# -------------------------------------------------------------------------------------------- the command
+        if self.config is None:
+            if self.for_ is None:
+                raise ConfigError("--for: is missing, must be one of sft, rm, rm-scores, ppo: the stage to read for")
+            assert self.path is not None
+            source = SourceOptions(self.overrides, self.format, self.keys).source(self.path)
+            return [rows_of_source(source, self.for_, test=test, max_length=self.max_length)], self.tokenizer
+        given = {"--key": self.keys, "--format": self.format, "--test": test, "--max-length": self.max_length}
+        for option, value in given.items():
+            if value is not None:
+                raise ConfigError(f"{option}: does not go with --config. Change the file, or --set a key of it")
+        stage = stage_of(self.config, "rm" if self.for_ == "rm-scores" else self.for_)
+        config = load_stage_config(stage, self.config, self.overrides or [])
+        parts: list[StageRows | None]
+        if isinstance(config, PPOConfig):
+            parts = [ppo_rows(config), ptx_rows(config)]
+        elif isinstance(config, RMConfig):
+            parts = [rm_rows(config), probe_rows(config)]
+        else:
+            assert isinstance(config, SFTConfig)
+            parts = [sft_rows(config)]
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            model, _ = config.inputs.get("policy" if stage == "ppo" else "model", (None, None))
+            # A model made from scratch has a tokenizer once its stage is finished.
+            folder = Path(model_directory(model or config.stage_model(None, "sft")))
+            if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+                tokenizer = str(folder)
+        return [rows for rows in parts if rows is not None], tokenizer
 
 
 def data_check(
@@ -160,15 +152,7 @@ def data_check(
 
     Exit code 0: every row can be read. 1: some rows cannot. 2: the source or an option is wrong.
     """
-    check_data(*rows.read(test), as_json=as_json)
-
-
-def check_data(specs: Sequence[StageRows], tokenizer_path: str | None, *, as_json: bool) -> None:
-    """Read the rows of a stage and print what they are.
-
-    Raises RunError with the number of bad rows if there are any, and DataError for a source that cannot be read at all
-    or that the stage cannot use.
-    """
+    specs, tokenizer_path = rows.read(test)
     tokenizer = None
     if tokenizer_path is not None:
         from rlhf_cli.models.load import load_tokenizer
@@ -176,25 +160,24 @@ def check_data(specs: Sequence[StageRows], tokenizer_path: str | None, *, as_jso
         tokenizer_path = model_directory(tokenizer_path)
         tokenizer = load_tokenizer(tokenizer_path)
     console = new_console()
-    # A line with the count so far, on the error output of a terminal. It disappears at the end.
-    status = Console(stderr=True).status("reading")
-    check = Check(lambda number: status.update(f"{number:,} rows"))
+    check = Check()
     try:
-        with status:
+        # A line with the count so far, on the error output of a terminal. It disappears at the end.
+        with Console(stderr=True).status("reading") as status:
             for spec in specs:
                 encoder = encoder_of(spec, tokenizer, str(tokenizer_path)) if tokenizer is not None else None
-                check.count(spec, partial(in_tokens, encoder) if encoder is not None else in_words)
+                for number in check.count(spec, partial(in_tokens, encoder) if encoder is not None else in_words):
+                    status.update(f"{number:,} rows")
     except DataError:
         if not as_json:
-            print_bad_rows(console, check.bad, check.num_bad.total())
+            print_bad_rows(console, check.bad, check.num_bad)
         raise
-    found: dict[str, Any] = figures(check, specs, "words" if tokenizer is None else "tokens")
+    found: dict[str, Any] = figures(check, specs[0].purpose, "words" if tokenizer is None else "tokens")
     if as_json:
         say(json.dumps(found, indent=2))
     else:
         print_figures(console, found)
-    bad = check.num_bad.total()
-    if bad:
+    if bad := check.num_bad:
         raise RunError(f"{bad:,} bad row{'s' if bad > 1 else ''}. Fix or remove them, or set data.on_bad_row: skip")
 
 
@@ -206,6 +189,9 @@ MAX_EXAMPLES = 3
 """Places that are named of duplicates, of leaks and of other rows to look at."""
 CHUNK = 1000
 """Rows that are measured together."""
+PERCENTILES = (1, 10, 50, 90, 99)
+FEW_SCORES = 10
+"""Up to this many different scores count as labels, and each is counted."""
 
 
 @dataclass
@@ -218,120 +204,10 @@ class Remarkable:
     example: str | None = None
 
     def add(self, where: str, example: str | None = None) -> None:
-        """Count a row."""
         self.rows += 1
         self.example = self.example or example
         if len(self.first) < MAX_EXAMPLES:
             self.first.append(where)
-
-
-@dataclass
-class Side:
-    """Counts and lengths of the rows of one side."""
-
-    read: int = 0
-    """Rows without the bad ones."""
-    lengths: dict[str, array[int]] = field(default_factory=dict)
-    digests: set[bytes] = field(default_factory=set)
-    """A hash of each different row."""
-    prompts: Counter[int] = field(default_factory=Counter)
-    """The hash of each prompt that is not empty, with its number of different rows."""
-    places: list[tuple[int, str]] = field(default_factory=list)
-    """(hash of the prompt, place) of each held-out row with a prompt."""
-    scores: array[float] = field(default_factory=lambda: array("d"))
-    num_answers: Counter[int] = field(default_factory=Counter)
-    """Rankings by their number of answers."""
-    empty_prompts: int = 0
-    too_long: int = 0
-    too_short: int = 0
-    chosen_longer: int = 0
-    equally_long: int = 0
-    longer_wins: float = 0.0
-    duplicates: Remarkable = field(default_factory=Remarkable)
-    special: Remarkable = field(default_factory=Remarkable)
-    """Rows with special tokens in their own text."""
-    glued: Remarkable = field(default_factory=Remarkable)
-    """Rows whose prompt and answer meet without a space."""
-
-    def register(self, record: Record, *, is_new: bool, is_held_out: bool) -> None:
-        """Count a row's prompt, and the row as a duplicate unless it is new."""
-        key = record.key.strip()
-        self.empty_prompts += not record.prompt.strip()
-        if not is_new:
-            self.duplicates.add(record.where)
-        elif key:
-            self.prompts[hash(key)] += 1
-        if is_held_out and key:
-            self.places.append((hash(key), record.where))
-
-    def add(self, seen: Record, measured: Measured, spec: StageRows) -> None:
-        """Count the lengths of a row, and what is remarkable about its texts."""
-        if measured.special_token is not None:
-            self.special.add(seen.where, measured.special_token)
-        if (pair := next(filter(None, _glued(seen, spec)), None)) is not None:
-            self.glued.add(seen.where, pair)
-        self._length("prompt", measured.prompt)
-        totals = [measured.prompt + length for length in measured.answers] or [measured.prompt]
-        if measured.answers:
-            self._length("whole", max(totals))
-        if spec.limits is not None:
-            # A ranking is skipped as a whole, scored answers one by one.
-            each = spec.purpose == "rm scores"
-            long = sum(length > spec.limits.max_length for length in totals)
-            short = sum(length < spec.limits.min_response_length for length in measured.answers)
-            self.too_long += long if each else bool(long)
-            self.too_short += short if each else bool(short)
-        self.scores.extend(seen.scores)
-        if spec.purpose == "rm pairs":
-            self._compare(measured.answers)
-            self.num_answers[len(measured.answers)] += 1
-        else:
-            for length in measured.answers:
-                self._length("answer", length)
-
-    def _compare(self, lengths: Sequence[int]) -> None:
-        """Count whether the better answers of a ranking are the longer ones."""
-        chosen, rejected = lengths[0], lengths[-1]
-        self._length("chosen", chosen)
-        self._length("rejected", rejected)
-        self.chosen_longer += chosen > rejected
-        self.equally_long += chosen == rejected
-        self.longer_wins += longer_wins(lengths)
-
-    def _length(self, name: str, length: int) -> None:
-        self.lengths.setdefault(name, array("i")).append(length)
-
-    def length_bias(self) -> dict[str, float]:
-        """How often the preferred answer is the longer one. A ranking's pairs are not independent: it is one trial."""
-        n = sum(self.num_answers.values())
-        low, high = wilson_interval(self.longer_wins, n)
-        return {
-            "chosen_longer": self.chosen_longer / n,
-            "as_long": self.equally_long / n,
-            "mean_chosen": sum(self.lengths["chosen"]) / n,
-            "mean_rejected": sum(self.lengths["rejected"]) / n,
-            "longer_is_right": self.longer_wins / n,
-            "low95": low,
-            "high95": high,
-        }
-
-    def leaks(self, train: Side) -> dict[str, Any]:
-        """The held-out rows whose prompt is in a training row too."""
-        leaking = [(key, where) for key, where in self.places if key in train.prompts]
-        first = [where for _, where in leaking[:MAX_EXAMPLES]]
-        return {"rows": len(leaking), "prompts": len({key for key, _ in leaking}), "first": first}
-
-
-def _glued(seen: Record, spec: StageRows) -> Iterator[str | None]:
-    """`words.glued` of the prompt, as its template writes it, and each answer. A chat template separates the two."""
-    if seen.messages or spec.template == "chat":
-        return
-    before, _, after = (spec.template or "{prompt}").partition("{prompt}")
-    for answer in seen.texts:
-        yield glued(before + seen.prompt + after, answer)
-
-
-# ------------------------------------------------------------------------------------------- measures
 
 
 @dataclass(frozen=True)
@@ -347,14 +223,131 @@ class Measured:
     """A special token in the row's own text."""
 
 
+@dataclass
+class Side:
+    """Counts and lengths of the rows of one side."""
+
+    spec: StageRows
+    counts: Counter[str] = field(default_factory=Counter)
+    lengths: dict[str, array[int]] = field(default_factory=lambda: defaultdict(lambda: array("i")))
+    digests: set[bytes] = field(default_factory=set)
+    """A hash of each different row."""
+    prompts: Counter[int] = field(default_factory=Counter)
+    """The hash of each prompt that is not empty, with its number of different rows."""
+    places: list[tuple[int, str]] = field(default_factory=list)
+    """(hash of the prompt, place) of each held-out row with a prompt."""
+    scores: array[float] = field(default_factory=lambda: array("d"))
+    num_answers: Counter[int] = field(default_factory=Counter)
+    """Rankings by their number of answers."""
+    longer_wins: float = 0.0
+    duplicates: Remarkable = field(default_factory=Remarkable)
+    special_tokens: Remarkable = field(default_factory=Remarkable)
+    glued: Remarkable = field(default_factory=Remarkable)
+    """Rows whose prompt and answer meet without a space."""
+
+    def register(self, record: Record, *, is_new: bool, is_held_out: bool) -> None:
+        """Count a row's prompt, and the row as a duplicate unless it is new."""
+        key = record.key.strip()
+        self.counts["empty_prompts"] += not record.prompt.strip()
+        if not is_new:
+            self.duplicates.add(record.where)
+        elif key:
+            self.prompts[hash(key)] += 1
+        if is_held_out and key:
+            self.places.append((hash(key), record.where))
+
+    def add(self, seen: Record, measured: Measured) -> None:
+        """Count the lengths of a row, and what is remarkable about its texts."""
+        spec, answers = self.spec, measured.answers
+        if measured.special_token is not None:
+            self.special_tokens.add(seen.where, measured.special_token)
+        if not seen.messages and spec.template != "chat":  # a chat template separates prompt and answer
+            before, _, after = (spec.template or "{prompt}").partition("{prompt}")
+            meetings = (glued(before + seen.prompt + after, answer) for answer in seen.texts)
+            if (pair := next(filter(None, meetings), None)) is not None:
+                self.glued.add(seen.where, pair)
+        self.lengths["prompt"].append(measured.prompt)
+        totals = [measured.prompt + length for length in answers] or [measured.prompt]
+        if answers:
+            self.lengths["whole"].append(max(totals))
+        if spec.limits is not None:
+            long = sum(length > spec.limits.max_length for length in totals)
+            short = sum(length < spec.limits.min_response_length for length in answers)
+            # A ranking is skipped as a whole, scored answers one by one.
+            is_whole = spec.purpose != "rm scores"
+            self.counts["too_long"] += bool(long) if is_whole else long
+            self.counts["too_short"] += bool(short) if is_whole else short
+        self.scores.extend(seen.scores)
+        if spec.purpose != "rm pairs":
+            for length in answers:
+                self.lengths["answer"].append(length)
+            return
+        chosen, rejected = answers[0], answers[-1]
+        self.lengths["chosen"].append(chosen)
+        self.lengths["rejected"].append(rejected)
+        self.counts["chosen_longer"] += chosen > rejected
+        self.counts["as_long"] += chosen == rejected
+        self.longer_wins += longer_wins(answers)
+        self.num_answers[len(answers)] += 1
+
+    def figures(self, skipped: dict[str, int], used: int) -> dict[str, Any]:
+        """Everything that was found on this side, as `--json` prints it."""
+        import numpy as np
+
+        limits, counts = self.spec.limits, self.counts
+        times = [count for count in self.prompts.values() if count > 1]
+        found: dict[str, Any] = {
+            "read": counts["read"],
+            "bad": counts["bad"],
+            "skipped": skipped,
+            "used": used,
+            "duplicates": asdict(self.duplicates),
+            "prompts_of_several_rows": {"prompts": len(times), "rows": sum(times)},
+            "empty_prompts": counts["empty_prompts"],
+            "special_tokens": asdict(self.special_tokens),
+            "glued": asdict(self.glued),
+            "max_length": limits.max_length if limits is not None else None,
+            "too_long": counts["too_long"],
+            "min_response_length": limits.min_response_length if limits is not None else 0,
+            "too_short": counts["too_short"],
+            "lengths": {},
+        }
+        for name, lengths in self.lengths.items():
+            # For each percentage, the smallest length that this share of the rows does not exceed.
+            at = np.percentile(lengths, PERCENTILES, method="inverted_cdf")
+            shares = {f"p{p}": int(length) for p, length in zip(PERCENTILES, at, strict=True)}
+            found["lengths"][name] = {**shares, "max": max(lengths), "mean": sum(lengths) / len(lengths)}
+        if n := self.num_answers.total():
+            # A ranking's pairs are not independent: it is one trial.
+            low, high = wilson_interval(self.longer_wins, n)
+            found["length_bias"] = {
+                "chosen_longer": counts["chosen_longer"] / n,
+                "as_long": counts["as_long"] / n,
+                "mean_chosen": found["lengths"]["chosen"]["mean"],
+                "mean_rejected": found["lengths"]["rejected"]["mean"],
+                "longer_is_right": self.longer_wins / n,
+                "low95": low,
+                "high95": high,
+            }
+            found["answers_of_a_row"] = {str(n): self.num_answers[n] for n in sorted(self.num_answers)}
+        if scores := self.scores:
+            found["scores"] = {"number": len(scores), "mean": statistics.fmean(scores), "std": float(np.std(scores))}
+            labels = Counter(scores)
+            if len(labels) <= FEW_SCORES:
+                found["scores"]["counts"] = {f"{value:g}": labels[value] for value in sorted(labels)}
+            else:
+                middle = statistics.median_low(scores)
+                found["scores"] |= {"min": min(scores), "median": middle, "max": max(scores)}
+        return found
+
+
+# ------------------------------------------------------------------------------------------- measures
+
+
 def in_words(rows: Sequence[Record]) -> list[Measured]:
     """Lengths in words, separated by blanks. Length limits are in tokens, so no row is skipped for its length."""
     return [
-        Measured(
-            len(seen.prompt.split()),
-            [len(text.split()) for text in seen.texts],
-            kept=len(seen.scores) or 1,
-        )
+        Measured(len(seen.prompt.split()), [len(text.split()) for text in seen.texts], kept=len(seen.scores) or 1)
         for seen in rows
     ]
 
@@ -384,29 +377,24 @@ def encoder_of(rows: StageRows, tokenizer: PreTrainedTokenizerBase, path: str) -
     if rows.purpose in ("sft", "ppo"):
         require_eos(tokenizer, path)
         return DemonstrationEncoder(tokenizer, rows) if rows.purpose == "sft" else PromptEncoder(tokenizer, rows)
-    from rlhf_cli.data.answers import answer_encoder
-
-    reads_last_token = _reads_last_token(path, tokenizer)
-    if reads_last_token:
-        require_eos(tokenizer, path)
-    return answer_encoder(tokenizer, rows, reads_last_token=reads_last_token)
-
-
-def _reads_last_token(path: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a reward model on this backbone is causal. Its classifier is built without weights to find out."""
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
+    from rlhf_cli.data.answers import answer_encoder
     from rlhf_cli.models.heads import offer_classifier, reads_last_token
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         offer_classifier(type(config))
+        # Whether a reward model on this backbone is causal: its classifier is built without weights to find out.
         with torch.device("meta"):
-            return reads_last_token(AutoModelForSequenceClassification.from_config(config))
+            is_causal = reads_last_token(AutoModelForSequenceClassification.from_config(config))
     except (OSError, ValueError):
         # A tokenizer without a model: tokenizers of encoder models rarely have an EOS.
-        return tokenizer.eos_token_id is not None
+        is_causal = tokenizer.eos_token_id is not None
+    if is_causal:
+        require_eos(tokenizer, path)
+    return answer_encoder(tokenizer, rows, reads_last_token=is_causal)
 
 
 # ------------------------------------------------------------------------------------------- counts
@@ -415,52 +403,59 @@ def _reads_last_token(path: str, tokenizer: PreTrainedTokenizerBase) -> bool:
 class Check(Report):
     """Everything that `rlhf data check` counts. The sides are train, validation, test, probes and ptx."""
 
-    def __init__(self, progress: Callable[[int], object] = lambda _: None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.progress = progress
-        """Called now and then with the number of rows so far."""
-        self.sides: defaultdict[str, Side] = defaultdict(Side)
-        self.num_bad: Counter[str] = Counter()
-        self._role = "data"
+        self.sides: dict[str, Side] = {}
+        self.num_bad = 0
+        self._spec: StageRows
 
     def bad_row(self, data: Rows, side: str, error: DataError) -> None:  # noqa: ARG002
         """Count a bad row, whatever the stage would do about it."""
-        self.num_bad[self._name(side)] += 1
+        _, counted = self._side(side)
+        counted.counts.update(("read", "bad"))
+        self.num_bad += 1
         if len(self.bad) < MAX_BAD_ROWS:
             self.bad.append(str(error))
 
-    def _name(self, side: str) -> str:
-        return side if self._role == "data" else self._role.removeprefix("data.")
+    def _side(self, side: str) -> tuple[str, Side]:
+        """The name of a side of the rows that are being read, and its counts."""
+        name = side if self._spec.role == "data" else self._spec.role.removeprefix("data.")
+        if name not in self.sides:
+            self.sides[name] = Side(self._spec)
+        return name, self.sides[name]
 
-    def count(self, spec: StageRows, measure: Callable[[Sequence[Record]], list[Measured]]) -> None:
-        """Read the rows of a stage and count them. Raises DataError for a source that cannot be read at all."""
-        self._role = spec.role
-        # A weight above 1 would read the same rows again. Duplicates are counted here, see `_views`.
-        once = [source.model_copy(update={"weight": 1.0}) for source in spec.rows.train]
-        rows = spec.rows.model_copy(update={"train": once, "deduplicate": False})
-        for chunk in batched(self._views(spec, replace(spec, rows=rows)), CHUNK):
+    def count(self, spec: StageRows, measure: Callable[[Sequence[Record]], list[Measured]]) -> Iterator[int]:
+        """Read the rows of a stage and count them. Yields the number of rows so far now and then.
+
+        Raises DataError for a source that cannot be read at all.
+        """
+        self._spec = spec
+        for chunk in batched(self._views(spec), CHUNK):
             for (name, seen), measured in zip(chunk, measure([seen for _, seen in chunk]), strict=True):
-                self.sides[name].add(seen, measured, spec)
+                self.sides[name].add(seen, measured)
                 self.kept[name] += measured.kept
                 for skipped in measured.skipped:
                     self.skip(name, skipped.reason, skipped.needs)
-            self.progress(sum(side.read for side in self.sides.values()))
+            yield sum(side.counts["read"] for side in self.sides.values())
 
-    def _views(self, spec: StageRows, once: StageRows) -> Iterator[tuple[str, Record]]:
+    def _views(self, spec: StageRows) -> Iterator[tuple[str, Record]]:
         """(name of the side, row) of the rows that the stage would encode; the others are counted."""
-        for side, record in records(once, self):
-            name, digest = self._name(side), row_digest(record)
-            counts = self.sides[name]
-            is_new = digest not in counts.digests
-            counts.digests.add(digest)
+        # A weight above 1 would read the same rows again. Duplicates are counted here.
+        once = [source.model_copy(update={"weight": 1.0}) for source in spec.rows.train]
+        rows = spec.rows.model_copy(update={"train": once, "deduplicate": False})
+        for side, record in records(replace(spec, rows=rows), self):
+            name, counted = self._side(side)
+            digest = row_digest(record)
+            is_new = digest not in counted.digests
+            counted.digests.add(digest)
             try:
                 seen = spec.view(record, side)
             except DataError as error:
                 self.bad_row(spec.rows, side, error)
                 continue
-            counts.read += 1
+            counted.counts["read"] += 1
             if not isinstance(seen, Skipped):
-                counts.register(record, is_new=is_new, is_held_out=name in ("validation", "test"))
+                counted.register(record, is_new=is_new, is_held_out=name in ("validation", "test"))
             if spec.rows.deduplicate and not is_new:
                 self.skip(name, DUPLICATE)
             elif isinstance(seen, Skipped):
@@ -469,93 +464,38 @@ class Check(Report):
                 yield name, seen
 
 
-# ------------------------------------------------------------------------------------------- the figures
-
-PERCENTILES = (1, 10, 50, 90, 99)
-FEW_SCORES = 10
-"""Up to this many different scores count as labels, and each is counted."""
-WIDTH = 80
-"""Columns of the screen that the report needs."""
-
-
-def figures(check: Check, specs: Sequence[StageRows], unit: str) -> dict[str, Any]:
+def figures(check: Check, purpose: str, unit: str) -> dict[str, Any]:
     """Everything that was found, as `--json` prints it."""
-    by_side = {**dict.fromkeys(SIDES, specs[0]), **{spec.role.removeprefix("data."): spec for spec in specs[1:]}}
-    names = [name for name in by_side if name in {*check.sides, *check.num_bad}]
-    warnings = [check.warning(name, name, by_side[name].length_key) for name in names]
-    warnings += [_glue_warning(name, check.sides[name].glued, by_side[name], check.kept[name]) for name in names]
+    sides = {name: check.sides[name] for name in (*SIDES, "probes", "ptx") if name in check.sides}
+    warnings = [check.warning(name, name, side.spec.length_key) for name, side in sides.items()]
+    for name, side in sides.items():
+        rows, used = side.glued.rows, check.kept[name]
+        if rows > MANY_SKIPPED * used:
+            template = json.dumps((side.spec.template or "{prompt}") + "\n", ensure_ascii=False)
+            warnings.append(
+                f"{name}: prompt and answer meet without a space in {rows:,} of {used:,} rows ({side.glued.example}). "
+                f"data.prompt_template: {template} would separate them"
+            )
     found: dict[str, Any] = {
-        "for": specs[0].purpose,
+        "for": purpose,
         "formats": check.kinds,
         "unit": unit,
-        "bad_rows": {"number": check.num_bad.total(), "first": check.bad},
+        "bad_rows": {"number": check.num_bad, "first": check.bad},
         "warnings": [line for line in warnings if line is not None],
-        "sides": {name: _side_figures(check, name, by_side[name]) for name in names},
+        "sides": {name: side.figures(check.skipped.get(name, {}), check.kept[name]) for name, side in sides.items()},
     }
-    for side, key in (("validation", "validation_leaks"), ("test", "leaks")):
-        if "train" in names and side in names:
-            found[key] = check.sides[side].leaks(check.sides["train"])
+    for name, key in (("validation", "validation_leaks"), ("test", "leaks")):
+        if "train" in sides and name in sides:  # held-out rows whose prompt is in a training row too
+            leaking = [(prompt, where) for prompt, where in sides[name].places if prompt in sides["train"].prompts]
+            first = [where for _, where in leaking[:MAX_EXAMPLES]]
+            found[key] = {"rows": len(leaking), "prompts": len({prompt for prompt, _ in leaking}), "first": first}
     return found
-
-
-def _side_figures(check: Check, name: str, spec: StageRows) -> dict[str, Any]:
-    side, limits = check.sides[name], spec.limits
-    times = [count for count in side.prompts.values() if count > 1]
-    found: dict[str, Any] = {
-        "read": side.read + check.num_bad[name],
-        "bad": check.num_bad[name],
-        "skipped": dict(check.skipped.get(name, {})),
-        "used": check.kept[name],
-        "duplicates": asdict(side.duplicates),
-        "prompts_of_several_rows": {"prompts": len(times), "rows": sum(times)},
-        "empty_prompts": side.empty_prompts,
-        "special_tokens": asdict(side.special),
-        "glued": asdict(side.glued),
-        "max_length": limits.max_length if limits is not None else None,
-        "too_long": side.too_long,
-        "min_response_length": limits.min_response_length if limits is not None else 0,
-        "too_short": side.too_short,
-        "lengths": {key: _percentiles(values) for key, values in side.lengths.items()},
-    }
-    if side.num_answers:
-        found["length_bias"] = side.length_bias()
-        found["answers_of_a_row"] = {str(n): side.num_answers[n] for n in sorted(side.num_answers)}
-    if side.scores:
-        found["scores"] = _score_figures(side.scores)
-    return found
-
-
-def _glue_warning(name: str, glued: Remarkable, spec: StageRows, used: int) -> str | None:
-    """A warning if prompt and answer meet without a space in many rows, with the template that separates them."""
-    if glued.rows <= MANY_SKIPPED * used:
-        return None
-    template = json.dumps((spec.template or "{prompt}") + "\n", ensure_ascii=False)
-    return (
-        f"{name}: prompt and answer meet without a space in {glued.rows:,} of {used:,} rows ({glued.example}). "
-        f"data.prompt_template: {template} would separate them"
-    )
-
-
-def _percentiles(values: array[int]) -> dict[str, float]:
-    """For each percentage, the smallest length that this share of the rows does not exceed."""
-    import numpy as np
-
-    found = np.percentile(values, PERCENTILES, method="inverted_cdf")
-    at = {f"p{p}": int(value) for p, value in zip(PERCENTILES, found, strict=True)}
-    return {**at, "max": max(values), "mean": sum(values) / len(values)}
-
-
-def _score_figures(scores: array[float]) -> dict[str, Any]:
-    import numpy as np
-
-    times = Counter(scores)
-    found: dict[str, Any] = {"number": len(scores), "mean": statistics.fmean(scores), "std": float(np.std(scores))}
-    if len(times) <= FEW_SCORES:
-        return found | {"counts": {f"{value:g}": times[value] for value in sorted(times)}}
-    return found | {"min": min(scores), "median": statistics.median_low(scores), "max": max(scores)}
 
 
 # --------------------------------------------------------------------------------------------- the screen
+
+WIDTH = 80
+"""Columns of the screen that the report needs."""
 
 
 def new_console() -> Console:
@@ -569,7 +509,7 @@ def print_figures(console: Console, found: dict[str, Any]) -> None:
     """Print the figures of `figures` for the eye."""
     unit, sides = found["unit"], found["sides"]
     for path, name in found["formats"].items():
-        console.print(Text(f"{printable(path)}: rows of {name}, read for {found['for']}"))
+        console.print(f"{printable(path)}: rows of {name}, read for {found['for']}")
     _print_rows(console, sides, unit, "answers used" if found["for"] == "rm scores" else "used")
     for name, side in sides.items():
         if side["used"]:
@@ -579,25 +519,27 @@ def print_figures(console: Console, found: dict[str, Any]) -> None:
                 _print_length_bias(console, f"Length bias{of}", side, unit)
             if "scores" in side:
                 _print_scores(console, f"Scores{of}", side["scores"])
-    for side, key in (("test", "leaks"), ("validation", "validation_leaks")):
+    for title, key, name in (
+        ("Prompts on both sides", "leaks", "test"),
+        ("Prompts of training and validation", "validation_leaks", "validation"),
+    ):
         if (leaks := found.get(key)) is None:
             continue
-        text = f"{leaks['prompts']:,}, in {leaks['rows']:,} {side} rows" if leaks["rows"] else "none"
-        title = "Prompts on both sides" if side == "test" else "Prompts of training and validation"
+        text = f"{leaks['prompts']:,}, in {leaks['rows']:,} {name} rows" if leaks["rows"] else "none"
         console.print(Text.assemble((f"\n{title}: ", "bold"), (text, "yellow" if leaks["rows"] else "")))
         if leaks["rows"]:
-            console.print(Text(f"    {_examples(leaks['first'], leaks['rows'])}"))
+            console.print(f"    {_examples(leaks['first'], leaks['rows'])}")
     for line in found["warnings"]:
         text = textwrap.fill(f"Warning: {printable(line)}", WIDTH, break_long_words=False, break_on_hyphens=False)
-        console.print(Text(f"\n{text}", "yellow"))
+        console.print(f"\n{text}", style="yellow")
     print_bad_rows(console, found["bad_rows"]["first"], found["bad_rows"]["number"])
 
 
 def _print_rows(console: Console, sides: dict[str, Any], unit: str, used: str) -> None:
     """A table of counts with a column for each side."""
-    several = len(sides) > 1
+    each, several = list(sides.values()), len(sides) > 1
     header = "".join(f"{name:>12}" for name in sides) if several else ""
-    console.print(Text(f"\n{'Rows':38}{header}".rstrip(), "bold"))
+    console.print(f"\n{'Rows':38}{header}".rstrip(), style="bold")
 
     def line(label: str, numbers: Sequence[int], style: str = "") -> None:
         text = "".join(f"{number:>12,}" for number in numbers)
@@ -605,16 +547,13 @@ def _print_rows(console: Console, sides: dict[str, Any], unit: str, used: str) -
 
     def remarkable(label: str, key: str, *, is_always: bool = True) -> None:
         """The number of such rows, and below it the first places of each side that has some, with an example."""
-        found = {name: side[key] for name, side in sides.items()}
-        if is_always or any(one["rows"] for one in found.values()):
-            line(label, [one["rows"] for one in found.values()], "yellow")
-        for name, one in found.items():
-            if one["rows"]:
+        if is_always or any(side[key]["rows"] for side in each):
+            line(label, [side[key]["rows"] for side in each], "yellow")
+        for name, side in sides.items():
+            if (one := side[key])["rows"]:
                 example = f" ({printable(one['example'])})" if one["example"] else ""
-                places = _examples(one["first"], one["rows"])
-                console.print(Text(f"    {f'{name}: ' if several else ''}{places}{example}"))
+                console.print(f"    {f'{name}: ' if several else ''}{_examples(one['first'], one['rows'])}{example}")
 
-    each = list(sides.values())
     line("read", [side["read"] for side in each])
     line("bad", [side["bad"] for side in each], "red")
     for reason in dict.fromkeys(reason for side in each for reason in side["skipped"]):
@@ -626,14 +565,15 @@ def _print_rows(console: Console, sides: dict[str, Any], unit: str, used: str) -
     line("empty prompts", [side["empty_prompts"] for side in each], "yellow")
     remarkable("special tokens in the text", "special_tokens", is_always=False)
     remarkable("answer meets prompt without space", "glued", is_always=False)
-    lengths = {side["max_length"] for side in each} - {None}
-    for length in sorted(lengths):
-        line(f"longer than {length:,} {unit}", [s["too_long"] * (s["max_length"] == length) for s in each], "yellow")
-    for length in sorted({side["min_response_length"] for side in each} - {0}):
-        shorter = [s["too_short"] * (s["min_response_length"] == length) for s in each]
-        line(f"answers shorter than {length:,} {unit}", shorter, "yellow")
-    if lengths and unit == "words":
-        console.print(Text("    a word is one token or more: pass --tokenizer to count tokens"))
+    for limit, count, label in (
+        ("max_length", "too_long", "longer than"),
+        ("min_response_length", "too_short", "answers shorter than"),
+    ):
+        for length in sorted({side[limit] for side in each} - {None, 0}):
+            numbers = [side[count] if side[limit] == length else 0 for side in each]
+            line(f"{label} {length:,} {unit}", numbers, "yellow")
+    if unit == "words" and any(side["max_length"] for side in each):
+        console.print("    a word is one token or more: pass --tokenizer to count tokens")
 
 
 def _examples(first: Sequence[str], number: int) -> str:
@@ -650,14 +590,14 @@ def _print_lengths(console: Console, title: str, lengths: dict[str, Any]) -> Non
     """Percentiles as numbers and as bars, all on one scale from 0 to the largest p99."""
     columns = [*(f"p{p}" for p in PERCENTILES), "max"]
     # If no row has a prompt, "whole" is the same as the answer.
-    shown = {name: values for name, values in lengths.items() if name != "whole" or lengths["prompt"]["max"]}
-    shown = {name: values for name, values in shown.items() if values["max"] or name != "prompt"}
-    scale = max(1, max(values["p99"] for values in shown.values())) if shown else 1
+    hidden = () if lengths["prompt"]["max"] else ("prompt", "whole")
+    shown = {name: values for name, values in lengths.items() if name not in hidden}
+    scale = max([1, *(values["p99"] for values in shown.values())])
     room = WIDTH - 11 - 7 * len(columns) - 3
     thin, thick, middle = ("-", "=", "|") if console.options.ascii_only else ("─", "━", "┃")
     legend = f"({thin} p1 to p99, {thick} p10 to p90, {middle} p50; 0 to {scale:,})"
     console.print(Text.assemble(("\n" + title, "bold"), (f"  {legend}", "dim")))
-    console.print(Text(f"{'':11}" + "".join(f"{name:>7}" for name in columns), "dim"))
+    console.print(f"{'':11}" + "".join(f"{name:>7}" for name in columns), style="dim")
     for name, values in shown.items():
         numbers = "".join(f"{values[column]:>7}" for column in columns)
         at = {p: round(values[f"p{p}"] / scale * (room - 1)) for p in PERCENTILES}
@@ -669,17 +609,15 @@ def _print_lengths(console: Console, title: str, lengths: dict[str, Any]) -> Non
 
 
 def _print_length_bias(console: Console, title: str, side: dict[str, Any], unit: str) -> None:
-    bias = side["length_bias"]
-    n = sum(side["answers_of_a_row"].values())
-    kinds = [f"{number:,} of {size} answers" for size, number in side["answers_of_a_row"].items()]
-    console.print(Text(f"\n{title}", "bold"))
-    if list(side["answers_of_a_row"]) != ["2"]:
-        console.print(f"  rankings: {', '.join(kinds)}; chosen is the best, rejected the worst answer")
+    bias, sizes = side["length_bias"], side["answers_of_a_row"]
+    console.print(f"\n{title}", style="bold")
+    if list(sizes) != ["2"]:
+        kinds = ", ".join(f"{number:,} of {size} answers" for size, number in sizes.items())
+        console.print(f"  rankings: {kinds}; chosen is the best, rejected the worst answer")
     console.print(
-        f"  chosen is longer in {percent(bias['chosen_longer'])} of {n:,}, equally long in {percent(bias['as_long'])}"
-    )
-    console.print(f"  mean length: chosen {bias['mean_chosen']:.1f}, rejected {bias['mean_rejected']:.1f} {unit}")
-    console.print(
+        f"  chosen is longer in {percent(bias['chosen_longer'])} of {sum(sizes.values()):,}, "
+        f"equally long in {percent(bias['as_long'])}\n"
+        f"  mean length: chosen {bias['mean_chosen']:.1f}, rejected {bias['mean_rejected']:.1f} {unit}\n"
         f"  choosing the longer answer would be right in {percent(bias['longer_is_right'])} of pairs\n"
         f"  (95 % interval: {percent(bias['low95'])} to {percent(bias['high95'])})"
     )
@@ -688,7 +626,7 @@ def _print_length_bias(console: Console, title: str, side: dict[str, Any], unit:
 def _print_scores(console: Console, title: str, scores: dict[str, Any]) -> None:
     number = scores["number"]
     text = f"\n{title}: {number:,}, mean {scores['mean']:.4g}, standard deviation {scores['std']:.4g}"
-    console.print(Text(text, "bold"))
+    console.print(text, style="bold")
     if "counts" not in scores:
         console.print(f"  smallest {scores['min']:g}, median {scores['median']:g}, largest {scores['max']:g}")
         return
@@ -699,18 +637,12 @@ def _print_scores(console: Console, title: str, scores: dict[str, Any]) -> None:
 
 
 def print_bad_rows(console: Console, first: Sequence[str], number: int) -> None:
-    if not number:
-        return
-    shown = f", the first {len(first)}" if number > len(first) else ""
-    console.print(Text(f"\nBad rows: {number:,}{shown}", "bold red"))
-    for line in first:
-        console.print(Text(f"  {printable(line)}"))
+    if number:
+        shown = f", the first {len(first)}" if number > len(first) else ""
+        console.print(f"\nBad rows: {number:,}{shown}", style="bold red")
+        for line in first:
+            console.print(f"  {printable(line)}")
 
 
 def percent(share: float) -> str:
-    """A share with one digit after the point.
-
-    >>> percent(0.5396)
-    '54.0 %'
-    """
     return f"{100 * share:.1f} %"

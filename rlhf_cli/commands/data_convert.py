@@ -12,8 +12,9 @@ stays a list of messages. The file is written under a temporary name beside `out
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -21,7 +22,7 @@ import typer
 
 from rlhf_cli.commands.data_check import rows_of_source
 from rlhf_cli.commands.options import For, Quiet, Source, SourceOptions
-from rlhf_cli.commands.output import json_line, new_file, prompt_column
+from rlhf_cli.commands.output import batched, json_line, new_file, prompt_column
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.encode import Skipped
 from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
@@ -60,41 +61,43 @@ def data_convert(
         if name in OURS:
             raise ConfigError(f"--keep: {name}: is one of the columns that are written: {', '.join(OURS)}")
     display = Display("convert", quiet=quiet)
-    report = Report()
-    lost: list[str] = []
-    number = 0
-    lower = out.name.lower()
-    with (
-        new_file(out) as file,
-        _parquet(file) if lower.endswith(".parquet") else _lines(file, is_packed=lower.endswith(".gz")) as write,
-    ):
+    report, number, lower = Report(), 0, out.name.lower()
+    first: list[Record] = []
+
+    def rows() -> Iterator[tuple[str, dict[str, Any]]]:
+        """(place, row) of each row to write."""
+        nonlocal number
         for side, record in seen_rows(part, report):
             report.kept[side] += 1
-            if not number:
-                lost = [name for name in _lost(record, part, report) if name not in keep]
             for row in written_rows(record, part.purpose, report.kinds[part.rows.train[0].path]):
-                row |= {name: _column(record, name) for name in keep}
-                if not number:
+                for name in keep:
+                    if name not in record.columns:
+                        raise ConfigError(f"--keep: {name}: {record.where} lacks this column, every row must have it")
+                    row[name] = record.columns[name]
+                if not first:
                     _require_same(row, record, part.purpose, keep)
-                write(record.where, row)
+                    first.append(record)
                 number += 1
-        if not number:
+                yield record.where, row
+
+    with new_file(out) as file:
+        if lower.endswith(".parquet"):
+            _write_parquet(rows(), file)
+        else:
+            with gzip.GzipFile("", "wb", 6, file, mtime=0) if lower.endswith(".gz") else nullcontext(file) as lines:
+                for _, row in rows():
+                    lines.write(json_line(row))
+        if not first:
             reasons = "; ".join(report.skipped.get("train", {})) or "none has what the stage needs"
             raise DataError(f"{part.rows.train[0].path}: no row is left to write: {reasons}")
-    display.notes(*report.lines())
-    display.note(f"{out}: {number:,} rows")
-    if lost:
+    display.notes(*report.lines(), f"{out}: {number:,} rows")
+    # The columns whose values are not written. Rewards may need them.
+    read = FORMATS[report.kinds[part.rows.train[0].path]].columns if part.purpose != "ppo" else ()
+    kept = {*read, *keep, *(["ended"] if part.purpose != "ppo" and _says_ended(first[0]) else [])}
+    if lost := [name for name, value in first[0].columns.items() if name not in kept and value != first[0].prompt]:
         more = ", ..." if len(lost) > 20 else ""
         names = ", ".join(shown_name(name) for name in lost[:20])
         display.note(f"columns not copied: {names}{more}. Copy one with --keep NAME")
-
-
-def _lost(record: Record, part: StageRows, report: Report) -> list[str]:
-    """The columns of a row whose values are not written. Rewards may need them."""
-    format_ = FORMATS[report.kinds[part.rows.train[0].path]]
-    read = () if part.purpose == "ppo" else format_.columns
-    kept = {*read, "ended"} if part.purpose != "ppo" and _says_ended(record) else read
-    return [name for name, value in record.columns.items() if name not in kept and value != record.prompt]
 
 
 def _require_same(row: dict[str, Any], seen: Record, purpose: Purpose, keep: Sequence[str]) -> None:
@@ -106,16 +109,13 @@ def _require_same(row: dict[str, Any], seen: Record, purpose: Purpose, keep: Seq
         format_ = recognise(written, source, purpose)
         problem = f"the row would be read as {format_.name}, with another meaning"
         again = StageRows(Rows(train=[source]), purpose).view(read_record(written, format_, source), "test")
-        same = not isinstance(again, Skipped) and _meaning(again, again) == _meaning(seen, again)
+        if not isinstance(again, Skipped):
+            answers = seen.answers[: len(again.answers)]  # of scored answers, one row holds only the first
+            if again == replace(again, prompt=seen.prompt, messages=seen.messages, key=seen.key, answers=answers):
+                return
     except DataError as error:
-        problem, same = str(error), False
-    if not same:
-        raise ConfigError(f"--keep: {where} with {', '.join(keep)}: {problem}. Remove the column that our formats use")
-
-
-def _meaning(row: Record, written: Record) -> tuple[Any, ...]:
-    """Everything that must be equal when a row is read back. Of scored answers, one row holds only the first."""
-    return row.prompt, row.messages, row.key, row.answers[: len(written.answers)]
+        problem = str(error)
+    raise ConfigError(f"--keep: {where} with {', '.join(keep)}: {problem}. Remove the column that our formats use")
 
 
 def written_rows(record: Record, purpose: Purpose, format: str) -> list[dict[str, Any]]:
@@ -155,58 +155,19 @@ def _says_ended(record: Record) -> bool:
     return isinstance(ended, bool) or (isinstance(ended, list) and all(isinstance(flag, bool) for flag in ended))
 
 
-def _column(record: Record, name: str) -> Any:
-    if name not in record.columns:
-        raise ConfigError(f"--keep: {name}: {record.where} lacks this column, every row must have it")
-    return record.columns[name]
-
-
-# ---------------------------------------------------------------------------------------------- writing
-
-Write = Callable[[str, dict[str, Any]], object]
-"""Writes a row, given its place and the row."""
-
-
-@contextmanager
-def _lines(file: BinaryIO, *, is_packed: bool) -> Iterator[Write]:
-    packed = gzip.GzipFile("", "wb", 6, file, mtime=0) if is_packed else None
-    yield lambda _, row: (packed or file).write(json_line(row))
-    if packed is not None:
-        packed.close()
-
-
-@contextmanager
-def _parquet(file: BinaryIO) -> Iterator[Write]:
+def _write_parquet(rows: Iterable[tuple[str, dict[str, Any]]], file: BinaryIO) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    waiting: list[dict[str, Any]] = []
-    places: list[str] = []
     writer: pq.ParquetWriter | None = None
-
-    def flush() -> None:
-        nonlocal writer
+    for batch in batched(rows, BATCH):
         try:
-            table = pa.Table.from_pylist(waiting, schema=writer.schema if writer is not None else None)
+            schema = writer.schema if writer is not None else None
+            table = pa.Table.from_pylist([row for _, row in batch], schema=schema)
         except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise DataError(
-                f"{places[0]} to {places[-1]}: a Parquet column cannot hold these values ({reason}). Write .jsonl"
-            ) from None
-        if writer is None:
-            writer = pq.ParquetWriter(file, table.schema)
+            places, reason = f"{batch[0][0]} to {batch[-1][0]}", " ".join(str(error).split())[:200]
+            raise DataError(f"{places}: a Parquet column cannot hold these values ({reason}). Write .jsonl") from None
+        writer = writer or pq.ParquetWriter(file, table.schema)
         writer.write_table(table)
-        waiting.clear()
-        places.clear()
-
-    def write(where: str, row: dict[str, Any]) -> None:
-        waiting.append(row)
-        places.append(where)
-        if len(waiting) == BATCH:
-            flush()
-
-    yield write
-    if waiting:
-        flush()
     if writer is not None:
         writer.close()

@@ -11,7 +11,6 @@ import typer
 from rich.text import Text
 
 from rlhf_cli.commands.data_check import RowsOptions, new_console
-from rlhf_cli.config.data import Rows
 from rlhf_cli.data.encode import (
     RowText,
     Skipped,
@@ -44,13 +43,6 @@ Piece = tuple[str, bool, bool]
 """(text, is it a target, is it a special token)."""
 
 
-class _Report(Report):
-    """Collects the bad rows, to show them between the others."""
-
-    def bad_row(self, data: Rows, side: str, error: DataError) -> None:  # noqa: ARG002
-        self.bad.append(str(error))
-
-
 def data_show(
     rows: RowsOptions,
     num: Annotated[int, typer.Option("-n", "--num", min=1, help="Number of rows, from the first.")] = 3,
@@ -68,26 +60,26 @@ def data_show(
         require_eos(loaded, tokenizer_path)
         if part.template == "chat":
             require_chat_template(loaded)
-    screen = RowPrinter(new_console(), part)
+    screen = Screen(new_console(), part, loaded)
     if row is not None:
         screen.legend()
-        _show(screen, _numbered(screen, part, row), part, loaded)
+        screen.show(_numbered(screen, part, row))
         return
-    report = _Report()
+    report = Report()
     once = [source.model_copy(update={"weight": 1.0}) for source in part.rows.train]
-    training = part.rows.model_copy(update={"train": once})
+    training = part.rows.model_copy(update={"train": once, "on_bad_row": "skip"})
     found = records(replace(part, rows=training), report, only="train")
-    for number, record in enumerate(islice((record for _, record in found), num)):
+    for number, (_, record) in enumerate(islice(found, num)):
         if number == 0:
             for path, kind in report.kinds.items():
                 screen.line(f"{path}: rows of {kind}, read for {part.purpose}")
             screen.legend()
         while report.bad:
-            screen.bad(report.bad.pop(0))
-        _show(screen, record, part, loaded)
+            screen.line(f"\n{report.bad.pop(0)}", "red")
+        screen.show(record)
 
 
-def _numbered(screen: RowPrinter, part: StageRows, number: int) -> Record:
+def _numbered(screen: Screen, part: StageRows, number: int) -> Record:
     """The row whose place ends in `number`, from the first file that has one. A bad row is printed unparsed."""
     for source in chain(*part.rows.by_side.values()):
         format_ = None
@@ -110,130 +102,84 @@ def _numbered(screen: RowPrinter, part: StageRows, number: int) -> Record:
     raise DataError(f"{paths}: there is no row {number}. Blank lines are counted but give no row")
 
 
-def _show(screen: RowPrinter, record: Record, part: StageRows, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    try:
-        seen = part.view(record, "train")
-    except DataError as error:
-        screen.bad(str(error))
-        return
-    if isinstance(seen, Skipped):
-        screen.title(record.where, f"skipped: {seen.reason}")
-        for text in (record.prompt, *record.texts):
-            screen.body([(text, False, False)])
-    elif tokenizer is None:
-        for number, answer in enumerate(seen.texts or ("",)):
-            screen.title(record.where, _name(seen, part, number))
-            screen.body([("" if number else record.prompt, False, False), (answer, True, False)])
-    else:
-        _show_tokens(screen, seen, part, tokenizer)
-
-
-def _show_tokens(screen: RowPrinter, seen: Record, part: StageRows, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Print a row's prompt, or each of its answers behind its prompt, which is written out once."""
-    first: list[int] = []
-    for number, (ids, target_mask, text) in enumerate(_encoded(seen, part, tokenizer)):
-        before = len(ids) - last_run(target_mask)
-        screen.title(seen.where, ", ".join(filter(None, (_name(seen, part, number), text))))
-        found = pieces(tokenizer, ids, target_mask)
-        if number == 0:
-            first = ids[:before]
-        elif ids[:before] == first and before:
-            screen.line(f"  (the same {before} tokens, then)")
-            found = [piece for piece in found if piece[1]]
-        screen.body(found)
-
-
-def _encoded(
-    seen: Record, part: StageRows, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[list[int], list[bool], str]]:
-    """For each sequence of a row its ids, which of them are targets, and a description of both."""
-    text = RowText(tokenizer, part.template, part.keep_special)
-    limits, bos = part.limits or NO_LIMITS, tokenizer.bos_token_id
-    if part.purpose == "ppo":
-        (ids,) = text.prompt_ids([seen])
-        cut = fit_prompt(ids, limits, bos)
-        kept = ids if isinstance(cut, Skipped) else cut
-        yield kept, [False] * len(kept), _tokens(ids, kept, cut)
-        return
-    for ids, answer in text.answer_ids(seen.each(), start=part.purpose == "sft"):
-        fitting = fit(ids, answer, limits, bos)
-        kept, target_mask = (ids, answer) if isinstance(fitting, Skipped) else fitting
-        if part.purpose != "sft":
-            target_mask = [n >= len(kept) - last_run(target_mask) for n in range(len(kept))]
-        elif part.learn_all:
-            target_mask = [n > 0 for n in range(len(kept))]
-        about = _tokens(ids, kept, fitting)
-        yield kept, target_mask, f"{about}, {sum(target_mask)} trained on" if part.purpose == "sft" else about
-
-
-def _tokens(ids: list[int], kept: list[int], fitting: object) -> str:
-    if isinstance(fitting, Skipped):
-        return f"skipped: {fitting.reason}, {len(ids)} tokens"
-    return f"{len(kept)} tokens" if len(kept) == len(ids) else f"{len(kept)} tokens, cut from {len(ids)}"
-
-
-def _name(seen: Record, part: StageRows, number: int) -> str:
-    if part.purpose == "rm pairs":
-        names = (
-            ("chosen", "rejected") if len(seen.answers) == 2 else [f"rank {n}" for n in range(1, 1 + len(seen.answers))]
-        )
-        return names[number]
-    return f"score {seen.scores[number]:g}" if part.purpose == "rm scores" else ""
-
-
-def pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int], target_mask: Sequence[bool]) -> list[Piece]:
-    """The text of token ids in runs of targets and others, with each special token on its own.
-
-    The text of a run is what it adds to the decoded text before it, so that spaces are where the model reads them.
-    """
-    special = {*tokenizer.all_special_ids, *(n for n, token in tokenizer.added_tokens_decoder.items() if token.special)}
-    result: list[Piece] = []
-    start, before = 0, ""
-    for end in range(1, len(ids) + 1):
-        continues = end < len(ids) and target_mask[end] == target_mask[start] and not special & {ids[end], ids[start]}
-        if continues:
-            continue
-        whole = str(tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        if whole.startswith(before):
-            text = whole[len(before) :]
-        else:
-            text = str(tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        result.append((text, target_mask[start], ids[start] in special))
-        start, before = end, whole
-    return result
-
-
-class RowPrinter:
+class Screen:
     """Prints rows with the targets in colour, or between marks on a screen without colour."""
 
-    def __init__(self, console: Console, part: StageRows):
-        self.console, self.word = console, TARGET[part.purpose]
+    def __init__(self, console: Console, part: StageRows, tokenizer: PreTrainedTokenizerBase | None):
+        self.console, self.part, self.tokenizer = console, part, tokenizer
         self.coloured = console.color_system is not None and not console.no_color
         self.marks = ("[[", "]]") if console.options.ascii_only else ("⟦", "⟧")
 
+    def line(self, text: str, style: str = "") -> None:
+        self.console.print(Text(printable(text, keep="\n"), style))
+
     def legend(self) -> None:
-        """Print what the marks mean."""
-        if not self.word:
+        if not (word := TARGET[self.part.purpose]):
             return
         if self.coloured:
-            self.console.print(Text.assemble((self.word, "green"), "  ", ("special token", "reverse")))
+            self.console.print(Text.assemble((word, "green"), "  ", ("special token", "reverse")))
         else:
-            self.line(f"{self.marks[0]}{self.word}{self.marks[1]}")
+            self.line(f"{self.marks[0]}{word}{self.marks[1]}")
 
-    def line(self, text: str) -> None:
-        """Print a line of plain text."""
-        self.console.print(Text(printable(text, keep="\n")))
+    def show(self, record: Record) -> None:
+        """Print a row's prompt, or each of its answers behind its prompt, which is written out once."""
+        where, purpose = printable(record.where), self.part.purpose
+        try:
+            seen = self.part.view(record, "train")
+        except DataError as error:
+            self.line(f"\n{error}", "red")
+            return
+        if isinstance(seen, Skipped):
+            self.line(f"\n{where}  skipped: {seen.reason}", "bold")
+            for text in (record.prompt, *record.texts):
+                self.body([(text, False, False)])
+            return
+        names = [""]
+        if purpose == "rm scores":
+            names = [f"score {score:g}" for score in seen.scores]
+        elif purpose == "rm pairs":
+            ranks = [f"rank {n}" for n in range(1, 1 + len(seen.answers))]
+            names = ["chosen", "rejected"] if len(ranks) == 2 else ranks
+        if self.tokenizer is None:
+            for number, (name, answer) in enumerate(zip(names, seen.texts or ("",), strict=True)):
+                self.line("  ".join(filter(None, (f"\n{where}", name))), "bold")
+                self.body([("" if number else record.prompt, False, False), (answer, True, False)])
+            return
+        first: list[int] = []
+        for number, (name, (ids, target_mask, about)) in enumerate(zip(names, self._encoded(seen), strict=True)):
+            before = len(ids) - last_run(target_mask)
+            self.line(f"\n{where}  {', '.join(filter(None, (name, about)))}", "bold")
+            found = pieces(self.tokenizer, ids, target_mask)
+            if number == 0:
+                first = ids[:before]
+            elif ids[:before] == first and before:
+                self.line(f"  (the same {before} tokens, then)")
+                found = [piece for piece in found if piece[1]]
+            self.body(found)
 
-    def title(self, where: str, details: str = "") -> None:
-        """Print the place of the next row, with details."""
-        self.console.print(Text(f"\n{printable(where)}{'  ' if details else ''}{details}", "bold"))
-
-    def bad(self, message: str) -> None:
-        """Print why a row cannot be read."""
-        self.console.print(Text(f"\n{printable(message)}", "red"))
+    def _encoded(self, seen: Record) -> Iterator[tuple[list[int], list[bool], str]]:
+        """For each sequence of a row its ids, which of them are targets, and a description of both."""
+        part, tokenizer = self.part, self.tokenizer
+        assert tokenizer is not None
+        text = RowText(tokenizer, part.template, part.keep_special)
+        limits, bos = part.limits or NO_LIMITS, tokenizer.bos_token_id
+        if part.purpose == "ppo":
+            (ids,) = text.prompt_ids([seen])
+            cut = fit_prompt(ids, limits, bos)
+            kept = ids if isinstance(cut, Skipped) else cut
+            yield kept, [False] * len(kept), _tokens(ids, kept, cut)
+            return
+        for ids, answer in text.answer_ids(seen.each(), start=part.purpose == "sft"):
+            fitting = fit(ids, answer, limits, bos)
+            kept, target_mask = (ids, answer) if isinstance(fitting, Skipped) else fitting
+            if part.purpose != "sft":
+                target_mask = [n >= len(kept) - last_run(target_mask) for n in range(len(kept))]
+            elif part.learn_all:
+                target_mask = [n > 0 for n in range(len(kept))]
+            about = _tokens(ids, kept, fitting)
+            yield kept, target_mask, f"{about}, {sum(target_mask)} trained on" if part.purpose == "sft" else about
 
     def body(self, parts: Sequence[Piece]) -> None:
-        """Print the text of a row with indented lines."""
         text = Text("  ")
         open_ = False
         for piece, is_target, special in parts:
@@ -247,3 +193,28 @@ class RowPrinter:
         if open_:
             text.append(self.marks[1])
         self.console.print(text)
+
+
+def _tokens(ids: list[int], kept: list[int], fitting: object) -> str:
+    if isinstance(fitting, Skipped):
+        return f"skipped: {fitting.reason}, {len(ids)} tokens"
+    return f"{len(kept)} tokens" if len(kept) == len(ids) else f"{len(kept)} tokens, cut from {len(ids)}"
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int], target_mask: Sequence[bool]) -> list[Piece]:
+    """The text of token ids in runs of targets and others, with each special token on its own.
+
+    The text of a run is what it adds to the decoded text before it, so that spaces are where the model reads them.
+    """
+    special = {*tokenizer.all_special_ids, *(n for n, token in tokenizer.added_tokens_decoder.items() if token.special)}
+    plain = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    result: list[Piece] = []
+    start, before = 0, ""
+    for end in range(1, len(ids) + 1):
+        if end < len(ids) and target_mask[end] == target_mask[start] and not special & {ids[end], ids[start]}:
+            continue
+        whole = str(tokenizer.decode(ids[:end], **plain))
+        own = whole[len(before) :] if whole.startswith(before) else str(tokenizer.decode(ids[start:end], **plain))
+        result.append((own, target_mask[start], ids[start] in special))
+        start, before = end, whole
+    return result

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 from click.testing import Result
@@ -21,7 +20,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli.algorithms.statistics import wilson_interval
 from rlhf_cli.cli import app
-from rlhf_cli.commands.data_check import Measured, encoder_of, in_tokens, in_words, rows_of_source
+from rlhf_cli.commands.data_check import encoder_of, in_tokens, rows_of_source
 from rlhf_cli.commands.data_show import pieces
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.cache import tokenise
@@ -98,6 +97,11 @@ def test_a_row_of_exactly_max_length_is_not_too_long(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "pairs.jsonl", [PAIRS[0], PAIRS[-1]])
     for limit, too_long in ((22, 0), (21, 1), (7, 1), (6, 2)):
         assert checked(path, "--for", "rm", "--max-length", limit)["sides"]["train"]["too_long"] == too_long
+    # A ranking is skipped as a whole, scored answers one by one.
+    row = {"prompt": "p", "answers": [words(2), words(5), words(9)], "scores": [1, 2, 3]}
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    for for_, too_long in (("rm-scores", 2), ("rm", 1)):
+        assert checked(path, "--for", for_, "--max-length", 5)["sides"]["train"]["too_long"] == too_long
 
 
 def test_length_bias_equals_the_hand_count(tmp_path: Path) -> None:
@@ -118,6 +122,29 @@ def test_length_bias_equals_the_hand_count(tmp_path: Path) -> None:
     )
 
 
+def test_prompts_on_both_sides_are_found_and_named(tmp_path: Path) -> None:
+    train = write_jsonl(tmp_path / "train.jsonl", [{"prompt": f"question {n}"} for n in range(20)])
+    tests = [{"prompt": "new"}, {"prompt": "question 3"}, {"prompt": "question 7 "}, {"prompt": "question 3"}]
+    test = write_jsonl(tmp_path / "test.jsonl", tests)
+    found = checked(train, "--for", "ppo", "--test", test)
+    assert found["leaks"] == {"rows": 3, "prompts": 2, "first": [f"{test}:2", f"{test}:3", f"{test}:4"]}
+    assert {name: side["read"] for name, side in found["sides"].items()} == {"train": 20, "test": 4}
+    assert "Prompts on both sides: 2, in 3 test rows" in rlhf("check", train, "--for", "ppo", "--test", test).stdout
+    blank = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "", "response": f"answer {n}"} for n in range(4)])
+    found = checked(blank, "--for", "sft", "--test", blank)
+    assert found["leaks"]["rows"] == found["sides"]["train"]["prompts_of_several_rows"]["prompts"] == 0
+    rows = [{"prompt": f"question {n}", "response": "yes"} for n in range(6)]
+    names = {"train": rows[:4], "validation": rows[3:5], "test": rows[5:]}
+    data = {name: str(write_jsonl(tmp_path / f"{name}.jsonl", part)) for name, part in names.items()}
+    config = written(tmp_path, sft_config(data))
+    found = checked("--config", config)
+    assert found["unit"] == "words", "the model is not on this disk"
+    assert {name: side["read"] for name, side in found["sides"].items()} == {"train": 4, "validation": 2, "test": 1}
+    assert found["validation_leaks"] == {"rows": 1, "prompts": 1, "first": [f"{data['validation']}:1"]}
+    assert found["leaks"]["rows"] == 0
+    assert "Prompts of training and validation: 1, in 1 validation rows" in rlhf("check", "--config", config).stdout
+
+
 def test_a_ranking_is_one_trial_of_all_its_pairs(tmp_path: Path) -> None:
     rows = [
         {"prompt": "a", "answers": [words(3), words(2), words(2) + ".", words(5)]},  # 2 wins, 1 tie of 6 pairs
@@ -130,36 +157,18 @@ def test_a_ranking_is_one_trial_of_all_its_pairs(tmp_path: Path) -> None:
 
 
 def test_percentiles_are_lengths_of_rows(tmp_path: Path) -> None:
-    """The smallest length that p per cent of the rows do not exceed, by counting."""
+    """The smallest length that p per cent of the rows do not exceed, by counting. More rows than one chunk."""
     rng = random.Random(2)
-    lengths = [rng.randint(1, 900) for _ in range(200)]
+    lengths = [rng.randint(1, 90) for _ in range(2200)]
     rows = [{"prompt": f"{n}", "response": words(length)} for n, length in enumerate(lengths)]
     side = checked(write_jsonl(tmp_path / "a.jsonl", rows), "--for", "sft")["sides"]["train"]
     for p in (1, 10, 50, 90, 99):
-        slow = min(value for value in lengths if sum(one <= value for one in lengths) * 100 >= p * len(lengths))
+        slow = sorted(lengths)[-(-p * len(lengths) // 100) - 1]
         assert side["lengths"]["answer"][f"p{p}"] == slow
         assert side["lengths"]["whole"][f"p{p}"] == slow + 1
     assert side["lengths"]["answer"]["max"] == max(lengths)
     assert side["lengths"]["answer"]["mean"] == pytest.approx(sum(lengths) / len(lengths), rel=1e-12)
     assert side["lengths"]["prompt"]["p99"] == 1
-
-
-def test_prompts_on_both_sides_are_found_and_named(tmp_path: Path) -> None:
-    train = write_jsonl(tmp_path / "train.jsonl", [{"prompt": f"question {n}"} for n in range(20)])
-    tests = [{"prompt": "new"}, {"prompt": "question 3"}, {"prompt": "question 7 "}, {"prompt": "question 3"}]
-    test = write_jsonl(tmp_path / "test.jsonl", tests)
-    found = checked(train, "--for", "ppo", "--test", test)
-    assert found["leaks"] == {"rows": 3, "prompts": 2, "first": [f"{test}:2", f"{test}:3", f"{test}:4"]}
-    assert {name: side["read"] for name, side in found["sides"].items()} == {"train": 20, "test": 4}
-    assert "Prompts on both sides: 2, in 3 test rows" in rlhf("check", train, "--for", "ppo", "--test", test).stdout
-    assert checked(train, "--for", "ppo", "--test", train, "--set", "limit=5")["leaks"]["rows"] == 5
-
-
-def test_empty_prompts_count_neither_as_leaks_nor_as_repeated(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "", "response": f"answer {n}"} for n in range(4)])
-    found = checked(path, "--for", "sft", "--test", path)
-    assert found["leaks"]["rows"] == 0
-    assert found["sides"]["train"]["prompts_of_several_rows"]["prompts"] == 0
 
 
 def test_labels_are_counted_and_many_scores_are_summarised(tmp_path: Path) -> None:
@@ -178,13 +187,6 @@ def test_labels_are_counted_and_many_scores_are_summarised(tmp_path: Path) -> No
     assert side["skipped"] == {"no answer with a score": 1}
     assert (side["scores"]["min"], side["scores"]["median"], side["scores"]["max"]) == (0.0, 2.5, 5.0)
     assert side["scores"]["mean"] == pytest.approx(2.5, rel=1e-12)
-
-
-def test_each_scored_answer_is_measured_by_itself(tmp_path: Path) -> None:
-    row = {"prompt": "p", "answers": [words(2), words(5), words(9)], "scores": [1, 2, 3]}
-    path = write_jsonl(tmp_path / "a.jsonl", [row])
-    assert checked(path, "--for", "rm-scores", "--max-length", 5)["sides"]["train"]["too_long"] == 2
-    assert checked(path, "--for", "rm", "--max-length", 5)["sides"]["train"]["too_long"] == 1
 
 
 def test_rm_reads_pairs_if_it_can_else_scores(tmp_path: Path) -> None:
@@ -234,15 +236,10 @@ def test_a_row_that_only_the_stage_rejects_is_bad(tmp_path: Path) -> None:
         (["a.jsonl"], "--for: is missing"),
         (["a.jsonl", "--for", "sft"], "no such file"),
         (["a.jsonl", "--for", "sft", "--set", "limt=1"], "--set limt=1: unknown key; did you mean limit?"),
-        (
-            ["a.jsonl", "--for", "sft", "--set", "limit=many"],
-            "--set limit=many: found the text 'many'",
-        ),
-        (["a.jsonl", "--for", "sft", "--limit", "3"], "--limit: is a key of the source. Write --set limit=VALUE"),
+        (["a.jsonl", "--for", "sft", "--set", "limit=many"], "--set limit=many: found the text 'many'"),
         (["a.jsonl", "--for", "sft", "--data-dir=x"], "--data-dir: is a key of the source. Write --set data_dir=VALUE"),
         (["a.jsonl", "--for", "sft", "--streaming"], "Write --set streaming=true"),
         (["a.jsonl", "--for", "sft", "--weights", "a=1"], "Write --set weights.NAME=NUMBER"),
-        (["a.jsonl", "--for", "sft", "--set", "weights.helpfulness=much"], "weights.helpfulness=much: found the text"),
         (["--config", "configs/support/sft.yaml", "--format", "hh"], "--format: does not go with --config"),
         (["--config", "configs/support/sft.yaml", "--test", "x"], "--test: does not go with --config"),
     ],
@@ -272,26 +269,18 @@ def test_the_report_fits_into_80_columns_and_shows_the_figures(tmp_path: Path) -
     assert table["read"] == "152"
     assert table["bad"] == table["exact duplicates"] == "1"
     assert table["longer than 200 words"] == str(side["too_long"])
+    scale = max(lengths["p99"] for lengths in side["lengths"].values())
     for name in ("prompt", "chosen", "rejected", "whole"):
         line = next(line for line in figures if line.split()[:1] == [{"whole": "together"}.get(name, name)])
         values = side["lengths"][name]
         assert line.split()[1:7] == [str(values[key]) for key in ("p1", "p10", "p50", "p90", "p99", "max")]
         # The bars agree with the figures, on one scale from 0 to the largest p99.
-        scale = max(lengths["p99"] for lengths in side["lengths"].values())
-        drawn = line[56:]
-        assert drawn.index("┃") == round(values["p50"] / scale * 23)
-        assert (len(drawn) - len(drawn.lstrip()), len(drawn)) == (
-            round(values["p1"] / scale * 23),
-            round(values["p99"] / scale * 23) + 1,
-        )
-        assert (
-            len(re.findall("[━┃]", drawn)) == round(values["p90"] / scale * 23) - round(values["p10"] / scale * 23) + 1
-        )
+        p1, p10, p50, p90, p99 = (round(values[key] / scale * 23) for key in ("p1", "p10", "p50", "p90", "p99"))
+        bar = "".join("━" if p10 <= i <= p90 else "─" if p1 <= i else " " for i in range(p99 + 1))
+        assert line[56:] == bar[:p50] + "┃" + bar[p50 + 1 :]
     bias = side["length_bias"]
     share, low, high = (f"{100 * bias[key]:.1f} %" for key in ("longer_is_right", "low95", "high95"))
-    assert (
-        f"choosing the longer answer would be right in {share} of pairs\n  (95 % interval: {low} to {high})" in output
-    )
+    assert f"would be right in {share} of pairs\n  (95 % interval: {low} to {high})" in output
 
 
 def test_ascii_output_loses_nothing(tmp_path: Path) -> None:
@@ -304,22 +293,6 @@ def test_ascii_output_loses_nothing(tmp_path: Path) -> None:
         assert result.stdout.isascii()
         assert "\x1b" not in result.stdout
     assert "\\x1b[31m[[\\u65e5\\u672c]]" in result.stdout
-
-
-def test_means_cover_all_chunks_and_sides(tmp_path: Path) -> None:
-    """More rows than are measured at a time, of two sides in turn."""
-    rows = [{"prompt": f"question {n}", "response": words(1 + n % 7)} for n in range(2500)]
-    path = write_jsonl(tmp_path / "a.jsonl", rows)
-    config = written(tmp_path, sft_config({"train": str(path), "test_fraction": 0.3}))
-    found = checked("--config", config)
-    sides: dict[str, list[int]] = {"train": [], "test": []}
-    data = Rows(train=[DataSource(path=str(path))], test_fraction=0.3)
-    for side, record in records(StageRows(data, "sft"), Report()):
-        sides[side].append(len(record.answers[0].text.split()))
-    for side, lengths in sides.items():
-        assert found["sides"][side]["used"] == len(lengths)
-        assert found["sides"][side]["lengths"]["answer"]["mean"] == pytest.approx(np.mean(lengths), rel=1e-12)
-    assert found["leaks"]["rows"] == 0
 
 
 # ------------------------------------------------------------------------------------- check: by a config
@@ -376,12 +349,6 @@ def test_a_config_sets_sides_limits_template_and_tokenizer(tmp_path: Path, make_
     assert rlhf("check", "--config", config).stdout.count("longer than 12 tokens") == 1
 
 
-def test_without_a_tokenizer_on_disk_lengths_are_words(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a b", "response": " c"}])
-    config = written(tmp_path, sft_config({"train": str(path), "test_fraction": 0}))
-    assert checked("--config", config)["unit"] == "words"
-
-
 def test_probes_and_ptx_are_checked(tmp_path: Path) -> None:
     pairs = write_jsonl(tmp_path / "pairs.jsonl", [pair(f"p {n}", 2, 3) for n in range(4)])
     probes = write_jsonl(tmp_path / "probes.jsonl", [{**pair("q", 2, 3), "probe": "length"}, pair("q", 3, 2)])
@@ -408,14 +375,6 @@ def test_probes_and_ptx_are_checked(tmp_path: Path) -> None:
     shorter = checked("--config", config, "--set", "data.max_prompt_length=1")
     assert (shorter["sides"]["ptx"]["too_long"], shorter["sides"]["train"]["too_long"]) == (4, 4)
     assert list(found["sides"]["train"]["lengths"]) == ["prompt"]
-
-
-def test_loss_mse_reads_scores(tmp_path: Path) -> None:
-    rows = [{"prompt": "p", "answers": ["a", "b c"], "scores": [1, 2]}]
-    path = write_jsonl(tmp_path / "a.jsonl", rows)
-    data = {"train": {"path": str(path), "format": "ranking"}, "test_fraction": 0}
-    config = written(tmp_path, sft_config(data, loss="mse"), "rm")
-    assert checked("--config", config)["sides"]["train"]["scores"]["counts"] == {"1": 1, "2": 1}
 
 
 # ---------------------------------------------------------------------------------- check: lengths in tokens
@@ -514,11 +473,6 @@ def test_a_tokenizer_without_eos_measures_whole_texts() -> None:
     assert len(encode_for_classifier(tokenizer, ["a b c e f"], None)[0]) == 7
 
 
-def test_lengths_in_words() -> None:
-    row = {"prompt": " two  words\n", "chosen": "one", "rejected": "a b\tc"}
-    assert in_words([seen_of(row, "rm pairs")]) == [Measured(2, [1, 3])]
-
-
 # ----------------------------------------------------------------------------------- check: blank answers
 
 HH = [
@@ -551,6 +505,9 @@ def test_a_blank_answer_is_skipped_and_counted_everywhere(tmp_path: Path, tokeni
 
 
 def test_a_missing_space_between_prompt_and_answer_is_named_with_its_remedy(tmp_path: Path) -> None:
+    few = [{"prompt": f"Q{n}{'.' if n == 4 else ':'}", "response": "yes"} for n in range(30)]
+    found = checked(write_jsonl(tmp_path / "few.jsonl", few), "--for", "sft")
+    assert (found["sides"]["train"]["glued"]["rows"], found["warnings"]) == (1, [])
     rows = [{"prompt": f"Describe weatherman {n}.", "response": "He tells the weather."} for n in range(9)]
     path = write_jsonl(tmp_path / "rows.jsonl", [*rows, {"prompt": "Answer:", "response": "Yes."}])
     found = checked(path, "--for", "sft")
@@ -567,14 +524,6 @@ def test_a_missing_space_between_prompt_and_answer_is_named_with_its_remedy(tmp_
     data = {"train": str(path), "prompt_template": template, "test_fraction": 0}
     config = written(tmp_path, sft_config(data))
     assert checked("--config", config, "--for", "sft")["sides"]["train"]["glued"]["rows"] == 0
-
-
-def test_a_few_missing_spaces_are_counted_without_a_warning(tmp_path: Path) -> None:
-    rows = [{"prompt": f"Q{n}:", "chosen": " yes", "rejected": " no"} for n in range(30)]
-    rows[4]["prompt"], rows[4]["rejected"] = "Q4.", "no"
-    found = checked(write_jsonl(tmp_path / "rows.jsonl", rows), "--for", "rm")
-    assert found["sides"]["train"]["glued"]["rows"] == 1
-    assert found["warnings"] == []
 
 
 # ---------------------------------------------------------------------------------- check: special tokens
@@ -640,17 +589,12 @@ def test_trained_tokens_are_between_marks(tmp_path: Path, make_model) -> None:
     model = make_model("llama")
     output = rlhf("show", path, "--for", "sft", "--tokenizer", model, "-n", 2).stdout
     assert output.count("<bos>the tent⟦ is\n  late<eos>⟧\n") == 2
-    assert output.startswith(f"{path}: rows of prompt_response, read for sft\n⟦trained on⟧\n\n{path}:1  ")
+    rows = [Record("the tent", "", (Answer(" is\nlate"),))]
+    (example,) = training_examples(AutoTokenizer.from_pretrained(model), rows)
+    told = f"{len(example.ids)} tokens, {sum(example.loss_mask)} trained on\n"
+    assert output.startswith(f"{path}: rows of prompt_response, read for sft\n⟦trained on⟧\n\n{path}:1  {told}")
     config = written(tmp_path, sft_config({"train": str(path), "loss_on": "all"}, model={"path": str(model)}))
     assert "<bos>⟦the tent is\n  late<eos>⟧\n" in rlhf("show", "--config", config, "-n", 1).stdout
-
-
-def test_the_count_is_the_number_of_tokens(tmp_path: Path, make_model, tokenizer) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent", "response": " is late"}])
-    (example,) = training_examples(tokenizer, [Record("the tent", "", (Answer(" is late"),))], None, learn_all=False)
-    assert not isinstance(example, Skipped)
-    told = f"{path}:1  {len(example.ids)} tokens, {sum(example.loss_mask)} trained on\n"
-    assert told in rlhf("show", path, "--for", "sft", "--tokenizer", make_model("llama")).stdout
 
 
 def test_overlong_rows_are_cut_or_shown_as_skipped(tmp_path: Path, make_model) -> None:
@@ -727,12 +671,6 @@ def test_bad_and_skipped_rows_are_shown_in_order(tmp_path: Path) -> None:
     output = rlhf("show", write_jsonl(tmp_path / "a.jsonl", rows), "--for", "rm").stdout
     places = [output.index(text) for text in ("a⟦yes", "a.jsonl:2: found the keys", "its answers are equal", "d⟦yes")]
     assert places == sorted(places)
-
-
-def test_terminal_control_characters_are_escaped(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "\x1b[2Jx\x07", "response": "y\u202e\tz"}])
-    output = rlhf("show", path, "--for", "sft").stdout
-    assert "\\x1b[2Jx\\x07⟦y\\u202e\\tz⟧" in output
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "eos_only_tokenizer", "metaspace_tokenizer"])
@@ -909,15 +847,3 @@ def test_docs_have_every_format_with_a_row_and_a_line_that_fit() -> None:
             record = read_record(values, format_, source)
             if (name, purpose) not in NOT_CONVERTED:
                 assert isinstance(StageRows(Rows(train=[source]), purpose).view(record, "test"), Record)
-
-
-def test_validation_rows_are_checked_beside_the_others(tmp_path: Path) -> None:
-    rows = [{"prompt": f"question {n}", "response": "yes"} for n in range(6)]
-    names = {"train": rows[:4], "validation": rows[3:5], "test": rows[5:]}
-    data = {name: str(write_jsonl(tmp_path / f"{name}.jsonl", part)) for name, part in names.items()}
-    config = written(tmp_path, sft_config(data))
-    found = checked("--config", config)
-    assert {name: side["read"] for name, side in found["sides"].items()} == {"train": 4, "validation": 2, "test": 1}
-    assert found["validation_leaks"] == {"rows": 1, "prompts": 1, "first": [f"{data['validation']}:1"]}
-    assert found["leaks"]["rows"] == 0
-    assert "Prompts of training and validation: 1, in 1 validation rows" in rlhf("check", "--config", config).stdout
