@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -127,13 +128,6 @@ def exit_with(work: Callable[[], object]) -> None:
         raise typer.Exit(code)
 
 
-def _is_file(name: str) -> bool:
-    try:
-        return Path(name).is_file()
-    except OSError:  # the name is too long
-        return False
-
-
 class FileOrCommand(LazyGroup):
     """`rlhf rm`: takes the stage's file like `rlhf sft` does, and has the commands `serve` and `score` besides."""
 
@@ -143,8 +137,8 @@ class FileOrCommand(LazyGroup):
             if skip or argument.startswith("-"):
                 skip = not skip and argument in ("--config", "--set", "--nproc", "--threads", "--members")
                 continue
-            is_file = "/" in argument or argument.endswith((".yaml", ".yml")) or _is_file(argument)
-            if argument not in self.commands and is_file:
+            is_file = os.path.isfile(argument)  # noqa: PTH113  # False for a name that is too long
+            if argument not in self.commands and (is_file or "/" in argument or argument.endswith((".yaml", ".yml"))):
                 if "--config" in args:
                     raise typer.BadParameter("give FILE or --config, not both", ctx=ctx)
                 args = [*args[:index], "--config", argument, *args[index + 1 :]]
@@ -287,32 +281,23 @@ def sentence(error: Any) -> str:
         if option in SET_INSTEAD and any(param.name == "keys" for param in error.ctx.command.params):
             return f"{option}: is a key of the source. Write --set {SET_INSTEAD[option]}"
         return str(error.format_message()).removesuffix(".")
-    name = error.param_hint or (name_of(error.param) if error.param is not None else None)
-    text = error.message.removesuffix(".").removeprefix("Value error, ")
+    param, text = error.param, error.message.removesuffix(".").removeprefix("Value error, ")
     if type(error).__name__ == "MissingParameter":
         text = "is required"
     if text.startswith("Input should be "):
-        text = f"{value_of(error)}must be {text.removeprefix('Input should be ')}"
+        values = [each.get("input") for each in getattr(error.__cause__, "errors", list)()]
+        value = f"{values[0]}, " if values and isinstance(values[0], str | int | float) else ""
+        text = f"{value}must be {text.removeprefix('Input should be ')}"
     if " is not one of " in text:
         value, _, names = text.partition(" is not one of ")
-        shown = str(getattr(error.param, "metavar", None) or "")  # may leave out a name with an error of its own
+        shown = str(getattr(param, "metavar", None) or "")  # may leave out a name with an error of its own
         names = shown[1:-1].replace("|", ", ") if shown.startswith("[") else names.replace("'", "")
         text = f"{value} is not one of {names}"
+    name = error.param_hint
+    if not name and param is not None:  # as the user writes it: an option's long form, an argument's placeholder
+        is_option = param.param_type_name == "option"
+        name = max(param.opts, key=len) if is_option else param.metavar or param.name.upper()
     return f"{name}: {text}" if name else text
-
-
-def name_of(param: Any) -> str:
-    """How the user writes a parameter: the long form of an option, the placeholder of an argument."""
-    if param.param_type_name == "option":
-        return str(max(param.opts, key=len))
-    return str(param.metavar or param.name.upper())
-
-
-def value_of(error: Any) -> str:
-    """The refused value and a comma; "" if typer does not say which one it was."""
-    cause = error.__cause__
-    values = [each.get("input") for each in cause.errors()] if cause is not None and hasattr(cause, "errors") else []
-    return f"{values[0]}, " if values and isinstance(values[0], str | int | float) else ""
 
 
 def help_of(context: Any) -> str:
@@ -325,7 +310,6 @@ def help_of(context: Any) -> str:
 
 
 def main() -> None:
-    """The console script."""
     set_up_process()
     sys.exit(app(standalone_mode=True))
 

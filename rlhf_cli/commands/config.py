@@ -40,18 +40,16 @@ def check(
 ) -> None:
     """Read config files and report every mistake."""
     problems, loaded = [], list[tuple[Path, str, Stage]]()
-    expanded: list[Path] = []
-    for file in files:
-        inside = (sorted(file.glob("*.yaml")) or sorted(file.glob("*/*.yaml"))) if file.is_dir() else []
-        if file.is_dir() and not inside:
-            raise ConfigError(f"{file}: contains no .yaml file")
-        expanded += inside or [file]
-    for file in expanded:
-        try:
-            name = stage_of(file, stage)
-            loaded.append((file, name, load_stage_config(name, file, overrides or [])))
-        except ConfigError as error:
-            problems.append(str(error))
+    for place in files:
+        inside = (sorted(place.glob("*.yaml")) or sorted(place.glob("*/*.yaml"))) if place.is_dir() else [place]
+        if not inside:
+            raise ConfigError(f"{place}: contains no .yaml file")
+        for file in inside:
+            try:
+                name = stage_of(file, stage)
+                loaded.append((file, name, load_stage_config(name, file, overrides or [])))
+            except ConfigError as error:
+                problems.append(str(error))
     for file, name, config in loaded:
         beside = {other: one for path, other, one in loaded if path.parent == file.parent}
         try:
@@ -78,10 +76,8 @@ def schema(
     stage: Annotated[str | None, typer.Argument(help="sft, rm or ppo. All three by default.")] = None,
 ) -> None:
     """Print the JSON Schema of a stage's config, for completion in editors."""
-    if stage is not None:
-        say(json.dumps(config_schema(CONFIGS[known_stage(stage)]), indent=2))
-    else:
-        say(json.dumps({name: config_schema(config) for name, config in CONFIGS.items()}, indent=2))
+    schemas = {name: config_schema(config) for name, config in CONFIGS.items()}
+    say(json.dumps(schemas if stage is None else schemas[known_stage(stage)], indent=2))
 
 
 # ------------------------------------------------------------------------------------------- docs
@@ -112,12 +108,16 @@ def docs(
     ],
 ) -> None:
     """Explain a key, or every key of a section."""
+    path = tuple(part for part in key.strip().split(".") if part)
     # `rm.loss` begins with a stage. Without one (`loss`, `rollout.top_p`) the first stage that has the key is used.
-    chosen = _chosen(tuple(part for part in key.strip().split(".") if part))
-    if not chosen:
-        raise ConfigError(f"{key}: no such key{_similar(key)}")
-    width = min(MAX_WIDTH, shutil.get_terminal_size().columns)
-    say("\n\n".join(_text(stage, entry, width) for stage, entry in chosen))
+    places = [(path[0], path[1:])] if path[:1] and path[0] in CONFIGS else []
+    for stage, keys in [*places, *((stage, path) for stage in CONFIGS)]:
+        chosen = [entry for entry in entries(CONFIGS[stage]) if path and entry.keys[: len(keys)] == keys]
+        if chosen:
+            width = min(MAX_WIDTH, shutil.get_terminal_size().columns)
+            say("\n\n".join(_text(stage, entry, width) for entry in chosen))
+            return
+    raise ConfigError(f"{key}: no such key{_similar(key)}")
 
 
 def entries(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[Entry]:
@@ -130,7 +130,6 @@ def entries(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[En
 
 
 def all_keys() -> list[str]:
-    """The dotted keys of all stages, each behind the name of its stage, without repetition."""
     names = (".".join((stage, *entry.keys)) for stage, schema in CONFIGS.items() for entry in entries(schema))
     return list(dict.fromkeys([*CONFIGS, *names]))
 
@@ -146,29 +145,14 @@ def _sections(field: FieldInfo) -> list[tuple[tuple[str, ...], type[BaseModel]]]
     return [((str(tag_values(section, tag)[0]),), section) for section in sections]
 
 
-def _chosen(keys: tuple[str, ...]) -> list[tuple[str, Entry]]:
-    """The entries at and below a path. A stage's name alone means all of its keys."""
-    if not keys:
-        return []
-    stages = [keys[0]] if keys[0] in CONFIGS else list(CONFIGS)
-    below_stage = [(stages[0], keys[1:])] if keys[0] in CONFIGS else []
-    for stage, path in [*below_stage, *((stage, keys) for stage in CONFIGS)]:
-        found = [entry for entry in entries(CONFIGS[stage]) if entry.keys[: len(path)] == path]
-        if found:
-            return [(stage, entry) for entry in found]
-    return []
-
-
 def _text(stage: str, entry: Entry, width: int) -> str:
-    """An entry as text: its name, its type and default, its documentation."""
     facts = f"{_type(_json_schemas(entry.section)[entry.keys[-1]])}; {_default(entry.field)}"
     doc = " ".join((entry.field.description or "").split())
     wrap = textwrap.TextWrapper(width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     lines = [f"{entry.name}  ({stage}.yaml)", *wrap.wrap(facts), *wrap.wrap(doc)]
-    if _sections(entry.field):
-        about = " ".join((_sections(entry.field)[0][1].__doc__ or "").split())
-        if len(_sections(entry.field)) == 1 and about != doc:
-            lines += wrap.wrap(about)
+    if len(sections := _sections(entry.field)) == 1:
+        about = " ".join((sections[0][1].__doc__ or "").split())
+        lines += wrap.wrap(about) if about != doc else []
     return "\n".join(lines)
 
 
@@ -186,7 +170,6 @@ def _default(field: FieldInfo) -> str:
 
 @functools.cache
 def _json_schemas(section: type[BaseModel]) -> dict[str, Any]:
-    """The JSON Schema of each key of a section."""
     schemas: dict[str, Any] = section.model_json_schema(mode="serialization")["properties"]
     return schemas
 
@@ -220,13 +203,13 @@ def _similar(key: str) -> str:
     names: dict[str, str] = {}
     for stage, schema in CONFIGS.items():
         for entry in entries(schema):
-            full = f"{stage}.{entry.name}"
-            for name in (full, entry.name, f"{stage}.{entry.keys[-1]}", entry.keys[-1]):
-                names.setdefault(name, full)
+            for name in (entry.name, entry.keys[-1]):
+                names.setdefault(f"{stage}.{name}", f"{stage}.{entry.name}")
+                names.setdefault(name, f"{stage}.{entry.name}")
     head, _, last = key.rpartition(".")
-    synonym = KEY_SYNONYMS.get(last.lower())
-    wanted = [f"{head}.{synonym}".lstrip("."), synonym] if synonym else []
-    close = [name for name in wanted if name in names] or difflib.get_close_matches(key, names, n=1)
+    synonym = KEY_SYNONYMS.get(last.lower(), last)
+    wanted = [name for name in (f"{head}.{synonym}".lstrip("."), synonym) if name in names and synonym != last]
+    close = wanted or difflib.get_close_matches(key, names, n=1)
     if not close:
         return f". List all keys of a stage with: rlhf config docs {' | '.join(CONFIGS)}"
     return f"; did you mean {names[close[0]]}?"

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
@@ -45,7 +45,24 @@ def diagnose(
     causes, skipped = rank(evidence), not_judged(evidence)
     lines = [text for _, text in unfinished]
     if as_json:
-        say(json.dumps(_as_json(evidence, causes, skipped, lines), indent=2, ensure_ascii=False))
+        found = {
+            "unfinished": lines,
+            "causes": [
+                {
+                    "name": cause.name,
+                    "stage": cause.stage,
+                    "title": cause.message,
+                    "certainty": cause.severity,
+                    "evidence": list(cause.evidence),
+                    "advice": cause.advice,
+                    "explained_by": cause.explained_by,
+                }
+                for cause in causes
+            ],
+            "not_judged": [{"name": rule.name, "needs": rule.wants} for rule in skipped],
+            "evidence": asdict(evidence),
+        }
+        say(json.dumps(found, indent=2, ensure_ascii=False))
     else:
         show(directory, evidence, causes, skipped, lines)
     if causes:
@@ -57,7 +74,6 @@ def diagnose(
 def show(
     root: Path, evidence: Evidence, causes: Sequence[Cause], skipped: Sequence[Rule], unfinished: Sequence[str]
 ) -> None:
-    """Print the stages that are not finished, then the causes, the one to mend first."""
     from rlhf_cli.health.ranking import CAUSES
 
     console = Console(soft_wrap=True)
@@ -96,25 +112,3 @@ def show(
         write(f"Not measured: {problem}", "", "  ")
     for rule in skipped:
         write(f"Not judged: {rule.name}. It needs {rule.wants}.", "", "  ")
-
-
-def _as_json(
-    evidence: Evidence, causes: Sequence[Cause], skipped: Sequence[Rule], unfinished: Sequence[str]
-) -> dict[str, Any]:
-    return {
-        "unfinished": list(unfinished),
-        "causes": [
-            {
-                "name": cause.name,
-                "stage": cause.stage,
-                "title": cause.message,
-                "certainty": cause.severity,
-                "evidence": list(cause.evidence),
-                "advice": cause.advice,
-                "explained_by": cause.explained_by,
-            }
-            for cause in causes
-        ],
-        "not_judged": [{"name": rule.name, "needs": rule.wants} for rule in skipped],
-        "evidence": asdict(evidence),
-    }

@@ -20,8 +20,6 @@ NAMES = OptionNames("--judge", "--judge-key-env", "The other figures are written
 
 @dataclass(frozen=True)
 class EvalJudgeOptions:
-    """The `--judge` options of `rlhf eval`."""
-
     url: Annotated[
         str | None, typer.Option("--judge", metavar="URL", help="A chat server that compares SFT's and PPO's replies.")
     ] = None
@@ -60,8 +58,7 @@ def evaluate(
     from rlhf_cli.evaluation.evaluate import Settings
     from rlhf_cli.evaluation.evaluate import evaluate as measure
 
-    settings = Settings(stage, samples, sampled_prompts, seed, device, rm_bench, judge_of(judge))
-    measure(directory, settings, quiet=quiet)
+    measure(directory, Settings(stage, samples, sampled_prompts, seed, device, rm_bench, judge_of(judge)), quiet=quiet)
 
 
 def judge_of(options: EvalJudgeOptions) -> ServerJudge | None:

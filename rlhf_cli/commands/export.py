@@ -89,7 +89,6 @@ class ModelGiven:
 
     @property
     def name(self) -> str:
-        """The name of the model in cards and files."""
         if self.located is None:
             return Path(self.path).resolve().name
         return f"{self.located.root.resolve().name}-{self.located.name.replace('/', '-')}"
@@ -106,6 +105,19 @@ class ModelGiven:
         config: Any = load_stage_config(stage, file, [f"artifacts={root}"])
         return base_model(config, root)
 
+    def dtype(self, options: ExportOptions) -> tuple[Dtype, str]:
+        """The number format to write, and a remark where it was not chosen."""
+        from rlhf_cli.models.exporting import dtype_of
+
+        if options.dtype is not None or options.format == "adapter":
+            return options.dtype or "float32", ""
+        if options.format == "gguf" and options.quantize is not None:
+            return "float32", ""  # llama.cpp rounds once
+        base = self.base()
+        if base is not None and (dtype := dtype_of(base.path, base.revision)) is not None:
+            return dtype, ", like its base model"
+        return dtype_of(self.path) or "float32", ""
+
 
 def export(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or that of any model.")],
@@ -120,27 +132,26 @@ def export(
     require_new(out)
     display = Display("export", quiet=quiet)
 
-    from rlhf_cli.models.exporting import adapter_directory
-    from rlhf_cli.trained.model import prompting_of
+    from rlhf_cli.evaluation.fidelity import COLUMNS
+    from rlhf_cli.models.exporting import adapter_directory, require_torchao
+    from rlhf_cli.models.gguf import require_llama_cpp
+    from rlhf_cli.trained.model import TEMPLATE_FILE, prompting_of
 
     if options.format == "adapter":
         adapter_directory(source.path)
     if options.format == "gguf":
-        from rlhf_cli.models.gguf import require_llama_cpp
-
         require_llama_cpp(options.quantize)
     elif options.quantize is not None:
-        from rlhf_cli.models.exporting import require_torchao
-
         assert options.quantize in ("int8", "int4")
         require_torchao(options.quantize)
     prompting = prompting_of(source.located)
     check = _check(source, options, display)
     with new_folder(out) as folder:
-        dtype, note = _dtype(source, options)
-        parameters, gguf_file = _write(source, folder, out, options, dtype, prompting)
-        if options.format != "gguf":  # a GGUF file has it inside
-            _write_chat_template(folder, prompting)
+        dtype, note = source.dtype(options)
+        template = prompting.chat_template if prompting is not None else None
+        parameters, gguf_file = _write(source, folder, out, options, dtype, template)
+        if template is not None and gguf_file is None:  # a GGUF file has it inside
+            (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
         if check is not None:
             display.note(f"comparing {source.name} on {check.about}")
         found = _compare(check, folder, gguf_file, display)
@@ -150,8 +161,6 @@ def export(
         (folder / FILE).write_text(text, encoding="utf-8")
         (folder / "README.md").write_text(_card(source, options, facts, found, prompting), encoding="utf-8")
     if check is not None and found is not None:
-        from rlhf_cli.evaluation.fidelity import COLUMNS
-
         display.table(f"{source.name}, as trained and as {facts['written_as']}: {check.about}", COLUMNS, found.rows())
     size = sum(file.stat().st_size for file in out.iterdir())
     display.note(f"{out}: {source.name} as {facts['written_as']}{note}, {size / 1e6:,.1f} MB")
@@ -168,6 +177,41 @@ def source_of(directory: str, stage: str | None) -> ModelGiven:
     if stage is not None:
         raise ConfigError(f"--stage: {directory} is a model and not a run. Remove the option")
     return ModelGiven(model_directory(directory))
+
+
+def _write(
+    source: ModelGiven, folder: Path, out: Path, options: ExportOptions, dtype: Dtype, template: str | None
+) -> tuple[int, str | None]:
+    """Write the weights and everything that belongs to them, but no card.
+
+    Returns the number of parameters, and the name of the GGUF file if there is one.
+    """
+    from rlhf_cli.models import exporting, gguf
+    from rlhf_cli.models.load import load_tokenizer
+    from rlhf_cli.trained.model import TEMPLATE_FILE
+
+    if options.format == "adapter":
+        return exporting.write_adapter(source.path, folder, options.dtype, out), None
+    if options.format == "safetensors":
+        size = options.max_shard_size or SHARD_SIZE
+        if options.quantize is None:
+            return exporting.write_model(source.path, folder, dtype, size), None
+        assert options.quantize in ("int8", "int4")
+        return exporting.write_quantized(source.path, folder, dtype, options.quantize, size), None
+    kind = options.quantize or dtype
+    name = f"{source.name}-{gguf.TYPES.get(kind, kind).upper()}.gguf"
+    with tempfile.TemporaryDirectory(dir=folder) as plain:
+        parameters = exporting.write_model(source.path, Path(plain), dtype, "50GB")
+        if template is not None:
+            Path(plain, TEMPLATE_FILE).write_text(template, encoding="utf-8")
+        card = Path(source.path) / "README.md"
+        if card.is_file():  # The converter copies its licence and base model.
+            shutil.copyfile(card, Path(plain) / card.name)
+        gguf.convert(Path(plain), folder / name, kind, source.name, load_tokenizer(plain))
+    return parameters, name
+
+
+# ------------------------------------------------------------------------------------------- what it cost
 
 
 def _check(source: ModelGiven, options: ExportOptions, display: Display) -> Check | None:
@@ -195,73 +239,6 @@ def _check(source: ModelGiven, options: ExportOptions, display: Display) -> Chec
     return check if check.about else None
 
 
-def _dtype(source: ModelGiven, options: ExportOptions) -> tuple[Dtype, str]:
-    """The number format to write, and a remark where it was not chosen."""
-    from rlhf_cli.models.exporting import dtype_of
-
-    if options.dtype is not None or options.format == "adapter":
-        return options.dtype or "float32", ""
-    if options.format == "gguf" and options.quantize is not None:
-        return "float32", ""  # llama.cpp rounds once
-    base = source.base()
-    if base is not None and (dtype := dtype_of(base.path, base.revision)) is not None:
-        return dtype, ", like its base model"
-    return dtype_of(source.path) or "float32", ""
-
-
-# ------------------------------------------------------------------------------------------- writing
-
-
-def _write(
-    source: ModelGiven, folder: Path, out: Path, options: ExportOptions, dtype: Dtype, prompting: Prompting | None
-) -> tuple[int, str | None]:
-    """Write the weights and everything that belongs to them, but no card.
-
-    Returns the number of parameters, and the name of the GGUF file if there is one.
-    """
-    from rlhf_cli.models import exporting
-
-    if options.format == "gguf":
-        return _write_gguf(source, folder, options, dtype, prompting)
-    if options.format == "adapter":
-        return exporting.write_adapter(source.path, folder, options.dtype, out), None
-    size = options.max_shard_size or SHARD_SIZE
-    if options.quantize is not None:
-        assert options.quantize in ("int8", "int4")
-        return exporting.write_quantized(source.path, folder, dtype, options.quantize, size), None
-    return exporting.write_model(source.path, folder, dtype, size), None
-
-
-def _write_chat_template(folder: Path, prompting: Prompting | None) -> None:
-    """Write how conversations are written, for a model that was trained on transcripts."""
-    from rlhf_cli.trained.model import TEMPLATE_FILE
-
-    if prompting is not None and prompting.chat_template is not None:
-        (folder / TEMPLATE_FILE).write_text(prompting.chat_template, encoding="utf-8")
-
-
-def _write_gguf(
-    source: ModelGiven, folder: Path, options: ExportOptions, dtype: Dtype, prompting: Prompting | None
-) -> tuple[int, str]:
-    from rlhf_cli.models.exporting import write_model
-    from rlhf_cli.models.gguf import TYPES, convert
-    from rlhf_cli.models.load import load_tokenizer
-
-    kind = options.quantize or dtype
-    name = f"{source.name}-{TYPES.get(kind, kind).upper()}.gguf"
-    with tempfile.TemporaryDirectory(dir=folder) as plain:
-        parameters = write_model(source.path, Path(plain), dtype, "50GB")
-        _write_chat_template(Path(plain), prompting)
-        card = Path(source.path) / "README.md"
-        if card.is_file():  # The converter copies its licence and base model.
-            shutil.copyfile(card, Path(plain) / card.name)
-        convert(Path(plain), folder / name, kind, source.name, load_tokenizer(plain))
-    return parameters, name
-
-
-# ------------------------------------------------------------------------------------------- what it cost
-
-
 def _compare(check: Check | None, folder: Path, gguf_file: str | None, display: Display) -> Comparison | None:
     """The figures of both models; None without a check, and for a GGUF file that transformers cannot read."""
     if check is None:
@@ -285,7 +262,6 @@ def _facts(
     check: Check | None,
     found: Comparison | None,
 ) -> dict[str, Any]:
-    """The content of export.json."""
     from rlhf_cli.evaluation.figures import as_json
     from rlhf_cli.run.model_card import library_versions
 
@@ -320,13 +296,14 @@ def _card(
     if options.format == "adapter":
         text = text.replace("library_name: transformers", "library_name: peft", 1)
         text = text.replace("base_model_relation: finetune", "base_model_relation: adapter", 1)
-    lines = [f"## Export\n\nWritten by `rlhf export` as {facts['written_as']}."]
-    if found is not None:
-        lines[0] += (
-            f" Compared with the model as it was trained on {facts['compared_on']}, both computed in float32. KL is "
-            "that of the original to the export, in nats."
-        )
-        rows = ["| | original | exported | difference |", "|---|---|---|---|"]
-        lines.append("\n".join([*rows, *(f"| {' | '.join(row)} |" for row in found.rows())]))
-    sections = [*([prompting.section] if prompting is not None else []), *lines]
-    return text.rstrip("\n") + "\n\n" + "\n\n".join(sections) + "\n"
+    sections = [text.rstrip("\n"), *([prompting.section] if prompting is not None else [])]
+    about = f"## Export\n\nWritten by `rlhf export` as {facts['written_as']}."
+    if found is None:
+        return "\n\n".join([*sections, about]) + "\n"
+    about += (
+        f" Compared with the model as it was trained on {facts['compared_on']}, both computed in float32. KL is "
+        "that of the original to the export, in nats."
+    )
+    rows = ["| | original | exported | difference |", "|---|---|---|---|"]
+    rows += [f"| {' | '.join(row)} |" for row in found.rows()]
+    return "\n\n".join([*sections, about, "\n".join(rows)]) + "\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import random
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -79,7 +78,7 @@ def _files(template: Template) -> Files:
         "support-hard": lambda: {**_files("support"), **files, "data/preferences.jsonl": hard_preferences},
         "sentiment": lambda: {"judge.py": copy("judge.py")},
         "hh": dict,
-        "stories": lambda: {"reward.py": copy("reward.py"), "data/prompts.jsonl": _story_prompts},
+        "stories": lambda: {"reward.py": copy("reward.py"), "data/prompts.jsonl": copy("prompts.jsonl")},
         "blank": lambda: {"reward.py": copy("reward.py"), **data},
         "bilingual": lambda: {**_files("blank"), **files, **data},
     }
@@ -123,14 +122,6 @@ def _support_data() -> Files:
         "data/prompts.jsonl": rows("prompts_train", 2000),
         "data/prompts_test.jsonl": rows("prompts_test", 256),
     }
-
-
-def _story_prompts() -> str:
-    """The 400 story openings of the example, in its order."""
-    task = _script("stories/generate.py")
-    texts = task.openings()
-    random.Random(7).shuffle(texts)
-    return _lines({"prompt": text} for text in texts[: task.NUM_PROMPTS])
 
 
 def _lines(rows: Iterable[dict[str, Any]]) -> str:

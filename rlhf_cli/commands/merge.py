@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -22,7 +22,6 @@ from rlhf_cli.run.artifacts import (
 from rlhf_cli.trained.locate import locate
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SAME_ORIGIN = 0.5
@@ -43,8 +42,7 @@ def merge(
 ) -> None:
     """Merge LoRA adapters into plain weights, or with --out average the weights of reward models."""
     if out is None and len(models) == 2:
-        directory, out = model_directory(models[0]), Path(models[1])
-        _merge_adapters(directory, out, dtype)
+        _merge_adapters(model_directory(models[0]), Path(models[1]), dtype)
     elif out is None or len(models) < 2:
         raise ConfigError("give adapters and a folder, DIR OUT, or two or more reward models and --out OUT")
     else:
@@ -78,22 +76,43 @@ def _merge_adapters(path: str, out: Path, dtype: Dtype) -> None:
 
 
 def _average(paths: Sequence[str], out: Path, dtype: Dtype) -> None:
-    """Write the mean of the weights of reward models (WARM, arXiv 2401.12187), and measure it again."""
+    """Write the mean of the weights of reward models (WARM, arXiv 2401.12187), and measure it again.
+
+    Raises ArtifactError for two models whose mean is no model.
+    """
     import torch
 
     from rlhf_cli.models.exporting import dtype_of
-    from rlhf_cli.models.load import LENGTH_CURVE, load_reward_model, load_tokenizer
+    from rlhf_cli.models.heads import scalar_heads
+    from rlhf_cli.models.load import CUTS, LENGTH_CURVE, load_reward_model, load_tokenizer, same_tokenizer
     from rlhf_cli.models.save import save
 
     for path in paths:
         require_intact(path, thorough=True)
     mean, tokenizer = load_reward_model(paths[0]), load_tokenizer(paths[0])
     start = {name: weight.detach().clone() for name, weight in mean.named_parameters()}
-    with torch.no_grad():
-        for number, path in enumerate(paths[1:], 2):
-            other = load_reward_model(path)
-            _require_alike(start, mean, tokenizer, other, load_tokenizer(path), f"{path} and {paths[0]}")
-            for name, weight in other.named_parameters():
+    heads = scalar_heads(mean)
+    for number, path in enumerate(paths[1:], 2):
+        other, theirs, names = load_reward_model(path), load_tokenizer(path), f"{path} and {paths[0]}"
+        weights = {name: weight.detach() for name, weight in other.named_parameters()}
+        if {k: w.shape for k, w in start.items()} != {k: w.shape for k, w in weights.items()}:
+            raise ArtifactError(f"{names}: have weights of other names or shapes. Average models of one architecture")
+        if not (same_tokenizer(tokenizer, theirs) and same_tokenizer(theirs, tokenizer)):
+            raise ArtifactError(f"{names}: have other tokenizers. Average models that were trained from one model")
+        if any(getattr(mean.config, key, None) != getattr(other.config, key, None) for key in CUTS):
+            cuts = ", ".join(CUTS)
+            raise ArtifactError(f"{names}: cut texts to other lengths ({cuts}). Train them with the same data")
+        bodies = [name for name, weight in weights.items() if weight.ndim > 1 and name.rpartition(".")[0] not in heads]
+        dot = sum(float((start[name] * weights[name]).sum()) for name in bodies)
+        one, two = (sum(float(side[name].square().sum()) for name in bodies) ** 0.5 for side in (start, weights))
+        cosine = dot / (one * two)
+        if cosine < SAME_ORIGIN:
+            raise ArtifactError(
+                f"{names}: their weights have a cosine of {cosine:.2f}, so they were not trained from one model, and "
+                "their mean is no model. Use them as an ensemble"
+            )
+        with torch.no_grad():
+            for name, weight in weights.items():
                 so_far = mean.get_parameter(name)
                 so_far.add_((weight - so_far) / number)
     if dtype == "auto":
@@ -106,41 +125,6 @@ def _average(paths: Sequence[str], out: Path, dtype: Dtype) -> None:
     for line in lines:
         say(f"{out}: {line}")
     say(f"{out}: the mean of {len(paths)} models, {mean.num_parameters():,} parameters in {dtype}")
-
-
-def _require_alike(
-    start: Mapping[str, Tensor],
-    one: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    other: PreTrainedModel,
-    other_tokenizer: PreTrainedTokenizerBase,
-    names: str,
-) -> None:
-    """Raise ArtifactError for two models whose mean is no model. `start` has the weights of the first."""
-    from rlhf_cli.models.heads import scalar_heads
-    from rlhf_cli.models.load import CUTS, same_tokenizer
-
-    weights = dict(other.named_parameters())
-    if {k: w.shape for k, w in start.items()} != {k: w.shape for k, w in weights.items()}:
-        raise ArtifactError(f"{names}: have weights of other names or shapes. Average models of one architecture")
-    if not (same_tokenizer(tokenizer, other_tokenizer) and same_tokenizer(other_tokenizer, tokenizer)):
-        raise ArtifactError(f"{names}: have other tokenizers. Average models that were trained from one model")
-    if [getattr(one.config, key, None) for key in CUTS] != [getattr(other.config, key, None) for key in CUTS]:
-        raise ArtifactError(f"{names}: cut texts to other lengths ({', '.join(CUTS)}). Train them with the same data")
-    heads = scalar_heads(one)
-    pairs = [
-        (start[name], weight)
-        for name, weight in weights.items()
-        if weight.ndim > 1 and name.rpartition(".")[0] not in heads
-    ]
-    dot = sum(float((a * b).sum()) for a, b in pairs)
-    sizes = [sum(float(pair[side].square().sum()) for pair in pairs) ** 0.5 for side in (0, 1)]
-    cosine = dot / (sizes[0] * sizes[1])
-    if cosine < SAME_ORIGIN:
-        raise ArtifactError(
-            f"{names}: their weights have a cosine of {cosine:.2f}, so they were not trained from one model, and their "
-            "mean is no model. Use them as an ensemble"
-        )
 
 
 def _measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> list[str]:

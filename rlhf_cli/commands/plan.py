@@ -61,10 +61,9 @@ def plan(
 
     Says for each phase what a process holds, whether it fits, and which changes make it fit.
     """
-    if (file is None) == (config is None):
+    path = file or config
+    if path is None or (file is not None and config is not None):
         raise ConfigError("give one config: rlhf plan FILE, or rlhf plan --config FILE")
-    path = file if file is not None else config
-    assert path is not None
     memory = None if gpu_memory is None else size_of(gpu_memory)
     from rlhf_cli.plan.fit import machine_of, plan_of
 
@@ -73,11 +72,7 @@ def plan(
     if as_json:
         say(json.dumps({"machine": machine.name, "stages": [as_dict(one, machine) for one in planned]}, indent=2))
         return
-    for number, one in enumerate(planned):
-        if number:
-            say("")
-        for line in lines_of(one, machine):
-            say(line)
+    say("\n\n".join("\n".join(lines_of(one, machine)) for one in planned))
 
 
 def size_of(text: str) -> float:
@@ -86,19 +81,14 @@ def size_of(text: str) -> float:
     >>> size_of("80GB"), size_of("24 GiB")
     (80000000000.0, 25769803776.0)
     """
-    match = re.fullmatch(r"([\d.]+)\s*([a-zA-Z]*)", text.strip())
-    unit = UNITS.get(match[2].upper()) if match else None
-    try:
-        num_bytes = float(match[1]) * unit if match and unit else 0.0
-    except ValueError:
-        num_bytes = 0.0
+    match = re.fullmatch(r"(\d+\.?\d*)\s*([a-zA-Z]*)", text.strip())
+    num_bytes = float(match[1]) * UNITS.get(match[2].upper(), 0.0) if match else 0.0
     if num_bytes <= 0:
         raise ConfigError(f"--gpu-memory: found {text}, must be a size such as 80GB or 24GiB")
     return num_bytes
 
 
 def lines_of(one: PlannedStage, machine: Machine) -> list[str]:
-    """The plan of a stage for an 80-column terminal."""
     plan, peak, batch = one.plan, one.plan.peak, one.plan.batch
     verdict = "fits" if one.fits else "does not fit"
     lines = [
@@ -125,12 +115,10 @@ def lines_of(one: PlannedStage, machine: Machine) -> list[str]:
 
 
 def offloaded(one: PlannedStage) -> float:
-    """Bytes of the CPU's memory that `distributed.offload` takes for each process."""
     return sum(model.offloaded_bytes for model in one.plan.models)
 
 
 def parts_of(phase: Phase) -> str:
-    """The largest parts of a phase in words, in one line of the terminal."""
     line = ""
     for name, num_bytes in sorted(phase.parts.items(), key=lambda part: -part[1]):
         part = f"{', ' if line else ''}{name} {size(num_bytes)}"
@@ -163,7 +151,6 @@ def length_lines(length: Length) -> list[str]:
 
 
 def change_lines(one: PlannedStage, machine: Machine) -> list[str]:
-    """The changes, each with its new peak, and what is enough."""
     room, tokens = ROOM * machine.memory, one.plan.tokens_per_microbatch
     lines = ["", f"  What lowers the peak, each by itself, with {tokens:,} tokens a microbatch"]
     lines.append(f"  ({size(room)} fit):")
@@ -179,12 +166,10 @@ def change_lines(one: PlannedStage, machine: Machine) -> list[str]:
 
 
 def options(overrides: Sequence[str]) -> str:
-    """The options of the command line for some overrides."""
     return " ".join(shlex.quote(word) for word in set_options(overrides))
 
 
 def as_dict(one: PlannedStage, machine: Machine) -> dict[str, Any]:
-    """The plan of a stage as JSON values, in bytes."""
     plan, rows = one.plan, one.length.rows
     return {
         "stage": plan.stage,

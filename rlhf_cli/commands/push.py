@@ -1,4 +1,4 @@
-"""`rlhf push`: upload a trained model with its card to the Hugging Face hub. Imports torch only for a model of a run.
+"""`rlhf push`: upload a trained model with its card to the Hugging Face hub.
 
 Only weights, tokenizer, configs and the card are uploaded, from a list of known names. Rows, metrics, samples and any
 other file stay here. A secret in one of the files stops the command.
@@ -6,9 +6,10 @@ other file stay here. A secret in one of the files stops the command.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,12 +24,12 @@ from rlhf_cli.hub import is_local, is_offline
 from rlhf_cli.printing import say, size
 from rlhf_cli.program import command
 from rlhf_cli.run.artifacts import is_adapter, require_intact
-from rlhf_cli.trained.locate import StageModel, is_model
+from rlhf_cli.trained.locate import is_model
 
-CARD = "README.md"
+CARD, BASE = "README.md", "base_model.json"
 UPLOADED = (
     *(CARD, "LICENSE", "LICENSE.*", "NOTICE"),
-    *("config.json", "generation_config.json", "model_config.json", "adapter_config.json", "base_model.json"),
+    *("config.json", "generation_config.json", "model_config.json", "adapter_config.json", BASE),
     *("*.safetensors", "*.safetensors.index.json", "*.gguf"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "*.tiktoken", "chat_template.jinja"),
@@ -47,7 +48,6 @@ SECRETS = {
     "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY",
     "a URL with a password": r"\bhttps?://[^\s/:@\"']+:[^\s/@\"']+@",
 }
-"""What a text file must not contain."""
 SECRET_KEY = re.compile(
     r"(api|secret|private|access)_?key|passw(or)?d|secret|(access|auth|api|hf|bearer|hub)_?token", re.IGNORECASE
 )
@@ -59,22 +59,12 @@ WEIGHTS = (".safetensors", ".gguf")
 class Upload:
     """What is uploaded, and what a reader of the hub's page would see of it."""
 
-    folder: Path
     name: str
-    files: list[str]
+    contents: dict[str, Path | bytes]
+    """What is uploaded under each name: a file of the folder, or one that is written for the upload."""
     left_out: list[str]
-    """Names in the folder that stay here."""
     license: str | None
-    base_model: str | None
-    from_scratch: bool = False
-    """Whether the run started from random weights."""
-    added: dict[str, bytes] = field(default_factory=dict)
-    """Files that are written for the upload, in place of those in the folder, such as how the model is prompted."""
-
-    @property
-    def contents(self) -> dict[str, Path | bytes]:
-        """What is uploaded under each name."""
-        return {**{name: self.folder / name for name in self.files}, **self.added}
+    base_model: str
 
 
 def push(
@@ -95,7 +85,20 @@ def push(
             f"{repo}: is not the name of a repository. Give OWNER/NAME with letters, digits, '-', '_' and '.'"
         ) from None
     upload = collect(directory, stage)
-    show(upload, repo, dry_run=not yes, public=public)
+    say(f"{upload.name} to {repo}{'' if yes else ', which is uploaded with --yes'}")
+    total = 0
+    for name, content in sorted(upload.contents.items()):
+        count = len(content) if isinstance(content, bytes) else content.stat().st_size
+        total += count
+        say(f"  {size(count):>9}  {name}")
+    say(f"  {size(total):>9}  in {len(upload.contents)} files")
+    say(f"licence: {upload.license or 'not named; write `license:` at the top of README.md'}")
+    say(f"base model: {upload.base_model}")
+    if CARD not in upload.contents:
+        say("model card: none (README.md)")
+    if upload.left_out:
+        say(f"not uploaded: {', '.join(upload.left_out)}")
+    say(f"a repository that does not exist yet becomes {'public' if public else 'private (--public)'}")
     if yes:
         say(send(upload, repo, public=public))
 
@@ -116,7 +119,7 @@ def collect(directory: str, stage: str | None) -> Upload:
     names = sorted(path.name + ("/" if path.is_dir() else "") for path in folder.iterdir())
     files = [name for name in names if any(fnmatch(name, pattern) for pattern in UPLOADED)]
     for name in files:
-        _require_own_file(folder / name)
+        _require_safe(folder / name)
     if not any(name.endswith(WEIGHTS) for name in files):
         raise ArtifactError(f"{folder}: has no weights as *.safetensors. Nothing else is uploaded")
     if is_adapter(folder):
@@ -126,98 +129,69 @@ def collect(directory: str, stage: str | None) -> Upload:
             raise ArtifactError(
                 f"{folder}: the base of the adapters is the local {base}, which others lack. Run: {merge}"
             )
-    for name in files:
-        (_require_weights if name.endswith(WEIGHTS) else refuse_secrets)(folder / name)
-    card = card_data(folder / CARD)
-    base_model = card.get("base_model")
-    return Upload(
-        folder,
-        source.name,
-        files,
-        [name for name in names if name not in files],
-        card.get("license"),
-        str(base_model) if base_model else None,
-        source.located is not None and source.base() is None,
-        _prompting(source.located, folder) | _base_without_folder(folder),
-    )
+    contents: dict[str, Path | bytes] = {name: folder / name for name in files}
 
+    from huggingface_hub import ModelCard
 
-def _prompting(located: StageModel | None, folder: Path) -> dict[str, bytes]:
-    """The chat template and the card of a language model of a run, which say how it is prompted."""
     from rlhf_cli.trained.model import HEADING, TEMPLATE_FILE, prompting_of
 
-    prompting = prompting_of(located)
-    if prompting is None:
-        return {}
-    added = {}
-    if prompting.chat_template is not None:
-        added[TEMPLATE_FILE] = prompting.chat_template.encode()
-    card = read_text(folder / CARD).rstrip("\n") if (folder / CARD).is_file() else f"# {folder.name}"
-    if HEADING not in card:
-        added[CARD] = f"{card}\n\n{prompting.section}\n".encode()
-    return added
+    about: dict[str, Any] = {}
+    text = read_text(folder / CARD) if CARD in files else f"# {folder.name}"
+    try:
+        if CARD in files:
+            about = ModelCard.load(folder / CARD).data.to_dict()
+    except Exception as error:  # A card is written by hand, and may contain anything.
+        reason = " ".join(str(error).split())[:200]
+        metadata = f"the metadata at its top cannot be read ({reason}). Correct it"
+        raise ArtifactError(f"{folder / CARD}: {metadata}") from None
+    is_new = source.located is not None and source.base() is None
+    none = "none, trained from random weights" if is_new else "not on the hub"
+    if (prompting := prompting_of(source.located)) is not None:
+        if prompting.chat_template is not None:
+            contents[TEMPLATE_FILE] = prompting.chat_template.encode()
+        if HEADING not in text:
+            contents[CARD] = f"{text.rstrip()}\n\n{prompting.section}\n".encode()
+    if BASE in files:  # the base of adapters, without the way to its folder on this machine
+        where = {**json.loads(read_text(folder / BASE)), "relative_path": None}
+        contents[BASE] = (json.dumps(where, indent=2, sort_keys=True) + "\n").encode()
+    left_out = [name for name in names if name not in files]
+    return Upload(source.name, contents, left_out, about.get("license"), str(about.get("base_model") or none))
 
 
-def _require_own_file(path: Path) -> None:
-    """Raise ArtifactError unless the path is a file of this folder: a link could upload any file of this machine.
+def _require_safe(path: Path) -> None:
+    """Raise ArtifactError for a file that must not be uploaded. The message does not show a secret.
 
-    A snapshot in the hub's cache has links to the `blobs` of its repository.
+    A link could upload any file of this machine, but a snapshot in the hub's cache has links to the `blobs` of its
+    repository. A file with the name of weights may have other content.
     """
     target, folder = path.resolve(), path.parent.resolve()
     if folder not in target.parents and target.parent != folder.parent.parent / "blobs":
         raise ArtifactError(f"{path}: is a link to {target}, outside of the model. Replace it by a copy, or remove it")
     if not path.is_file():
         raise ArtifactError(f"{path}: is no regular file. Remove it")
-
-
-def _require_weights(path: Path) -> None:
-    """Raise ArtifactError for a file that has the name of weights and other content, or a secret beside them."""
-    from safetensors import SafetensorError, safe_open
-
-    about: Any = None
+    text, value, is_weights = "", None, True
     if path.suffix == ".gguf":
         with path.open("rb") as file:
             is_weights = file.read(4) == b"GGUF"
-    else:
+    elif path.suffix == ".safetensors":
+        from safetensors import SafetensorError, safe_open
+
         try:
             with safe_open(path, framework="numpy") as weights:
-                about, is_weights = weights.metadata(), True
+                value = weights.metadata()
+                text = json.dumps(value)
         except (SafetensorError, OSError):
             is_weights = False
+    else:
+        with contextlib.suppress(UnicodeDecodeError):  # such as tokenizer.model
+            text = read_text(path)
     if not is_weights:
         raise ArtifactError(f"{path}: has no weights in it, in spite of its name, and nothing was uploaded. Remove it")
-    _refuse_secrets_in(json.dumps(about), about, path)
-
-
-def _base_without_folder(folder: Path) -> dict[str, bytes]:
-    """The file about the base of adapters without the way to its folder on this machine."""
-    file = folder / "base_model.json"
-    if not file.is_file():
-        return {}
-    about = json.loads(read_text(file))
-    if not isinstance(about, dict):
-        raise ArtifactError(f"{file}: is not a JSON object. Correct it or remove the file")
-    about["relative_path"] = None
-    return {file.name: (json.dumps(about, indent=2, sort_keys=True) + "\n").encode()}
-
-
-def refuse_secrets(path: Path) -> None:
-    """Raise ArtifactError if a text file contains a secret. The message does not show it."""
-    try:
-        text = read_text(path)
-    except UnicodeDecodeError:  # such as tokenizer.model
-        return
-    value = None
     if path.suffix == ".json":
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
             raise ArtifactError(f"{path}: is not JSON, so it is not uploaded. Correct or remove the file") from None
-    _refuse_secrets_in(text, value, path)
-
-
-def _refuse_secrets_in(text: str, value: Any, path: Path) -> None:
-    """Raise ArtifactError for a secret in a file's text, or in the keys of its JSON."""
     found = next((what for what, pattern in SECRETS.items() if re.search(pattern, text)), None)
     if found is None and (key := secret_key(value)) is not None:
         found = f"a secret in the key {key}"
@@ -231,50 +205,13 @@ def secret_key(value: Any) -> str | None:
     >>> secret_key({"eos_token": "<eos>", "a": [{"api_key": "x"}]}), secret_key({"api_key": ""})
     ('api_key', None)
     """
-    if isinstance(value, list):
-        return next((key for item in value if (key := secret_key(item)) is not None), None)
-    if not isinstance(value, dict):
-        return None
-    for key, inner in value.items():
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
         if isinstance(inner, str) and inner and SECRET_KEY.search(str(key)):
             return str(key)
-        if isinstance(inner, dict | list) and (found := secret_key(inner)) is not None:
+        if (found := secret_key(inner)) is not None:
             return found
     return None
-
-
-def card_data(path: Path) -> dict[str, Any]:
-    """The metadata of a model card; {} without one. Raises ArtifactError for metadata that is not YAML."""
-    from huggingface_hub import ModelCard
-
-    if not path.is_file():
-        return {}
-    try:
-        values: dict[str, Any] = ModelCard.load(path).data.to_dict()
-    except Exception as error:  # A card is written by hand, and may contain anything.
-        reason = " ".join(str(error).split())[:200]
-        raise ArtifactError(f"{path}: the metadata at its top cannot be read ({reason}). Correct it") from None
-    return values
-
-
-def show(upload: Upload, repo: str, *, dry_run: bool, public: bool) -> None:
-    """Print the files with their sizes, licence and base model, and what stays here."""
-    sizes = {
-        name: len(content) if isinstance(content, bytes) else content.stat().st_size
-        for name, content in sorted(upload.contents.items())
-    }
-    say(f"{upload.name} to {repo}{', which is uploaded with --yes' if dry_run else ''}")
-    for name, count in sizes.items():
-        say(f"  {size(count):>9}  {name}")
-    say(f"  {size(sum(sizes.values())):>9}  in {len(sizes)} files")
-    say(f"licence: {upload.license or 'not named; write `license:` at the top of README.md'}")
-    none = "none, trained from random weights" if upload.from_scratch else "not on the hub"
-    say(f"base model: {upload.base_model or none}")
-    if CARD not in upload.contents:
-        say("model card: none (README.md)")
-    if upload.left_out:
-        say(f"not uploaded: {', '.join(upload.left_out)}")
-    say(f"a repository that does not exist yet becomes {'public' if public else 'private (--public)'}")
 
 
 def send(upload: Upload, repo: str, *, public: bool) -> str:

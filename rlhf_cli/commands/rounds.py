@@ -54,8 +54,6 @@ FIGURES = {
 
 
 class _Labels(Section):
-    """A schema for the value of --labels."""
-
     labels: Reward
 
 
@@ -232,7 +230,6 @@ def _are_complete(labels: Path, samples: Path) -> bool:
 
 
 def show(roots: Sequence[str], display: Display) -> None:
-    """A table of the finished rounds, from the manifests of their stages."""
     rows = []
     for number, root in enumerate(roots, 1):
         manifests = {stage: read_manifest(stage_directory(root, stage)) for stage in ("rm", "ppo")}

@@ -11,7 +11,7 @@ import typer
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.report.progress import Display
-from rlhf_cli.run.artifacts import MANIFEST, Manifest, partial_directory, read_manifest, stage_directory
+from rlhf_cli.run.artifacts import MANIFEST, partial_directory, read_manifest, stage_directory
 from rlhf_cli.run.checkpoint_files import checkpoints_directory, last_step
 from rlhf_cli.run.state import problems_of, unfinished_stages, unfinished_state
 
@@ -76,36 +76,27 @@ def _row(root: Path, stage: str) -> list[str]:
         manifest = read_manifest(stage_directory(root, stage))
     except ArtifactError as error:
         return [stage, f"broken: {error}", "", "", ""]
-    unfinished = _unfinished(root, stage)
+    state, details = "", ""
+    if (unfinished := unfinished_state(root, stage)) is not None:
+        state, step = unfinished.name, last_step(root, stage)
+        of_total = f" of {unfinished.total}" if unfinished.total is not None else ""
+        details = f"saved after step {step}{of_total}" if step is not None else "nothing saved"
+        if unfinished.owner is not None:
+            state += f", step {unfinished.step}{of_total}"
+            details += f"{'' if step is not None else ' yet'}; {unfinished.owner}"
+        else:
+            details += "; the next run starts over" if step is None else "; run the same command to resume"
     if manifest is None:
-        state, details = unfinished or ("not run", "")
-        return [stage, state, "", "", details]
-    state = _finished_state(root, stage, manifest)
-    if unfinished is not None:
-        state += f"; a new run of it {'has' if unfinished[0] == 'failed' else 'is'} {unfinished[0]} ({unfinished[1]})"
-    shown = SHOWN[stage].items()
-    figures = ", ".join(f"{label} {manifest.metrics[key]:.3g}" for key, label in shown if key in manifest.metrics)
-    return [stage, state, manifest.finished[:16].replace("T", " "), f"{manifest.seconds:.0f}", figures]
-
-
-def _unfinished(root: Path, stage: str) -> tuple[str, str] | None:
-    """The state of an unfinished run of a stage, and details; None if there is none."""
-    if (state := unfinished_state(root, stage)) is None:
-        return None
-    step, of_total = last_step(root, stage), f" of {state.total}" if state.total is not None else ""
-    saved = f"saved after step {step}{of_total}" if step is not None else "nothing saved yet"
-    if state.owner is not None:
-        return f"running, step {state.step}{of_total}", f"{saved}; {state.owner}"
-    if step is not None:
-        return state.name, f"{saved}; run the same command to resume"
-    return state.name, "nothing saved; the next run starts over"
-
-
-def _finished_state(root: Path, stage: str, manifest: Manifest) -> str:
+        return [stage, state or "not run", "", "", details]
     try:
         words = problems_of(root, stage, manifest)
+        finished = words if words.startswith(("stale", "damaged")) else "; ".join(filter(None, ("finished", words)))
     except ConfigError:
-        return "finished by another version of rlhf (its config.yaml cannot be read)"
+        finished = "finished by another version of rlhf (its config.yaml cannot be read)"
     except OSError as error:
-        return f"finished; its data or inputs cannot be read ({error})"
-    return words if words.startswith(("stale", "damaged")) else "; ".join(filter(None, ("finished", words)))
+        finished = f"finished; its data or inputs cannot be read ({error})"
+    if state:
+        finished += f"; a new run of it {'has' if state == 'failed' else 'is'} {state} ({details})"
+    shown = SHOWN[stage].items()
+    figures = ", ".join(f"{label} {manifest.metrics[key]:.3g}" for key, label in shown if key in manifest.metrics)
+    return [stage, finished, manifest.finished[:16].replace("T", " "), f"{manifest.seconds:.0f}", figures]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +21,7 @@ from rlhf_cli.health.recap import HEALTHY
 from rlhf_cli.report.progress import Console, clock, label
 from rlhf_cli.report.run_data import names_of
 from rlhf_cli.run.artifacts import partial_directory, stage_directory
-from rlhf_cli.run.state import NOT_RUN, StageState, state_of
+from rlhf_cli.run.state import NOT_RUN, state_of
 
 SHOWN = {
     "sft": ("loss/sft", "eval/loss", "validation/loss", "sft/grad_norm"),
@@ -30,10 +29,8 @@ SHOWN = {
     "ppo": ("objective/score", "objective/kl", "response/length", "policy/entropy", "value/explained_variance"),
 }
 """Metrics of each stage."""
-BLOCKS = "▁▂▃▄▅▆▇█"
-ASCII_BLOCKS = "_.-~=+*#"
-LABEL_WIDTH = 19
-NUMBER_WIDTH = 9
+BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
+LABEL_WIDTH, NUMBER_WIDTH = 19, 9
 SAMPLES = 2
 """Latest samples of a stage that are shown."""
 SAMPLE_LINES = 3
@@ -44,54 +41,46 @@ FULL, SHORT_SAMPLES, CURVES, ONE_LINE = 3, 2, 1, 0
 """How much is shown of a run: the most that fits the terminal."""
 
 
-@dataclass
 class Watched:
     """One stage of a run."""
 
-    root: Path
-    name: str
-    stage: str
-    curves: dict[str, list[float]] = field(default_factory=dict)
-    step: int = 0
-    health: str = ""
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    state: StageState = NOT_RUN
-    elapsed: float | None = None
-    """Seconds that the stage has run, by its last row."""
-    silent: float = 0.0
-    """Seconds since its last row."""
-    tails: dict[str, Tail] = field(default_factory=dict)
+    def __init__(self, root: Path, name: str, stage: str):
+        self.root, self.name, self.stage = root, name, stage
+        self.curves: dict[str, list[float]] = {}
+        self.samples: list[dict[str, Any]] = []
+        self.step, self.health, self.state = 0, "", NOT_RUN
+        self.elapsed: float | None = None
+        """Seconds that the stage has run, by its last row."""
+        self.silent = 0.0
+        """Seconds since its last row."""
+        self.tails: dict[str, Tail] = {}
 
     def update(self) -> None:
         """Read what was written since the last call."""
         self.state = state_of(self.root, self.stage)
-        partial = partial_directory(self.root, self.stage)
         is_published = self.state.name in ("finished", "not run")
-        directory = stage_directory(self.root, self.stage) if is_published else partial
-        restarted, rows = self._new_rows(directory / "metrics.jsonl")
+        directory = (stage_directory if is_published else partial_directory)(self.root, self.stage)
+
+        def new_rows(name: str) -> tuple[bool, list[dict[str, Any]]]:
+            tail = self.tails.setdefault(name, Tail(directory / name))
+            tail.path = directory / name  # A finished stage is renamed: the same file under another path.
+            return tail.new()
+
+        restarted, rows = new_rows("metrics.jsonl")
         if restarted:
             self.curves, self.step = {}, 0
         for row in rows:
-            self._take(row)
+            self.step = int(row.get("step", self.step))
+            self.elapsed = row.get("time/elapsed_s", self.elapsed)
+            for metric in SHOWN[self.stage]:
+                if isinstance(value := row.get(metric), int | float):
+                    self.curves.setdefault(metric, []).append(float(value))
         with contextlib.suppress(OSError):
             self.silent = time.time() - (directory / "metrics.jsonl").stat().st_mtime
-        restarted, rows = self._new_rows(directory / "health.jsonl")
-        lines = ["" if restarted else self.health, *(str(row.get("line", "")) for row in rows)]
-        self.health = lines[-1]
-        restarted, rows = self._new_rows(directory / "samples.jsonl")
+        restarted, rows = new_rows("health.jsonl")
+        self.health = ["" if restarted else self.health, *(str(row.get("line", "")) for row in rows)][-1]
+        restarted, rows = new_rows("samples.jsonl")
         self.samples = [*([] if restarted else self.samples), *rows][-SAMPLES:]
-
-    def _new_rows(self, path: Path) -> tuple[bool, list[dict[str, Any]]]:
-        tail = self.tails.setdefault(path.name, Tail(path))
-        tail.path = path  # A finished stage is renamed: the same file under another path.
-        return tail.new()
-
-    def _take(self, row: dict[str, Any]) -> None:
-        self.step = int(row.get("step", self.step))
-        self.elapsed = row.get("time/elapsed_s", self.elapsed)
-        for metric in SHOWN[self.stage]:
-            if isinstance(value := row.get(metric), int | float):
-                self.curves.setdefault(metric, []).append(float(value))
 
     @property
     def has_ended(self) -> bool:
@@ -100,64 +89,54 @@ class Watched:
 
     def words(self) -> str:
         """The steps and the state, and how long a running stage will take."""
-        if self.state.name != "running":
-            return (
-                f"{self.step}/{self.step}  finished" if self.state.name == "finished" else self.state.place(self.stage)
-            )
-        steps = f"{self.step}/{self.state.total}" if self.state.total else f"step {self.step}"
+        state, total = self.state, self.state.total
+        if state.name != "running":
+            return f"{self.step}/{self.step}  finished" if state.name == "finished" else state.place(self.stage)
+        steps = f"{self.step}/{total}" if total else f"step {self.step}"
         if self.silent > SILENT_SECONDS:
             return f"{steps}  no new row for {clock(self.silent)}"
-        if self.state.total and self.step and self.elapsed:
-            return f"{steps}  {clock(self.elapsed / self.step * max(self.state.total - self.step, 0))} left"
+        if total and self.step and self.elapsed:
+            return f"{steps}  {clock(self.elapsed / self.step * max(total - self.step, 0))} left"
         return f"{steps}  running"
 
-    def lines(self, width: int, detail: int, *, ascii_only: bool, title: str) -> list[Text]:
+    def lines(self, width: int, detail: int, *, ascii_only: bool) -> list[Text]:
         """The stage on the screen."""
-        head = Text(f"{title}  {self.words()}", style="bold", no_wrap=True, overflow="ellipsis")
+        head = Text(f"{self.name} {self.stage}  {self.words()}", "bold", no_wrap=True, overflow="ellipsis")
         blocks = ASCII_BLOCKS if ascii_only else BLOCKS
         shown = {label(metric): self.curves[metric] for metric in SHOWN[self.stage] if self.curves.get(metric)}
-        if detail == ONE_LINE and shown:
-            name, values = next(iter(shown.items()))
-            head.append(f"  {name} {values[-1]:.4g} ", "not bold")
-            head.append(sparkline(values, max(0, width - head.cell_len), blocks), "not bold cyan")
         if detail == ONE_LINE:
+            for name, values in list(shown.items())[:1]:
+                head.append(f"  {name} {values[-1]:.4g} ", "not bold")
+                head.append(sparkline(values, max(0, width - head.cell_len), blocks), "not bold cyan")
             return [head]
         lines = [head]
         if self.has_ended:
             lines += _wrapped(self.state.why, "  ", width, SAMPLE_LINES, "red")
         room = max(10, width - LABEL_WIDTH - NUMBER_WIDTH - 3)
         for name, values in shown.items():
-            line = Text(f"  {name:<{LABEL_WIDTH}}", no_wrap=True)
-            line.append(f"{values[-1]:>{NUMBER_WIDTH - 1}.4g} ")
-            line.append(sparkline(values, room, blocks), "cyan")
-            lines.append(line)
+            line = Text(f"  {name:<{LABEL_WIDTH}}{values[-1]:>{NUMBER_WIDTH - 1}.4g} ", no_wrap=True)
+            lines.append(line.append(sparkline(values, room, blocks), "cyan"))
         if self.health and not self.health.startswith(HEALTHY):  # whose figures are in the rows above
             lines.append(Text(f"  {self.health}", style="yellow", no_wrap=True, overflow="ellipsis"))
-        if detail >= SHORT_SAMPLES:
-            most = SAMPLE_LINES if detail == FULL else 1
-            for row in self.samples:
-                lines += _wrapped(str(row.get("prompt", "")), "  ", width, most, "dim")
-                lines += _wrapped(f"> {row.get('response', '')}", "    ", width, most, "")
+        most = SAMPLE_LINES if detail == FULL else 1
+        for row in self.samples if detail >= SHORT_SAMPLES else ():
+            lines += _wrapped(str(row.get("prompt", "")), "  ", width, most, "dim")
+            lines += _wrapped(f"> {row.get('response', '')}", "    ", width, most, "")
         return lines
 
 
 def _wrapped(text: str, indent: str, width: int, most: int, style: str) -> list[Text]:
     """A text in at most `most` lines behind an indent. A wide character, such as a Chinese one, takes two columns."""
-    line, more = _one_line(text), " ..."
+    # Without control characters: an escape sequence in a sample must not reach the terminal.
+    line = " ".join("".join(c if c.isprintable() or c.isspace() else "" for c in text).split())
     room = max(1, width - len(indent))
-
-    def parts_of(text: str, room: int) -> list[str]:
-        return [part.plain.rstrip() for part in Text(text).wrap(Console(), room)] if text else []
-
-    parts = parts_of(line, room) if room > len(more) else [line]
-    if len(parts) > most:
-        parts = [*parts[: most - 1], parts_of(parts[most - 1], room - len(more))[0] + more]
-    return [Text(indent + part, style=style, no_wrap=True, overflow="ellipsis") for part in parts]
-
-
-def _one_line(text: str) -> str:
-    """The text on one line without control characters: an escape sequence in a sample must not reach the terminal."""
-    return " ".join("".join(c if c.isprintable() or c.isspace() else "" for c in text).split())
+    wrapped = list(Text(line, style).wrap(Console(), room))
+    parts = wrapped[:most]
+    if len(wrapped) > most:
+        parts[-1].append(" ...")
+    for part in parts:
+        part.truncate(room, overflow="ellipsis")
+    return [Text(indent, no_wrap=True).append_text(part) for part in parts]
 
 
 def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
@@ -193,13 +172,10 @@ def watch(
     if once or not console.is_terminal:
         console.print(_screen(stages, console))
         return
-    with Live(console=console, auto_refresh=False, screen=True) as live:
-        try:
-            while True:
-                live.update(_screen(stages, console, height=console.height), refresh=True)
-                time.sleep(seconds)
-        except KeyboardInterrupt:
-            return
+    with Live(console=console, auto_refresh=False, screen=True) as live, contextlib.suppress(KeyboardInterrupt):
+        while True:
+            live.update(_screen(stages, console, height=console.height), refresh=True)
+            time.sleep(seconds)
 
 
 def _screen(stages: Sequence[Watched], console: RichConsole, *, height: int | None = None) -> RenderableType:
@@ -234,13 +210,11 @@ def _lines(stages: Sequence[Watched], console: RichConsole, detail: int) -> list
     chosen = last | {stage.name: stage for stage in stages if stage.has_ended}
     lines: list[Text] = []
     for stage in stages:
-        is_last = last.get(stage.name) is stage
-        if detail == ONE_LINE and chosen[stage.name] is not stage:
-            continue
-        title = f"{stage.name} {stage.stage}"
-        part = stage.lines(console.width, detail, ascii_only=console.options.ascii_only, title=title)
-        if detail == ONE_LINE or not (is_last or stage.has_ended or stage.state.name == "running"):
-            lines += part[:1]
-        else:
+        part = stage.lines(console.width, detail, ascii_only=console.options.ascii_only)
+        if detail == ONE_LINE:
+            lines += part if chosen[stage.name] is stage else []
+        elif last[stage.name] is stage or stage.has_ended or stage.state.name == "running":
             lines += [*part, Text("")]
+        else:
+            lines += part[:1]
     return lines if not lines or lines[-1].plain else lines[:-1]

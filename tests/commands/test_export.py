@@ -104,8 +104,8 @@ def test_an_export_and_an_upload_are_prompted_with_the_transcripts_of_the_run(ru
         logits(AutoModelForCausalLM.from_pretrained(run / "sft" / "model")),
     )
     upload = collect(str(copy), "sft")
-    assert upload.added["chat_template.jinja"] == (tmp_path / "out" / "chat_template.jinja").read_bytes()
-    assert f"Prompts: {facts['prompts']}." in upload.added["README.md"].decode()
+    assert upload.contents["chat_template.jinja"] == (tmp_path / "out" / "chat_template.jinja").read_bytes()
+    assert f"Prompts: {facts['prompts']}." in upload.contents["README.md"].decode()
     assert "chat_template.jinja" not in {path.name for path in (copy / "sft" / "model").iterdir()}
 
 

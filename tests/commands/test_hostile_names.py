@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import subprocess
@@ -19,18 +18,10 @@ from typer.testing import CliRunner, Result
 
 from rlhf_cli.cli import app
 from rlhf_cli.config.by_stage import CONFIGS, load_stage_config
-from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.explain import alternatives
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.printing import printable, say
 from rlhf_cli.report.progress import Console, Display
-from rlhf_cli.run.checkpoint_files import (
-    checkpoints_directory,
-    damage_of,
-    last_step,
-    list_checkpoints,
-    new_checkpoint,
-)
 from support.paths import ROOT
 from support.tiny import write_jsonl
 
@@ -58,15 +49,6 @@ def test_status_shows_any_name_as_text(name: str, tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert printable(re.sub("[\x07\r]", "", name)) in result.stdout.replace("\n", "")  # rich drops these two
     assert controls(result.stdout) == ""
-
-
-def test_a_manifest_with_escapes_is_shown_as_text(project: Path) -> None:
-    path = project / "run" / "sft" / "manifest.json"
-    values = json.loads(path.read_text())
-    values["finished"] = ESCAPE
-    path.write_text(json.dumps(values))
-    for command in ("status", "doctor"):
-        assert controls(rlhf(command, project / "run").output) == ""
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -117,26 +99,24 @@ def test_everything_is_printed_through_one_place() -> None:
 
 
 LONG = "n" * 300
-COMMANDS: dict[str, tuple[str, ...]] = {
-    "status": ("status", LONG),
-    "init": ("init", LONG),
-    "pipeline": ("pipeline", LONG),
-    "rm": ("rm", LONG),
-    "config check": ("config", "check", f"{LONG}.yaml", "--stage", "sft"),
-    "data check": ("data", "check", f"{LONG}.jsonl", "--for", "sft"),
-    "data convert": ("data", "convert", "rows.jsonl", "--for", "sft", "--out", f"{LONG}.jsonl"),
-    "data score": (
-        "data", "score", "rows.jsonl", "--model", "m", "--server", "http://127.0.0.1:1", "--out", f"{LONG}.jsonl",
-    ),
-    "rm serve": ("rm", "serve", LONG),
-}  # fmt: skip
+COMMANDS = (
+    "status LONG",
+    "init LONG",
+    "pipeline LONG",
+    "rm LONG",
+    "config check LONG.yaml --stage sft",
+    "data check LONG.jsonl --for sft",
+    "data convert rows.jsonl --for sft --out LONG.jsonl",
+    "data score rows.jsonl --model m --server http://127.0.0.1:1 --out LONG.jsonl",
+    "rm serve LONG",
+)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_name_that_is_too_long_is_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_name_that_is_too_long_is_one_line(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "response": "b"}])
-    result = rlhf(*COMMANDS[name])
+    result = rlhf(*line.replace("LONG", LONG).split())
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output
     assert LONG[:40] in result.stderr
@@ -177,67 +157,11 @@ def test_the_pipe_of_a_shell_is_a_config(project: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-# ------------------------------------------------------------------------------------------ checkpoints
-
-
-def test_a_file_with_the_name_of_a_checkpoint_is_not_one(project: Path) -> None:
-    run = project / "run"
-    directory = checkpoints_directory(run, "sft")
-    directory.mkdir()
-    (run / ".sft.partial").mkdir()
-    with new_checkpoint(directory, 2) as folder:
-        (folder / "numbers.json").write_text("{}")
-    (directory / "step-99999999").write_text("not a checkpoint")
-    assert [path.name for path in list_checkpoints(directory)] == ["step-00000002"]
-    assert last_step(run, "sft") == 2
-    assert "99999999" not in rlhf("status", run).stdout
-    result = rlhf("sft", project / "sft.yaml", "--restart", "--quiet")
-    assert result.exit_code == 0, result.output
-
-
-@pytest.mark.parametrize(
-    "numbers", [[], 7, None, "x", {"files": []}, {"files": {"sizes": 3}}, {"files": {"sizes": {"metrics": "x"}}}]
-)
-def test_numbers_of_the_wrong_type_are_a_damaged_checkpoint(
-    numbers: Any, project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The digests are right, so only the values can tell."""
-    from rlhf_cli.run.checkpoint import CheckpointStore
-
-    directory = checkpoints_directory(project / "run", "sft")
-    directory.mkdir()
-    with new_checkpoint(directory, 2) as folder:
-        (folder / "numbers.json").write_text(json.dumps(numbers))
-        (folder / "state.safetensors").write_bytes(b"")
-    (path,) = list_checkpoints(directory)
-    assert damage_of(path) is None
-    store = CheckpointStore(directory, keep=2)
-    monkeypatch.setattr(store, "parts", {"files": None} if isinstance(numbers, dict) else {})
-    from rlhf_cli.run.checkpoint import StageFiles
-
-    files = StageFiles(project / "run", writes=False)
-    chosen, rejected = store.newest(lambda values: files.mismatch(values["files"]))
-    assert chosen is None
-    assert rejected == {path: "its numbers.json has values of the wrong type"}
-
-
 # ------------------------------------------------------------------------------------------ configs
 
 
-BOMBS = [
-    "((a{1000}){1000}){1000}",
-    "(?:(?:[ab]{999}){999}){999}",
-    "((a{500,}){500,900}){500}",
-    "(?x)(a{999}) {999}",
-    "\\p{L}{9999999}",
-]
-HARMLESS = [
-    "a{1000}",
-    "(a*)*b+",
-    "\\{9999\\}{3}",
-    "[{99999999}]{9}",
-    "((a{1,500}){1,500}){1,500}",
-]
+BOMBS = ["((a{1000}){1000}){1000}", "(?:(?:[ab]{999}){999}){999}", "((a{500,}){500,900}){500}", "\\p{L}{9999999}"]
+HARMLESS = ["a{1000}", "\\{9999\\}{3}", "[{99999999}]{9}", "((a{1,500}){1,500}){1,500}"]
 
 
 MINIMAL: dict[str, Any] = {
@@ -289,11 +213,3 @@ def test_extends_may_start_with_the_home_directory(tmp_path: Path, monkeypatch: 
     path.write_text("extends: ~nobody-of-that-name/base.yaml\n")
     with pytest.raises(ConfigError, match="the home directory is not known"):
         load_stage_config("ppo", path)
-
-
-def test_a_source_on_the_command_line_may_start_with_the_home_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert DataSource(path="~/rows.jsonl").path == str(tmp_path / "rows.jsonl")
-    assert DataSource(path="Anthropic/hh-rlhf").path == "Anthropic/hh-rlhf"

@@ -159,10 +159,13 @@ def test_weights_may_carry_no_secret_and_words_about_tokens_are_none(model: Path
     assert (result.exit_code, "contains a Hugging Face token" in result.stderr, hub.calls) == (2, True, [])
 
 
-@pytest.mark.parametrize("name", ["LICENSE.txt", "generation_config.json", "extra.safetensors"])
 @pytest.mark.parametrize(
-    ("kind", "rule"),
-    [("link", "is a link to"), ("pipe", "is no regular file"), ("link to nothing", "is no regular file")],
+    ("kind", "rule", "name"),
+    [
+        ("link", "is a link to", "LICENSE.txt"),
+        ("pipe", "is no regular file", "generation_config.json"),
+        ("link to nothing", "is no regular file", "extra.safetensors"),
+    ],
 )
 def test_a_link_to_another_folder_and_a_pipe_stop_the_upload(
     model: Path, hub: Hub, kind: str, rule: str, name: str
