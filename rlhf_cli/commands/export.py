@@ -133,8 +133,10 @@ def export(
     display = Display("export", quiet=quiet)
 
     from rlhf_cli.evaluation.fidelity import COLUMNS
+    from rlhf_cli.evaluation.figures import as_json
     from rlhf_cli.models.exporting import adapter_directory, require_torchao
     from rlhf_cli.models.gguf import require_llama_cpp
+    from rlhf_cli.run.model_card import library_versions
     from rlhf_cli.trained.model import TEMPLATE_FILE, prompting_of
 
     if options.format == "adapter":
@@ -155,15 +157,29 @@ def export(
         if check is not None:
             display.note(f"comparing {source.name} on {check.about}")
         found = _compare(check, folder, gguf_file, display)
-        facts = _facts(source, options, parameters, dtype, check, found)
+        written_as = {"safetensors": "", "adapter": "adapters", "gguf": "GGUF "}[options.format]
+        if options.format != "adapter":
+            written_as += options.quantize or dtype
+        if options.quantize in TORCHAO:
+            written_as += f" with {dtype}"
+        facts: dict[str, Any] = {"model": source.name, "written_as": written_as, "parameters": parameters}
+        own_dtype = options.dtype if options.format == "adapter" else dtype
+        facts |= {"format": options.format, "dtype": own_dtype, "quantize": options.quantize}
+        if source.located is not None:
+            manifest = stage_directory(source.located.root, source.located.stage) / MANIFEST
+            facts |= {"stage": source.located.stage, "manifest": digest_file(manifest)}
+        if check is not None and found is not None:
+            facts |= {"compared_on": check.about, "seed": SEED, "original": as_json(found.original)}
+            facts |= {"exported": as_json(found.exported), "difference": as_json(found.difference)}
+        facts |= {"versions": library_versions()}
         facts |= {"prompts": prompting.sentence} if prompting is not None else {}
         text = json.dumps(facts, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         (folder / FILE).write_text(text, encoding="utf-8")
         (folder / "README.md").write_text(_card(source, options, facts, found, prompting), encoding="utf-8")
     if check is not None and found is not None:
-        display.table(f"{source.name}, as trained and as {facts['written_as']}: {check.about}", COLUMNS, found.rows())
+        display.table(f"{source.name}, as trained and as {written_as}: {check.about}", COLUMNS, found.rows())
     size = sum(file.stat().st_size for file in out.iterdir())
-    display.note(f"{out}: {source.name} as {facts['written_as']}{note}, {size / 1e6:,.1f} MB")
+    display.note(f"{out}: {source.name} as {written_as}{note}, {size / 1e6:,.1f} MB")
 
 
 def source_of(directory: str, stage: str | None) -> ModelGiven:
@@ -252,35 +268,6 @@ def _compare(check: Check | None, folder: Path, gguf_file: str | None, display: 
             raise
         display.warn(f"{gguf_file} is not compared with the original ({error})")
         return None
-
-
-def _facts(
-    source: ModelGiven,
-    options: ExportOptions,
-    parameters: int,
-    dtype: Dtype,
-    check: Check | None,
-    found: Comparison | None,
-) -> dict[str, Any]:
-    from rlhf_cli.evaluation.figures import as_json
-    from rlhf_cli.run.model_card import library_versions
-
-    written_as = {"safetensors": "", "adapter": "adapters", "gguf": "GGUF "}[options.format]
-    if options.format != "adapter":
-        written_as += options.quantize or dtype
-    if options.quantize in TORCHAO:
-        written_as += f" with {dtype}"
-    facts: dict[str, Any] = {"model": source.name, "written_as": written_as, "parameters": parameters}
-    written = options.dtype if options.format == "adapter" else dtype
-    facts |= {"format": options.format, "dtype": written, "quantize": options.quantize}
-    if source.located is not None:
-        manifest = digest_file(stage_directory(source.located.root, source.located.stage) / MANIFEST)
-        facts |= {"stage": source.located.stage, "manifest": manifest}
-    if check is not None and found is not None:
-        sides = {"original": found.original, "exported": found.exported, "difference": found.difference}
-        facts |= {"compared_on": check.about, "seed": SEED}
-        facts |= {name: as_json(side) for name, side in sides.items()}
-    return {**facts, "versions": library_versions()}
 
 
 def _card(

@@ -129,14 +129,13 @@ def _wrapped(text: str, indent: str, width: int, most: int, style: str) -> list[
     """A text in at most `most` lines behind an indent. A wide character, such as a Chinese one, takes two columns."""
     # Without control characters: an escape sequence in a sample must not reach the terminal.
     line = " ".join("".join(c if c.isprintable() or c.isspace() else "" for c in text).split())
-    room = max(1, width - len(indent))
+    room, more = max(1, width - len(indent)), " ..."
     wrapped = list(Text(line, style).wrap(Console(), room))
     parts = wrapped[:most]
     if len(wrapped) > most:
-        parts[-1].append(" ...")
-    for part in parts:
-        part.truncate(room, overflow="ellipsis")
-    return [Text(indent, no_wrap=True).append_text(part) for part in parts]
+        parts[-1].truncate(max(0, room - len(more)))
+        parts[-1].append(more)
+    return [Text(indent, no_wrap=True, overflow="ellipsis").append_text(part) for part in parts]
 
 
 def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
