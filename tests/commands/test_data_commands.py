@@ -23,16 +23,14 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands.data_check import encoder_of, in_tokens, rows_of_source
 from rlhf_cli.commands.data_show import pieces
 from rlhf_cli.config.data import DataSource, Rows
-from rlhf_cli.data.cache import tokenise
-from rlhf_cli.data.encode import RowText, Skipped, encode_for_classifier
-from rlhf_cli.data.encoders import DemonstrationEncoder
+from rlhf_cli.data.encode import RowText, Skipped
 from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
 from rlhf_cli.data.records import Answer, Record, Row
 from rlhf_cli.data.row_counts import DUPLICATE, Report
 from rlhf_cli.data.stage_rows import StageRows, records
 from rlhf_cli.errors import DataError
 from support.paths import ROOT, TESTS
-from support.tiny import encoder, read_jsonl, seen_of, training_examples, write_jsonl
+from support.tiny import seen_of, training_examples, write_jsonl
 
 FIXTURES = TESTS / "fixtures" / "formats"
 
@@ -460,19 +458,6 @@ def test_sft_learns_every_turn_of_a_conversation_and_rm_judges_the_last(purpose:
         assert of_answers == [count["thank you<eos>"], count["sorry sorry sorry<eos>"]]
 
 
-def test_a_tokenizer_without_eos_measures_whole_texts() -> None:
-    wordpiece = Tokenizer(models.WordLevel({"[UNK]": 0, "[CLS]": 1, "[SEP]": 2}, unk_token="[UNK]"))
-    wordpiece.pre_tokenizer = pre_tokenizers.Whitespace()
-    wordpiece.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=wordpiece, unk_token="[UNK]")
-    encoder = encoder_of(StageRows(Rows(train=["x"]), "rm pairs"), tokenizer, "x")  # type: ignore[list-item]
-    (found,) = in_tokens(encoder, [seen_of({"prompt": "a b c", "chosen": " d", "rejected": " e f"}, "rm pairs")])
-    assert (found.prompt, found.answers, found.kept) == (3, [3, 4], 1)
-    assert len(encode_for_classifier(tokenizer, ["a b c e f"], None)[0]) == 7
-
-
 # ----------------------------------------------------------------------------------- check: blank answers
 
 HH = [
@@ -484,21 +469,14 @@ HH = [
 
 
 @pytest.mark.parametrize(("for_", "used"), [("sft", 2), ("rm", 1)])
-def test_a_blank_answer_is_skipped_and_counted_everywhere(tmp_path: Path, tokenizer: Any, for_: str, used: int) -> None:
-    """The stage, `data check` and `data convert` use the same rows. SFT reads the chosen answer only."""
-    path = write_jsonl(tmp_path / "hh.jsonl", HH)
+def test_a_blank_answer_is_skipped_and_counted(tmp_path: Path, for_: str, used: int) -> None:
+    """`data check` and `data convert` use the same rows. SFT reads the chosen answer only."""
+    path, out = write_jsonl(tmp_path / "hh.jsonl", HH), tmp_path / "out.jsonl"
     side = checked(path, "--for", for_)["sides"]["train"]
     assert (side["used"], side["skipped"]) == (used, {"an answer is blank": 4 - used})
-    out = tmp_path / "out.jsonl"
     output = rlhf("convert", path, "--for", for_, "--out", out).stdout
     assert f"{4 - used} of 4 rows skipped: an answer is blank" in output
-    assert len(read_jsonl(out)) == used
     assert checked(out, "--for", for_)["sides"]["train"]["used"] == used
-    if for_ == "sft":
-        data = Rows.model_validate({"train": str(path), "test_fraction": 0})
-        rows = tokenise(DemonstrationEncoder(tokenizer, StageRows(data, "sft")))
-        assert len(rows.train) == used
-        assert "data.train: 2 of 4 rows skipped: an answer is blank" in rows.lines
 
 
 # ---------------------------------------------------------------------------------- check: missing spaces
@@ -545,40 +523,13 @@ def test_special_tokens_in_texts_are_counted(tmp_path: Path, make_model: Any) ->
 # ----------------------------------------------------------------------------------------- check: lengths
 
 
-@pytest.mark.parametrize("for_", ["sft", "rm", "rm-scores", "ppo"])
-def test_a_file_of_long_rows_names_the_length_that_would_keep_95_percent(
-    tmp_path: Path, make_model: Any, for_: str
-) -> None:
-    rows = [
-        {"prompt": "please " * 40, "chosen": " we will " + "x" * n, "rejected": " no"}
-        if for_ == "rm"
-        else {"prompt": "please " * 40, "response": " we will " + "x" * n, "score": n}
-        for n in range(20)
-    ]
-    path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    found = checked(path, "--for", for_, "--tokenizer", make_model("llama"), "--max-length", 30)
-    (warning,) = found["warnings"]
-    advised = int(warning.partition("--max-length: ")[2].split()[0])
-    found = checked(path, "--for", for_, "--tokenizer", make_model("llama"), "--max-length", advised)
+def test_a_file_of_long_rows_names_the_length_that_would_keep_95_percent(tmp_path: Path, make_model: Any) -> None:
+    rows = [{"prompt": "please " * 40, "response": " we will " + "x" * n} for n in range(20)]
+    path, model = write_jsonl(tmp_path / "rows.jsonl", rows), make_model("llama")
+    (warning,) = checked(path, "--for", "sft", "--tokenizer", model, "--max-length", 30)["warnings"]
+    advised = warning.partition("--max-length: ")[2].split()[0]
+    found = checked(path, "--for", "sft", "--tokenizer", model, "--max-length", advised)
     assert found["sides"]["train"]["used"] >= 19
-
-
-@pytest.mark.parametrize("reads_last_token", [True, False])
-def test_min_response_length_counts_for_every_kind_of_reward_model(
-    tmp_path: Path, make_model: Any, word_piece: Any, reads_last_token: bool
-) -> None:
-    rows = [
-        {"prompt": "the tent", "chosen": " is late please help", "rejected": " is broken please help"},
-        {"prompt": "the tent", "chosen": " a", "rejected": " b c d e f g h"},
-    ]
-    model = make_model("llama") if reads_last_token else tmp_path / "bert"
-    if not reads_last_token:
-        encoder(model, word_piece)
-    data = {"train": str(write_jsonl(tmp_path / "rows.jsonl", rows)), "test_fraction": 0, "min_response_length": 4}
-    config = written(tmp_path, sft_config(data, model={"path": str(model)}), "rm")
-    side = checked("--config", config, "--for", "rm")["sides"]["train"]
-    assert (side["used"], side["too_short"]) == (1, 1)
-    assert side["skipped"] == {"answers of fewer than 4 tokens": 1}
 
 
 # ------------------------------------------------------------------------------------------------- show
