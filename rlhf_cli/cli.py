@@ -231,9 +231,7 @@ def ppo(options: StageOptions, file: File = None) -> None:
 
 
 @app.callback(invoke_without_command=True)
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-) -> None:
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     if version:
         from rlhf_cli import __version__
 

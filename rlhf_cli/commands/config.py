@@ -63,18 +63,14 @@ def check(
 
 
 def show(
-    file: Annotated[Path, typer.Argument(help="A YAML file.")],
-    stage: StageName = None,
-    overrides: Overrides = None,
+    file: Annotated[Path, typer.Argument(help="A YAML file.")], stage: StageName = None, overrides: Overrides = None
 ) -> None:
     """Print a config with every default filled in."""
     # Not `say`: YAML escapes control characters itself, and the output is a file that is read again.
     sys.stdout.write(dump_config(load_stage_config(stage_of(file, stage), file, overrides or [])))
 
 
-def schema(
-    stage: Annotated[str | None, typer.Argument(help="sft, rm or ppo. All three by default.")] = None,
-) -> None:
+def schema(stage: Annotated[str | None, typer.Argument(help="sft, rm or ppo. All three by default.")] = None) -> None:
     """Print the JSON Schema of a stage's config, for completion in editors."""
     schemas = {name: config_schema(config) for name, config in CONFIGS.items()}
     say(json.dumps(schemas if stage is None else schemas[known_stage(stage)], indent=2))

@@ -11,15 +11,7 @@ import typer
 from rich.text import Text
 
 from rlhf_cli.commands.data_check import RowsOptions, new_console
-from rlhf_cli.data.encode import (
-    RowText,
-    Skipped,
-    fit,
-    fit_prompt,
-    last_run,
-    require_chat_template,
-    require_eos,
-)
+from rlhf_cli.data.encode import RowText, Skipped, fit, fit_prompt, last_run, require_chat_template, require_eos
 from rlhf_cli.data.encoders import NO_LIMITS
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.read import read_rows

@@ -28,13 +28,7 @@ from rlhf_cli.files import digest_file
 from rlhf_cli.printing import printable, size
 from rlhf_cli.processes.environment import num_cores
 from rlhf_cli.report.progress import Console
-from rlhf_cli.run.artifacts import (
-    MANIFEST,
-    Manifest,
-    partial_directory,
-    read_manifest,
-    stage_directory,
-)
+from rlhf_cli.run.artifacts import MANIFEST, Manifest, partial_directory, read_manifest, stage_directory
 from rlhf_cli.run.checkpoint_files import checkpoints_directory, damage_of, list_checkpoints
 from rlhf_cli.run.lock import owner_of
 from rlhf_cli.run.state import what_changed
@@ -111,20 +105,11 @@ def names(items: Sequence[str]) -> str:
 
 def versions() -> Iterator[Result]:
     """Python and the packages that rlhf requires. Imports none of them and downloads nothing."""
-    from packaging.specifiers import SpecifierSet
-
-    python = platform.python_version()
+    yield ok("python", platform.python_version())
     try:
-        metadata = importlib.metadata.metadata("rlhf-cli")
+        yield from packages(importlib.metadata.requires("rlhf-cli") or [])
     except importlib.metadata.PackageNotFoundError:
         yield warning("packages", "rlhf-cli is not installed, so the required versions are unknown")
-        return
-    required = metadata["Requires-Python"]
-    if SpecifierSet(required or "").contains(python, prereleases=True):
-        yield ok("python", python)
-    else:
-        yield problem("python", f"{python} is running, {required} is required")
-    yield from packages(metadata.get_all("Requires-Dist") or [])
 
 
 def packages(requirements: Sequence[str]) -> Iterator[Result]:
