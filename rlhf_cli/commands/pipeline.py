@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from rlhf_cli.commands.rounds import Rounds, show
 from rlhf_cli.config.by_stage import load_stage_config, overrides_for, split_prefix
 from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.files import read_object
 from rlhf_cli.program import command, set_options
 from rlhf_cli.report.page import write_report
 from rlhf_cli.report.progress import Display
@@ -138,13 +138,9 @@ def _show_result(root: str, stages: Sequence[str], ran: Sequence[str], display: 
         if manifest is not None:
             seconds = f"{manifest.seconds:.0f}" if stage in ran else "skipped"
             rows.append([stage, seconds, f"{stage_directory(root, stage)}/model"])
-    if "ppo" in stages and "ppo" not in ran:
-        evaluation = stage_directory(root, "ppo") / "evaluation.json"
-        if evaluation.is_file():
-            try:
-                display.before_and_after(json.loads(evaluation.read_text(encoding="utf-8")))
-            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                display.warn(f"{evaluation}: was modified after it was written, and cannot be shown")
+    evaluation = read_object(stage_directory(root, "ppo") / "evaluation.json") if "ppo" in stages else {}
+    if evaluation and "ppo" not in ran:
+        display.before_and_after(evaluation)
     display.table("Pipeline", ["stage", "seconds", "model"], rows, text=("model",))
 
 
