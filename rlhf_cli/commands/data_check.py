@@ -240,17 +240,15 @@ class Side:
     num_answers: Counter[int] = field(default_factory=Counter)
     """Rankings by their number of answers."""
     longer_wins: float = 0.0
-    duplicates: Remarkable = field(default_factory=Remarkable)
-    special_tokens: Remarkable = field(default_factory=Remarkable)
-    glued: Remarkable = field(default_factory=Remarkable)
-    """Rows whose prompt and answer meet without a space."""
+    remarkable: dict[str, Remarkable] = field(default_factory=lambda: defaultdict(Remarkable))
+    """`duplicates`, `special_tokens`, and `glued`: rows whose prompt and answer meet without a space."""
 
     def register(self, record: Record, *, is_new: bool, is_held_out: bool) -> None:
         """Count a row's prompt, and the row as a duplicate unless it is new."""
         key = record.key.strip()
         self.counts["empty_prompts"] += not record.prompt.strip()
         if not is_new:
-            self.duplicates.add(record.where)
+            self.remarkable["duplicates"].add(record.where)
         elif key:
             self.prompts[hash(key)] += 1
         if is_held_out and key:
@@ -260,12 +258,12 @@ class Side:
         """Count the lengths of a row, and what is remarkable about its texts."""
         spec, answers = self.spec, measured.answers
         if measured.special_token is not None:
-            self.special_tokens.add(seen.where, measured.special_token)
+            self.remarkable["special_tokens"].add(seen.where, measured.special_token)
         if not seen.messages and spec.template != "chat":  # a chat template separates prompt and answer
             before, _, after = (spec.template or "{prompt}").partition("{prompt}")
             meetings = (glued(before + seen.prompt + after, answer) for answer in seen.texts)
             if (pair := next(filter(None, meetings), None)) is not None:
-                self.glued.add(seen.where, pair)
+                self.remarkable["glued"].add(seen.where, pair)
         self.lengths["prompt"].append(measured.prompt)
         totals = [measured.prompt + length for length in answers] or [measured.prompt]
         if answers:
@@ -282,11 +280,8 @@ class Side:
             for length in answers:
                 self.lengths["answer"].append(length)
             return
-        chosen, rejected = answers[0], answers[-1]
-        self.lengths["chosen"].append(chosen)
-        self.lengths["rejected"].append(rejected)
-        self.counts["chosen_longer"] += chosen > rejected
-        self.counts["as_long"] += chosen == rejected
+        self.lengths["chosen"].append(answers[0])
+        self.lengths["rejected"].append(answers[-1])
         self.longer_wins += longer_wins(answers)
         self.num_answers[len(answers)] += 1
 
@@ -301,11 +296,11 @@ class Side:
             "bad": counts["bad"],
             "skipped": skipped,
             "used": used,
-            "duplicates": asdict(self.duplicates),
+            "duplicates": asdict(self.remarkable["duplicates"]),
             "prompts_of_several_rows": {"prompts": len(times), "rows": sum(times)},
             "empty_prompts": counts["empty_prompts"],
-            "special_tokens": asdict(self.special_tokens),
-            "glued": asdict(self.glued),
+            "special_tokens": asdict(self.remarkable["special_tokens"]),
+            "glued": asdict(self.remarkable["glued"]),
             "max_length": limits.max_length if limits is not None else None,
             "too_long": counts["too_long"],
             "min_response_length": limits.min_response_length if limits is not None else 0,
@@ -320,9 +315,10 @@ class Side:
         if n := self.num_answers.total():
             # A ranking's pairs are not independent: it is one trial.
             low, high = wilson_interval(self.longer_wins, n)
+            chosen, rejected = (np.asarray(self.lengths[name]) for name in ("chosen", "rejected"))
             found["length_bias"] = {
-                "chosen_longer": counts["chosen_longer"] / n,
-                "as_long": counts["as_long"] / n,
+                "chosen_longer": float((chosen > rejected).mean()),
+                "as_long": float((chosen == rejected).mean()),
                 "mean_chosen": found["lengths"]["chosen"]["mean"],
                 "mean_rejected": found["lengths"]["rejected"]["mean"],
                 "longer_is_right": self.longer_wins / n,
@@ -469,11 +465,11 @@ def figures(check: Check, purpose: str, unit: str) -> dict[str, Any]:
     sides = {name: check.sides[name] for name in (*SIDES, "probes", "ptx") if name in check.sides}
     warnings = [check.warning(name, name, side.spec.length_key) for name, side in sides.items()]
     for name, side in sides.items():
-        rows, used = side.glued.rows, check.kept[name]
-        if rows > MANY_SKIPPED * used:
+        joined, used = side.remarkable["glued"], check.kept[name]
+        if joined.rows > MANY_SKIPPED * used:
             template = json.dumps((side.spec.template or "{prompt}") + "\n", ensure_ascii=False)
             warnings.append(
-                f"{name}: prompt and answer meet without a space in {rows:,} of {used:,} rows ({side.glued.example}). "
+                f"{name}: prompt and answer meet without a space in {joined.rows:,} of {used:,} rows ({joined.example}). "
                 f"data.prompt_template: {template} would separate them"
             )
     found: dict[str, Any] = {
