@@ -469,8 +469,8 @@ def figures(check: Check, purpose: str, unit: str) -> dict[str, Any]:
         if joined.rows > MANY_SKIPPED * used:
             template = json.dumps((side.spec.template or "{prompt}") + "\n", ensure_ascii=False)
             warnings.append(
-                f"{name}: prompt and answer meet without a space in {joined.rows:,} of {used:,} rows ({joined.example}). "
-                f"data.prompt_template: {template} would separate them"
+                f"{name}: prompt and answer meet without a space in {joined.rows:,} of {used:,} rows "
+                f"({joined.example}). data.prompt_template: {template} would separate them"
             )
     found: dict[str, Any] = {
         "for": purpose,
