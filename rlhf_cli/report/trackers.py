@@ -30,10 +30,8 @@ from rlhf_cli.run.checkpoint_files import checkpoints_directory
 
 FILES = ("metrics", "evaluations", "samples", "health")
 """The files of rows that are sent. The rows of one step in the files of a resumed run are sent in this order."""
-SECONDS_TO_OPEN = 120.0
-"""How long the end of a stage waits for its trackers to open: a package is imported, a server answers."""
-SECONDS_TO_CLOSE = 15.0
-"""How long it then waits for the last rows to arrive. Both are for all trackers together."""
+SECONDS_TO_CLOSE = 60.0
+"""How long the end of a stage waits for all trackers together: to import their packages, and for the last rows."""
 LONGEST_REASON = 1000
 
 Row = tuple[str, int, int, dict[str, Any]]
@@ -74,17 +72,13 @@ class Trackers:
         for follower in followers:
             follower.status = status
             follower.rows.put(None)
-        deadline = time.monotonic() + SECONDS_TO_OPEN
-        for follower in followers:
-            follower.is_open.wait(max(0.0, deadline - time.monotonic()))
         deadline = time.monotonic() + SECONDS_TO_CLOSE
         for follower in followers:
             follower.join(max(0.0, deadline - time.monotonic()))
             if follower.is_alive():
-                waited = SECONDS_TO_CLOSE + (0 if follower.is_open.is_set() else SECONDS_TO_OPEN)
                 self.display.warn(
-                    f"tracker {follower.tracker}: did not answer for {waited:g} s; {follower.num_arrived:,} of "
-                    f"{sum(self._num_rows.values()):,} rows arrived there. The files of the stage have all of them"
+                    f"tracker {follower.tracker}: did not answer for {SECONDS_TO_CLOSE:g} s; {follower.num_arrived:,} "
+                    f"of {sum(self._num_rows.values()):,} rows arrived there. The files of the stage have all of them"
                 )
 
 
@@ -98,8 +92,6 @@ class _Follower(threading.Thread):
         """The rows to send, then None."""
         self.status = "failed"
         self.num_arrived = 0
-        self.is_open = threading.Event()
-        """Set when the tracker can take rows, or has failed."""
         self._state = checkpoints_directory(stage_run.root, stage_run.stage) / f"tracker-{tracker}.json"
         self._sent = dict.fromkeys(FILES, 0)
 
@@ -112,8 +104,6 @@ class _Follower(threading.Thread):
         except BaseException as error:  # A tracker never ends a run, not even by SystemExit.
             reason = textwrap.shorten(f"{type(error).__name__}: {error}", LONGEST_REASON, placeholder=" ...")
             self.display.warn(f"tracker {self.tracker}: is off, the run continues without it ({reason})")
-        finally:
-            self.is_open.set()
 
     def _follow(self) -> None:
         saved = read_object(self._state)  # the id of an unfinished run, and the number of rows sent, by file
@@ -121,7 +111,6 @@ class _Follower(threading.Thread):
         self._sent |= saved.get("rows", {})
         self.num_arrived = sum(self._sent.values())
         self._save(service)
-        self.is_open.set()
         self.display.note(f"tracker {self.tracker}: {service.url}")
         is_last = False
         while not is_last:

@@ -59,12 +59,6 @@ class Hangs(Recorder):
         time.sleep(600)
 
 
-class OpensLate(Recorder):
-    def __init__(self, run, id):
-        time.sleep(0.8)
-        super().__init__(run, id)
-
-
 class Refuses(Recorder):
     def __init__(self, *_):
         raise OSError(f"{'The store is no longer supported. ' * 12}Set STORE=sqlite")
@@ -159,17 +153,6 @@ def test_a_tracker_that_fails_or_hangs_is_one_warning(root, monkeypatch, capsys,
     output = " ".join(capsys.readouterr().out.split())
     assert words in output
     assert output.count("warning") == 1
-
-
-def test_the_time_to_close_begins_when_the_tracker_is_open(root, monkeypatch, capsys):
-    """Its package may take longer to import than a short stage to run."""
-    monkeypatch.setattr(module, "SECONDS_TO_CLOSE", 0.7)
-    trackers = trackers_of(root, "wandb", monkeypatch, OpensLate)
-    write(root, STEPS)
-    trackers.start()
-    trackers.close("finished")
-    assert [call[1] for call in Recorder.calls if call[0] == "alert"] == [3]
-    assert "warning" not in capsys.readouterr().out
 
 
 def test_a_missing_package_is_one_warning_with_the_install_line(root, monkeypatch, capsys):
