@@ -9,7 +9,6 @@ import importlib.metadata
 import itertools
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,10 +84,9 @@ def javascript() -> str:
     text: str = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # the stub of 1.9 has no default
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(name).replace(path)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
     return text
 
 
@@ -99,6 +97,7 @@ def _template() -> jinja2.Template:
 
     loader = jinja2.PackageLoader("rlhf_cli.report", "")
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
     return environment.get_template("page.html")
 
 
@@ -119,7 +118,7 @@ def page(runs: Sequence[RunData], bundle: str) -> str:
         title=" and ".join(run.name for run in runs),
         date=date,
         bundle=bundle,
-        data=_script_json({"charts": specs, "replies": replies}),
+        data={"charts": specs, "replies": replies},
         smoothing=SMOOTHING,
         titles=TITLES,
         unit_of=unit_of,
@@ -132,12 +131,6 @@ def page(runs: Sequence[RunData], bundle: str) -> str:
         has_replies=bool(replies),
         has_gold=any("gold" in row["sft"] for row in replies),
     )
-
-
-def _script_json(value: Any) -> str:
-    """JSON that is safe inside a script element."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def run_charts(run: RunData) -> list[Chart]:
