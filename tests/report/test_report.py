@@ -312,7 +312,7 @@ def test_each_curve_draws_its_metric_and_what_it_is_compared_with(read):
     assert target["encoding"]["y"]["field"] == "target"
 
 
-def test_the_page_needs_nothing_else_and_is_small(run):
+def test_the_page_needs_nothing_else_is_small_and_shows_the_text_of_a_run_as_text(run):
     report(run)
     page = (run / "report.html").read_text(encoding="utf-8")
     assert len(page.encode()) < 2_000_000
@@ -320,11 +320,6 @@ def test_the_page_needs_nothing_else_and_is_small(run):
     assert not re.search(r"<(?:script|link|img|iframe)[^>]*(?:src|href)\s*=", own)
     assert "@import" not in page
     assert "url(" not in page.split("</style>")[0]
-
-
-def test_text_of_a_run_stays_text(run):
-    report(run)
-    page = (run / "report.html").read_text(encoding="utf-8")
     assert "<script>alert(1)" not in page
     assert page.count("<script") == 3
     assert data_of(page)["replies"][0]["prompt"] == HOSTILE
