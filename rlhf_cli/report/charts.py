@@ -4,34 +4,82 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from rlhf_cli.health.recap import unit_of
-from rlhf_cli.report.chart import (
-    BETTER,
+from rlhf_cli.report.run_data import (
+    COLORS,
     CURVES,
-    GRAY,
     HELD_OUT,
-    HELD_OUT_COLOR,
-    INK,
-    SCHEMA,
     SETTING,
-    TRAINING,
-    WARNING,
-    WORSE,
-    Chart,
     Curve,
-    by_name,
-    layer,
-    number,
-    tip,
+    RunData,
+    StageData,
+    config_of,
+    meaning_of,
 )
-from rlhf_cli.report.run_data import RunData, StageData, config_of, meaning_of
 from rlhf_cli.run.artifacts import flat
 
+SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
+"""Names the language of a specification; nothing is fetched from there."""
+TRAINING, HELD_OUT_COLOR = COLORS[:2]
+WARNING, GRAY, BETTER, WORSE = "var(--warning)", "var(--soft)", "var(--better)", "var(--worse)"
+INK = "var(--ink)"
+PICTURE_COLORS = {
+    **dict(zip(COLORS, ["#1d4ed8", "#0f766e", "#7e22ce", "#a16207", "#0369a1", "#78350f"], strict=True)),
+    WARNING: "#c2410c",
+    GRAY: "#5d5a56",
+    BETTER: "#15803d",
+    WORSE: "#be185d",
+}
 MOST_SCATTER = 1000
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A specification, its title, and the section of the page that shows it."""
+
+    id: str
+    section: str
+    title: str
+    note: str
+    spec: dict[str, Any]
+    is_curve: bool = False
+    """A curve over steps: the page's smoothing and logarithmic scale apply to it."""
+    run: str = ""
+    """The run that it shows; empty for a chart of all runs."""
+
+
+def layer(rows: Sequence[dict[str, Any]], mark: str, style: dict[str, Any], **encoding: Any) -> dict[str, Any]:
+    """Rows drawn as marks of one kind, in a style."""
+    return {"data": {"values": rows}, "mark": {"type": mark, **style}, "encoding": encoding}
+
+
+def number(field: str, **more: Any) -> dict[str, Any]:
+    """The channel of a number."""
+    return {"field": field, "type": "quantitative", **more}
+
+
+def tip(field: str, title: str = "", format: str = "") -> dict[str, Any]:
+    """A line of a tooltip. With a format it is a number."""
+    named = {"field": field, "title": title} if title else {"field": field}
+    return {**named, "type": "quantitative", "format": format} if format else named
+
+
+def by_name(field: str, colors: Mapping[str, str], also: str = "strokeDash") -> dict[str, Any]:
+    """The channels that tell names apart, under one legend: each has its colour, and a dash or shape of its own."""
+    symbol = {"symbolType": "stroke"} if also == "strokeDash" else {}
+    legend = {"title": None, "orient": "top", "symbolOpacity": 1, **symbol}
+    channel = {"field": field, "type": "nominal", "sort": None, "legend": legend}
+    return {
+        "color": {**channel, "scale": {"domain": list(colors), "range": list(colors.values())}},
+        also: {**channel, "scale": {"domain": list(colors)}},  # else it gets a legend of its own
+    }
+
+
+# ------------------------------------------------------------------------------------------- figures of `rlhf eval`
 
 
 def evaluation_charts(run: RunData) -> list[Chart]:

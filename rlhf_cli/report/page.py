@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.files import cache_root
 from rlhf_cli.health.recap import unit_of
-from rlhf_cli.report.chart import COLORS, PICTURE_COLORS, SCHEMA, Chart
 from rlhf_cli.report.charts import (
     DISTANCE,
+    PICTURE_COLORS,
+    SCHEMA,
     SMOOTHING,
+    Chart,
     curve_charts,
     distance_charts,
     evaluation_charts,
@@ -27,7 +29,7 @@ from rlhf_cli.report.charts import (
     frontier_charts,
     same_stage,
 )
-from rlhf_cli.report.run_data import RunData, read_runs
+from rlhf_cli.report.run_data import COLORS, RunData, read_runs
 from rlhf_cli.report.tables import TITLES, side_by_side, tables_of
 from rlhf_cli.report.verdict import headline, verdict
 from rlhf_cli.run.artifacts import repeat_commands

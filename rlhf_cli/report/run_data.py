@@ -17,10 +17,63 @@ from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.files import digest_file, read_object, rows_of
 from rlhf_cli.health.recap import Seen, findings_of
-from rlhf_cli.report.chart import COLORS, METRICS
 from rlhf_cli.run.artifacts import MANIFEST, Manifest, partial_directory, read_manifest_or_none, stage_directory
 from rlhf_cli.run.state import unfinished_stages
 
+COLORS = [f"var(--series-{i})" for i in range(1, 7)]
+"""Colours of runs, defined in page.css for light and dark. A picture takes PICTURE_COLORS.
+
+A page about one run has one meaning for each colour: the first is for what was trained, a stage's figures in training
+and the PPO policy, the second for figures on held-out rows. GRAY is for what PPO is compared with: the SFT model,
+best-of-n of it, a target.
+"""
+HELD_OUT = "held out"
+"""Name of a series of held-out figures: few points, which are marked and never smoothed."""
+SETTING = "setting"
+"""Name of a series that is no measurement, such as a learning rate, and is never smoothed."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A chart of one or two metrics over the steps of a stage."""
+
+    stage: str
+    title: str
+    metrics: dict[str, str]
+    """Metric -> its name in the legend."""
+    note: str
+    is_share: bool = False
+    """The values are between 0 and 1."""
+    target: str = ""
+    """The config key of the value that the metric is steered to."""
+
+
+CURVES = (
+    Curve("sft", "SFT loss", {"loss/sft": "training", "eval/loss": HELD_OUT}, "nats per target token"),
+    Curve("sft", "SFT token accuracy", {"eval/token_accuracy": HELD_OUT}, "share of target tokens"),
+    Curve("sft", "SFT gradient norm", {"sft/grad_norm": "training"}, "before clipping"),
+    Curve("sft", "SFT learning rate", {"sft/learning_rate": SETTING}, "of the step"),
+    Curve("rm", "RM loss", {"loss/rm": "training", "eval/loss": HELD_OUT}, "per pair or answer"),
+    Curve("rm", "RM accuracy", {"rm/accuracy": "training", "eval/accuracy": HELD_OUT}, "chance is 0.5"),
+    Curve("rm", "RM gradient norm", {"rm/grad_norm": "training"}, "before clipping"),
+    Curve("rm", "RM learning rate", {"rm/learning_rate": SETTING}, "of the step"),
+    Curve("ppo", "Score", {"objective/score": "training"}, "of the rewards, after normalization"),
+    Curve("ppo", "Gold score on held-out prompts", {"eval:gold": HELD_OUT}, "the judge of evaluation.gold"),
+    Curve("ppo", "KL to the SFT model", {"objective/kl": "training"}, "nats per reply", target="ppo.kl_target"),
+    Curve("ppo", "KL coefficient", {"objective/kl_coef": SETTING}, "what a nat costs in score"),
+    Curve("ppo", "Reply length", {"response/length": "training"}, "tokens"),
+    Curve("ppo", "Entropy", {"policy/entropy": "training"}, "nats per token"),
+    Curve("ppo", "Replies that ended", {"response/eos_fraction": "training"}, "share", is_share=True),
+    Curve("ppo", "Diversity", {"response/distinct_2": "training"}, "share of different word pairs"),
+    Curve("ppo", "Unfamiliar replies", {"response/unfamiliarity": "training"}, "1: as far as a single SFT reply"),
+    Curve("ppo", "Clipped ratios", {"policy/clip_fraction": "training"}, "share of tokens"),
+    Curve("ppo", "Explained variance", {"value/explained_variance": "training"}, "of the returns, by the value model"),
+    Curve("ppo", "Gradient norm", {"policy/grad_norm": "training"}, "of the policy, before clipping"),
+    Curve("ppo", "Learning rate", {"policy/learning_rate": SETTING}, "of the policy"),
+)
+_METRICS = dict.fromkeys(name for curve in CURVES for name in curve.metrics if ":" not in name)
+METRICS = (*_METRICS, *(name.replace("eval/", "validation/") for name in _METRICS if name.startswith("eval/")))
+"""Their metrics, of validation rows too. The others of a long run would only take time to read."""
 MOST_POINTS = 600
 """Points of a curve. A longer one keeps the smallest and the largest value of each of half as many parts."""
 MOST_SAMPLES = 1000

@@ -17,20 +17,20 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands import pipeline as pipeline_module
 from rlhf_cli.files import digest_file
 from rlhf_cli.health import ranking
-from rlhf_cli.report.chart import (
+from rlhf_cli.report.charts import (
     BETTER,
-    CURVES,
     GRAY,
-    HELD_OUT,
     HELD_OUT_COLOR,
     PICTURE_COLORS,
-    SETTING,
     TRAINING,
     WORSE,
+    curve_charts,
+    distance_charts,
+    findings_chart,
+    shared_runs,
 )
-from rlhf_cli.report.charts import curve_charts, distance_charts, findings_chart, shared_runs
 from rlhf_cli.report.page import javascript, picture, run_charts
-from rlhf_cli.report.run_data import MOST_POINTS, RunData, curves, read_run
+from rlhf_cli.report.run_data import CURVES, HELD_OUT, MOST_POINTS, SETTING, RunData, curves, read_run
 from rlhf_cli.report.tables import tables_of
 from rlhf_cli.report.verdict import headline, verdict
 
