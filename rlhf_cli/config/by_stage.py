@@ -9,7 +9,7 @@ from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import STAGES, Stage
-from rlhf_cli.config.yaml_tree import Tree
+from rlhf_cli.config.yaml_text import Tree
 from rlhf_cli.errors import ConfigError
 
 CONFIGS: dict[str, type[Stage]] = {"sft": SFTConfig, "rm": RMConfig, "ppo": PPOConfig}

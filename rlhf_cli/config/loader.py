@@ -1,6 +1,6 @@
 """A YAML file and ``--set`` overrides to a typed config. An error names the file, the line and the key.
 
-`yaml_text` and `yaml_tree` read the text, pydantic checks the values in strict JSON mode, `explain` words its errors.
+`yaml_text` reads the text, pydantic checks the values in strict JSON mode, `explain` words its errors.
 
 For authors of schemas: a union has a discriminator or consists of plain values. Below a validator with
 ``mode="before"`` the values are Python's, so strict mode refuses a list for a tuple.
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from rlhf_cli.config.base import FILLED, REMOVED, UnreadError
 from rlhf_cli.config.explain import explain, fields_of
-from rlhf_cli.config.yaml_tree import Tree
+from rlhf_cli.config.yaml_text import Tree
 from rlhf_cli.printing import did_you_mean
 
 M = TypeVar("M", bound=BaseModel)

@@ -28,7 +28,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhf_cli.config.data import DataSource
-from rlhf_cli.data import files_json
 from rlhf_cli.data import read as read_module
 from rlhf_cli.data.paths import COMPRESSIONS, KINDS, SUFFIXES, find_files, reason
 from rlhf_cli.data.read import read_rows
@@ -543,8 +542,7 @@ def test_reasons_of_other_libraries_are_one_short_line() -> None:
 
 
 def test_overlong_lines_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (read_module, files_json):
-        monkeypatch.setattr(module, "MAX_ROW", 1000)
+    monkeypatch.setattr(read_module, "MAX_ROW", 1000)
     for length in (999, 1000, 1001, 1999, 2000, 2001, 4000):
         line = b'{"a": "' + b"x" * (length - 9) + b'"}'
         assert len(line) == length
@@ -557,9 +555,8 @@ def test_overlong_lines_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_overlong_item_ends_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (read_module, files_json):
-        monkeypatch.setattr(module, "MAX_ROW", 5000)
-    monkeypatch.setattr(files_json, "BLOCK", 100)
+    monkeypatch.setattr(read_module, "MAX_ROW", 5000)
+    monkeypatch.setattr(read_module, "BLOCK", 100)
     path = write(tmp_path / "a.json", b'[{"a": 1}, {"a": "' + b"x" * 4000 + b'"}]')
     assert len(read(path)) == 2
     path = write(tmp_path / "a.json", b'[{"a": 1}, {"a": "' + b"x" * 40_000 + b'"}]')
@@ -612,7 +609,7 @@ def test_line_numbers_of_faults_count_from_the_start_of_the_file(
         tmp_path / "a.json", json.dumps(ROWS, indent=1, ensure_ascii=False).replace('": "quéstion 7', '" "').encode()
     )
     for block in (3, 20, 10_000):
-        monkeypatch.setattr(files_json, "BLOCK", block)
+        monkeypatch.setattr(read_module, "BLOCK", block)
         # "[", then four lines for each row before, "{", and the line itself.
         assert "row 8: not JSON (Expecting ':' delimiter in line 31)" in refused(path)
 
@@ -640,7 +637,7 @@ def test_a_list_read_in_blocks_equals_json_loads(
         text = text[:at] + put + text[at + length :]
     path = write(place / "a.json", text.encode("utf-8"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files_json, "BLOCK", block)
+        patch.setattr(read_module, "BLOCK", block)
         assert ours(path) == oracle(text)
 
 
