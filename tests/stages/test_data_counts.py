@@ -73,33 +73,24 @@ def awkward(stage: str) -> list[dict[str, Any]]:
     ]
 
 
-CASES = [
-    ("sft", {}),
-    ("sft", {"truncation": "right"}),
-    ("sft", {"min_response_length": 4, "truncation": "left"}),
-    ("rm", {}),
-    ("rm", {"truncation": "right"}),
-    ("rm", {"min_response_length": 3, "truncation": "left"}),
-    ("rm mse", {}),
-    ("rm labels", {}),
-    ("ppo", {}),
-    ("ppo", {"truncation": "left"}),
-]
-
-
 @pytest.mark.parametrize(
-    ("architecture", "name", "options", "deduplicate"),
+    ("architecture", "name", "options"),
     [
-        *(("llama", name, options, False) for name, options in CASES),
-        *(("llama", name, {}, True) for name in ("sft", "rm mse")),
-        ("encoder", "rm", {"truncation": "right"}, False),
-        ("encoder", "rm labels", {}, False),
+        ("llama", "sft", {"deduplicate": True}),
+        ("llama", "sft", {"min_response_length": 4, "truncation": "left"}),
+        ("llama", "rm", {"truncation": "right"}),
+        ("llama", "rm", {"min_response_length": 3, "truncation": "left"}),
+        ("llama", "rm mse", {"deduplicate": True}),
+        ("llama", "rm labels", {}),
+        ("llama", "ppo", {}),
+        ("llama", "ppo", {"truncation": "left"}),
+        ("encoder", "rm", {"truncation": "right"}),
+        ("encoder", "rm labels", {}),
     ],
 )
 def test_data_check_and_the_stage_count_the_same_rows(
     name: str,
     options: dict[str, Any],
-    deduplicate: bool,
     architecture: str,
     tmp_path: Path,
     make_model: Callable[[str], Path],
@@ -113,7 +104,7 @@ def test_data_check_and_the_stage_count_the_same_rows(
         path = str(tmp_path / "encoder")
         encoder(tmp_path / "encoder", word_piece)
     train = str(write_jsonl(tmp_path / "rows.jsonl", awkward(name)))
-    rows = {"train": train, "test": None, "test_fraction": 0.2, "deduplicate": deduplicate, "on_bad_row": "skip"}
+    rows = {"train": train, "test": None, "test_fraction": 0.2, "on_bad_row": "skip"}
     longest = {"max_prompt_length" if stage == "ppo" else "max_length": 40}
     changes: dict[str, Any] = {"data": rows | longest | options}
     if stage == "ppo":
@@ -147,7 +138,7 @@ def test_data_check_and_the_stage_count_the_same_rows(
     if name != "rm labels":
         assert int(used.replace(",", "")) == sides["train"]["used"]
     assert sum(counts.total() for counts in of_stage.values()) >= 2
-    assert (DUPLICATE in of_stage["train"] + of_stage["test"]) is deduplicate
+    assert (DUPLICATE in of_stage["train"] + of_stage["test"]) is ("deduplicate" in options)
 
 
 def reward(folder: Path) -> str:
