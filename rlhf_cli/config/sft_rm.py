@@ -187,15 +187,10 @@ class RMConfig(Stage):
     def rules(self) -> Iterator[str]:
         yield from super().rules()
         yield from self.rules_of(self.optimizer, "model.lora" if self.model.lora is not None else None)
-        unread = {
-            "label_smoothing": self.label_smoothing,
-            "flip_rate": self.flip_rate,
-            "zero_mean_coef": self.zero_mean_coef,
-            "data.margin_column": self.data.margin_column,
-        }
-        for key, value in unread.items():
-            if value and self.loss not in get_args(PairwiseLoss):
-                yield f"{key} does nothing with loss: {self.loss}, only with logsigmoid and logexp. Remove it"
+        is_pairwise, chosen = self.loss in get_args(PairwiseLoss), f"loss: {self.loss}, only with logsigmoid and logexp"
+        self.refuse_unread(is_pairwise, chosen, "label_smoothing", "flip_rate", "zero_mean_coef")
+        if self.data.margin_column and not is_pairwise:
+            yield f"data.margin_column does nothing with {chosen}. Remove it"
         if self.length_correction and not self.is_pairwise:
             yield (
                 f"length_correction is for scores that compare answers. With loss: {self.loss} a score predicts its "

@@ -51,10 +51,8 @@ TOKENS = {
     "float": pa.float64(),
 }
 """Annotations of the fields that Arrow holds directly. Other fields are stored as JSON."""
-BATCH = 1000
-"""Rows of one record batch, held in memory while a table is written."""
 CHUNK = 1000
-"""Rows encoded at a time: enough for the tokenizer to use every core."""
+"""Rows encoded and written at a time: enough for the tokenizer to use every core."""
 KEPT_DAYS = 30
 """An entry that was not used for this many days is deleted."""
 FOLDER, MARKER = "rlhf-tokens", ".rlhf-token-cache"
@@ -322,7 +320,7 @@ class Table(Sequence[T], Generic[T]):
 
 
 class TableWriter(Generic[T]):
-    """Writes instances of one dataclass to an Arrow file, a thousand at a time."""
+    """Writes instances of one dataclass to an Arrow file."""
 
     def __init__(self, path: Path, kind: type[T]):
         self._adapters = _adapters(kind)
@@ -330,34 +328,25 @@ class TableWriter(Generic[T]):
         self._schema = pa.schema([(name, TOKENS.get(type_, pa.large_string())) for name, type_ in types.items()])
         self._file = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._file, self._schema)
-        self._rows: list[T] = []
         self.num_rows = 0
 
-    def write(self, rows: Iterable[T]) -> None:
-        """Add rows. They are on disk after `close`."""
-        for row in rows:
-            self._rows.append(row)
-            self.num_rows += 1
-            if len(self._rows) == BATCH:
-                self._flush()
-
-    def close(self) -> None:
-        self._flush()
-        self._writer.close()
-        self._file.close()
-
-    def _flush(self) -> None:
-        if not self._rows:
+    def write(self, rows: Sequence[T]) -> None:
+        """Add rows as one record batch. They are on disk after `close`."""
+        if not rows:
             return
+        self.num_rows += len(rows)
         columns = []
         for name, adapter in self._adapters.items():
-            values = [getattr(row, name) for row in self._rows]
+            values = [getattr(row, name) for row in rows]
             if adapter is not None:
                 # As ASCII: a lone surrogate in one of a row's other columns cannot be written as UTF-8.
                 values = [json.dumps(adapter.dump_python(value), default=str) for value in values]
             columns.append(_column(values, self._schema.field(name).type))
         self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
-        self._rows = []
+
+    def close(self) -> None:
+        self._writer.close()
+        self._file.close()
 
 
 # Arrow's own `pa.array` and `to_numpy` import pandas, which takes longer than a small model's first steps. So columns

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data import cache
 from rlhf_cli.data.answers import RankedIds
+from rlhf_cli.data.batches import chunks
 from rlhf_cli.data.cache import Table, TableWriter, tokenise
 from rlhf_cli.data.encode import Example, LengthLimits, Skipped, fit, fit_prompt
 from rlhf_cli.data.encoders import DemonstrationEncoder, Tokens
@@ -286,20 +287,18 @@ def things(count: int) -> list[Thing]:
     ]
 
 
-def build(path: Path, rows: Sequence[Any], kind: type) -> Table[Any]:
+def build(path: Path, rows: Sequence[Any], kind: type, batch: int = 1000) -> Table[Any]:
     writer: TableWriter[Any] = TableWriter(path, kind)
-    writer.write(rows)
+    for some in chunks(rows, batch):
+        writer.write(some)
     writer.close()
     return Table(path, kind)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 1000])
-def test_a_table_returns_the_rows_that_were_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
-) -> None:
-    monkeypatch.setattr(cache, "BATCH", batch)
+def test_a_table_returns_the_rows_that_were_written(tmp_path: Path, batch: int) -> None:
     rows = things(25)
-    built = build(tmp_path / "a.arrow", rows, Thing)
+    built = build(tmp_path / "a.arrow", rows, Thing, batch)
     assert len(built) == 25
     assert list(built) == rows
     assert built[-1] == rows[-1]
@@ -313,8 +312,7 @@ def test_a_table_returns_the_rows_that_were_written(
 
 def test_a_table_is_memory_mapped(tmp_path: Path) -> None:
     """40 MB of tokens: opening the table and reading a hundred rows adds little to the process's memory."""
-    rows = (Example(list(range(2000)), [True] * 2000, "w") for _ in range(5_000))
-    build(tmp_path / "a.arrow", rows, Example)  # type: ignore[arg-type]
+    build(tmp_path / "a.arrow", [Example(list(range(2000)), [True] * 2000, "w")] * 5_000, Example)
     assert (tmp_path / "a.arrow").stat().st_size > 40_000_000
     program = (
         "import sys; from pathlib import Path; from rlhf_cli.data.cache import Table; "
