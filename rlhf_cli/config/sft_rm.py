@@ -187,9 +187,9 @@ class RMConfig(Stage):
     def rules(self) -> Iterator[str]:
         yield from super().rules()
         yield from self.rules_of(self.optimizer, "model.lora" if self.model.lora is not None else None)
-        is_pairwise, chosen = self.loss in get_args(PairwiseLoss), f"loss: {self.loss}, only with logsigmoid and logexp"
-        self.refuse_unread(is_pairwise, chosen, "label_smoothing", "flip_rate", "zero_mean_coef")
-        if self.data.margin_column and not is_pairwise:
+        of_pairs, chosen = self.loss in get_args(PairwiseLoss), f"loss: {self.loss}, only with logsigmoid and logexp"
+        self.refuse_unread(of_pairs, chosen, "label_smoothing", "flip_rate", "zero_mean_coef")
+        if self.data.margin_column and not of_pairs:
             yield f"data.margin_column does nothing with {chosen}. Remove it"
         if self.length_correction and not self.is_pairwise:
             yield (

@@ -254,9 +254,27 @@ def test_two_documents(tmp_path):
          "model2: found the whole number 18446744073709551616, must fit in 64 bits"),
         ('model2: "\\uD800"', "model2: half of a surrogate pair, must be Unicode text"),
         ('"\\uD800": 1', "the key has half of a surrogate pair, must be Unicode text"),
+        # Tagged unions and sections.
+        ("rewards: 3", "rewards: found the whole number 3, must be a list"),
+        ("rewards: [3]", "rewards.0: found the whole number 3, must be a mapping"),
+        ("rewards: [{type: modle}]",
+         "rewards.0.type: found the text 'modle', must be one of model, function; did you mean model?"),
+        ("rewards: [{type: 3}]", "rewards.0.type: found the whole number 3, must be one of model, function"),
+        ("rewards: [{type: [a]}]", "rewards.0.type: found a list, must be one of model, function"),
+        ("rewards: [{model: a}]", "rewards.0.type: required key is missing, must be one of model, function"),
+        ("rewards: [{type: model}]", "rewards.0.model: required key is missing"),
+        ("rewards: [{type: model, model: {model: 1}}]", "rewards.0.model: found a mapping, must be text"),
+        ("rewards: [{type: function, name: lenght}]",
+         "rewards.0.name: found the text 'lenght', must be one of length, regex; did you mean length?"),
+        ("main: {type: model, model: x, wieght: 1}", "main.wieght: unknown key; did you mean weight?"),
+        ("main: {type: function, name: regex, span: [1, a]}",
+         "main.span.1: found the text 'a', must be a number"),
+        ("main: text", "main: found the text 'text', must be a mapping"),
+        ("warm: 3", "warm: found the whole number 3, must be a mapping"),
+        ("model2: 3", "model2: unknown key; did you mean model?"),
     ],
 )  # fmt: skip
-def test_yaml_that_is_refused(tmp_path, text, line):
+def test_a_line_that_is_refused(tmp_path, text, line):
     assert error_lines(tmp_path, GOOD + text + "\n") == [f"x.yaml:6: {line}"]
 
 
@@ -329,32 +347,6 @@ def test_a_key_written_twice(tmp_path):
 )  # fmt: skip
 def test_values_that_are_refused(tmp_path, text, line):
     assert error_lines(tmp_path, "model: m\ndata: {train: x}\ntraining:\n  " + text) == [f"x.yaml:4: training.{line}"]
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("rewards: 3", "rewards: found the whole number 3, must be a list"),
-        ("rewards: [3]", "rewards.0: found the whole number 3, must be a mapping"),
-        ("rewards: [{type: modle}]",
-         "rewards.0.type: found the text 'modle', must be one of model, function; did you mean model?"),
-        ("rewards: [{type: 3}]", "rewards.0.type: found the whole number 3, must be one of model, function"),
-        ("rewards: [{type: [a]}]", "rewards.0.type: found a list, must be one of model, function"),
-        ("rewards: [{model: a}]", "rewards.0.type: required key is missing, must be one of model, function"),
-        ("rewards: [{type: model}]", "rewards.0.model: required key is missing"),
-        ("rewards: [{type: model, model: {model: 1}}]", "rewards.0.model: found a mapping, must be text"),
-        ("rewards: [{type: function, name: lenght}]",
-         "rewards.0.name: found the text 'lenght', must be one of length, regex; did you mean length?"),
-        ("main: {type: model, model: x, wieght: 1}", "main.wieght: unknown key; did you mean weight?"),
-        ("main: {type: function, name: regex, span: [1, a]}",
-         "main.span.1: found the text 'a', must be a number"),
-        ("main: text", "main: found the text 'text', must be a mapping"),
-        ("warm: 3", "warm: found the whole number 3, must be a mapping"),
-        ("model2: 3", "model2: unknown key; did you mean model?"),
-    ],
-)  # fmt: skip
-def test_tagged_unions_and_sections_that_are_refused(tmp_path, text, line):
-    assert error_lines(tmp_path, GOOD + text) == [f"x.yaml:6: {line}"]
 
 
 @pytest.mark.parametrize(
