@@ -6,7 +6,7 @@ Names begin with the stage. A stage without files has no figures, and a rule fin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -18,7 +18,6 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import EnsembleReward, ModelReward
 from rlhf_cli.files import rows_of
 from rlhf_cli.health.baselines import weak_reward
-from rlhf_cli.health.findings import Seen
 from rlhf_cli.health.history import PERSIST, START
 from rlhf_cli.report.run_data import StageData, read_run
 from rlhf_cli.run.artifacts import flat
@@ -39,8 +38,6 @@ OF_EVALUATIONS = ("score_mean", "kl", "length")
 """What rules read of PPO's evaluation of both policies, besides the numbers of the judge."""
 OWN_FIGURES = (*OF_EVALUATIONS, "eos_fraction", "distinct_2", "score_median", "seconds")
 """Its figures that are not the judge's."""
-FIXED = 4
-"""Characters by which two stages' prompts must end otherwise, to count as another template rather than as chance."""
 MIN_TEXTS = 3
 """Different prompts that show what all prompts have in common."""
 
@@ -79,18 +76,6 @@ class Evidence:
     def said(self, *names: str) -> list[str]:
         """The messages of these health findings, where the run had them."""
         return [self.findings[name]["message"] for name in names if name in self.findings]
-
-    def odd_end(self, blamed: str) -> Iterator[Seen]:
-        """The signs that the prompts of a stage end otherwise than those of all other stages."""
-        ends = {key.partition(".")[0]: end for key, end in self.texts.items() if key.endswith(".prompt_end")}
-        if (of_ppo := ends.pop("ppo", None)) is None:
-            return
-        # A few prompts may share more letters than their template by chance.
-        others = [s for s, end in ends.items() if max(len(end), len(of_ppo)) - len(common_end([end, of_ppo])) >= FIXED]
-        if blamed == ("ppo" if len(others) == len(ends) else "".join(others)):
-            for stage in others:
-                one, other = (repr(text[-30:]) if text else "nothing in common" for text in (ends[stage], of_ppo))
-                yield 2, f"The prompts of {stage} end with {one}, those of PPO with {other}."
 
 
 def read_evidence(root: Path) -> Evidence:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rlhf_cli.config.stage import STAGES
@@ -116,9 +116,57 @@ class Rule:
     """What gives those figures."""
 
 
-def cause(stage: str, name: str, title: str, advice: str, *signs: Signs, **settings: Any) -> Rule:
-    """A row of the table of a stage's causes; `settings` are other fields of `Rule`."""
-    return Rule(name, advice, signs, stage=stage, title=title, **settings)
+def table(text: str, names: Mapping[str, Any], **settings: Any) -> tuple[Rule, ...]:
+    """The rows that a text describes, with empty lines between them; `settings` are other fields of all of them.
+
+    `$name` stands for names["name"]. A row begins with its name and, for a cause, its title. Then come what to `try`,
+    and the signs: a condition that `shows` the cause or `supports` it, or `when` a rule finds something, with the
+    sentence below and the `size` of the problem; what health `said`, with its weight; a `sign` that is a function of
+    names, with its arguments. Longer lines go on behind two spaces, sentences behind four.
+
+    >>> text = "slow: It is slow.\ntry: Wait\nshows: sft.seconds > $MOST\n    It took {sft.seconds} s."
+    >>> (row,) = table(text, {"MOST": 9}, stage="sft")
+    >>> row.name, row.title, row.advice, list(row.signs[0]({"sft.seconds": 10}))
+    ('slow', 'It is slow.', 'Wait', [(2, 'It took 10 s.')])
+    """
+    text = re.sub(r"\$(\w+)", lambda found: str(names[found[1]]), text)
+    return tuple(_row(block, names, settings) for block in text.strip().split("\n\n"))
+
+
+def _row(block: str, names: Mapping[str, Any], settings: Mapping[str, Any]) -> Rule:
+    lines: list[list[str]] = []
+    for line in block.splitlines():
+        if line.startswith("    "):
+            lines[-1][2] += " " * bool(lines[-1][2]) + line.strip()
+        elif line.startswith("  "):
+            lines[-1][1] += " " + line.strip()
+        elif not line.startswith("#"):
+            key, _, value = line.partition(": ")
+            lines.append([key, value, ""])
+    (name, title, _), *others = lines
+    signs: list[Signs] = []
+    fields: dict[str, Any] = {}
+    for key, value, sentence in others:
+        words = value.split()
+        match key:
+            case "shows" | "supports":
+                signs.append((shows if key == "shows" else supports)(value, sentence))
+            case "when":
+                signs.append(Sign(value, sentence, "1"))
+            case "size":
+                assert isinstance(signs[-1], Sign)
+                signs[-1] = replace(signs[-1], weight=value)
+            case "above":
+                signs += names["above"](*words, sentence)
+            case "said":
+                signs.append(said(int(words[0]), *words[1:]))
+            case "sign":
+                signs.append(functools.partial(names[words[0]], *words[1:]))
+            case "explains" | "needs":
+                fields[key] = tuple(words)
+            case _:
+                fields["advice" if key == "try" else key] = value
+    return Rule(name, signs=tuple(signs), title=title, **fields, **settings)
 
 
 @dataclass(frozen=True)

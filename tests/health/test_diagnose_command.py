@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from rlhf_cli.cli import app
 from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.records import Answer, Record
+from rlhf_cli.health.causes import odd_end
 from rlhf_cli.health.evidence import Evidence
 from rlhf_cli.health.probes import _marked
 from rlhf_cli.health.ranking import gather
@@ -98,7 +99,7 @@ def test_a_directory_without_a_run_is_one_line_and_exit_code_2(tmp_path: Path) -
 def test_a_template_is_what_prompts_end_with() -> None:
     def signs(sft: str, ppo: str) -> int:
         evidence = Evidence(["sft", "ppo"], texts={"sft.prompt_end": sft, "ppo.prompt_end": ppo})
-        return len(list(evidence.odd_end("ppo")))
+        return len(list(odd_end("ppo", evidence)))
 
     assert signs("\n\nAssistant:", "\n### Answer\n") == 1
     assert signs("\n\nAssistant:", "") == 1
