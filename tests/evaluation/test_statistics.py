@@ -37,9 +37,6 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# ----------------------------------------------------------------------------------------- intervals
-
-
 def covered(truth, intervals) -> float:
     """The share of the intervals that hold the truth."""
     held = [low <= truth <= high for low, high in intervals]
@@ -116,9 +113,6 @@ def test_students_quantile_matches_the_table(freedom, expected):
     assert student_quantile(0.975, freedom) == pytest.approx(expected, rel=2e-3)
 
 
-# --------------------------------------------------------------------------------------- calibration
-
-
 def test_bins_of_confidence_start_at_one_half():
     bins = reliability(torch.tensor([0.5, 0.76, 1.0]), torch.tensor([0.0, 1.0, 1.0]), low=0.5, num_bins=2)
     assert [(b.low, b.high, b.count) for b in bins] == [(0.5, 0.75, 1), (0.75, 1.0, 2)]
@@ -151,9 +145,6 @@ def test_the_interval_of_distinct_words_is_that_of_leaving_out_each_text():
     mean = sum(without) / 4
     half = 1.96 * math.sqrt(3 / 4 * sum((x - mean) ** 2 for x in without))
     assert distinct_n_interval(texts, 1) == pytest.approx((max(0, 0.6 - half), min(1, 0.6 + half)))
-
-
-# ----------------------------------------------------------------------------------------- best of n
 
 
 def test_best_of_n_is_the_mean_over_all_subsets():
@@ -190,9 +181,6 @@ def test_the_kl_estimate_against_the_exact_kl_of_equally_likely_outcomes(n, size
         assert estimate == pytest.approx(bound, abs=0.01)
 
 
-# ------------------------------------------------------------------------------------ gold and distance
-
-
 def test_the_gold_curve_is_found_through_noise():
     d = torch.linspace(0.2, 3.0, 200, dtype=torch.float64)
     gold = 2.0 + d * (1.5 - 0.8 * d.log()) + 0.05 * torch.randn(200, generator=generator(6), dtype=torch.float64)
@@ -211,9 +199,6 @@ def test_a_curve_that_never_falls_has_no_peak_and_one_distance_is_refused():
     assert math.isnan(fit_gold_curve(d, d.sqrt(), start=0.0).error_a), "four points give no interval"
     with pytest.raises(ValueError, match="two different distances"):
         fit_gold_curve(torch.tensor([1.0, 1.0]), torch.zeros(2), start=0.0)
-
-
-# ------------------------------------------------------------------------------------------- win rates
 
 
 def test_the_win_rate_at_equal_length_is_recovered():
@@ -236,9 +221,6 @@ def test_bradley_terry_recovers_strengths():
         won[i, j] = 10_000 * torch.sigmoid(truth[i] - truth[j])
     assert torch.allclose(bradley_terry(won), truth, atol=1e-3)
     assert bradley_terry(torch.tensor([[0.0, 9.0], [0.0, 0.0]])).isfinite().all()
-
-
-# ------------------------------------------------------------------------------------------- kendall
 
 
 def test_kendall_with_ties_against_all_pairs():
