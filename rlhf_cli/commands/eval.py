@@ -55,10 +55,19 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Measure the finished stages of a run on held-out data."""
-    from rlhf_cli.evaluation.evaluate import Settings
     from rlhf_cli.evaluation.evaluate import evaluate as measure
 
-    measure(directory, Settings(stage, samples, sampled_prompts, seed, device, rm_bench, judge_of(judge)), quiet=quiet)
+    measure(
+        directory,
+        stage=stage,
+        samples=samples,
+        sampled_prompts=sampled_prompts,
+        seed=seed,
+        device=device,
+        bench=rm_bench,
+        judge=judge_of(judge),
+        quiet=quiet,
+    )
 
 
 def judge_of(options: EvalJudgeOptions) -> ServerJudge | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -26,9 +25,6 @@ from rlhf_cli.report.progress import Display
 from rlhf_cli.run.artifacts import MANIFEST, model_directory, stage_directory
 from rlhf_cli.trained.run import Run, open_run
 
-FOLDER = "eval"
-"""The folder of the run's directory that evaluations are written to."""
-FILE = "evaluation.json"
 REPLIES = 256
 """Held-out prompts that the SFT model answers."""
 
@@ -45,60 +41,54 @@ class Judge(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The options of `rlhf eval`."""
+def evaluate(
+    root: Path,
+    *,
+    stage: str | None,
+    samples: int,
+    sampled_prompts: int,
+    seed: int,
+    device: str,
+    bench: Path | None,
+    judge: Judge | None,
+    quiet: bool,
+) -> None:
+    """Measure `stage`, or each finished stage, print its tables and write `<root>/eval/<stage>/evaluation.json`.
 
-    stage: str | None
-    """One stage, or None for every finished one."""
-    samples: int
-    """Samples of the SFT model per prompt, for best-of-n; 0 leaves best-of-n out."""
-    sampled_prompts: int
-    """Held-out prompts that get that many samples."""
-    seed: int
-    device: str
-    bench: Path | None = None
-    """Rows in the format of RewardBench 2 for the reward model."""
-    judge: Judge | None = None
-    """A model that compares the replies of SFT and PPO."""
-
-
-def evaluate(root: Path, settings: Settings, *, quiet: bool = False) -> None:
-    """Measure each finished stage, print its tables and write `<root>/eval/<stage>/evaluation.json`.
+    `samples` of the SFT model are drawn for each of `sampled_prompts`, for best-of-n, if they are not 0. `bench` are
+    rows in the format of RewardBench 2 for the reward model. `judge` compares the replies of SFT and PPO.
 
     Raises ArtifactError if no stage, or not the one asked for, is finished, ConfigError for an option whose stage is
     not evaluated, DataError for a benchmark that cannot be read.
     """
-    world = start(settings.device)
-    run = open_run(root, stage=settings.stage, device=world.device, seed=settings.seed)
+    run = open_run(root, stage=stage, device=start(device).device, seed=seed)
     display = Display("eval", quiet=quiet)
-    for option, value, needed in (("--rm-bench", settings.bench, "rm"), ("--judge", settings.judge, "ppo")):
+    for option, value, needed in (("--rm-bench", bench, "rm"), ("--judge", judge, "ppo")):
         if value is not None and needed not in run.stages:
             raise ConfigError(f"{option}: needs the stage {needed}, which is not evaluated here. Remove the option")
-    bench = read_bench(settings.bench) if settings.bench is not None else None
-    for stage in run.stages:
-        match stage:
+    rows = read_bench(bench) if bench is not None else None
+    for one in run.stages:
+        match one:
             case "sft":
                 report = _sft(run, display)
             case "rm":
-                report = measure_reward_model(run, bench, display)
+                report = measure_reward_model(run, rows, display)
             case _:
-                report = _ppo(run, settings, display)
-        path = _write(run, stage, report)
-        if stage == "ppo" and settings.judge is not None:  # After everything else is written: a server can fail.
-            judge_replies(report, settings.judge, Sentences(display))
-            _write(run, stage, report)
+                report = _ppo(run, samples, sampled_prompts, display)
+        path = _write(run, one, report)
+        if one == "ppo" and judge is not None:  # After everything else is written: a server can fail.
+            judge_replies(report, judge, Sentences(display))
+            _write(run, one, report)
         display.note(f"written to {path}")
 
 
 def _write(run: Run, stage: str, report: dict[str, Any]) -> Path:
     """Write a stage's evaluation.json."""
-    path = run.root / FOLDER / stage / FILE
+    path = run.root / "eval" / stage / "evaluation.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     manifest = digest_file(stage_directory(run.root, stage) / MANIFEST)
     found = {"stage": stage, "seed": run.seed, "manifest": manifest, **report}
-    text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return path
 
 
@@ -136,7 +126,7 @@ def _sft(run: Run, display: Display) -> dict[str, Any]:
     return report
 
 
-def _ppo(run: Run, settings: Settings, display: Display) -> dict[str, Any]:
+def _ppo(run: Run, num_samples: int, num_prompts: int, display: Display) -> dict[str, Any]:
     """PPO beside SFT on the held-out prompts, and beside best-of-n of the SFT model."""
     config = run.ppo
     assert config is not None
@@ -171,10 +161,8 @@ def _ppo(run: Run, settings: Settings, display: Display) -> dict[str, Any]:
         sentences.say(f"alignment tax: PPO changed the loss on SFT's held-out rows by {tax} nats per token")
     report |= along_the_run(run, before.gold_name, sentences)
     report["replies"] = _examples(arena, before, after)
-    if settings.samples:
-        report["best_of_n"] = best_of_n_report(
-            arena, after, settings.samples, settings.sampled_prompts, sentences, seed=seed
-        )
+    if num_samples:
+        report["best_of_n"] = best_of_n_report(arena, after, num_samples, num_prompts, sentences, seed=seed)
     report["sentences"] = sentences.texts
     return report
 
