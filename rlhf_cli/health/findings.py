@@ -124,7 +124,7 @@ def table(text: str, names: Mapping[str, Any], **settings: Any) -> tuple[Rule, .
     sentence below and the `size` of the problem; what health `said`, with its weight; a `sign` that is a function of
     names, with its arguments. Longer lines go on behind two spaces, sentences behind four.
 
-    >>> text = "slow: It is slow.\ntry: Wait\nshows: sft.seconds > $MOST\n    It took {sft.seconds} s."
+    >>> text = "slow: It is slow.\\ntry: Wait\\nshows: sft.seconds > $MOST\\n    It took {sft.seconds} s."
     >>> (row,) = table(text, {"MOST": 9}, stage="sft")
     >>> row.name, row.title, row.advice, list(row.signs[0]({"sft.seconds": 10}))
     ('slow', 'It is slow.', 'Wait', [(2, 'It took 10 s.')])
