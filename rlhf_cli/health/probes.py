@@ -44,7 +44,6 @@ ROWS = 200
 """Held-out demonstrations."""
 PAIRS = 400
 """Held-out pairs. The standard error of an accuracy is then at most 0.025."""
-AT_A_TIME = 16
 TRAINING_ROWS = 20_000
 """Training pairs and prompts that are read."""
 SEEN = 2000

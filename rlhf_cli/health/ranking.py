@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -41,14 +40,14 @@ def gather(root: Path, *, device: str = "auto", files_only: bool = False) -> Evi
     return replace(evidence, figures=evidence.figures | figures, texts=evidence.texts | texts, problems=problems)
 
 
-def rank(evidence: Evidence, rules: Sequence[Rule] = CAUSES) -> list[Cause]:
+def rank(evidence: Evidence) -> list[Cause]:
     """The causes that the evidence shows, first the one to mend first.
 
     A cause that another named cause explains comes after it. Otherwise the surer one comes first, and of equally sure
     ones that of the earlier stage.
     """
     named = []
-    for rule in rules:
+    for rule in CAUSES:
         signs = [seen for sign in rule.signs for seen in sign(evidence)] if rule.stage in evidence.stages else []
         weight = sum(weight for weight, _ in signs)
         if weight >= NAMED:
