@@ -32,7 +32,7 @@ from rlhf_cli.models.forward import longest_input
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
 from rlhf_cli.processes.distributed import World
-from rlhf_cli.report.figure import Figure, Figures, as_metrics
+from rlhf_cli.report.figure import Figure, as_metrics
 from rlhf_cli.report.progress import Display
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.speaker import Speaker
@@ -161,8 +161,10 @@ def _of_pairs(scorer: Scorer, ranked: Drawn[RankedIds], sentences: Sentences) ->
     chance = {name: preferences.CHANCE for name in preferences.AGAINST_CHANCE if name in figures}
     show(display, f"RM, {ranked} held-out pairs", {"value": figures, "chance": chance})
     longer = preferences.groups(pairs, pairs.longer_wins, ranked.by_source)
-    if probed := _of_probes(scorer):
-        tables[PROBES], longer[PROBES] = probed
+    spec = probe_rows(scorer.config)
+    if spec is not None and (probes := list(scorer.tokenised(scorer.encoder_of(spec)).train)):
+        shares = probe_shares(probes, scorer.score_items(probes))
+        tables[PROBES], longer[PROBES] = ({name: share_figure(x[i]) for name, x in shares.items()} for i in (0, 1))
     for title, by_name in tables.items():
         chance_of_groups = dict.fromkeys(by_name, preferences.CHANCE)
         columns = {"accuracy": by_name, "chance": chance_of_groups, "longer wins": longer[title]}
@@ -178,8 +180,8 @@ def _of_pairs(scorer: Scorer, ranked: Drawn[RankedIds], sentences: Sentences) ->
     sentences.say(held_out_verdict(as_metrics(figures))[0])
     for text in preferences.remarks(figures):
         sentences.say(text)
-    if probed:
-        sentences.say(preferences.about_probes(probed[0]))
+    if PROBES in tables:
+        sentences.say(preferences.about_probes(tables[PROBES]))
     return {
         "figures": as_json(figures),
         "chance": as_json(chance),
@@ -191,18 +193,6 @@ def _of_pairs(scorer: Scorer, ranked: Drawn[RankedIds], sentences: Sentences) ->
         "longer_by": pairs.longer_by.tolist(),
         "worst": preferences.worst_mistakes(pairs),
     }
-
-
-def _of_probes(scorer: Scorer) -> tuple[Figures, Figures] | None:
-    """Accuracy on each named probe of `data.probes`, and the accuracy of preferring the longer answer."""
-    if (spec := probe_rows(scorer.config)) is None:
-        return None
-    rows = list(scorer.tokenised(scorer.encoder_of(spec)).train)
-    if not rows:
-        return None
-    found = probe_shares(rows, scorer.score_items(rows))
-    accuracy, longer = ({name: share_figure(one[side]) for name, one in found.items()} for side in (0, 1))
-    return accuracy, longer
 
 
 def policy_scores(
