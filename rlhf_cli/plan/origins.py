@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from rlhf_cli.config.models import Lora, Model, ScratchModel, TrainedModel
+from rlhf_cli.config.models import Lora, Model, TrainedModel
 from rlhf_cli.config.ppo import PPOConfig, ValueModel
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
@@ -67,8 +67,14 @@ class ModelOrigins:
     def start(self, config: Stage) -> ModelOrigin:
         """The model that a stage trains; in PPO the policy."""
         assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
-        if isinstance(config, SFTConfig) and config.model.scratch is not None:
-            return from_scratch(config.model.scratch, len(config.model.add_tokens))
+        if isinstance(config, SFTConfig) and (scratch := config.model.scratch) is not None:
+            # The vocabulary is the largest that its tokenizer may reach.
+            rows = scratch.tokenizer.vocab_size + len(config.model.add_tokens)
+            own = {**scratch.config, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": rows}
+            try:
+                return ModelOrigin(AutoConfig.for_model(scratch.architecture, **own))
+            except Exception as error:
+                raise ConfigError(f"model.scratch: cannot build this model ({reason_of(error)})") from None
         if isinstance(config, PPOConfig):
             return self.given(config.policy, config, "policy.path")
         return self.given(config.model, config, "model.path")
@@ -145,17 +151,6 @@ def _is_own(config: PPOConfig, reward: ModelReward) -> bool:
 
 def _are_alone(lora: Lora | None) -> bool:
     return lora is not None and lora.save == "adapter"
-
-
-def from_scratch(scratch: ScratchModel, new_tokens: int) -> ModelOrigin:
-    """A new model. Its vocabulary is the size that its tokenizer may reach at most."""
-    rows = scratch.tokenizer.vocab_size + new_tokens
-    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    try:
-        config = AutoConfig.for_model(scratch.architecture, **{**scratch.config, **special, "vocab_size": rows})
-    except Exception as error:
-        raise ConfigError(f"model.scratch: cannot build this model ({reason_of(error)})") from None
-    return ModelOrigin(config)
 
 
 def from_path(path: str, revision: str | None, key: str) -> ModelOrigin:
