@@ -77,31 +77,25 @@ def samples_of_sft(items: Items, config: RMConfig, stage: StageRun) -> list[Samp
     Call it on all processes, while no other model is in memory. A resumed run reads the samples that it has drawn
     before. Empty if no samples are needed, if there is no SFT model, or if every prompt is too long for the model.
     """
-
-    def kept() -> list[Sample] | None:
-        try:
-            return [Sample(**row) for row in json.loads(file.read_text(encoding="utf-8"))]
-        except (OSError, ValueError, TypeError, RecursionError):
-            return None
-
     path, file = _sft_model(config), stage.checkpoints_directory / KEPT
     if config.evaluation.num_normalization_samples == 0 or path is None:
         return []
-    samples = stage.world.of_main(kept)
-    if samples is None:
-        words = config.evaluation.prompt_words
-        prompts = [
-            replace(row, prompt=row.prompt or first_words(row.response, words)[0], answers=())
-            for row in _rows(items, config)
-        ]
-        samples = _draw(path, prompts, config, stage)
-        gc.collect()  # the parts of a sharded model refer to each other
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # the freed model is in blocks of other sizes than the next one needs
-        if stage.world.is_main:
-            # Without the file a resumed run draws the same samples again.
-            with contextlib.suppress(OSError):
-                write_text(file, json.dumps([asdict(s) for s in samples]))
+    kept = stage.world.of_main(lambda: json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None)
+    if kept is not None:
+        return [Sample(**row) for row in kept]
+    words = config.evaluation.prompt_words
+    prompts = [
+        replace(row, prompt=row.prompt or first_words(row.response, words)[0], answers=())
+        for row in _rows(items, config)
+    ]
+    samples = _draw(path, prompts, config, stage)
+    gc.collect()  # the parts of a sharded model refer to each other
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the freed model is in blocks of other sizes than the next one needs
+    if stage.world.is_main:
+        # Without the file a resumed run draws the same samples again.
+        with contextlib.suppress(OSError):
+            write_text(file, json.dumps([asdict(s) for s in samples]))
     return samples
 
 

@@ -87,10 +87,6 @@ class Health(History):
         """
         if golds is None:
             return []
-        if len(scores) != len(golds) or (self.best_gold and len(golds) != len(self.best_gold["golds"])):
-            raise ValueError(
-                f"iteration {iteration}: evaluations are compared prompt by prompt, and the number of prompts differs"
-            )
         self.judged = {"iteration": iteration, "scores": list(scores), "golds": list(golds)}
         found = self._apply([EVALUATION])
         if golds:

@@ -575,6 +575,13 @@ def test_overoptimisation_names_the_best_evaluation_and_stays_on_the_line() -> N
     assert health.line([], {}) == "healthy"
 
 
+def second(first: tuple[list[float], list[float]], values: tuple[list[float], list[float]]) -> list[str]:
+    """The names of the findings of an evaluation with these scores and golds after the first one."""
+    health = new_health()
+    assert health.check_evaluation(0, *first) == []
+    return [finding.name for finding in health.check_evaluation(10, *values)]
+
+
 @pytest.mark.parametrize(
     ("score", "gold"),
     [(1.0, 1.0), (1.0, -0.05), (-1.0, -1.0), (-0.05, -1.0), (0.0, 0.0)],
@@ -582,31 +589,25 @@ def test_overoptimisation_names_the_best_evaluation_and_stays_on_the_line() -> N
 )
 def test_no_overoptimisation(score: float, gold: float) -> None:
     rng = random.Random(2)
-    health = new_health()
-    assert health.check_evaluation(0, *evaluation(rng, 0.0, 0.0)) == []
-    assert health.check_evaluation(10, *evaluation(rng, score, gold)) == []
+    assert second(evaluation(rng, 0.0, 0.0), evaluation(rng, score, gold)) == []
 
 
 def test_evaluations_are_compared_prompt_by_prompt() -> None:
     """Prompts differ by 100 and the gold of each falls by 0.1: an unpaired comparison would not see it."""
     rng = random.Random(0)
     level = [rng.gauss(0, 100) for _ in range(50)]
-    health = new_health()
-    health.check_evaluation(0, level, level)
     scores, golds = ([x + change + rng.gauss(0, 0.1) for x in level] for change in (0.1, -0.1))
-    findings = health.check_evaluation(10, scores, golds)
-    assert [f.name for f in findings] == ["overoptimisation"]
+    assert second((level, level), (scores, golds)) == ["overoptimisation"]
+    assert second((level[:9], level[:9]), (scores[:9], golds[:9])) == [], "of too few prompts"
 
 
-def test_both_standard_errors_on_both_sides() -> None:
+@pytest.mark.parametrize(("rise", "fall", "expected"), [(0.21, -0.31, 1), (0.19, -0.31, 0), (0.21, -0.29, 0)])
+def test_both_standard_errors_on_both_sides(rise: float, fall: float, expected: int) -> None:
     """20 prompts, differences of mean m and standard error 0.1: 2 of them for the score, 3 for gold."""
     noise = [0.1 * math.sqrt(19) * sign for sign in (1, -1)] * 10
     assert statistics.stdev(noise) / math.sqrt(20) == pytest.approx(0.1)
-    for rise, fall, expected in [(0.21, -0.31, 1), (0.19, -0.31, 0), (0.21, -0.29, 0)]:
-        health = new_health()
-        health.check_evaluation(0, [0.0] * 20, [0.0] * 20)
-        findings = health.check_evaluation(10, [rise + e for e in noise], [fall + e for e in noise])
-        assert len(findings) == expected, (rise, fall)
+    zero = [0.0] * 20
+    assert len(second((zero, zero), ([rise + e for e in noise], [fall + e for e in noise]))) == expected
 
 
 def test_a_plateau_seldom_looks_like_overoptimisation() -> None:
@@ -618,11 +619,8 @@ def test_a_plateau_seldom_looks_like_overoptimisation() -> None:
     assert alarms <= 12
 
 
-def test_with_too_few_prompts_or_without_gold_nothing_is_found() -> None:
-    health = new_health()
-    assert health.check_evaluation(0, [0.0] * 9, [1.0] * 9) == []
-    assert health.check_evaluation(10, [1.0] * 9, [0.0] * 9) == []
-    assert health.check_evaluation(20, [0.0, 1.0]) == []
+def test_without_prompts_or_without_gold_nothing_is_found() -> None:
+    assert new_health().check_evaluation(20, [0.0, 1.0]) == []
     assert new_health().check_evaluation(0, [], []) == []
 
 
@@ -645,15 +643,6 @@ def test_the_kl_may_grow_while_gold_rises() -> None:
     assert "Gold was 3 at iteration 5 and is 3 at iteration 10." in stays.message
     (falls,) = runaway([1.0, 3.0, 3.1, 2.9])
     assert "Gold was 3 at iteration 5 and is 2.9 at iteration 15." in falls.message
-
-
-def test_another_number_of_prompts_is_refused() -> None:
-    health = new_health()
-    health.check_evaluation(0, [0.0] * 20, [0.0] * 20)
-    with pytest.raises(ValueError, match="iteration 10"):
-        health.check_evaluation(10, [0.0] * 21, [0.0] * 21)
-    with pytest.raises(ValueError, match="iteration 10"):
-        health.check_evaluation(10, [0.0] * 19, [0.0] * 20)
 
 
 # ------------------------------------------------------------------------------------------------- SFT and RM
