@@ -19,12 +19,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_cli.config.models import Lora
-from rlhf_cli.models.adapter_files import save_adapter
+from rlhf_cli.models.adapter_files import BaseModel, save_adapter
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.frozen import hold_base
 from rlhf_cli.models.load import load_policy, load_reward_model, new_reward_model, new_value_model, prepare
-from rlhf_cli.models.origin import BaseModel
-from rlhf_cli.models.shared import Backbone
+from rlhf_cli.models.lora import Backbone
 from rlhf_cli.tensor_ops import num_weights
 
 FORMS = ("own weights", "shared", "shared, nf4")

@@ -106,11 +106,6 @@ def stored_dtype(folder: str | Path) -> str | None:
     return NAMES.get(most, most.lower())
 
 
-def largest_dimension(folder: str | Path) -> int | None:
-    """The largest size of a tensor in the *.safetensors files of a folder; None as for `stored_dtype`."""
-    return max((size for _, shape in stored_tensors(folder) for size in shape), default=None)
-
-
 def stored_tensors(folder: str | Path) -> list[tuple[str, list[int]]]:
     """(number format, shape) of each tensor in the *.safetensors files of a folder. Skips files without a header."""
     found = []

@@ -32,49 +32,37 @@ fast. Two or three neighbours lose as much in the backward pass as they gain."""
 class Segment(NamedTuple):
     """The part of one sequence that is in the row: all of it, or what follows a prefix shared with an earlier one."""
 
-    start: int
-    """Index of its first token in the row."""
-    length: int
-    """Number of its tokens in the row, at least 1."""
-    prefix_of: int = 0
-    """The sequence that holds the shared prefix in its first tokens. That one is complete in the row."""
-    prefix_length: int = 0
-    """Tokens of the shared prefix; 0 if the sequence is complete in the row."""
+    start: int  # index of its first token in the row
+    length: int  # tokens in the row, at least 1
+    prefix_of: int = 0  # the sequence whose first tokens are the shared prefix; that one is complete in the row
+    prefix_length: int = 0  # 0 if the sequence is complete in the row
 
 
 class Neighbours(NamedTuple):
     """Sequences beside each other in the row that are complete and of equal length, or a single one."""
 
     num_sequences: int
-    length: int
-    """Tokens of each sequence in the row."""
-    prefix: tuple[int, int, int] | None
-    """(run, begin, end): the tokens of another run that precede these; None without a shared prefix."""
+    length: int  # tokens of each sequence in the row
+    prefix: tuple[int, int, int] | None  # (run, begin, end): the tokens of another run that precede these
 
 
 class Bounds(NamedTuple):
     """Bounds of the sequences among queries (the tokens of the row) and keys (each sequence with its prefix)."""
 
-    queries: torch.Tensor
-    """[B + 1] int32: where each sequence's queries begin, and the end of the last one."""
-    keys: torch.Tensor
-    """[B + 1] int32: the same for the keys."""
+    queries: torch.Tensor  # [B + 1] int32: where each sequence's queries begin, and the end of the last one
+    keys: torch.Tensor  # [B + 1] int32: the same for the keys
     most_queries: int
     most_keys: int
-    key_indices: torch.Tensor | None
-    """[keys[B]] index of each key in the row; None if the keys are the row itself."""
+    key_indices: torch.Tensor | None  # [keys[B]] index of each key in the row; None if the keys are the row itself
 
 
 @dataclass(frozen=True)
 class PackedBatch:
     """B sequences end to end in one row of N tokens. Attention never crosses the end of a sequence."""
 
-    ids: torch.Tensor
-    """[N] token ids, int64."""
-    position_ids: torch.Tensor
-    """[N] position of each token in its sequence, from 0."""
-    segments: list[Segment]
-    """[B] the place of each sequence in the row."""
+    ids: torch.Tensor  # [N] int64
+    position_ids: torch.Tensor  # [N] position of each token in its sequence, from 0
+    segments: list[Segment]  # [B] the place of each sequence in the row
     prompt_lengths: list[int] | None = None
     """[B] tokens of each prompt, for models that read it with an encoder. Only these models need it."""
     kept: torch.Tensor | None = None
@@ -127,8 +115,7 @@ class PackedBatch:
     def indices(self, begin: Sequence[int] | np.ndarray, end: Sequence[int] | np.ndarray) -> torch.Tensor:
         """Indices in the row of the tokens begin[b] to end[b] - 1 of each sequence b: [sum of end - begin] int64.
 
-        In the order of the sequences, on the batch's device. The index of a token in a shared prefix is returned once
-        for each sequence that includes it.
+        The index of a token in a shared prefix is returned once for each sequence that includes it.
 
         >>> pack([[5, 6, 7, 8], [5, 6, 9]], groups=[0, 0], shortest_prefix=2).indices([1, 1], [3, 3]).tolist()
         [1, 2, 1, 4]
@@ -151,14 +138,10 @@ def pack(
     groups: Sequence[Hashable] | None = None,
     shortest_prefix: int = SHORTEST_PREFIX,
 ) -> PackedBatch:
-    """Pack sequences of token ids end to end into one row.
+    """Pack sequences of token ids, none empty, end to end into one row.
 
-    Args:
-        sequences: lists of token ids, none empty.
-        device: the batch's device.
-        groups: a group for each sequence. A sequence shares its common prefix with the first one of its group, unless
-            that prefix is all of it. None: nothing is shared.
-        shortest_prefix: shorter prefixes are not shared.
+    With a group for each sequence, a sequence shares its common prefix with the first one of its group, unless that
+    prefix is all of it or shorter than `shortest_prefix`.
 
     >>> batch = pack([[5, 6, 7], [8, 9]])
     >>> batch.ids.tolist(), batch.position_ids.tolist(), batch.lengths, batch.last.tolist()
@@ -221,8 +204,7 @@ def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
 def response_positions(batch: PackedBatch, prompt_lengths: Sequence[int]) -> torch.Tensor:
     """Indices in the packed row of the tokens that predict each response token: [sum of R_b].
 
-    Token t of a sequence is predicted at t - 1, so these run from each prompt's last token to the sequence's last but
-    one.
+    Token t is predicted at t - 1, so these run from each prompt's last token to the sequence's last but one.
     """
     return batch.indices(np.asarray(prompt_lengths) - 1, np.asarray(batch.lengths) - 1)
 
@@ -237,10 +219,10 @@ def end_to_end(rows: Sequence[Sequence[int]], device: torch.device | str = "cpu"
 
 
 def send(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Copy a tensor from the host to the device, without waiting for queued work of a GPU.
+    """Copy a tensor from the host to the device.
 
-    The copy goes through pinned memory, which a GPU reads on its own. A copy from other memory would wait for all
-    queued work, so each microbatch would start only after the previous one had finished.
+    The copy goes through pinned memory, which a GPU reads on its own. From other memory it would wait for all queued
+    work, so each microbatch would start only after the previous one had finished.
     """
     if torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)

@@ -14,16 +14,9 @@ from torch.autograd.function import once_differentiable
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum of x over the real tokens.
+    """Sum of x over the real tokens, a scalar tensor: ``sum(x[i] for i where mask[i])``, 0 without any.
 
-    ``sum(x[i] for i where mask[i])``
-
-    Args:
-        x: any shape; padding may hold anything, inf and NaN included.
-        mask: the same shape, bool, True on real tokens.
-
-    Returns:
-        A scalar tensor; 0 without real tokens.
+    x has any shape, and the mask the same. Padding may hold anything, inf and NaN included.
 
     >>> x, mask = torch.tensor([1.0, 2.0, float("nan")]), torch.tensor([True, True, False])
     >>> masked_sum(x, mask)
@@ -33,18 +26,11 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def totals(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """Each statistic summed over the parts of a batch, in float64, with one transfer from the device.
+    """Each statistic summed over the parts of a batch, in float64: ``sum(part[name] for part in parts)``.
 
-    ``sum(part[name] for part in parts)``
-
-    Reading a number after every microbatch would make the host wait for the device each time, and then the device for
-    the host. Here all numbers are read together, after the last microbatch has been launched.
-
-    Args:
-        parts: one per microbatch, each with the same names in the same order, mapped to scalar tensors.
-
-    Returns:
-        Name to sum; empty without parts.
+    There is one part per microbatch, each with the same names in the same order. All numbers are read together, after
+    the last microbatch has been launched: reading one after every microbatch would make the host wait for the device
+    each time, and then the device for the host.
 
     >>> half, quarter = torch.tensor(0.5), torch.tensor(0.25)
     >>> totals([{"loss": half, "n": torch.tensor(3.0)}, {"loss": quarter, "n": torch.tensor(4.0)}])
@@ -66,13 +52,8 @@ def token_logprobs(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) -> 
     earlier. Pass the sampling temperature; with another one the ratio of new to old probabilities compares two policies
     that were not sampled from.
 
-    Args:
-        logits: [..., V], any float type; computed in float32, or float64 if they are float64.
-        ids: [...], int64, in 0..V-1.
-        temperature: above 0; 1 is the model's own distribution, and it becomes greedy towards 0.
-
-    Returns:
-        [...], nats, at most 0. The only other [..., V] tensor that is allocated is the gradient of the logits.
+    logits [..., V] of any float type and ids [...] int64 -> [...], nats, at most 0; computed in float32, or float64 if
+    the logits are. The only other [..., V] tensor that is allocated is the gradient of the logits.
 
     >>> logits = torch.tensor([[0.0, 0.0], [0.0, 0.0]])
     >>> token_logprobs(logits, torch.tensor([0, 1]))  # log(1/2)
@@ -146,14 +127,8 @@ def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     ``-sum(p * log(p))`` over V, ``p = softmax(logits / temperature)``,
     computed as ``logsumexp(logits / temperature) - sum(p * logits / temperature)``
 
-    A token that cannot be sampled (logit -inf) adds 0, not NaN.
-
-    Args:
-        logits: [..., V], any float type; computed in float32, or float64 if they are float64.
-        temperature: above 0; divides the logits.
-
-    Returns:
-        [...], nats, from 0 to log(V).
+    A token that cannot be sampled (logit -inf) adds 0, not NaN. logits [..., V] of any float type -> [...], nats, from
+    0 to log(V); computed in float32, or float64 if the logits are.
 
     >>> token_entropy(torch.tensor([0.0, 0.0]))  # log(2)
     tensor(0.6931)
@@ -172,16 +147,10 @@ def _at_temperature(logits: Tensor, temperature: float) -> Tensor:
 
 
 def length_mask(lengths: Sequence[int] | Tensor, width: int | None = None) -> Tensor:
-    """The mask of left-aligned rows with the given lengths.
+    """The mask [B, R] of left-aligned rows with these B lengths: ``mask[b, t] = t < lengths[b]``.
 
-    ``mask[b, t] = t < lengths[b]``
-
-    Args:
-        lengths: B lengths, 0 or more; a sequence or a 1-D tensor.
-        width: number of columns R, by default the largest length; a longer row is True throughout.
-
-    Returns:
-        [B, R] bool, on the device of lengths (the CPU for a sequence).
+    R is `width`, by default the largest length; a longer row is True throughout. On the device of the lengths (the CPU
+    for a sequence).
 
     >>> length_mask([2, 0, 3])
     tensor([[ True,  True, False],
@@ -195,20 +164,11 @@ def length_mask(lengths: Sequence[int] | Tensor, width: int | None = None) -> Te
 
 
 def pad_rows(flat: Tensor, lengths: Sequence[int] | Tensor, *, value: float = 0.0) -> Tensor:
-    """Convert packed rows to a padded batch with left-aligned rows.
+    """Convert packed rows, flat [N, ...], to a padded batch [B, max(lengths), ...] with left-aligned rows.
 
     ``padded[b, t] = flat[sum(lengths[:b]) + t]`` for ``t < lengths[b]``, otherwise value
 
-    Args:
-        flat: [N, ...], the rows end to end, N = sum(lengths).
-        lengths: B lengths, 0 or more; a sequence or a 1-D tensor.
-        value: of the padding.
-
-    Returns:
-        [B, max(lengths), ...], the type and device of flat; gradients pass through to flat.
-
-    Raises:
-        ValueError: the lengths do not add up to N.
+    Gradients pass through to flat. Raises ValueError if the lengths do not add up to N.
 
     >>> pad_rows(torch.tensor([1, 2, 3]), [2, 1])
     tensor([[1, 2],
@@ -224,19 +184,11 @@ def pad_rows(flat: Tensor, lengths: Sequence[int] | Tensor, *, value: float = 0.
 
 
 def num_weights(weight: torch.Tensor) -> int:
-    """The numbers in a weight. A quantized one holds two in a byte, so its own shape does not tell.
-
-    >>> num_weights(torch.zeros(2, 3))
-    6
-    """
+    """The numbers in a weight. A quantized one holds two in a byte, so its own shape does not tell."""
     return weight_shape(weight).numel()
 
 
 def weight_shape(weight: torch.Tensor) -> torch.Size:
-    """The shape [out, in] of a weight, also of a quantized one, which is stored as bytes.
-
-    >>> weight_shape(torch.zeros(2, 3))
-    torch.Size([2, 3])
-    """
+    """The shape [out, in] of a weight, also of a quantized one, which is stored as bytes."""
     state: Any = getattr(weight, "quant_state", None)
     return weight.shape if state is None else torch.Size(state.shape)

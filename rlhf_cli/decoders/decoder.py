@@ -7,8 +7,9 @@ import math
 import threading
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar, assert_never
+from typing import Any, TypeVar, assert_never
 
 import torch
 from torch import Tensor
@@ -16,40 +17,49 @@ from transformers import PreTrainedModel
 
 from rlhf_cli.config.ppo import DecoderName
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.forward import positions, vocabulary_rows
-from rlhf_cli.models.seq2seq import is_seq2seq
+from rlhf_cli.models.forward import logits_at, positions, vocabulary_rows
+from rlhf_cli.models.seq2seq import is_seq2seq, with_prompts
+from rlhf_cli.packing import pack, response_positions
 from rlhf_cli.processes.sharding import device_of, is_sharded, join
 
 T = TypeVar("T")
+LEAVES_BELOW = 0.75
+"""Finished rows leave at the latest once this share of the rows is unfinished."""
 
 
 class UnsupportedError(Exception):
     """A fast decoder does not support this model, or this text length. The message is the reason."""
 
 
-class Decoder(Protocol):
+class Decoder(ABC):
     """Computes next-token logits of live rows. A row is a prompt with the tokens that were drawn for it."""
 
-    admits_beside_others: bool
+    admits_beside_others = False
     """Whether new rows can enter while others are unfinished."""
 
+    @abstractmethod
     def admit(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Add a row for each prompt behind the live rows; return the logits of their first tokens [prompts, V]."""
 
+    @abstractmethod
     def step(self, ids: Tensor) -> Tensor:
         """Append one token to each live row, ids [B]; return the logits of the next tokens [B, V]."""
 
-    def leave(self, rows: int, unfinished: int) -> bool:
-        """Whether the finished ones of its rows should leave now; some rows are finished."""
-
+    @abstractmethod
     def keep(self, rows: Tensor) -> None:
         """Drop all live rows except those with these indices, and put those in this order."""
 
-    def apart(self, rows: int) -> Sequence[Decoder]:
+    def leave(self, rows: int, unfinished: int) -> bool:
+        """Whether the finished ones of its rows should leave now; some rows are finished."""
+        # Leaving costs a copy of the cache; staying costs a wasted row in every step.
+        return unfinished <= LEAVES_BELOW * rows
+
+    def apart(self, rows: int) -> Sequence[Decoder]:  # noqa: ARG002
         """Decoders with the same weights, of which each decodes some of `rows` rows in a thread of its own.
 
         Only one if a split would not be faster, or would change the last digits.
         """
+        return [self]
 
 
 # ------------------------------------------------------------------------------- is it the model's own forward?
@@ -69,18 +79,8 @@ def once_per_model(check: Callable[[PreTrainedModel], T]) -> Callable[[PreTraine
     return kept
 
 
-def own_logits(model: PreTrainedModel, text: list[int], prompt_length: int) -> Tensor:
-    """The logits after each token of a text from the last one of its prompt on, by one forward pass: [n, V]."""
-    logits: Tensor = model(input_ids=torch.tensor([text], device=device_of(model)), use_cache=False).logits
-    return logits[0, prompt_length - 1 :]
-
-
 def gap_to_forward(
-    model: PreTrainedModel,
-    new_decoder: Callable[[int], Decoder],
-    *,
-    lengths: Sequence[int] = (9, 5, 5),
-    own: Callable[[PreTrainedModel, list[int], int], Tensor] = own_logits,
+    model: PreTrainedModel, new_decoder: Callable[[int], Decoder], *, lengths: Sequence[int] = (9, 5, 5)
 ) -> float:
     """The largest difference between a decoder's logit and that of one pass per text, relative to the largest or to 1.
 
@@ -93,7 +93,7 @@ def gap_to_forward(
     was_training = model.training
     model.eval()
     try:
-        alone = [own(model, text, n).float() for text, n in zip(texts, lengths, strict=True)]
+        alone = [_own_logits(model, text, n).float() for text, n in zip(texts, lengths, strict=True)]
         largest = max(logits.abs().max().item() for logits in alone)
         live, differences, decoder = [0, 1, 2], list[Tensor](), new_decoder(max(map(len, texts)))
         logits = decoder.admit([text[:n] for text, n in zip(texts, lengths, strict=True)])
@@ -106,6 +106,16 @@ def gap_to_forward(
     finally:
         model.train(was_training)
     return torch.stack(differences).max().item() / max(largest, 1.0) if math.isfinite(largest) else 0.0
+
+
+def _own_logits(model: PreTrainedModel, text: list[int], prompt_length: int) -> Tensor:
+    """The logits after each token of a text from the last one of its prompt on, by one forward pass: [n, V]."""
+    device = device_of(model)
+    if is_seq2seq(model):
+        batch = with_prompts(pack([text], device), [prompt_length])
+        return logits_at(model, batch, response_positions(batch, [prompt_length]))
+    logits: Tensor = model(input_ids=torch.tensor([text], device=device), use_cache=False).logits
+    return logits[0, prompt_length - 1 :]
 
 
 # ----------------------------------------------------------------------------------- which decoder samples from a model
@@ -145,9 +155,11 @@ def decoder_notes(model: PreTrainedModel, longest: int, name: DecoderName = "aut
     elif name not in OWN_FORWARD:
         choose_decoder(model, longest, name)
     if (notes or name in OWN_FORWARD) and not is_seq2seq(model):
-        from rlhf_cli.decoders.plain import why_not_padded
+        from rlhf_cli.decoders.plain import takes_padding
 
-        notes += filter(None, [why_not_padded(model)])
+        if not takes_padding(model):
+            what = "padding or a cache changes its logits, so the whole text is read again for every token"
+            notes.append(f"{type(model).__name__}: {what} (slower, as exact)")
     return notes
 
 
@@ -158,7 +170,7 @@ def _decoder(model: PreTrainedModel, longest: int, name: DecoderName) -> Decoder
     if is_seq2seq(model):
         if name not in ("auto", *OWN_FORWARD):
             raise UnsupportedError("it is an encoder-decoder")
-        from rlhf_cli.decoders.encoder_decoder import Seq2SeqDecoder, require_own_logits
+        from rlhf_cli.decoders.plain import Seq2SeqDecoder, require_own_logits
 
         require_own_logits(model)
         return Seq2SeqDecoder(model)
@@ -187,9 +199,9 @@ def join_sampling(model: PreTrainedModel) -> None:
     does nothing.
     """
     if is_sharded(model):
-        from rlhf_cli.decoders.plain import supported_layout
+        from rlhf_cli.decoders.plain import takes_padding
 
-        supported_layout(model)  # a collective operation at the first use
+        takes_padding(model)  # a collective operation at the first use
         ids = torch.tensor([[0, 0]], device=device_of(model))
         join(model, lambda: model(input_ids=ids, use_cache=False, logits_to_keep=1))
 

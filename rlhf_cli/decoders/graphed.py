@@ -24,10 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.decoders.decoder import Decoder, UnsupportedError, gap_to_forward, once_per_model
-from rlhf_cli.decoders.network import LINEAR, Map, NetworkWeights, read_network
+from rlhf_cli.decoders.network import LINEAR, Map, NetworkWeights, read_network, side_by_side
 from rlhf_cli.models.cost import READ_TOKENS
 from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, autocast, held_precision
 from rlhf_cli.processes.sharding import device_of
@@ -74,11 +73,8 @@ def _why_not(model: PreTrainedModel) -> str:
     return "" if math.isfinite(in_use) else "the graphed decoder overflows"
 
 
-class GraphedDecoder:
-    """Next-token logits of live rows, a step as one CUDA graph. See `Decoder` for its methods.
-
-    On a CPU, for tests, a step runs operation by operation.
-    """
+class GraphedDecoder(Decoder):
+    """Next-token logits of live rows, a step as one CUDA graph. On a CPU, for tests, it runs operation by operation."""
 
     admits_beside_others = True
 
@@ -98,9 +94,8 @@ class GraphedDecoder:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def admit(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Add a row for each prompt; return the logits [prompts, V]. Equal prompts are computed once."""
         number = {prompt: row for row, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-        distinct, device = list(number), self.positions.device
+        distinct, device = list(number), self.positions.device  # equal prompts are computed once
         keys, values = ([p.new_zeros(len(distinct), *p.shape[1:]) for p in pool] for pool in (self.keys, self.values))
         most, hidden = max(1, READ_TOKENS // max(map(len, distinct))), []
         for first in range(0, len(distinct), most):
@@ -134,10 +129,7 @@ class GraphedDecoder:
         return hidden[torch.arange(count, device=device), last]
 
     def step(self, ids: Tensor) -> Tensor:
-        """Append one token to each row, ids [B]; return the logits of the next tokens [B, V].
-
-        The next step writes its own logits into the same tensor.
-        """
+        """See `Decoder`. The next step writes its own logits into the same tensor."""
         if self.positions.device.type != "cuda":
             self._ids = ids
             self._logits = self._next_logits()
@@ -202,15 +194,10 @@ class GraphedDecoder:
 
         return self.network.logits(self.network.forward(self._ids, self.positions, attend))
 
-    def apart(self, rows: int) -> list[Decoder]:  # noqa: ARG002
-        return [self]
-
     def leave(self, rows: int, unfinished: int) -> bool:
-        """Leaving costs a copy of keys and values and a new graph."""
         return unfinished == 0 or (rows > FEWEST_ROWS and unfinished <= LEAVES_BELOW * rows)
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only these rows, in this order."""
         self._graph = None
         for pool in (self.keys, self.values):
             for layer, old in enumerate(pool):  # layer by layer: a copy of them all would be as large as the cache
@@ -234,10 +221,7 @@ class _Weights(NetworkWeights):
         if len(modules) == 1:
             return self._linear(modules[0])
         if all(type(module) in LINEAR and self.half not in (None, module.weight.dtype) for module in modules):
-            weights = [_weight(module) for module in modules]
-            biases = [w.new_zeros(len(w)) if m.bias is None else m.bias for m, w in zip(modules, weights, strict=True)]
-            bias = None if all(module.bias is None for module in modules) else self._cast(torch.cat(biases))
-            return _product(torch.cat([self._cast(weight) for weight in weights]), bias)
+            return _product(*side_by_side(modules, self._cast))
         maps = [self._linear(module) for module in modules]
         return lambda x: torch.cat([one(x) for one in maps], dim=-1)
 
@@ -245,22 +229,16 @@ class _Weights(NetworkWeights):
         """``x @ W.T + b``, with LoRA adapters ``+ (x @ A.T) @ (scaling * B).T``; any other layer is called as it is."""
         base = getattr(module, "base_layer", module)
         is_lora = base is not module and hasattr(module, "lora_variant") and not module.lora_variant
-        if (
-            type(base) not in LINEAR
-            or not (base is module or is_lora)
-            or any(getattr(module, "lora_bias", {}).values())
-        ):
+        is_known = type(base) in LINEAR and (base is module or is_lora)
+        if not is_known or any(getattr(module, "lora_bias", {}).values()):
             return cast(Map, module)
-        product = _product(self._cast(_weight(base)), None if base.bias is None else self._cast(base.bias))
+        product = _product(*side_by_side([base], self._cast))
         names = [] if base is module or module.disable_adapters or module.merged else module.active_adapters
-        adapters = [
-            (
-                _product(self._cast(module.lora_A[name].weight)),
-                _product(self._cast(module.lora_B[name].weight * module.scaling[name])),
-            )
-            for name in names
-            if name in module.lora_A
-        ]
+        adapters = []
+        for name in names:
+            if name in module.lora_A:
+                scaled = module.lora_B[name].weight * module.scaling[name]
+                adapters.append((_product(self._cast(module.lora_A[name].weight)), _product(self._cast(scaled))))
         return lambda x: sum((up(down(x)) for down, up in adapters), product(x))
 
     def _cast(self, weight: Tensor) -> Tensor:
@@ -270,12 +248,6 @@ class _Weights(NetworkWeights):
         """torch's norm: one operation on a GPU."""
         weight, eps = module.weight.float(), module.variance_epsilon
         return lambda x: F.rms_norm(x.float(), weight.shape, weight, eps)
-
-
-def _weight(module: Any) -> Tensor:
-    """The weight [out, in] of a linear layer."""
-    weight: Tensor = module.weight
-    return weight.t() if isinstance(module, Conv1D) else weight
 
 
 def _product(weight: Tensor, bias: Tensor | None = None) -> Map:

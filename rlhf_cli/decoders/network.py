@@ -135,12 +135,11 @@ class NetworkWeights(list[Tensor]):
         if not all(type(module) in LINEAR for module in modules):
             self.are_all = False
             return modules[0] if len(modules) == 1 else lambda x: torch.cat([module(x) for module in modules], dim=-1)
-        weights = [m.weight.t() if isinstance(m, Conv1D) else m.weight for m in modules]
-        weight = self.read(fixed_weight(weights[0] if len(weights) == 1 else torch.cat(weights)))
-        if all(module.bias is None for module in modules):
+        values, biases = side_by_side(modules)
+        weight = self.read(fixed_weight(values))
+        if biases is None:
             return lambda x: fixed_linear(x, weight(), None)
-        biases = [w.new_zeros(len(w)) if m.bias is None else m.bias for m, w in zip(modules, weights, strict=True)]
-        bias = self.read(torch.cat(biases))
+        bias = self.read(biases)
         return lambda x: fixed_linear(x, weight(), bias())
 
     def rms_norm(self, module: Any) -> Map:
@@ -165,8 +164,7 @@ class NetworkWeights(list[Tensor]):
     def activation(self, module: Any) -> Map:
         """An activation, called as it is."""
         self.are_all &= not list(module.parameters())
-        function: Map = module
-        return function
+        return module
 
     def rows(self, table: Tensor) -> Map:
         """Rows of a table by their numbers: [N] -> [N, ...]."""
@@ -174,11 +172,22 @@ class NetworkWeights(list[Tensor]):
         return lambda numbers: weight().index_select(0, numbers)
 
     def embedding(self, module: Any) -> Map:
-        """Embeddings of token ids."""
         if type(module) is nn.Embedding and module.max_norm is None:
             return self.rows(module.weight)
         self.are_all = False
         return module
+
+
+def side_by_side(
+    modules: Sequence[Any], cast: Callable[[Tensor], Tensor] = lambda weight: weight
+) -> tuple[Tensor, Tensor | None]:
+    """The weights [out, in] of linear layers below each other, and their biases, each in the format of `cast`."""
+    weights = [cast(m.weight.t() if isinstance(m, Conv1D) else m.weight) for m in modules]
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    if all(module.bias is None for module in modules):
+        return weight, None
+    biases = [w.new_zeros(len(w)) if m.bias is None else cast(m.bias) for m, w in zip(modules, weights, strict=True)]
+    return weight, torch.cat(biases)
 
 
 def read_network(model: PreTrainedModel, longest: int, weights: NetworkWeights) -> Network:
@@ -213,6 +222,13 @@ def _read_llama(model: Any, longest: int, weights: NetworkWeights) -> Network:
     def layer(block: Any) -> Layer:
         attention, mlp = block.self_attn, block.mlp
         with_head_norms = config.model_type == "qwen3"
+        gate_and_up, down = weights.linear(mlp.gate_proj, mlp.up_proj), weights.linear(mlp.down_proj)
+        activation = weights.activation(mlp.act_fn)
+
+        def feed(x: Tensor) -> Tensor:
+            gate, up = gate_and_up(x).chunk(2, dim=-1)
+            return down(activation(gate) * up)
+
         return Layer(
             norm_1=weights.rms_norm(block.input_layernorm),
             qkv=weights.linear(attention.q_proj, attention.k_proj, attention.v_proj),
@@ -221,11 +237,7 @@ def _read_llama(model: Any, longest: int, weights: NetworkWeights) -> Network:
             scaling=attention.scaling,
             out=weights.linear(attention.o_proj),
             norm_2=weights.rms_norm(block.post_attention_layernorm),
-            feed=gated(
-                weights.linear(mlp.gate_proj, mlp.up_proj),
-                weights.activation(mlp.act_fn),
-                weights.linear(mlp.down_proj),
-            ),
+            feed=feed,
         )
 
     return Network(
@@ -272,13 +284,3 @@ def _read_gpt2(model: Any, weights: NetworkWeights) -> Network:
         kv_heads=config.n_head,
         head_dim=config.n_embd // config.n_head,
     )
-
-
-def gated(gate_and_up: Map, activation: Map, down: Map) -> Map:
-    """The gated feed-forward layer: ``down(activation(gate(x)) * up(x))``."""
-
-    def feed(x: Tensor) -> Tensor:
-        gate, up = gate_and_up(x).chunk(2, dim=-1)
-        return down(activation(gate) * up)
-
-    return feed

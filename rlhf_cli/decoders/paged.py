@@ -1,13 +1,12 @@
 """The paged decoder: fast sampling from Llama-like models and GPT-2 in float32 on a CPU.
 
-transformers' forward of one token per row spends most of its time between operations. It uses a padded cache, and an
-attention that is designed for many queries. Here a layer is about fifteen operations. Prompts are read without padding,
-each different prompt once. Attention reads only the tokens that exist (paged_cache.py).
+transformers' forward of one token per row spends most of its time between operations. Here a layer is about fifteen
+operations. Prompts are read without padding, each different prompt once. Attention reads only the tokens that exist
+(paged_cache.py).
 
-The weights are read again for every rollout, so the sampled policy is the trained one. Linear layers are copied once
-per rollout: those with the same input lie side by side, in the order that oneDNN reads. The copy takes as long as one
-or two steps, and makes each step of a model with hidden size 512 a quarter shorter. A layer of another class, such as
-an adapter, is called as it is.
+The weights are read again for every rollout. Linear layers are then copied: those with the same input lie side by side,
+in the order that oneDNN reads. The copy takes as long as one or two steps, and makes each step of a model with hidden
+size 512 a quarter shorter. A layer of another class, such as an adapter, is called as it is.
 
 The decoder is compared with the model's own forward at its first use (`paged_decoder`). If they differ, and for any
 other family, sampling uses the model's own forward (plain.py).
@@ -25,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_cli.decoders.decoder import UnsupportedError, gap_to_forward, once_per_model, recorded
+from rlhf_cli.decoders.decoder import Decoder, UnsupportedError, gap_to_forward, once_per_model, recorded
 from rlhf_cli.decoders.network import NetworkWeights, read_network
 from rlhf_cli.decoders.paged_cache import PAGE, PagedCache, Places, attend
 from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, held_precision, positions, vocabulary_rows
@@ -36,10 +35,7 @@ FEWEST_ROWS = 16
 """Rows of a step when rows are decoded in threads. Products of fewer rows may have other last digits."""
 GROUP_NUMBERS = 8192
 """Fewest rows that a thread decodes, times the width of the model, if the step is not recorded. With fewer numbers in
-each operation the threads mostly wait for Python: 32 rows of width 128 in two groups take 1.2 to 1.4 times as long as
-64 in one."""
-LEAVES_BELOW = 0.75
-"""Finished rows leave at the latest once this share of the rows is unfinished: attention reads the others in vain."""
+each operation the threads mostly wait for Python."""
 READ_TOKENS = 1024
 """Maximum prompt tokens per forward pass. Intermediate tensors of this size stay in the processor's cache: 64 prompts
 take a quarter less time than in one pass."""
@@ -47,11 +43,7 @@ take a quarter less time than in one pass."""
 
 @torch.no_grad()
 def paged_decoder(model: PreTrainedModel, longest: int) -> PagedDecoder:
-    """A decoder for rows of at most `longest` tokens.
-
-    It is compared with the model's own forward at the first use of a model. Raises UnsupportedError with the reason if
-    the decoder does not support the model.
-    """
+    """A decoder for rows of at most `longest` tokens. Raises UnsupportedError with the reason."""
     try:
         # Before the decoder exists: each has a copy of the weights.
         if reason := _why_not(model):
@@ -125,8 +117,8 @@ def _rows_are_independent(model: PreTrainedModel) -> bool:
     return torch.equal(logits(prompts), torch.cat(parts))
 
 
-class PagedDecoder:
-    """Next-token logits of live rows, from keys and values in pages. See `Decoder` for its methods."""
+class PagedDecoder(Decoder):
+    """Next-token logits of live rows, from keys and values in pages."""
 
     admits_beside_others = True
 
@@ -159,17 +151,19 @@ class PagedDecoder:
         return other
 
     def admit(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Add a row for each prompt; return the logits [prompts, V]. Equal prompts are computed once."""
         rows: dict[tuple[int, ...], list[int]] = {}
         for row, prompt in enumerate(prompts):
             rows.setdefault(tuple(prompt), []).append(row)
-        distinct = list(rows)
+        distinct = list(rows)  # equal prompts are computed once
         slots = self.cache.open_rows(distinct, list(rows.values()))
         hidden, first = [], 0
-        for count in batch_sizes([len(prompt) for prompt in distinct], READ_TOKENS):
-            batch = slice(first, first + count)
-            hidden.append(self._read_prompts(distinct[batch], slots[batch]))
-            first += count
+        while first < len(distinct):  # as many prompts as have READ_TOKENS tokens, at least one
+            last, tokens = first + 1, len(distinct[first])
+            while last < len(distinct) and tokens + len(distinct[last]) <= READ_TOKENS:
+                tokens += len(distinct[last])
+                last += 1
+            hidden.append(self._read_prompts(distinct[first:last], slots[first:last]))
+            first = last
         logits = self.network.logits(self._round_up_rows(torch.cat(hidden)))
         number = {prompt: number for number, prompt in enumerate(distinct)}
         return logits[[number[tuple(prompt)] for prompt in prompts]]
@@ -191,7 +185,6 @@ class PagedDecoder:
         return self.network.forward(ids, position_ids, attend)[batch.last]
 
     def step(self, ids: Tensor) -> Tensor:
-        """Append one token to each row, ids [B]; return the logits of the next tokens [B, V]."""
         cache = self.cache
         positions, places = cache.add_token()
         if self._recorded is None:
@@ -213,12 +206,11 @@ class PagedDecoder:
         return self.network.logits(self.network.forward(rounded, positions, attention))[: ids.shape[0]]
 
     def leave(self, rows: int, unfinished: int) -> bool:
-        """Leaving costs a new layout. It saves time if the next steps have fewer rows, or much less attention."""
+        # Leaving costs a new layout. It saves time if the next steps have fewer rows, or much less attention.
         rounded_up = self.cache.rounded_up
-        return unfinished <= LEAVES_BELOW * rows or rounded_up(unfinished) < rounded_up(rows)
+        return super().leave(rows, unfinished) or rounded_up(unfinished) < rounded_up(rows)
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only these rows, in this order."""
         self.cache.keep(rows.tolist())
 
     def _round_up_rows(self, x: Tensor) -> Tensor:
@@ -245,19 +237,3 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[in
         for q, k, v in zip(*(x[:count].split(lengths) for x in (query, key, value)), strict=True)
     ]
     return torch.cat([*outputs, query.new_zeros(len(query) - count, *query.shape[1:])]).flatten(1)
-
-
-def batch_sizes(lengths: Sequence[int], most: int) -> list[int]:
-    """Split prompts into batches of at most `most` tokens, or of one prompt; return the size of each batch.
-
-    >>> batch_sizes([900, 100, 100, 2000, 3], 1024)
-    [2, 1, 1, 1]
-    """
-    counts, tokens = [0], 0
-    for length in lengths:
-        if counts[-1] > 0 and tokens + length > most:
-            counts.append(0)
-            tokens = 0
-        counts[-1] += 1
-        tokens += length
-    return counts

@@ -1,14 +1,13 @@
 """Keys and values of sequences of many lengths, in pages, and the attention of one new token per row over them.
 
-A page holds PAGE tokens of one sequence, and each row has a list of pages. So no padding is stored or read, rows that
-end return their pages without copying anything, and rows with the same prompt share its full pages. The layout is that
-of PagedAttention (Kwon et al. 2023, arXiv 2309.06180).
+A page holds PAGE tokens of one sequence, and each row has a list of pages, as in PagedAttention (Kwon et al. 2023,
+arXiv 2309.06180). So no padding is stored or read, rows that end return their pages without copying anything, and rows
+with the same prompt share its full pages.
 
 On a CPU the attention of one token is two weighted sums of rows of memory. The scores are the sum over d of
 ``q[d] * keys[d, :]`` if the tokens are the last dimension of the keys. The output is the sum over the tokens of
-``p[token] * values[token, :]``. torch has one fast kernel for weighted sums of rows that are gathered by index, with a
-different number of rows in each sum: embedding_bag. For 64 rows of 30 to 150 tokens it takes a tenth of the time of
-scaled_dot_product_attention with a mask, which computes a matrix product for each single query.
+``p[token] * values[token, :]``. torch's kernel for such sums is embedding_bag. For 64 rows of 30 to 150 tokens it takes
+a tenth of the time of scaled_dot_product_attention with a mask, which computes a matrix product for each single query.
 """
 
 from __future__ import annotations
@@ -97,18 +96,11 @@ class PagedCache:
     # ------------------------------------------------------------------------------------- rows enter and leave
 
     def open_rows(self, prompts: Sequence[Sequence[int]], copies: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Add the rows of some prompts.
+        """Add rows: for each different prompt those with the numbers `copies`, counted from the first new row.
 
-        Rows with the same prompt share its full pages. Each has its own last page, because its response continues
-        there.
-
-        Args:
-            prompts: the different prompts.
-            copies: for each prompt, the numbers of its rows, counted from the first new row.
-
-        Returns:
-            For each prompt the places of its keys and values, for `write_prompts`: [3, n] with the number of a token
-            in the prompt, and its page and slot.
+        They share the prompt's full pages. Each has its own last page, because its response continues there. Returns
+        for each prompt the places of its keys and values, for `write_prompts`: [3, n] with the number of a token in the
+        prompt, and its page and slot.
         """
         pages: dict[int, list[int]] = {}
         lengths: dict[int, int] = {}
@@ -137,9 +129,10 @@ class PagedCache:
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order, and free the pages of the others."""
         staying = set(rows)
-        for row, pages in enumerate(self.pages):
-            if row not in staying:
-                self._release(pages)
+        for page in (page for row, pages in enumerate(self.pages) if row not in staying for page in pages):
+            self.users[page] -= 1
+            if self.users[page] == 0:
+                self.unused.append(page)
         self.pages = [self.pages[row] for row in rows]
         self.lengths = [self.lengths[row] for row in rows]
         self.is_laid_out = False
@@ -150,12 +143,6 @@ class PagedCache:
         for page in taken:
             self.users[page] = users
         return taken
-
-    def _release(self, pages: list[int]) -> None:
-        for page in pages:
-            self.users[page] -= 1
-            if self.users[page] == 0:
-                self.unused.append(page)
 
     def _reserve(self, count: int) -> None:
         """Make sure that `count` clean pages exist. If too few pages are unused, the pool grows by at least half."""
@@ -198,12 +185,7 @@ class PagedCache:
         return positions, self._places
 
     def _lay_out(self) -> None:
-        """Compute which rows of memory each weighted sum of `attend` reads.
-
-        W is the number of pages of the longest row. Scores: one sum for each (row, head, page), over the D rows of
-        PAGE numbers that hold the keys of the page. It is empty if the row has no such page. Outputs: one sum for each
-        (row, head), over the values of all tokens in the row's pages. Surplus rows have no pages.
-        """
+        """Compute which rows of memory each weighted sum of `attend` reads (`Places`). Surplus rows have no pages."""
         width = max(map(len, self.pages))
         pages = [number for row in self.pages for number in (*row, *[-1] * (width - len(row)))]
         pages += [-1] * width * (self.rounded_up(len(self.pages)) - len(self.pages))

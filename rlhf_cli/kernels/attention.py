@@ -4,8 +4,7 @@ A model whose attention has one of the names below takes [1, N] ids with `positi
 Each sequence attends only to itself, and to the shared prefix that another sequence holds for it, if it has one. On a
 CPU this is one SDPA call per sequence, without padding and without an N x N mask. On a GPU in 16 bits it is one call of
 flash attention for the row. Called without `packed` (padded batches, decoding with a cache), it computes what
-transformers' own SDPA attention computes. A missing mask is then built here, because only here is it known that the row
-is not packed.
+transformers' own SDPA attention computes.
 """
 
 from __future__ import annotations
@@ -60,15 +59,6 @@ def watched_masks() -> Iterator[list[str]]:
         _watching.remove(losses)
 
 
-def _check_window(attention_mask: Tensor | None, sliding_window: int | None) -> None:
-    if attention_mask is not None:
-        low, high = attention_mask.min().item(), attention_mask.max().item()
-        if low != high or low < 0:
-            _watching[-1].append("its attention builds its own masks")
-        elif high != (sliding_window or 0):
-            _watching[-1].append(f"its attention window of {high:.0f} tokens is in its masks only")
-
-
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -88,14 +78,19 @@ def packed_attention(
     if packed is None:
         num_queries, num_keys = query.shape[2], key.shape[2]
         window = min(sliding_window or num_keys, num_keys)
-        # `packed_mask` builds none if none is given, and SDPA's own causal mask needs equally many keys and queries.
+        # `packed_mask` cannot know that the row is not packed, so it builds none, and SDPA's own causal mask needs
+        # equally many keys and queries.
         if attention_mask is None and num_queries > 1 and (num_queries < num_keys or window < num_keys):
             attention_mask = causal_mask(num_queries, num_keys, window, query.dtype, query.device)
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if _watching:
-        _check_window(attention_mask, sliding_window)
+    if _watching and attention_mask is not None:
+        low, high = attention_mask.min().item(), attention_mask.max().item()
+        if low != high or low < 0:
+            _watching[-1].append("its attention builds its own masks")
+        elif high != (sliding_window or 0):
+            _watching[-1].append(f"its attention window of {high:.0f} tokens is in its masks only")
     assert kwargs.get("softcap") is None, "SDPA has no softcap; choose_attention excludes such models"
     shares_heads = query.shape[1] != key.shape[1]
     sizes = [run.num_sequences * run.length for run in packed.runs]
@@ -166,37 +161,18 @@ def _new_mask(num_queries: int, num_keys: int, window: int | None, dtype: torch.
 
 
 def row_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    packed: PackedBatch | None = None,
-    **kwargs: Any,
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """`packed_attention` as one call of flash attention, for 16 bits on a GPU without dropout; else `packed_attention`.
 
     The queries are the tokens of the row. The keys are each complete sequence, with its shared prefix copied to its
     front, because the kernel aligns the causal mask of a sequence with its last key.
     """
+    packed: PackedBatch | None = kwargs.get("packed")
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
-    if packed is None or dropout or dtype not in (torch.bfloat16, torch.float16):
-        return packed_attention(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            sliding_window=sliding_window,
-            packed=packed,
-            **kwargs,
-        )
+    if packed is None or kwargs.get("dropout") or dtype not in (torch.bfloat16, torch.float16):
+        return packed_attention(module, query, key, value, attention_mask, **kwargs)
     assert kwargs.get("softcap") is None, "no softcap here; choose_attention excludes such models"
     # Imported here because a start on a CPU does not need it.
     from torch.nn.attention.varlen import varlen_attn
@@ -205,7 +181,8 @@ def row_attention(
     bounds = packed.bounds
     if bounds.key_indices is not None:
         k, v = k[bounds.key_indices], v[bounds.key_indices]
-    output = varlen_attn(
+    window = kwargs.get("sliding_window")
+    output: Any = varlen_attn(
         q,
         k,
         v,
@@ -213,23 +190,22 @@ def row_attention(
         bounds.keys,
         bounds.most_queries,
         bounds.most_keys,
-        scale=scaling,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        scale=kwargs.get("scaling"),
+        window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=q.shape[1] != k.shape[1],
     )
-    assert isinstance(output, Tensor)
     return output[None], None
 
 
 def packed_mask(**kwargs: Any) -> Tensor | None:
     """None for a packed row; SDPA's own mask for a padded batch."""
-    if kwargs.get("attention_mask") is None:
-        if _watching:
-            shape = kwargs["batch_size"], 1, kwargs["q_length"], kwargs["kv_length"]
-            return torch.full(shape, float(kwargs.get("local_size") or 0), device=kwargs["device"])
+    if kwargs.get("attention_mask") is not None:
+        mask: Tensor | None = sdpa_mask(**kwargs)
+        return mask
+    if not _watching:
         return None
-    mask: Tensor | None = sdpa_mask(**kwargs)
-    return mask
+    shape = kwargs["batch_size"], 1, kwargs["q_length"], kwargs["kv_length"]
+    return torch.full(shape, float(kwargs.get("local_size") or 0), device=kwargs["device"])
 
 
 for _name in PACKED:

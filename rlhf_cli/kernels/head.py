@@ -31,15 +31,7 @@ def linear_logprobs(
 ) -> Tensor:
     """``token_logprobs(hidden @ weight.T + bias, ids, temperature=temperature)``, a chunk of logits at a time.
 
-    Args:
-        hidden: [n, H], the hidden states that predict the tokens.
-        weight: [V, H].
-        bias: [V] or None.
-        ids: [n], int64.
-        temperature: above 0.
-
-    Returns:
-        [n] float32 (float64 if hidden is), nats. First derivatives only.
+    hidden [n, H], weight [V, H], bias [V], ids [n] -> [n] float32 (float64 if hidden is), nats. First derivatives only.
 
     >>> linear_logprobs(torch.zeros(1, 3), torch.ones(2, 3), None, torch.tensor([1]))  # log(1/2)
     tensor([-0.6931])

@@ -24,8 +24,8 @@ from rlhf_cli.packing import PackedBatch, pack
 
 
 NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}
-"""transformers' layers that compute `rms_norm`. They are listed by name, because importing their modules takes 0.1 s.
-Gemma's adds 1 to its weight and is not in the list."""
+"""transformers' layers that compute `rms_norm`, by name: importing their modules takes 0.1 s. Gemma's adds 1 to its
+weight and is not in the list."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -108,8 +108,7 @@ WINDOWS: dict[str, Callable[[Any], int | None]] = {
     "Qwen2Attention": lambda attention: attention.sliding_window,
     "Qwen3Attention": lambda attention: attention.sliding_window,
 }
-"""transformers' layers that compute what `FastAttention` computes, with the function that reads their sliding window.
-They are listed by name, because importing their modules takes 0.1 s."""
+"""transformers' layers that compute what `FastAttention` computes, with a function that reads their sliding window."""
 WITH_HEAD_NORMS = {"Qwen3Attention"}
 """Layers that normalise each head of queries and keys before the rotation."""
 LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
@@ -190,20 +189,9 @@ class FastAttention(nn.Module):
     """The name of the layer's own class."""
     cache_name: str
     """See the function of that name."""
-    config: Any
-    layer_idx: int
-    head_dim: int
-    scaling: float
-    attention_dropout: float
-    q_proj: nn.Module
-    k_proj: nn.Module
-    v_proj: nn.Module
-    o_proj: nn.Module
-    q_norm: nn.Module
-    k_norm: nn.Module
 
     def forward(
-        self,
+        self: Any,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
@@ -314,12 +302,7 @@ class ShortLayer(nn.Module):
     A layer's new class derives from this one and from its own class.
     """
 
-    self_attn: nn.Module
-    mlp: nn.Module
-    input_layernorm: nn.Module
-    post_attention_layernorm: nn.Module
-
-    def forward(self, hidden_states: Tensor, packed: PackedBatch | None = None, **kwargs: Any) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor, packed: PackedBatch | None = None, **kwargs: Any) -> Tensor:
         """[1, N, H] -> [1, n, H] of the n tokens that are kept, or [1, N, H]."""
         if packed is None or packed.kept is None or torch.compiler.is_compiling():
             every: Tensor = super().forward(hidden_states, packed=packed, **kwargs)

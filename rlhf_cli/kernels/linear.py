@@ -33,15 +33,8 @@ FEWEST_OUTPUTS = 8
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``, like torch.nn.functional.linear; by oneDNN if that is faster on this processor.
 
-    Only float32 on a CPU, outside of autocast and torch.compile, uses oneDNN. First derivatives only.
-
-    Args:
-        x: [..., in].
-        weight: [out, in], in any strides: a transposed view costs nothing.
-        bias: [out] or None.
-
-    Returns:
-        [..., out].
+    Only float32 on a CPU, outside of autocast and torch.compile, uses oneDNN. First derivatives only. The weight may
+    have any strides: a transposed view costs nothing.
 
     >>> linear(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]), torch.tensor([0.5]))
     tensor([[11.5000]])
@@ -62,8 +55,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def fixed_weight(weight: Tensor) -> Tensor:
     """The weight of a linear layer in the memory order that `fixed_linear` reads. No gradients.
 
-    oneDNN reorders a weight in each call, which is a third of the time if there are few rows. Here a copy is reordered
-    once, so later changes of the weight have no effect. For torch's product it is the weight itself.
+    oneDNN reorders a weight in each call, which is a third of the time if there are few rows. This is a reordered copy;
+    for torch's product it is the weight itself.
     """
     weight = weight.detach()
     if weight.dtype == torch.float32 and weight.device.type == "cpu" and prefers_onednn():
@@ -80,9 +73,9 @@ def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def rounded_up(rows: int) -> int:
     """The next of 1, 2, ..., 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, ..., 128, 160, 192, and so on.
 
-    For work whose number of rows varies. oneDNN generates code for each new number of rows, which takes 0.3 to 0.6 ms
-    per product; the product itself takes 0.03 ms for 64 rows of a small model. In a large model an extra row costs more
-    than the code. So few rows are not rounded, and at most 31 rows are added.
+    oneDNN generates code for each new number of rows, which takes 0.3 to 0.6 ms per product; the product itself takes
+    0.03 ms for 64 rows of a small model. In a large model an extra row costs more than the code. So few rows are not
+    rounded, and at most 31 rows are added.
 
     >>> [rounded_up(n) for n in (1, 15, 17, 31, 33, 65, 1000)]
     [1, 15, 20, 32, 40, 80, 1024]
@@ -157,18 +150,15 @@ class FastConv1D(Conv1D):
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` by oneDNN."""
-    product: Tensor
-    if torch.jit.is_tracing():
-        product = _scripted_product()(x, weight, bias)
-        return product
-    product = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    operation: Any = torch.ops.mkldnn._linear_pointwise
+    # torch.jit.trace cannot record an empty list of numbers.
+    is_traced = torch.jit.is_tracing()
+    product: Tensor = _scripted_product()(x, weight, bias) if is_traced else operation(x, weight, bias, "none", [], "")
     return product
 
 
 @functools.cache
 def _scripted_product() -> Any:
-    """The same for torch.jit.trace, which cannot record an empty list of numbers."""
-
     def product(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:  # noqa: UP045
         scalars: List[Optional[Union[int, float, complex]]] = []  # noqa: UP006, UP007, UP045
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", scalars, "")
@@ -223,26 +213,19 @@ def swap_class(layers: Sequence[nn.Module], fast: type[nn.Module], probe: Callab
     """Give the layers, which are all of one class, the class `fast`.
 
     `probe` computes a layer's output for a fixed input. It runs on the first layer with its old class and with the new
-    one.
-
-    Returns:
-        None, or a line for the user if the outputs differ. The layers then keep their class.
+    one. Returns a line for the user if the outputs differ; the layers then keep their class.
     """
     if not layers:
         return None
     first, plain = layers[0], type(layers[0])
-    if isinstance(next(first.parameters(), None), FakeTensor):  # Shapes without numbers: nothing can be compared.
-        for layer in layers:
-            layer.__class__ = fast
-        return None
-    expected = probe(first)
-    first.__class__ = fast
-    gap = ((probe(first) - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
-    if not gap <= SWAP_TOLERANCE:  # Also true of a NaN gap.
-        first.__class__ = plain
-        return (
-            f"{plain.__name__}: {fast.__qualname__} differs from it by {gap:.1e}; the layers stay as they are (slower)"
-        )
+    if not isinstance(next(first.parameters(), None), FakeTensor):  # Shapes without numbers cannot be compared.
+        expected = probe(first)
+        first.__class__ = fast
+        gap = ((probe(first) - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
+        if not gap <= SWAP_TOLERANCE:  # Also true of a NaN gap.
+            first.__class__ = plain
+            what = f"{fast.__qualname__} differs from it by {gap:.1e}"
+            return f"{plain.__name__}: {what}; the layers stay as they are (slower)"
     for layer in layers:
         layer.__class__ = fast
     return None

@@ -13,6 +13,8 @@ adapters into the weights in memory.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -23,13 +25,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from rlhf_cli.config.models import Quantization
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.files import read_text
+from rlhf_cli.files import digest_once, read_text, stored_dtype
 from rlhf_cli.models.adapters import head_names, import_peft, inject, lora_of
 from rlhf_cli.models.deferred import place_of, take
-from rlhf_cli.models.origin import BaseModel
 from rlhf_cli.processes.sharding import is_first_process, is_sharded, plain_class, whole
 from rlhf_cli.run.artifacts import ADAPTER_CONFIG, MODEL_CONFIG, is_adapter
 
@@ -37,6 +39,8 @@ WEIGHTS, BASE_MODEL = "adapter_model.safetensors", "base_model.json"
 """Files of an adapter's directory, beside ADAPTER_CONFIG and MODEL_CONFIG."""
 PREFIX = "base_model.model."
 """What PEFT writes before the names of weights."""
+CACHED = "models--"
+"""How the name of a model's folder in the hub's cache begins."""
 READ = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "use_dora", "rank_pattern"}
 READ |= {"alpha_pattern", "layers_to_transform", "layers_pattern"}
 """Keys of adapter_config.json that say what the adapters compute."""
@@ -44,6 +48,52 @@ UNREAD = {"peft_type", "task_type", "base_model_name_or_path", "revision", "infe
 UNREAD |= {"peft_version", "init_lora_weights", "lora_dropout", "modules_to_save", "fan_in_fan_out", "loftq_config"}
 UNREAD |= {"qalora_group_size", "runtime_config", "megatron_core"}
 """Keys that do not matter once the adapters are trained. Any other key with a value is refused."""
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A model that another one starts from: the model under adapters, or whose weights are trained."""
+
+    path: str
+    """A directory or a hub id."""
+    revision: str | None = None
+
+    def recorded(self) -> BaseModel:
+        """The base as adapters name it, so that they can be moved with it or published.
+
+        A folder of the hub's cache becomes the hub id and revision. A folder below the working directory is given
+        relative to that, as PEFT looks it up; it begins with `./`, or PEFT might take it for a hub id.
+        """
+        folder = Path(self.path)
+        if not folder.is_dir():
+            return self
+        *_, repository, snapshots, revision = ("", "", *folder.resolve().parts)
+        if snapshots == "snapshots" and repository.startswith(CACHED):
+            return BaseModel(repository.removeprefix(CACHED).replace("--", "/", 1), revision)
+        if folder.resolve().is_relative_to(Path.cwd()):
+            return BaseModel(f"./{folder.resolve().relative_to(Path.cwd())}", self.revision)
+        return BaseModel(str(folder.resolve()), self.revision)
+
+    def digest(self) -> str:
+        """A digest of the weights; of a hub model, its name and revision."""
+        folder = Path(self.path)
+        if not folder.is_dir():
+            return f"hub:{self.path}@{self.revision or 'main'}"
+        digest = hashlib.sha256()
+        for file in sorted(folder.glob("*.safetensors")):
+            digest.update(f"{file.name}\0{digest_once(file)}\n".encode())
+        return digest.hexdigest()
+
+    def dtype(self) -> str | None:
+        """The number format of the weights, such as `bfloat16`; for adapters, their base's. None if unknown."""
+        if (adapter := read_adapter(self.path)) is not None:
+            return adapter.base.dtype()
+        if Path(self.path).is_dir():
+            return stored_dtype(self.path)
+        for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+            with contextlib.suppress(OSError):
+                return stored_dtype(Path(str(cached_file(self.path, name, revision=self.revision))).parent)
+        return None
 
 
 # ------------------------------------------------------------------------------------------- writing
@@ -77,7 +127,7 @@ def save_adapter(
         _write_json(directory / BASE_MODEL, about)
         _write_json(directory / MODEL_CONFIG, model.config.to_diff_dict())
     except (OSError, SafetensorError) as error:
-        raise _unwritable(directory, error) from None
+        raise ArtifactError(f"{directory}: cannot be written ({error}). Make room") from None
 
 
 def copy_adapter(adapter: AdapterDirectory, directory: Path, final: Path) -> None:
@@ -108,16 +158,8 @@ def _name_in_file(name: str) -> str:
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
-    text = json.dumps(values, indent=2, sort_keys=True, default=_as_json)
+    text = json.dumps(values, indent=2, sort_keys=True, default=lambda x: sorted(x) if isinstance(x, set) else str(x))
     path.write_text(text + "\n", encoding="utf-8")
-
-
-def _as_json(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set) else str(value)
-
-
-def _unwritable(directory: Path, error: Exception) -> ArtifactError:
-    return ArtifactError(f"{directory}: cannot be written ({error}). Make room")
 
 
 # ------------------------------------------------------------------------------------------- reading
@@ -129,14 +171,10 @@ class AdapterDirectory:
 
     path: str
     base: BaseModel
-    lora: dict[str, Any]
-    """adapter_config.json."""
-    model_config: dict[str, Any]
-    """model_config.json; empty if another program wrote the adapters."""
-    quantization: Quantization | None
-    """How the base was quantized while the adapters were trained."""
-    head: dict[str, tuple[int, ...]]
-    """The weights of a classifier's head and their shapes."""
+    lora: dict[str, Any]  # adapter_config.json
+    model_config: dict[str, Any]  # model_config.json; empty if another program wrote the adapters
+    quantization: Quantization | None  # of the base while the adapters were trained
+    head: dict[str, tuple[int, ...]]  # the weights of a classifier's head and their shapes
 
     @property
     def is_classifier(self) -> bool:
@@ -167,18 +205,7 @@ def read_adapter(path: str) -> AdapterDirectory | None:
     recorded, revision = lora.get("base_model_name_or_path"), lora.get("revision")
     if not isinstance(recorded, str) or not recorded:
         raise ArtifactError(f"{path}: {ADAPTER_CONFIG} names no base model (base_model_name_or_path). Add it")
-    base = _find_base(folder, BaseModel(recorded, revision if isinstance(revision, str) else None), about)
-    quantization = about.get("quantize")
-    if quantization not in (None, *get_args(Quantization)):
-        raise ArtifactError(f"{path}: {BASE_MODEL} has quantize: {str(quantization)[:40]}, which is unknown")
-    return AdapterDirectory(path, base, lora, model_config, quantization, _head_in(folder / WEIGHTS))
-
-
-def _find_base(folder: Path, named: BaseModel, about: dict[str, Any]) -> BaseModel:
-    """The base of the adapters in `folder`: relative to them as `about` (BASE_MODEL) says, or as they name it.
-
-    Raises ArtifactError if every folder that is there has other weights.
-    """
+    named = BaseModel(recorded, revision if isinstance(revision, str) else None)
     relative, digest = about.get("relative_path"), about.get("digest")
     beside = [BaseModel(os.path.normpath(folder.resolve() / relative))] if isinstance(relative, str) else []
     there = [base for base in (*beside, named) if Path(base.path).is_dir()]
@@ -188,7 +215,16 @@ def _find_base(folder: Path, named: BaseModel, about: dict[str, Any]) -> BaseMod
             f"{folder}: its base model {there[0].path} has other weights than those that the adapters were trained on. "
             "Restore them, or train the adapters again"
         )
-    return base or named
+    quantization = about.get("quantize")
+    if quantization not in (None, *get_args(Quantization)):
+        raise ArtifactError(f"{path}: {BASE_MODEL} has quantize: {str(quantization)[:40]}, which is unknown")
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
+    except (OSError, SafetensorError) as error:
+        raise ArtifactError(f"{folder / WEIGHTS}: cannot be read ({error})") from None
+    head = {name.removeprefix(PREFIX): shape for name, shape in shapes.items() if ".lora_" not in name}
+    return AdapterDirectory(path, base or named, lora, model_config, quantization, head)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -215,16 +251,6 @@ def _refuse_unknown(path: str, lora: dict[str, Any]) -> None:
             f"{path}: {ADAPTER_CONFIG} sets {', '.join(unknown)}, which is not supported. Merge the adapters with PEFT "
             "and give the result"
         )
-
-
-def _head_in(path: Path) -> dict[str, tuple[int, ...]]:
-    """The tensors of a file of adapters that are not adapters, by name, with their shapes."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = [name for name in sorted(file.keys()) if ".lora_" not in name]
-            return {name.removeprefix(PREFIX): tuple(file.get_slice(name).get_shape()) for name in names}
-    except (OSError, SafetensorError) as error:
-        raise ArtifactError(f"{path}: cannot be read ({error})") from None
 
 
 @torch.no_grad()

@@ -26,9 +26,9 @@ from rlhf_cli.tensor_ops import num_weights
 
 
 def add_lora(model: PreTrainedModel, config: Lora, key: str, *, seed: int) -> str:
-    """Freeze the model and add adapters to its linear layers. Their initial contribution is zero.
+    """Freeze the model and add adapters to its linear layers, whose contribution is zero at first.
 
-    The head of a sequence classifier stays trainable without adapters. Returns a line for the user. Raises what
+    The head of a sequence classifier is trained without adapters. Returns a line for the user. Raises what
     `require_targets` raises.
     """
     peft = require_targets(model, config, key)
@@ -116,6 +116,11 @@ def head_names(model: PreTrainedModel) -> list[str]:
     return [name for name, module in children if module is not model.base_model and list(module.parameters())]
 
 
+def has_adapters(model: torch.nn.Module) -> bool:
+    """Whether LoRA adapters were added to this model and not merged."""
+    return any(".lora_" in name for name, _ in model.named_parameters())
+
+
 def lora_of(model: PreTrainedModel) -> Any:
     """The peft.LoraConfig of a model with adapters."""
     configs: Any = model.peft_config
@@ -175,16 +180,11 @@ def _with_adapter(layer: Any, weight: torch.Tensor) -> torch.Tensor:
     return merged
 
 
-def adapted_layers(model: torch.nn.Module) -> set[str]:
-    """The names of the layers with an adapter."""
-    layers = {id(layer) for _, _, layer in _adapted(model)}
-    return {name for name, module in model.named_modules() if id(module) in layers}
+def is_adapted(layer: torch.nn.Module) -> bool:
+    """Whether this layer has an adapter."""
+    return type(layer).__module__.startswith("peft.tuners.lora") and "base_layer" in dict(layer.named_children())
 
 
 def _adapted(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:
     """(parent, name, layer) of every layer with an adapter."""
-    return [
-        place
-        for place in places(model)
-        if type(place[2]).__module__.startswith("peft.tuners.lora") and "base_layer" in dict(place[2].named_children())
-    ]
+    return [place for place in places(model) if is_adapted(place[2])]

@@ -55,10 +55,9 @@ def total_memory(device: torch.device) -> int:
 class Work:
     """The floating-point operations of a model, counted from its shape. A multiply-add counts as two.
 
-    The count follows Kaplan et al. 2020 (arXiv 2001.08361, table 1) and PaLM (Chowdhery et al. 2022, appendix B): two
-    operations per weight and token forward, twice that backward, and attention separately. Norms, activations, softmax
-    and the optimizer are not counted, and neither is anything that is computed a second time. Unlike in those papers,
-    the attention of a token counts only the tokens that it can see, and the head only the tokens that it runs on.
+    As in Kaplan et al. 2020 (arXiv 2001.08361, table 1) and PaLM (Chowdhery et al. 2022, appendix B), these are two
+    operations per weight and token forward, twice that backward, and attention separately. Unlike there, the attention
+    of a token counts only the tokens that it can see, and the head only the tokens that it runs on.
 
     >>> work = Work(weights=100, trained=100, head=30, trained_head=30, width=4)
     >>> work.forward([3], 2)  # 100 x 3 x 2 + 30 x 2 x 2 + 4 x 4 x (1+2+3)
@@ -69,30 +68,18 @@ class Work:
     2448
     """
 
-    weights: int
-    """Weights that a token passes: the layers', without embeddings and head. In a mixture of experts, the share
-    that a token uses."""
-    trained: int
-    """The number of `weights` that get a gradient."""
-    head: int
-    """Weights of the head over the vocabulary."""
+    weights: int  # of the layers; in a mixture of experts, the share that a token uses
+    trained: int  # those that get a gradient
+    head: int  # weights of the head over the vocabulary
     trained_head: int
-    """The number of `head` weights that get a gradient."""
-    width: int
-    """Width of the queries, summed over the layers: layers x heads x head_dim."""
+    width: int  # of the queries, summed over the layers: layers x heads x head_dim
 
     def forward(self, lengths: Sequence[int], head_tokens: int, shared: Sequence[int] | None = None) -> int:
-        """Operations of a forward pass.
+        """Operations of a forward pass: ``2 * weights * N + 2 * head * head_tokens + 4 * width * pairs``.
 
-        ``2 * weights * N + 2 * head * head_tokens + 4 * width * pairs``
-
-        Args:
-            lengths: tokens of each sequence, N in total. `pairs` counts the pairs of tokens that attend to each other:
-                n (n + 1) / 2 in a sequence of n. Queries with keys, and weights with values, are two products of
-                2 * width operations each.
-            head_tokens: tokens that the head runs on.
-            shared: for each sequence, the number of its first tokens that an earlier sequence shares with it. They are
-                computed once, so they are not counted again. None: no sequence shares any.
+        `lengths` are the tokens of each sequence, N in total. `pairs` counts those that attend to each other: n (n + 1)
+        / 2 in a sequence of n. Queries with keys, and weights with values, are two products of 2 * width operations
+        each. `shared` counts the first tokens of each sequence that an earlier one has, too: they are computed once.
         """
         prefixes = shared or [0] * len(lengths)
         pairs = sum(n * (n + 1) // 2 for n in lengths) - sum(n * (n + 1) // 2 for n in prefixes)
@@ -127,9 +114,8 @@ def work_of(model: PreTrainedModel) -> Work:
     trained_head = head_weights if head is not None and head.weight.requires_grad else 0
     # A state space model has no attention heads, and no cost that grows with the square of the length.
     heads = getattr(config, "num_attention_heads", None)
-    width = 0
-    if heads:
-        width = config.num_hidden_layers * heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    head_dim = (getattr(config, "head_dim", None) or config.hidden_size // heads) if heads else 0
+    width = config.num_hidden_layers * heads * head_dim if heads else 0
     return Work(weights, trained, head_weights, trained_head, width)
 
 
@@ -137,8 +123,7 @@ def work_of(model: PreTrainedModel) -> Work:
 def peak_flops(device: torch.device, precision: str) -> float:
     """The most operations per second that a matrix product reaches on this device, in the passes' precision.
 
-    The best of ten square products, or of as many as fit into half a second. Their size is 1024 on a CPU (10 to 20 ms
-    each on one core) and 8192 on a GPU. Measured once per process.
+    The best of ten square products, or of as many as fit into half a second. Measured once per process.
     """
     size = 8192 if device.type == "cuda" else 1024
     draw = torch.Generator().manual_seed(0)

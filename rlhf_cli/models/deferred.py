@@ -7,6 +7,7 @@ A sharded model is built like this, because no process can hold all of it. So is
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.models.heads import reads_last_token
+from rlhf_cli.models.heads import is_encoder
 
 DTYPES = {"F64", "F32", "F16", "BF16"}
 """The number formats of weights that can be deferred, as safetensors names them."""
@@ -39,23 +40,18 @@ class StoredWeight:
 
     file: str
     name: str
-    scale: StoredWeight | None = None
-    """Where the scales of its rows are, if the file has it as 8-bit integers: torchao's format of `rlhf export`."""
-    changes: tuple[Callable[[Tensor], Tensor], ...] = ()
-    """Functions that turn the tensor of the file, in float32, into the weight, one after the other."""
+    scale: StoredWeight | None = None  # of its rows, if the file has 8-bit integers: torchao's format of `rlhf export`
+    change: Callable[[Tensor], Tensor] | None = None  # turns the tensor of the file, in float32, into the weight
 
     def read(self, first: int = 0, count: int | None = None) -> Tensor:
-        """`count` rows from `first` on, as float32. Only these are read, unless the weight has changes."""
+        """`count` rows from `first` on, as float32. Only these are read, unless the weight is changed."""
         return self.as_stored(first, count).float()
 
     def as_stored(self, first: int = 0, count: int | None = None) -> Tensor:
-        """The same rows in the number format of the file; of integers and of a weight with changes as float32."""
+        """The same rows in the number format of the file; of integers and of a changed weight as float32."""
         end = None if count is None else first + count
-        if self.changes:
-            values = replace(self, changes=()).read()
-            for function in self.changes:
-                values = function(values)
-            return values[first:end]
+        if self.change is not None:
+            return self.change(replace(self, change=None).read())[first:end]
         with safe_open(self.file, framework="pt") as file:
             rows = file.get_slice(self.name)
             if count == 0:
@@ -88,10 +84,7 @@ def read_deferred(module: nn.Module) -> None:
 
 
 def take(weight: Tensor) -> Tensor:
-    """The values of a deferred weight in the number format of its file. It no longer counts as deferred: assign them.
-
-    Raises ArtifactError if they are not finite.
-    """
+    """The values of a deferred weight, as stored: assign them. Raises ArtifactError if they are not finite."""
     place: StoredWeight = _places.pop(weight)
     values = place.as_stored()
     if not is_finite(values):
@@ -112,7 +105,7 @@ def not_finite(found: str) -> ArtifactError:
 def take_integers(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """`take` for a weight that its file has as integers: [out, in] int8 and the scales of its rows; None for others."""
     place = place_of(weight)
-    if place is None or place.scale is None or place.changes:
+    if place is None or place.scale is None or place.change is not None:
         return None
     del _places[weight]
     weight.data = weight.new_empty(0)
@@ -122,7 +115,12 @@ def take_integers(weight: Tensor) -> tuple[Tensor, Tensor] | None:
 def change(weight: Tensor, function: Callable[[Tensor], Tensor]) -> None:
     """Let a deferred weight be `function` of what it would have been. The function gets all of it, in float32."""
     place: StoredWeight = _places[weight]
-    _places[weight] = replace(place, changes=(*place.changes, function))
+    first = place.change
+
+    def both(values: Tensor) -> Tensor:
+        return function(values if first is None else first(values))
+
+    _places[weight] = replace(place, change=both)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -137,10 +135,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 def load_deferred(
     kind: Any, path: str, revision: str | None, config: PreTrainedConfig
 ) -> tuple[PreTrainedModel, dict[str, Any]] | None:
-    """A model whose weights in the file are deferred, and transformers' report of the loading.
+    """A model of the class `kind` whose weights are deferred, and transformers' report of the loading.
 
-    `kind` is its class. None if that is not possible: the model is an encoder, which is compared before
-    it is sharded, or the file has other tensors than the model's weights, such as several that transformers joins.
+    None if that is not possible: the model is an encoder, which is compared before it is sharded, or the file has other
+    tensors than the model's weights, such as several that transformers joins.
     """
     places = _places_in(path, revision)
     if places is None:
@@ -155,9 +153,9 @@ def load_deferred(
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )
-    head = model.get_output_embeddings()
-    if head is None and not reads_last_token(model):
+    if is_encoder(model):
         return None
+    head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is model.get_input_embeddings().weight
     if head is not None and config.get_text_config().tie_word_embeddings and not is_tied:
         return None
@@ -170,16 +168,9 @@ def load_deferred(
         elif name not in info["missing_keys"] and not torch.isfinite(tensor).all():
             return None
     model.name_or_path = path
-    if (Path(path) / "generation_config.json").is_file() or not Path(path).is_dir():
-        model.generation_config = _generation_config(path, revision) or model.generation_config
+    with contextlib.suppress(OSError):  # a model may have none
+        model.generation_config = GenerationConfig.from_pretrained(path, revision=revision or "main")
     return model, info
-
-
-def _generation_config(path: str, revision: str | None) -> GenerationConfig | None:
-    try:
-        return GenerationConfig.from_pretrained(path, revision=revision or "main")
-    except OSError:
-        return None
 
 
 def _places_in(path: str, revision: str | None) -> dict[str, tuple[StoredWeight, list[int]]] | None:

@@ -25,17 +25,20 @@ from transformers import (
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models.adapter_files import WEIGHTS, copy_adapter, read_adapter
 from rlhf_cli.models.adapters import head_names, merge_in_place
-from rlhf_cli.models.check import check_directory, check_weights, reason_of, try_out
 from rlhf_cli.models.deferred import is_deferred, place_of, take
-from rlhf_cli.models.forward import PRECISIONS, autocast
+from rlhf_cli.models.forward import PRECISIONS
 from rlhf_cli.models.heads import offer_classifier, scalar_heads
 from rlhf_cli.models.load import (
+    check_directory,
+    check_weights,
     is_language_model,
     load_policy,
     load_reward_model,
     load_tokenizer,
     quiet_loading,
+    reason_of,
     set_dropout_off,
+    try_out,
 )
 from rlhf_cli.models.save import save
 from rlhf_cli.models.seq2seq import is_seq2seq, is_seq2seq_config
@@ -63,9 +66,8 @@ def load_model(path: str, dtype: Dtype, *, heads_in_float32: bool = False) -> Pr
         given = take(weight) if place_of(weight) is not None else weight.data
         weight.data = given.to(torch.float32 if name.rpartition(".")[0] in heads else PRECISIONS[dtype])
     # `load` has tried out one that was not deferred. A CPU may lack operations in float16.
-    if was_deferred and dtype != "float16" and not model.config.is_encoder_decoder:
-        with autocast(torch.device("cpu"), dtype):
-            try_out(model, path)
+    if was_deferred and dtype != "float16":
+        try_out(model, path)
     return model.eval()
 
 

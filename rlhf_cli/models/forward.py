@@ -54,9 +54,8 @@ def shares_prefixes(model: PreTrainedModel) -> bool:
 def logits_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
     """Next-token logits at `positions` of the packed row: [n] -> [n, V].
 
-    The head runs on these positions only. On packed rows this is done by the model's own `logits_to_keep`, so the
-    scaling or soft-capping that some families apply to their logits is included. On padded batches it is done only for
-    families that apply none.
+    The head runs on these positions only, unless the model runs on padded batches and changes its logits after the
+    head, as some families do by scaling or soft-capping.
     """
     if is_packed(model):
         output = model(**_packed_inputs(batch), logits_to_keep=positions, use_cache=False)
@@ -94,20 +93,15 @@ def logprobs_at(
 
 @gathered
 def check_head(model: PreTrainedModel) -> None:
-    """Find out now how the logits of the model are computed, and not at its first use.
-
-    Every process must compute the same passes of a sharded model, and only some may use the head.
-    """
+    """Find out now how the logits are computed: the processes of a sharded model must make the same passes, and only
+    some may use the head."""
     if isinstance(model.get_output_embeddings(), torch.nn.Linear):
         _head_is_plain(model, pack([[0, 1]], device_of(model)))
 
 
 @torch.no_grad()
 def _head_is_plain(model: PreTrainedModel, batch: PackedBatch) -> bool:
-    """Whether the logits are ``hidden @ head.weight.T + head.bias``. Some families scale or cap them afterwards.
-
-    A model is checked once, with a few tokens of the batch.
-    """
+    """Whether the logits are ``hidden @ head.weight.T + head.bias``: checked once, with a few tokens of the batch."""
     if model not in _has_plain_head:
         head, batch = model.get_output_embeddings(), _computed(batch)
         few = pack([batch.ids[: min(8, batch.lengths[0])].tolist()], batch.ids.device)
@@ -141,10 +135,7 @@ def target_logprobs(
 def _pack_targets(
     model: PreTrainedModel, sequences: Sequence[Sequence[int]], target_mask: Sequence[Sequence[bool]]
 ) -> tuple[PackedBatch, torch.Tensor]:
-    """The packed sequences, and the indices [n] of the target tokens in the row.
-
-    The token at index j is predicted at j - 1. The first token of a sequence is never a target.
-    """
+    """The packed sequences, and the indices [n] of the target tokens in the row. Index j is predicted at j - 1."""
     batch = pack(sequences, device_of(model))
     if is_seq2seq(model):
         batch = with_prompts(batch, [row.index(True) for row in target_mask])
@@ -206,14 +197,7 @@ def hidden_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tenso
     return output.last_hidden_state[real_mask][positions]
 
 
-def scalar_scores(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
-    """The head `score` of a causal sequence classifier: [n, H] -> [n, labels], always in float32."""
-    head = model.score
-    assert isinstance(head, torch.nn.Linear)
-    return scalar_head(head, hidden)
-
-
-def scalar_head(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+def scalar_head(head: Any, hidden: torch.Tensor) -> torch.Tensor:
     """A linear head in float32, [n, H] -> [n, labels]. bfloat16 would round away the differences between scores."""
     with torch.autocast(hidden.device.type, enabled=False):
         scores: torch.Tensor = head(hidden.to(head.weight.dtype))
@@ -230,11 +214,7 @@ def _computed(batch: PackedBatch) -> PackedBatch:
 
 def _packed_inputs(batch: PackedBatch) -> dict[str, Any]:
     batch = _computed(batch)
-    return {
-        "input_ids": batch.ids[None],
-        "position_ids": batch.position_ids[None],
-        "packed": batch,
-    }
+    return {"input_ids": batch.ids[None], "position_ids": batch.position_ids[None], "packed": batch}
 
 
 def _padded_inputs(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -257,9 +237,8 @@ def choose_attention(model: PreTrainedModel, precisions: Sequence[str] = ()) -> 
     each of `precisions` (by default all that the device computes in). The sequences are shorter than any real sliding
     window, so `attention.watched_masks` checks separately that a window reaches the attention.
 
-    Returns None if the model runs as fast as its device allows. Otherwise returns a line that names what it runs
-    without: shared prefixes, the faster attention of a GPU, or packed rows. Raises ArtifactError if the backbone cannot
-    be called with token ids alone.
+    Returns a line that names what a model runs without: shared prefixes, the faster attention of a GPU, or packed rows;
+    None if nothing. Raises ArtifactError if the backbone cannot be called with token ids alone.
     """
     if is_seq2seq(model):
         return f"{type(model).__name__}: an encoder-decoder; it runs on padded batches (slower, as exact)"
@@ -376,7 +355,8 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 
 def check_positions(model: PreTrainedModel, longest: int, key: str) -> None:
     """Raise ConfigError if prompt and response together can be longer than the model's positions."""
-    check_length(longest, positions(model), key, _why(model))
+    why = " before its rotary embedding (longrope) changes with the longest sequence of a batch"
+    check_length(longest, positions(model), key, why if _before_stretching(model) else "")
 
 
 def positions(model: PreTrainedModel) -> int:
@@ -395,12 +375,6 @@ def _before_stretching(model: PreTrainedModel) -> list[int]:
     ropes = getattr(model.config, "rope_parameters", None) or {}
     each = [ropes] if "rope_type" in ropes else [rope for rope in ropes.values() if isinstance(rope, dict)]
     return [rope["original_max_position_embeddings"] for rope in each if rope.get("rope_type") == "longrope"]
-
-
-def _why(model: PreTrainedModel) -> str:
-    if not _before_stretching(model):
-        return ""
-    return " before its rotary embedding (longrope) changes with the longest sequence of a batch"
 
 
 def check_length(longest: int, limit: int, key: str, why: str = "") -> None:

@@ -15,11 +15,12 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.config.models import Lora, Quantization
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.check import try_out
+from rlhf_cli.models.adapter_files import attach, own_generation_config, read_adapter
 from rlhf_cli.models.deferred import is_deferred, place_of, read_deferred, take
-from rlhf_cli.models.forward import autocast, compute_dtype, held_precision
-from rlhf_cli.models.heads import reads_last_token, scalar_heads
-from rlhf_cli.models.load import load_policy, stores_int8, take_facts
+from rlhf_cli.models.forward import compute_dtype
+from rlhf_cli.models.heads import is_encoder, scalar_heads
+from rlhf_cli.models.load import load_policy, stores_int8, take_facts, try_out
+from rlhf_cli.models.quantized import quantize, quantize_int8, quantized_layers, use_inference_kernel
 from rlhf_cli.processes.sharding import is_sharded
 
 
@@ -30,14 +31,10 @@ def frozen_policy(
     precision: str,
     quantization: Quantization | Literal["int8"] | None = None,
 ) -> PreTrainedModel:
-    """A language model that is not trained, on the CPU: its weights are held as `hold_frozen` says.
+    """A language model that is not trained, on the CPU: held as `hold_frozen` says, and never in memory in float32.
 
-    With a quantization, or if its files have integers, its linear layers are held in 4 or 8 bits. If so, or if the
-    passes on `device` compute in 16 bits, the model is never in memory in float32.
+    With a quantization, or if its files have integers, its linear layers are held in 4 or 8 bits.
     """
-    from rlhf_cli.models.adapter_files import attach, own_generation_config, read_adapter
-    from rlhf_cli.models.quantized import quantize, quantize_int8, use_inference_kernel
-
     if quantization is None and stores_int8(path, revision):
         quantization = "int8"
     adapter = read_adapter(path) if quantization is not None else None
@@ -71,18 +68,12 @@ class HeldEmbedding(nn.Embedding):
 def hold_base(model: PreTrainedModel, lora: Lora, key: str, device: torch.device, precision: str) -> None:
     """Freeze the weights that will be under adapters, and hold them in 4 bits or as `hold_frozen` does.
 
-    Call it before the model moves to its device: in float32 it may not fit there. Raises ConfigError, naming the config
-    `key`, if the weights cannot be quantized.
-
-    Args:
-        device: where the passes will run.
+    Call it before the model moves to `device`, where the passes will run: in float32 it may not fit there. Raises
+    ConfigError, naming the config `key`, if the weights cannot be quantized.
     """
     model.requires_grad_(False)
-    if lora.quantize is not None:
-        from rlhf_cli.models.quantized import quantize, quantized_layers
-
-        if not quantized_layers(model):
-            quantize(model, lora.quantize, f"{key}.quantize")
+    if lora.quantize is not None and not quantized_layers(model):
+        quantize(model, lora.quantize, f"{key}.quantize")
     hold_frozen(model, device, precision, exact=True)
 
 
@@ -96,17 +87,14 @@ def hold_frozen(
     constant: bool = True,
     others: Collection[torch.Tensor] = (),
 ) -> None:
-    """Keep frozen weights in the 16-bit format that the passes compute in, if they do. No result changes.
-
-    Deferred weights are read one after the other, so that no more than the result and a few copies of the largest one
-    is in memory.
+    """Keep frozen weights in the 16-bit format that the passes on `device` compute in, if they do. No result changes.
 
     Autocast rounds the weights of linear layers, the head over the vocabulary included, before each product, so a pass
     gives the same bits. Embeddings are not rounded: they are kept in 16 bits only if nothing is lost. Norms and scalar
-    heads stay in float32. So does a model whose passes run without autocast (an encoder).
+    heads stay in float32. So does a model whose passes run without autocast (an encoder). Deferred weights are read one
+    after the other: what is in memory is the result, and a few copies of the largest one.
 
     Args:
-        device: where the passes will run. The model may still be elsewhere.
         exact: only weights that are numbers of that format, as in most published models: for a base model, whose
             merged weights are saved.
         constant: False for a copy whose weights will be replaced: its embeddings stay in float32.
@@ -116,8 +104,7 @@ def hold_frozen(
         ArtifactError: a deferred weight is not finite, or the model cannot compute.
     """
     was_deferred, dtype = is_deferred(model), compute_dtype(device, precision)
-    is_encoder = model.get_output_embeddings() is None and not reads_last_token(model)
-    if dtype != torch.float32 and not is_encoder:
+    if dtype != torch.float32 and not is_encoder(model):
         embeddings, special = _embeddings(model)
         tables = {id(module.weight) for module in embeddings}
         skipped = special | {id(weight) for weight in others} | (set() if constant else tables)
@@ -131,11 +118,7 @@ def hold_frozen(
         give_float32(model)
     if was_deferred:
         read_deferred(model)  # the weights that stay in float32
-    if was_deferred and not model.config.is_encoder_decoder:  # checked as `load` checks a model that is not deferred
-        was_training = model.training
-        with autocast(torch.device("cpu"), held_precision(model) or "float32"):
-            try_out(model, model.name_or_path or "")
-        model.train(was_training)
+        try_out(model, model.name_or_path or "")
 
 
 def is_held(device: torch.device, precision: str) -> bool:
@@ -145,9 +128,8 @@ def is_held(device: torch.device, precision: str) -> bool:
 
 def _is_lossless(values: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether the values are numbers of `dtype`. They are compared a part at a time, which needs little memory."""
-    return values.dtype == dtype or all(
-        torch.equal(part.to(dtype).float(), part.float()) for part in values.split(1024)
-    )
+    parts = () if values.dtype == dtype else values.split(1024)
+    return all(torch.equal(part.to(dtype).float(), part.float()) for part in parts)
 
 
 @torch.no_grad()
@@ -215,9 +197,6 @@ RANGE = re.compile(r"(\d{1,5})-(\d{1,5})")
 NUM_NAMES = 12
 """Names that a message lists at most."""
 
-Weights = list[tuple[str, torch.nn.Parameter]]
-"""Weights by name. A weight may have several names."""
-
 
 def freeze(model: PreTrainedModel, patterns: Sequence[str], key: str) -> str | None:
     """Exclude the weights that match a pattern from training; returns a line for the user, or None without patterns.
@@ -271,7 +250,7 @@ def _is_part(part: str, wanted: str) -> bool:
     return part.isdecimal() and int(ends[1]) <= int(part) <= int(ends[2])
 
 
-def _weights(model: PreTrainedModel) -> Weights:
+def _weights(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
     """Every weight outside the scalar heads under all of its names, `embeddings` and `layers.<number>...` included."""
     heads = {id(weight) for head in scalar_heads(model).values() for weight in head.parameters()}
     named = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if id(p) not in heads]

@@ -31,7 +31,7 @@ from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.deferred import StoredWeight, blocks, is_deferred, not_finite, place_of
 from rlhf_cli.models.forward import PRECISIONS, autocast, check_head, choose_attention, compute_dtype, is_packed
 from rlhf_cli.models.frozen import give_float32, trained_matrices
-from rlhf_cli.models.heads import reads_last_token
+from rlhf_cli.models.heads import is_encoder
 from rlhf_cli.models.quantized import divisible
 from rlhf_cli.models.shard import is_trained
 from rlhf_cli.processes.sharding import Mark, count, exchange, first_row, local, mark, run_gathered
@@ -76,9 +76,7 @@ def shard_model(
     was_deferred = is_deferred(model)
     mesh = _mesh(device, per_node)
     computed = compute_dtype(device, precision)
-    # The passes of an encoder are in float32 whatever the precision (`sequence_scores`).
-    is_encoder = model.get_output_embeddings() is None and not reads_last_token(model)
-    lower = None if computed == torch.float32 or is_encoder else computed
+    lower = None if computed == torch.float32 or is_encoder(model) else computed
     mixed = MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # A GPU copies faster from and to pinned memory. Without a GPU torch cannot pin any.
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloads else OffloadPolicy()

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.models.seq2seq import end_of_text
+from rlhf_cli.models.seq2seq import class_of_family, end_of_text
 
 PADDING_TOLERANCE = 1e-4
 """Largest change of a score by padding that counts as rounding, relative to the score or to 1."""
@@ -50,16 +50,7 @@ def offer_classifier(config: type[PreTrainedConfig]) -> None:
     """
     if config in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or config not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return
-    language_model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config]
-    parents = [
-        parent
-        for parent in language_model.__mro__
-        if issubclass(parent, PreTrainedModel) and parent is not PreTrainedModel
-    ]
-    family = parents[-1]  # CodeGenPreTrainedModel, for example
-    name = f"{config.__name__.removesuffix('Config')}ForSequenceClassification"
-    members = {"base_model_prefix": family.base_model_prefix, "__module__": __name__}
-    model = type(name, (ScalarHead, family), members)
+    model = class_of_family(MODEL_FOR_CAUSAL_LM_MAPPING[config], config, ScalarHead, "ForSequenceClassification")
     AutoModelForSequenceClassification.register(config, model, exist_ok=True)
 
 
@@ -70,6 +61,11 @@ def reads_last_token(model: PreTrainedModel) -> bool:
     `score`.
     """
     return isinstance(getattr(model, "score", None), torch.nn.Linear)
+
+
+def is_encoder(model: PreTrainedModel) -> bool:
+    """Whether the model is an encoder's classifier. Its passes are in float32 whatever the precision."""
+    return model.get_output_embeddings() is None and not reads_last_token(model)
 
 
 def scalar_heads(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
@@ -90,6 +86,13 @@ def scalar_weight(model: PreTrainedModel) -> torch.Tensor:
     """The weight [labels, H] of the head `score`."""
     assert isinstance(model.score, torch.nn.Linear)
     return model.score.weight
+
+
+def start_head(head: torch.nn.Linear, std: float = 0.0) -> None:
+    """Give a scalar head random weights of this standard deviation, and no bias."""
+    torch.nn.init.normal_(head.weight, std=std) if std else torch.nn.init.zeros_(head.weight)
+    if head.bias is not None:
+        torch.nn.init.zeros_(head.bias)
 
 
 def value_model_like(policy: PreTrainedModel) -> PreTrainedModel:

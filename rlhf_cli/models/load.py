@@ -1,18 +1,18 @@
 """Load models and tokenizers from directories and from the hub.
 
-Weights are read from safetensors only, and no code that comes with a model is run. An error about a directory is one
-line.
+Weights are read from safetensors only, and no code that comes with a model is run. What is refused about a model is
+said in one line.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import (
@@ -34,29 +34,35 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
-from transformers.utils import logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file, find_adapter_config_file
 
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.hub import is_local, require_hub_model
 from rlhf_cli.kernels.layers import use_fast_attention, use_fast_norm, use_short_layer
 from rlhf_cli.kernels.linear import use_fast_linear
-from rlhf_cli.models.check import (
-    check_directory,
-    check_weights,
-    reason_of,
-    refuse_classifier,
-    refuse_endless,
-    refuse_pickles,
-    try_out,
+from rlhf_cli.models.adapter_files import AdapterDirectory, attach, own_generation_config, read_adapter
+from rlhf_cli.models.adapters import merge_in_place, merge_when_read
+from rlhf_cli.models.deferred import (
+    blocks,
+    is_deferred,
+    is_finite,
+    load_deferred,
+    not_finite,
+    place_of,
+    read_deferred,
 )
-from rlhf_cli.models.deferred import blocks, is_deferred, load_deferred, read_deferred
-from rlhf_cli.models.forward import choose_attention, vocabulary_rows
-from rlhf_cli.models.heads import offer_classifier, reads_last_token, require_scores_without_padding, scalar_heads
+from rlhf_cli.models.forward import autocast, choose_attention, held_precision, vocabulary_rows
+from rlhf_cli.models.heads import (
+    offer_classifier,
+    reads_last_token,
+    require_scores_without_padding,
+    scalar_heads,
+    start_head,
+)
+from rlhf_cli.models.quantized import quantize, round_when_read
 from rlhf_cli.models.seq2seq import check_tokens, is_seq2seq_config, value_class
-from rlhf_cli.run.artifacts import is_adapter
+from rlhf_cli.run.artifacts import is_adapter, require_intact
 from rlhf_cli.seeding import seeded
-
-if TYPE_CHECKING:
-    from rlhf_cli.models.adapter_files import AdapterDirectory
 
 CLASSES: dict[Any, Any] = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -75,14 +81,16 @@ CUTS = ("rlhf_max_length", "rlhf_truncation")
 """Keys that we add to a reward model's config.json: how long texts were cut during its training."""
 LENGTH_CURVE = "length_curve"
 """The key that we add to a reward model's config.json: pairs [length, value], what a reply's length adds to a score."""
+MOST_LAYERS = 10_000
+"""Limit for the number of layers or experts in a config.json; no real model has as many."""
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory or hub id; the base's for adapters without one, as PEFT writes them."""
     check_directory(path, revision, weights=False)
-    if is_adapter(path) and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
-        base = _adapter(path).base
-        return load_tokenizer(base.path, base.revision)
+    adapter = None if any((Path(path) / name).is_file() for name in TOKENIZER_FILES) else read_adapter(path)
+    if adapter is not None:
+        return load_tokenizer(adapter.base.path, adapter.base.revision)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=False
@@ -90,7 +98,7 @@ def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenize
         longest, template = tokenizer.model_max_length, tokenizer.chat_template
         texts = list(template.values()) if isinstance(template, dict) else [template or ""]
         # tokenizer_config.json may contain anything, and transformers reads these values only when it needs them.
-        if not _is_number(longest, above_zero=False):
+        if not isinstance(longest, int | float):
             raise ValueError(f"model_max_length is {str(longest)[:80]!r}, not a number")
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("chat_template is not a string")
@@ -103,15 +111,11 @@ def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenize
 def load_policy(path: str, revision: str | None = None, *, deferred: bool = False) -> PreTrainedModel:
     """A decoder or an encoder-decoder in float32 with dropout off. Every weight must be in the file.
 
-    With `deferred` its weights are read later, by `shard_model`.
-
     A classifier is refused: with tied embeddings its backbone would load as a language model that was never trained.
+    With `deferred`, here and below, the weights are read later (deferred.py).
     """
     model, _ = _load(AutoModelForCausalLM, path, revision, deferred=deferred)
-    if is_adapter(path):
-        from rlhf_cli.models.adapter_files import own_generation_config
-
-        model.generation_config = own_generation_config(path) or model.generation_config
+    model.generation_config = own_generation_config(path) or model.generation_config
     generation = model.generation_config
     ends = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
     if not all(end is None or isinstance(end, int) for end in ends):
@@ -134,53 +138,41 @@ def load_policy(path: str, revision: str | None = None, *, deferred: bool = Fals
 def load_reward_model(path: str, revision: str | None = None, *, deferred: bool = False) -> PreTrainedModel:
     """A trained sequence classifier. One whose head is not in the file is refused.
 
-    transformers would fill a missing head with random numbers, and PPO would optimise for them. With `deferred` the
-    weights are read later, by `shard_model`.
+    transformers would fill a missing head with random numbers, and PPO would optimise for them.
     """
     model, _ = _load(AutoModelForSequenceClassification, path, revision, deferred=deferred)
-    for key in FACTS:
+    for key in (*FACTS, LENGTH_CURVE):
         value = getattr(model.config, key, None)
-        if value is not None and not _is_number(value, above_zero=key.endswith("_std")):
-            kind = "a number above 0" if key.endswith("_std") else "a number"
+        rule = "a number above 0" if key.endswith("_std") else "a number"
+        rule = "a list of [length, value] of increasing length" if key == LENGTH_CURVE else rule
+        if value is not None and not _follows(value, rule):
             raise ArtifactError(
-                f"{path}: config.json has {key}: {str(value)[:80]!r}, not {kind}. Train the reward model again, or "
+                f"{path}: config.json has {key}: {str(value)[:80]}, not {rule}. Train the reward model again, or "
                 "remove the key"
             )
-    _length_curve_of(model, path)
     return model
 
 
+def _follows(value: Any, rule: str) -> bool:
+    try:
+        numbers = torch.tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return False
+    if not numbers.isfinite().all():
+        return False
+    if rule.startswith("a list"):
+        return numbers.ndim == 2 and numbers.shape[1] == 2 and bool((numbers[:, 0].diff() > 0).all())
+    return numbers.ndim == 0 and (rule == "a number" or numbers.item() > 0)
+
+
 def load_step_model(path: str, revision: str | None = None, *, deferred: bool = False) -> PreTrainedModel:
-    """A trained token classifier, with its head. With `deferred` the weights are read later."""
+    """A trained token classifier, with its head."""
     if is_adapter(path):
         raise ArtifactError(f"{path}: has adapters, and a model of steps must be whole. Merge them into its weights")
     model, _ = _load(AutoModelForTokenClassification, path, revision, deferred=deferred)
     if len(scalar_heads(model)) != 1:
         raise ArtifactError(f"{path}: the head of a {type(model).__name__} is not one linear layer. Use another model")
     return model
-
-
-def _length_curve_of(model: PreTrainedModel, path: str) -> None:
-    """Raise ArtifactError for a curve in the config that is none."""
-    curve = getattr(model.config, LENGTH_CURVE, None)
-    if curve is None:
-        return
-    is_list = isinstance(curve, list) and len(curve) > 0
-    pairs = curve if is_list and all(isinstance(one, list) and len(one) == 2 for one in curve) else [[None]]
-    is_valid = all(_is_number(x, above_zero=False) for pair in pairs for x in pair)
-    if not is_valid or any(a[0] >= b[0] for a, b in itertools.pairwise(pairs)):
-        raise ArtifactError(
-            f"{path}: config.json has {LENGTH_CURVE}: {str(curve)[:80]}, not a list of [length, value] of increasing "
-            "length. Train the reward model again, or remove the key"
-        )
-
-
-def _is_number(value: Any, *, above_zero: bool) -> bool:
-    """Whether the value is a finite number in the range of a float."""
-    try:
-        return isinstance(value, int | float) and math.isfinite(value) and (value > 0 or not above_zero)
-    except OverflowError:
-        return False
 
 
 def new_reward_model(
@@ -196,13 +188,8 @@ def new_reward_model(
         model, new = _load(
             AutoModelForSequenceClassification, path, revision, new_head=True, deferred=deferred, num_labels=1
         )
-        for name, head in scalar_heads(model).items():
-            if f"{name}.weight" not in new:
-                continue
-            std = head_std if head_std is not None else 1.0 / math.sqrt(head.in_features + 1)
-            torch.nn.init.normal_(head.weight, std=std)
-            if head.bias is not None:
-                torch.nn.init.zeros_(head.bias)
+        for head in (head for name, head in scalar_heads(model).items() if f"{name}.weight" in new):
+            start_head(head, head_std if head_std is not None else 1.0 / math.sqrt(head.in_features + 1))
     _forget_facts(model)
     return model, new
 
@@ -217,9 +204,7 @@ def new_value_model(path: str, revision: str | None, *, deferred: bool = False) 
         )
     for head in scalar_heads(model).values():
         read_deferred(head)
-        torch.nn.init.zeros_(head.weight)
-        if head.bias is not None:
-            torch.nn.init.zeros_(head.bias)
+        start_head(head)
     _forget_facts(model)
     return model
 
@@ -231,13 +216,11 @@ def _forget_facts(model: PreTrainedModel) -> None:
 
 
 def load_value_model(path: str, *, deferred: bool = False) -> PreTrainedModel:
-    """A saved value model, with its head. With `deferred` its other weights are read later."""
+    """A saved value model, with its head."""
     model, _ = _load(AutoModelForSequenceClassification, path, None, for_values=True, deferred=deferred)
     if not reads_last_token(model) or model.config.num_labels != 1:
-        raise ArtifactError(
-            f"{path}: a {type(model).__name__} does not give a value for each token. Give the `value_model` directory "
-            "of an earlier PPO run"
-        )
+        what = f"{path}: a {type(model).__name__} does not give a value for each token"
+        raise ArtifactError(f"{what}. Give the `value_model` directory of an earlier PPO run")
     return model
 
 
@@ -259,8 +242,7 @@ def _is_torchao(config: PreTrainedConfig) -> bool:
 
 def is_language_model(path: str, revision: str | None = None) -> bool:
     """Whether the model at `path` was saved as a language model."""
-    if is_adapter(path):
-        adapter = _adapter(path)
+    if (adapter := read_adapter(path)) is not None:
         return not adapter.is_classifier and is_language_model(adapter.base.path, adapter.base.revision)
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
@@ -355,23 +337,22 @@ def _load(
     """A model in float32 and eval mode, and the names of its parameters that are not in the file.
 
     With `new_head` these may be parameters outside the backbone. Raises ArtifactError for any other. With `for_values`
-    the head is read at each token, and not once for the whole text. With `deferred` the weights of a decoder are
-    deferred if that is possible.
+    the head is read at each token, and not once for the whole text. Weights are deferred only if that is possible.
     """
     check_directory(path, revision, weights=True)
-    if is_adapter(path):
-        return _load_adapted(auto, _adapter(path), new_head=new_head, deferred=deferred, **settings)
+    if (adapter := read_adapter(path)) is not None:
+        return _load_adapted(auto, adapter, new_head=new_head, deferred=deferred, **settings)
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False, **settings)
         # A config may name a kernel from the hub as its attention, which is code.
         config._attn_implementation = None
-        refuse_pickles(path, revision, config)
-        refuse_endless(path, config.get_text_config())
+        _refuse_pickles(path, revision, config)
+        _refuse_endless(path, config.get_text_config())
         if auto is AutoModelForCausalLM:
-            refuse_classifier(path, config)
+            _refuse_classifier(path, config)
             auto = AutoModelForSeq2SeqLM if is_seq2seq_config(config) else auto
         elif for_values and is_seq2seq_config(config):
-            auto = value_class(config)
+            auto = value_class(type(config))
         else:
             offer_classifier(type(config))
         in_int8 = _is_torchao(config)
@@ -413,15 +394,6 @@ def _load(
     return model, new
 
 
-def _adapter(path: str) -> AdapterDirectory:
-    """What a directory of adapters says."""
-    from rlhf_cli.models.adapter_files import read_adapter
-
-    adapter = read_adapter(path)
-    assert adapter is not None
-    return adapter
-
-
 def _load_adapted(
     auto: Any, adapter: AdapterDirectory, *, new_head: bool, deferred: bool, **settings: Any
 ) -> tuple[PreTrainedModel, list[str]]:
@@ -430,18 +402,12 @@ def _load_adapted(
     With `deferred` a weight is merged when it is read, if the base can be deferred.
     A head in the adapters is kept if it has the number of labels that `settings` ask for.
     """
-    from rlhf_cli.models.adapter_files import attach
-    from rlhf_cli.models.adapters import merge_in_place, merge_when_read
-    from rlhf_cli.models.quantized import quantize, round_when_read
-
     if auto is AutoModelForCausalLM and adapter.is_classifier:
         raise ArtifactError(
             f"{adapter.path}: has the adapters of a classifier (reward or value model), not of a language model"
         )
-    keeps_head = auto is not AutoModelForCausalLM and adapter.num_labels == settings.get(
-        "num_labels", adapter.num_labels
-    )
-    keeps_head = keeps_head and bool(adapter.head)
+    num_labels = settings.get("num_labels", adapter.num_labels)
+    keeps_head = bool(adapter.head) and auto is not AutoModelForCausalLM and num_labels == adapter.num_labels
     if keeps_head:
         settings["num_labels"] = adapter.num_labels
     base, new_head = adapter.base, new_head or keeps_head
@@ -452,8 +418,7 @@ def _load_adapted(
         (round_when_read if is_later else quantize)(model, adapter.quantization, adapter.path)
     read = attach(model, adapter, with_head=keeps_head)
     (merge_when_read if is_later else merge_in_place)(model)
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
+    model.requires_grad_(True)
     take_facts(model, adapter)
     return model, [name for name in new if name not in read]
 
@@ -469,25 +434,15 @@ def take_facts(model: PreTrainedModel, adapter: AdapterDirectory) -> None:
 
 @contextlib.contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Keep transformers from asking the hub's conversion service for safetensors, and from drawing a bar.
-
-    It reads the first variable at each load. Its bar "Loading weights" is drawn if you set HF_HUB_DISABLE_PROGRESS_BARS
-    to show it, which it reads only when it is imported: a script may do that before `set_up_process`, or never call it.
-    """
+    """Keep transformers from asking the hub's conversion service for safetensors: it reads a variable at each load."""
     name, before = "DISABLE_SAFETENSORS_CONVERSION", os.environ.get("DISABLE_SAFETENSORS_CONVERSION")
     os.environ[name] = "1"
-    hides_bar = logging.is_progress_bar_enabled() and os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") in (None, "1")
-    if hides_bar:
-        logging.disable_progress_bar()
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
+        del os.environ[name]
+        if before is not None:
             os.environ[name] = before
-        if hides_bar:
-            logging.enable_progress_bar()
 
 
 def set_dropout_off(model: PreTrainedModel) -> None:
@@ -502,3 +457,121 @@ def set_dropout_off(model: PreTrainedModel) -> None:
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, int | float) and not isinstance(value, bool):
                 setattr(module, name, 0.0)
+
+
+# ------------------------------------------------------------------------------------------- what is refused
+
+
+def check_directory(path: str, revision: str | None, *, weights: bool) -> None:
+    """Raise ArtifactError if this is no model directory and no model on the hub, or with `weights` has none."""
+    directory = Path(path)
+    if not directory.exists():
+        if is_local(path):
+            raise ArtifactError(f"{path}: no such directory (looked in {Path.cwd()}), and not a hub id")
+        require_hub_model(path, revision)
+        return
+    require_intact(path, thorough=weights)
+    if not directory.is_dir():
+        raise ArtifactError(f"{path}: is a file. Give a Hugging Face model directory")
+    if is_adapter(directory):
+        return  # `read_adapter` checks the rest
+    if not (directory / "config.json").is_file():
+        raise ArtifactError(f"{path}: has no config.json, so it is not a Hugging Face model directory")
+    if weights and not any(directory.glob("*.safetensors")):
+        pickles = [p.name for p in directory.glob("*.bin")]
+        reason = f"{pickles[0]} is a pickle, and a pickle is never read" if pickles else "has no weights"
+        raise ArtifactError(f"{path}: {reason}. Save the model again with save_pretrained, as *.safetensors")
+
+
+def _refuse_endless(path: str, config: PreTrainedConfig) -> None:
+    """Raise ArtifactError for more layers or experts than any model has: building them would not end."""
+    for key, value in config.to_dict().items():
+        if isinstance(value, int) and value > MOST_LAYERS and ("layer" in key or "expert" in key):
+            raise ArtifactError(f"{path}: config.json has {key}: {str(value)[:20]}, more than any model")
+
+
+def _refuse_classifier(path: str, config: PreTrainedConfig) -> None:
+    """Raise ArtifactError if the model was saved as a sequence classifier."""
+    for name in config.architectures or ():
+        if str(name).endswith("ForSequenceClassification"):
+            raise ArtifactError(
+                f"{path}: is a {name} (reward model, value model or classifier), not a language model. Give a "
+                "language model, for example a finished sft stage. To score a file with it, run rlhf rm score"
+            )
+
+
+def _refuse_pickles(path: str, revision: str | None, config: PreTrainedConfig) -> None:
+    """Raise ArtifactError if a model's files lead transformers to a pickle, or outside of the model's directory.
+
+    `use_safetensors` covers only the usual file names. config.json may name any file as the weights, an index may name
+    any file as a part of them, and an adapter's weights are read from a pickle if there is no other file.
+    """
+    if find_adapter_config_file(path, revision=revision) is not None:
+        raise ArtifactError(
+            f"{path}: has an adapter (adapter_config.json) beside a whole model, or is an adapter on the hub. Give a "
+            "directory with only one of them; download an adapter first"
+        )
+    names = [getattr(config, "transformers_weights", None) or "model.safetensors"]
+    with contextlib.suppress(OSError):
+        index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, revision=revision)
+        names += json.loads(Path(str(index)).read_text(encoding="utf-8"))["weight_map"].values()
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ArtifactError(
+                f"{path}: its files name {name!r} as weights, and only *.safetensors beside config.json are read. Save "
+                "the model again with save_pretrained"
+            )
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of an error of transformers, or its type."""
+    if "trust_remote_code" in str(error):
+        return "it asks for trust_remote_code, and code that comes with a model is never run"
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__
+
+
+def check_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str, *, new_head: bool) -> list[str]:
+    """Raise ArtifactError for weights that are missing, have another shape than config.json says, or are not finite.
+
+    `info` is transformers' report of the loading. With `new_head` weights outside of the backbone may be missing or
+    have another shape. Returns their names: transformers initialized them.
+    """
+    prefix = f"{model.base_model_prefix}."
+    head = {name for name, _ in model.named_parameters() if not name.startswith(prefix)} if new_head else set()
+    new = head & (set(info["missing_keys"]) | {str(name) for name, _, _ in info["mismatched_keys"]})
+    if missing := sorted(set(info["missing_keys"]) - head):
+        raise ArtifactError(
+            f"{path}: {len(missing)} weights of {type(model).__name__} are not in the file ({', '.join(missing[:3])}), "
+            "and would be random. Give a directory that was saved as this kind of model"
+        )
+    if wrong := sorted((n, list(given), list(needed)) for n, given, needed in info["mismatched_keys"] if n not in head):
+        name, given, needed = wrong[0]
+        more = f" (and {len(wrong) - 1} more weights)" if len(wrong) > 1 else ""
+        raise ArtifactError(
+            f"{path}: weight {name} has shape {given} in the file, and config.json says {needed}{more}. Give a "
+            "directory whose weights and config.json were saved together"
+        )
+    for name, weight in model.named_parameters():
+        if name not in new and place_of(weight) is None and not is_finite(weight):
+            bad = weight.numel() - int(weight.isfinite().sum())
+            raise not_finite(f"{path}: weight {name} contains NaN or inf ({bad:,} of {weight.numel():,} values)")
+    return sorted(new)
+
+
+@torch.no_grad()
+def try_out(model: PreTrainedModel, path: str) -> None:
+    """Raise ArtifactError if a forward pass of two tokens in training mode fails.
+
+    config.json may contain anything, and values for heads, layers or dropout are first used here. The tokens of an
+    encoder-decoder are checked by `check_tokens`.
+    """
+    if model.config.is_encoder_decoder:
+        return
+    was_training = model.training
+    try:
+        with autocast(torch.device("cpu"), held_precision(model) or "float32"):
+            model.train()(input_ids=torch.zeros(1, 2, dtype=torch.int64))
+    except Exception as error:
+        raise ArtifactError(f"{path}: a model with its config.json cannot compute ({reason_of(error)})") from None
+    model.train(was_training)

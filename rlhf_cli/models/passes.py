@@ -32,14 +32,11 @@ from rlhf_cli.processes.sharding import is_sharded
 class Passes:
     """How one model's training passes are computed, and what they cost."""
 
-    budget: Budget
-    """How much goes into one microbatch."""
+    budget: Budget  # of one microbatch
     work: Work
     peak_flops: float
-    lines: list[str]
-    """Lines to tell the user."""
-    compile_s: float
-    """Seconds spent on compiling."""
+    lines: list[str]  # to tell the user
+    compile_s: float  # seconds spent on compiling
 
 
 def set_up_training(model: PreTrainedModel, config: SFTConfig | RMConfig, device: torch.device, tokens: int) -> Passes:
@@ -98,11 +95,10 @@ def has_bfloat16(device: torch.device) -> bool:
 def recompute_layers(model: PreTrainedModel) -> None:
     """Keep only the input of each layer, and recompute the rest in the backward pass (gradient checkpointing).
 
-    The gradient is the same. A layer recomputes only in training mode (`recomputing`), because otherwise it would drop
-    a cache of keys and values. Raises ConfigError for a family for which transformers does not implement this.
+    A layer recomputes only in training mode (`recomputing`), because otherwise it would drop a cache of keys and
+    values. Raises ConfigError for a family for which transformers does not implement this.
     """
     try:
-        # The lengths of the packed row are arguments of the layer, so the recomputation has them too.
         # transformers renamed the function in 5.23.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
@@ -116,13 +112,8 @@ def recompute_layers(model: PreTrainedModel) -> None:
 @contextmanager
 def recomputing(*models: PreTrainedModel | None) -> Iterator[None]:
     """Within this context the layers of `recompute_layers` are in training mode, so that they recompute."""
-    layers = [
-        module
-        for model in models
-        if model is not None
-        for module in model.modules()
-        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
-    ]
+    modules = (module for model in models if model is not None for module in model.modules())
+    layers = [m for m in modules if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
     were_training = [layer.training for layer in layers]
     for layer in layers:
         layer.training = True
@@ -141,7 +132,8 @@ def compile_passes(model: PreTrainedModel, device: torch.device, precision: str)
     so weights keep their names. Raises ConfigError if torch.compile fails. All processes must call this for a sharded
     model.
     """
-    _exclude_attention()
+    for name in attention.PACKED:
+        AttentionInterface.register(name, torch.compiler.disable(AttentionInterface()[name]))
     for module in blocks(model) if is_sharded(model) else [model.base_model]:
         _compile_forward(module)
     began = time.monotonic()
@@ -172,10 +164,3 @@ def _compile_forward(module: Any) -> None:
         return compiled(*args, **kwargs) if torch.is_grad_enabled() else plain(*args, **kwargs)
 
     module.forward = forward
-
-
-@functools.cache
-def _exclude_attention() -> None:
-    """Exclude the attention functions from torch.compile."""
-    for name in attention.PACKED:
-        AttentionInterface.register(name, torch.compiler.disable(AttentionInterface()[name]))

@@ -44,7 +44,7 @@ INT8_BLOCK = 64
 
 @torch.no_grad()
 def quantize(model: PreTrainedModel, quantization: Quantization, key: str) -> None:
-    """Replace the linear layers of the backbone by quantized ones.
+    """Replace the linear layers of the backbone by ones in 4 bits.
 
     Raises ConfigError, naming the config `key`, if bitsandbytes is not installed or computes wrong weights here, or if
     no layer can be quantized.
@@ -57,20 +57,14 @@ def quantize(model: PreTrainedModel, quantization: Quantization, key: str) -> No
 
 
 def round_when_read(model: PreTrainedModel, quantization: Quantization, key: str) -> None:
-    """Give the deferred weights that `quantize` would replace the values that they would have in 4 bits.
-
-    Raises what `quantize` raises. Wrong weights are noticed when one is read.
-    """
+    """Give the deferred weights that `quantize` would replace the values that they would have in 4 bits."""
     library = _bitsandbytes(key)
     for _, _, layer in _quantizable(model, key):
         change(layer.weight, partial(_rounded, quantization=quantization, library=library, key=key))
 
 
 def require_quantizable(model: PreTrainedModel, quantization: Quantization, key: str, *, here: bool = True) -> None:
-    """Raise what `quantize` would raise. The model needs no weights.
-
-    Without `here` the package and this machine do not matter.
-    """
+    """Raise what `quantize` would raise; without `here`, whatever is installed. The model needs no weights."""
     _quantizable(model, key)
     if here:
         # `nf4_double` needs blocks of similar size, as those of a model are.
@@ -79,11 +73,18 @@ def require_quantizable(model: PreTrainedModel, quantization: Quantization, key:
 
 
 @torch.no_grad()
-def _rounded(values: torch.Tensor, quantization: Quantization, library: Any, key: str) -> torch.Tensor:
+def _rounded(values: Tensor, quantization: Quantization, library: Any, key: str) -> Tensor:
     """A weight after it was held in 4 bits."""
-    plain = nn.Linear(values.shape[1], values.shape[0], bias=False, device="meta")
-    plain.weight = nn.Parameter(values, requires_grad=False)
-    return _weight_of(_quantized(plain, quantization, library, key))
+    return _weight_of(_quantized(_linear(values, None), quantization, library, key))
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A frozen linear layer with this weight [out, in]."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach().to(weight.dtype), requires_grad=False)
+    return layer
 
 
 def _quantizable(model: PreTrainedModel, key: str) -> list[tuple[Any, str, nn.Linear]]:
@@ -119,10 +120,10 @@ def _quantized(layer: nn.Linear, quantization: Quantization, library: Any, key: 
     exact = layer.weight.reshape(-1, BLOCK)
     error = (_weight_of(quantized).reshape(-1, BLOCK) - exact).abs().amax(1) / exact.abs().amax(1).clamp_min(1e-30)
     if not error.max() <= WIDEST_ERROR[quantization]:
+        what = f"bitsandbytes {library.__version__} computes wrong weights on this {layer.weight.device.type}"
         raise ConfigError(
-            f"{key}: bitsandbytes {library.__version__} computes wrong weights on this {layer.weight.device.type} (an "
-            f"error of {error.max():.2f}, at most {WIDEST_ERROR[quantization]} is possible). Remove it, or install "
-            "another version"
+            f"{key}: {what} (an error of {error.max():.2f}, at most {WIDEST_ERROR[quantization]} is possible). Remove "
+            "it, or install another version"
         )
     return quantized.train(layer.training)
 
@@ -151,29 +152,24 @@ def use_inference_kernel(model: nn.Module, device: torch.device) -> None:
     It rounds the input to bfloat16, which is a tenth of the weights' own error, and takes half the time of a product in
     float32 of one row. It repacks the weights at the first use, so they can no longer be merged.
     """
-    for _, _, layer in quantized_layers(model):
-        fits = layer.out_features % KERNEL_BLOCK == 0
-        if fits and device.type == "cpu" and torch.cpu.get_capabilities().get("avx512_bf16"):
-            layer.support_avx512bf16_for_cpu, layer.compute_dtype = True, torch.bfloat16
+    if device.type == "cpu" and torch.cpu.get_capabilities().get("avx512_bf16"):
+        for _, _, layer in quantized_layers(model):
+            if layer.out_features % KERNEL_BLOCK == 0:
+                layer.support_avx512bf16_for_cpu, layer.compute_dtype = True, torch.bfloat16
 
 
 @torch.no_grad()
 def dequantize(model: nn.Module) -> None:
     """Replace quantized layers by plain ones with the weights that they computed with."""
     for parent, name, layer in quantized_layers(model):
-        weight = _weight_of(layer)
-        plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-        plain.weight = nn.Parameter(weight, requires_grad=False)
-        if layer.bias is not None:
-            plain.bias = nn.Parameter(layer.bias.detach().to(weight.dtype), requires_grad=False)
-        setattr(parent, name, plain.train(layer.training))
+        setattr(parent, name, _linear(_weight_of(layer), layer.bias).train(layer.training))
 
 
-def _weight_of(layer: Any) -> torch.Tensor:
+def _weight_of(layer: Any) -> Tensor:
     """The weight [out, in] that a quantized layer computes with."""
     from bitsandbytes.functional import dequantize_4bit
 
-    weight: torch.Tensor = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    weight: Tensor = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
     return weight
 
 
@@ -186,7 +182,7 @@ def divisible(module: nn.Module) -> list[Any]:
     layers = [layer for _, _, layer in quantized_layers(module)]
     for layer in layers:
         layer.quant_state = layer.weight.quant_state
-        layer.weight = nn.Parameter(layer.weight.detach().as_subclass(torch.Tensor), requires_grad=False)
+        layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Tensor), requires_grad=False)
     return layers
 
 
@@ -254,15 +250,13 @@ def quantize_int8(model: PreTrainedModel, device: torch.device, key: str) -> Non
     on_cpu = device.type == "cpu" and hasattr(torch, "_weight_int8pack_mm")
     while layers:  # a layer that is done is freed
         parent, name, layer = layers.pop()
-        setattr(parent, name, Int8Linear(*_integers(layer), layer.bias, rounds=on_cpu))
+        stored = take_integers(layer.weight)
+        read_deferred(layer)
+        setattr(parent, name, Int8Linear(*(stored or _integers(layer)), layer.bias, rounds=on_cpu))
 
 
-def _integers(layer: nn.Module) -> tuple[Tensor, Tensor]:
+def _integers(layer: Any) -> tuple[Tensor, Tensor]:
     """The weight of a linear layer as integers [out, in], and their scales [out, 1]."""
-    stored = take_integers(layer.weight)  # type: ignore[arg-type]
-    read_deferred(layer)
-    if stored is not None:
-        return stored
-    weight: Tensor = layer.weight.detach().t() if isinstance(layer, Conv1D) else layer.weight.detach()  # type: ignore[operator]
+    weight: Tensor = layer.weight.detach().t() if isinstance(layer, Conv1D) else layer.weight.detach()
     scale = (weight.abs().amax(1, keepdim=True) / 127).clamp_min(torch.finfo(torch.float32).tiny)
     return (weight / scale).round().to(torch.int8).contiguous(), scale

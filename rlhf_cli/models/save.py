@@ -23,10 +23,11 @@ from rlhf_cli.config.models import Lora
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.models.check import reason_of
+from rlhf_cli.models.adapter_files import BaseModel, save_adapter
+from rlhf_cli.models.adapters import has_adapters, merge_in_place
 from rlhf_cli.models.forward import PRECISIONS
 from rlhf_cli.models.heads import scalar_heads, value_model_like
-from rlhf_cli.models.origin import BaseModel, has_adapters
+from rlhf_cli.models.load import reason_of
 from rlhf_cli.processes.sharding import LARGEST_FILE, is_first_process, is_sharded, plain_class, whole
 from rlhf_cli.run.artifacts import MODEL_CONFIG, is_adapter, model_directory
 from rlhf_cli.tensor_ops import num_weights, weight_shape
@@ -53,31 +54,43 @@ def save(
     All processes must call this for a sharded model; the first one writes, and holds no more than one file of it.
     Raises ArtifactError, on every process, if a file cannot be written.
     """
-    shards = is_sharded(model)
+    shards, problem = is_sharded(model), ""
     is_writer = not shards or is_first_process()
+
+    def attempt(write: Callable[[], object]) -> None:
+        nonlocal problem  # the other processes must be told before this one stops
+        try:
+            if is_writer and not problem:
+                write()
+        except Exception as error:
+            # safetensors and tokenizers write from Rust and report a full disk by errors of their own.
+            if not (isinstance(error, OSError | SafetensorError) or "os error" in str(error)):
+                raise
+            problem = reason_of(error)
+
     weights = plain_weights(model)
     if value_head is not None:
         model, weights = _with_value_head(model, weights, value_head)
     dtypes = _dtypes(model, weights, dtype)
     shapes = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, (shape, _) in weights.items()}
     files = split_torch_state_dict_into_shards(shapes, max_shard_size=LARGEST_FILE if shards else max_shard_size)
-    problem, index = "", dict[str, str]()
+    index = dict[str, str]()
+    attempt(lambda: directory.mkdir(parents=True, exist_ok=True))
     for file, names in files.filename_to_tensors.items():
         tensors: dict[str, Tensor] = {}
         for name in names:
             tensor = weights[name][1]()  # on every process, since all send their rows
             if is_writer:
                 tensors[name] = tensor.to("cpu", dtypes[name]).contiguous()
-        if is_writer and not problem:
-            # Some families have other names in files than in memory.
-            tensors = revert_weight_conversion(model, tensors)
-            index |= dict.fromkeys(tensors, file)
-            problem = _attempt(partial(_write, tensors, directory, file))
-    if is_writer and not problem and files.is_sharded:
+        # Some families have other names in files than in memory.
+        tensors = revert_weight_conversion(model, tensors) if is_writer else tensors
+        index |= dict.fromkeys(tensors, file)
+        attempt(partial(save_file, tensors, directory / file, metadata={"format": "pt"}))
+    if files.is_sharded:
         total = {"total_parameters": sum(map(num_weights, model.parameters())), **files.metadata}
-        problem = _attempt(partial(_write_index, {"metadata": total, "weight_map": index}, directory))
-    if is_writer and not problem:
-        problem = _attempt(partial(_write_configs, model, tokenizer, directory, dtype))
+        path, text = directory / SAFE_WEIGHTS_INDEX_NAME, _json({"metadata": total, "weight_map": index})
+        attempt(partial(path.write_text, text, encoding="utf-8"))
+    attempt(partial(_write_configs, model, tokenizer, directory, dtype))
     if shards:
         problems = [problem]
         dist.broadcast_object_list(problems, src=0)
@@ -132,8 +145,6 @@ def _with_value_head(
 @torch.no_grad()
 def _merged(layer: Any, name: str) -> Tensor:
     """The weight of a layer with this name, dequantized, and with its adapters added."""
-    from rlhf_cli.models.adapters import merge_in_place
-
     # The copy gets whole weights in the place of the sharded ones. They are cloned: `whole` returns an unsharded weight
     # itself, and merging writes into it.
     weights: dict[int, Any] = {}
@@ -146,14 +157,8 @@ def _merged(layer: Any, name: str) -> Tensor:
     return merged
 
 
-def _write(tensors: dict[str, Tensor], directory: Path, file: str) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / file, metadata={"format": "pt"})
-
-
-def _write_index(index: dict[str, Any], directory: Path) -> None:
-    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
+def _json(values: dict[str, Any]) -> str:
+    return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
 
 def _write_configs(
@@ -169,18 +174,6 @@ def _write_configs(
     tokenizer.save_pretrained(directory)
 
 
-def _attempt(write: Callable[[], None]) -> str:
-    """Why writing fails, "" if it does not. The other processes must be told before this one stops."""
-    try:
-        write()
-    except Exception as error:
-        # safetensors and tokenizers write from Rust and report a full disk by errors of their own.
-        if isinstance(error, OSError | SafetensorError) or "os error" in str(error):
-            return reason_of(error)
-        raise
-    return ""
-
-
 def save_facts(model: PreTrainedModel, facts: dict[str, Any], directory: Path) -> None:
     """Add keys to the config.json of a saved model. `from_pretrained` returns them as attributes of the config."""
     for key, value in facts.items():
@@ -188,7 +181,7 @@ def save_facts(model: PreTrainedModel, facts: dict[str, Any], directory: Path) -
     path = directory / (MODEL_CONFIG if is_adapter(directory) else "config.json")
     try:
         config = json.loads(path.read_text(encoding="utf-8")) | facts
-        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        path.write_text(_json(config), encoding="utf-8")
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be written ({error.strerror or error})") from None
 
@@ -241,8 +234,6 @@ def save_trained(
     if lora is None:
         save(model, tokenizer, directory, dtype)
         return
-    from rlhf_cli.models.adapter_files import save_adapter
-
     if lora.save == "merged":
         save(model, tokenizer, directory, dtype)
         save_adapter(model, directory / "adapter", base, lora.quantize)

@@ -14,8 +14,8 @@ encoder output per row, so prompts are not shared, and the logits of a whole bat
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -186,21 +186,17 @@ class TokenValues(PreTrainedModel):
         return self.base_model(**inputs)
 
 
-_value_classes: weakref.WeakKeyDictionary[type[PreTrainedConfig], type[PreTrainedModel]] = weakref.WeakKeyDictionary()
+@functools.cache
+def value_class(kind: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+    """The class of value models on the backbone of this kind of config, such as T5TokenValues."""
+    return class_of_family(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[kind], kind, TokenValues, "TokenValues")
 
 
-def value_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class of value models on the backbone of this config, such as T5TokenValues."""
-    kind = type(config)
-    if kind not in _value_classes:
-        language_model: Any = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[kind]
-        family = next(c for c in reversed(language_model.__mro__[:-1]) if _is_family(c))
-        members = {"config_class": kind, "__module__": __name__}
-        name = f"{kind.__name__.removesuffix('Config')}TokenValues"
-        _value_classes[kind] = type(name, (TokenValues, family), members)
-    return _value_classes[kind]
-
-
-def _is_family(parent: type) -> bool:
-    """Whether a class is the parent of all models of a family, such as T5PreTrainedModel."""
-    return issubclass(parent, PreTrainedModel) and parent is not PreTrainedModel
+def class_of_family(
+    language_model: Any, config: type[PreTrainedConfig], head: type, suffix: str
+) -> type[PreTrainedModel]:
+    """A new class `head` of the family of a language model: it derives from CodeGenPreTrainedModel, for example."""
+    parents = [parent for parent in language_model.__mro__ if issubclass(parent, PreTrainedModel)]
+    family = parents[-2]  # the last one is PreTrainedModel itself
+    members = {"config_class": config, "base_model_prefix": family.base_model_prefix, "__module__": __name__}
+    return type(f"{config.__name__.removesuffix('Config')}{suffix}", (head, family), members)

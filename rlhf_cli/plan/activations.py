@@ -15,8 +15,8 @@ from rlhf_cli.errors import ConfigError
 from rlhf_cli.kernels import attention
 from rlhf_cli.kernels.layers import use_fast_attention, use_fast_norm
 from rlhf_cli.kernels.linear import use_fast_linear
-from rlhf_cli.models.check import reason_of
 from rlhf_cli.models.forward import autocast, hidden_at, is_packed
+from rlhf_cli.models.load import reason_of
 from rlhf_cli.packing import PackedBatch, pack
 from rlhf_cli.processes.sharding import gathered
 

@@ -15,9 +15,9 @@ from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.hub import is_local
+from rlhf_cli.models.adapter_files import BaseModel
 from rlhf_cli.models.load import ensure_pad_token, load_tokenizer
 from rlhf_cli.models.lora import refuse_adapter_as_base, require_loadable
-from rlhf_cli.models.origin import BaseModel
 from rlhf_cli.plan.origins import ModelOrigin, ModelOrigins
 from rlhf_cli.plan.shapes import built
 from rlhf_cli.run.artifacts import is_adapter, model_directory

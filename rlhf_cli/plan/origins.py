@@ -15,7 +15,7 @@ from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.hub import is_local
-from rlhf_cli.models.check import reason_of
+from rlhf_cli.models.load import reason_of
 from rlhf_cli.plan.memory import Held, Setting
 from rlhf_cli.plan.shapes import shape_of, shape_of_loaded
 from rlhf_cli.run.artifacts import is_adapter, model_directory

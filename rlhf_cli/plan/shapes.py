@@ -18,11 +18,11 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.config.models import Lora
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.check import reason_of
 from rlhf_cli.models.deferred import BLOCK
 from rlhf_cli.models.forward import is_packed, positions, vocabulary_rows
 from rlhf_cli.models.frozen import freeze
 from rlhf_cli.models.heads import offer_classifier
+from rlhf_cli.models.load import reason_of
 from rlhf_cli.plan.activations import activation_bytes, fake_activation_bytes
 from rlhf_cli.tensor_ops import num_weights, weight_shape
 

@@ -22,12 +22,12 @@ from rlhf_cli.data.splits import HeldOutRows, held_out_rows
 from rlhf_cli.data.stage_rows import ppo_rows, ptx_rows
 from rlhf_cli.decoders.decoder import decoder_notes
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.models.adapter_files import BaseModel
 from rlhf_cli.models.cost import Work, peak_flops, work_of
 from rlhf_cli.models.forward import autocast, check_positions, choose_attention, compute_dtype, is_packed, positions
 from rlhf_cli.models.frozen import freeze, hold_frozen, is_held
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
 from rlhf_cli.models.lora import add_adapters, defers_base, prepare_base
-from rlhf_cli.models.origin import BaseModel
 from rlhf_cli.models.passes import set_up_passes
 from rlhf_cli.models.save import round_weights, save, save_trained, saved_dtype
 from rlhf_cli.models.shard import shard_for, shards, to_shard
@@ -154,7 +154,7 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     prepare_base(policy, config.policy.lora, "policy.lora", config, world.device)
     backbone = None  # whose weights other models may share
     if config.policy.lora is not None:
-        from rlhf_cli.models.shared import Backbone
+        from rlhf_cli.models.lora import Backbone
 
         backbone = Backbone(policy, base, config.policy.lora.quantize)
     rewards, notes = load_rewards(
@@ -290,7 +290,7 @@ def _prepare(
     if value.model is not None and value.base is not None:
         notes.append(add_adapters(value.model, config.value_model.lora, value.base, "value_model.lora", config))
         if value.adapters_of is not None:
-            from rlhf_cli.models.shared import copy_adapters
+            from rlhf_cli.models.lora import copy_adapters
 
             copy_adapters(value.adapters_of, value.model)
     return notes

@@ -12,19 +12,20 @@ from transformers import PreTrainedModel
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.models.adapter_files import BaseModel
+from rlhf_cli.models.adapters import has_adapters
 from rlhf_cli.models.deferred import read_deferred
 from rlhf_cli.models.forward import vocabulary_rows
 from rlhf_cli.models.heads import scalar_heads, scalar_weight, value_model_like
 from rlhf_cli.models.load import load_value_model, new_value_model
 from rlhf_cli.models.lora import defers_base
-from rlhf_cli.models.origin import BaseModel, has_adapters
 from rlhf_cli.models.shard import shards, to_shard
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.models import RewardModel
 from rlhf_cli.run.artifacts import model_directory
 
 if TYPE_CHECKING:
-    from rlhf_cli.models.shared import Backbone
+    from rlhf_cli.models.lora import Backbone
 
 SHARES = "the value model shares the policy's frozen weights"
 OWN_WEIGHTS = (
@@ -97,7 +98,7 @@ def choose_value_model(
         # Sharded models share no weights: only the adapters of this one are read.
         adapted = backbone.reward_model(base.path) if backbone is not None and shards(config) else reward_model
         if backbone is not None and lora is not None and adapted is not None and has_adapters(adapted):
-            from rlhf_cli.models.shared import has_adapters_of
+            from rlhf_cli.models.lora import has_adapters_of
 
             if has_adapters_of(adapted, lora):
                 base, adapters = backbone.base, adapted

@@ -21,7 +21,7 @@ from rlhf_cli.data.records import Message
 from rlhf_cli.data.special_tokens import SpecialTokens, cut_behind_eos, special_tokens_of
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.cost import CPU_TOKENS
-from rlhf_cli.models.forward import autocast, hidden_at, longest_input, positions, scalar_scores, shares_prefixes
+from rlhf_cli.models.forward import autocast, hidden_at, longest_input, positions, scalar_head, shares_prefixes
 from rlhf_cli.models.frozen import hold_frozen, is_held
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import (
@@ -42,7 +42,7 @@ from rlhf_cli.rewards.base import RewardSource, Samples, shown
 from rlhf_cli.run.artifacts import model_directory
 
 if TYPE_CHECKING:
-    from rlhf_cli.models.shared import Backbone
+    from rlhf_cli.models.lora import Backbone
 
 AT_A_TIME = Budget(CPU_TOKENS)
 
@@ -354,7 +354,7 @@ def _labels_and_hidden(
     if reads_last_token(model):
         batch = pack(sequences, device_of(model), groups=groups if shares_prefixes(model) else None)
         hidden = hidden_at(model, batch, batch.last)
-        return scalar_scores(model, hidden), hidden
+        return scalar_head(model.score, hidden), hidden
     if model.config.is_encoder_decoder:
         eos = end_of_text(model)  # where its score is read
         sequences = [ids if ids[-1:] == [eos] else [*ids, eos] for ids in map(list, sequences)]

@@ -26,7 +26,7 @@ from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.models import load_reward_source
 
 if TYPE_CHECKING:
-    from rlhf_cli.models.shared import Backbone
+    from rlhf_cli.models.lora import Backbone
 
 
 def load_rewards(

@@ -23,7 +23,6 @@ from rlhf_cli.models.forward import (
     logits_at,
     logprobs_at,
     scalar_head,
-    scalar_scores,
     shares_prefixes,
 )
 from rlhf_cli.models.seq2seq import is_seq2seq, with_prompts
@@ -387,7 +386,7 @@ def response_values(
     batch, positions, _ = _packed(value_model, prompts, responses)
     with autocast(batch.ids.device, precision):
         hidden = hidden_at(value_model, batch, positions)
-    return scalar_scores(value_model, hidden)[:, 0]
+    return scalar_head(value_model.score, hidden)[:, 0]
 
 
 def _packed(

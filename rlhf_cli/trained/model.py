@@ -19,9 +19,8 @@ from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.encode import require_eos
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models.adapter_files import read_adapter
-from rlhf_cli.models.check import check_directory
 from rlhf_cli.models.frozen import frozen_policy
-from rlhf_cli.models.load import check_vocabulary, load_tokenizer, prepare
+from rlhf_cli.models.load import check_directory, check_vocabulary, load_tokenizer, prepare
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.sources import load_rewards
 from rlhf_cli.rollout.speaker import PromptForm, Speaker, logged_prompts, prompt_form

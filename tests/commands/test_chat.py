@@ -354,14 +354,3 @@ def test_a_pattern_of_the_tokenizer_that_gives_up_on_a_text_is_one_line(chat_mod
     result = CliRunner().invoke(app, ["chat", str(model)], input="a" * 40 + "b\n")
     assert isinstance(result.exception, SystemExit), result.exception
     assert "error: the tokenizer fails on a text (" in result.stderr
-
-
-def test_a_config_that_is_wider_than_its_weights_is_refused_before_it_is_built(
-    chat_model: Path, tmp_path: Path
-) -> None:
-    model = Path(shutil.copytree(chat_model, tmp_path / "model"))
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "hidden_size": 10**7}))
-    result = CliRunner().invoke(app, ["chat", str(model)], input="hi\n")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "config.json has a hidden size of 10000000, and the largest size of a stored weight is" in result.stderr

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache
 
 from rlhf_cli.decoders import plain as plain_decoder
-from rlhf_cli.decoders.plain import EQUAL, PADDED, WHOLE, PlainDecoder, supported_layout, why_not_padded
+from rlhf_cli.decoders.decoder import decoder_notes
+from rlhf_cli.decoders.plain import PlainDecoder, takes_padding
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.kernels import attention
 from rlhf_cli.models.cost import work_of
@@ -201,49 +202,50 @@ def test_positions_with_one_rotation_per_type_of_layer():
 
 
 SAMPLED = {
-    "llama": ("llama", KV, PADDED),
-    "gpt2": ("gpt2", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}, PADDED),
-    "mistral": ("mistral", WINDOWED, PADDED),
-    "bloom": ("bloom", {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}, PADDED),
-    "gemma2": ("gemma2", {**KV, "head_dim": 8, "final_logit_softcapping": 2.0}, PADDED),
+    "llama": ("llama", KV, True),
+    "gpt2": ("gpt2", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}, True),
+    "mistral": ("mistral", WINDOWED, True),
+    "bloom": ("bloom", {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}, True),
+    "gemma2": ("gemma2", {**KV, "head_dim": 8, "final_logit_softcapping": 2.0}, True),
     "jamba": (
         "jamba",
         {**KV, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4}
         | {"use_mamba_kernels": False},
-        PADDED,
+        True,
     ),
     "qwen3_next": (
         "qwen3_next",
         {**KV, **SHARED_EXPERT, "num_hidden_layers": 4, "head_dim": 8}
         | {"linear_num_value_heads": 2, "linear_num_key_heads": 2}
         | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
-        PADDED,
+        True,
     ),
-    "mamba": ("mamba", {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, PADDED),
+    "mamba": ("mamba", {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, True),
     "bart": (
         "bart",
         {"vocab_size": VOCAB, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4}
         | {"decoder_ffn_dim": 48, "max_position_embeddings": 128},
-        EQUAL,
+        False,
     ),
     "rwkv": (
         "rwkv",
         {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32}
         | {"intermediate_size": 48, "context_length": 128},
-        WHOLE,
+        False,
     ),
     "openai-gpt": (
         "openai-gpt",
         {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
-        WHOLE,
+        False,
     ),
     "recurrent_gemma": (
         "recurrent_gemma",
         {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
         | {"num_attention_heads": 4, "lru_width": 32, "attention_window_size": WINDOW},
-        WHOLE,
+        False,
     ),
 }
+"""Family, config, and whether it takes padding and a cache."""
 PROMPTS = [ids(n, n) for n in (20, 3, 1, 9, 3)]
 STOP = Sampling(stop=frozenset(range(2, 40)))
 
@@ -276,16 +278,16 @@ def test_sampled_logprobs_equal_those_of_one_forward_per_sequence(name, monkeypa
     # Mamba's scan always runs in float32, so it rounds more.
     assert sampled_gap(plain, responses) < (5e-4 if name == "mamba" else 1e-4)
     assert len({len(response.ids) for response in responses}) > 1, "some rows end while others continue"
-    layout = SAMPLED[name][2]
-    assert supported_layout(model) == layout
-    line = why_not_padded(model)
-    assert line is None if layout == PADDED else line.endswith("(slower, as exact)")
+    assert takes_padding(model) == SAMPLED[name][2]
+    slower = [line for line in decoder_notes(model, 20, "plain") if "the whole text is read again" in line]
+    assert len(slower) == (not SAMPLED[name][2])
 
 
-@pytest.mark.parametrize("layout", [PADDED, EQUAL, WHOLE])
-def test_the_three_paths_agree(layout, monkeypatch):
+@pytest.mark.parametrize("padded", [True, False])
+def test_both_paths_agree(padded, monkeypatch):
     _, model = pair("llama")
-    monkeypatch.setattr("rlhf_cli.rollout.sampling.choose_decoder", lambda model, *_: PlainDecoder(model, layout))
+    decoder = functools.partial(PlainDecoder, padded=padded)
+    monkeypatch.setattr("rlhf_cli.rollout.sampling.choose_decoder", lambda model, *_: decoder(model))
     uniforms = draw_uniforms(0, "families", 0, len(PROMPTS), 9)
     found = sample(model, PROMPTS, uniforms, STOP, max_live_rows=3)
     monkeypatch.undo()
@@ -298,24 +300,24 @@ def test_a_model_is_probed_once(monkeypatch):
     model = tiny("llama", **KV)
     asked = []
     real = plain_decoder._gap
-    monkeypatch.setattr(plain_decoder, "_gap", lambda *args: asked.append(args[1]) or real(*args))
-    assert [supported_layout(model), supported_layout(model)] == [PADDED, PADDED]
-    assert asked == [PADDED]
+    monkeypatch.setattr(plain_decoder, "_gap", lambda model, padded: asked.append(padded) or real(model, padded=padded))
+    assert takes_padding(model) is takes_padding(model) is True
+    assert asked == [True]
 
 
 def test_a_model_whose_results_depend_on_the_batch_is_refused(monkeypatch):
-    monkeypatch.setattr(plain_decoder, "_gap", lambda _, layout: 0.5 if layout == WHOLE else 2.0)
+    monkeypatch.setattr(plain_decoder, "_gap", lambda _, padded: 2.0 if padded else 0.5)
     with pytest.raises(
         ArtifactError,
         match=r"LlamaForCausalLM: its logits for several texts differ .* by 5\.0e-01",
     ):
-        supported_layout(tiny("llama", **KV))
+        takes_padding(tiny("llama", **KV))
 
 
 def test_nan_weights_are_not_reported_as_an_unsupported_model():
     model = tiny("llama", **KV)
     torch.nn.init.constant_(model.lm_head.weight, torch.nan)
-    assert supported_layout(model) == PADDED
+    assert takes_padding(model)
 
 
 # ------------------------------------------------------------------------------------ training and cost

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from rlhf_cli.config.models import Lora
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.models.adapter_files import save_adapter
+from rlhf_cli.models.adapter_files import BaseModel, save_adapter
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.deferred import is_deferred, place_of
 from rlhf_cli.models.forward import autocast, held_precision
@@ -29,7 +29,6 @@ from rlhf_cli.models.load import (
     prepare,
     set_dropout_off,
 )
-from rlhf_cli.models.origin import BaseModel
 from support.tiny import CPU, SETTINGS
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])

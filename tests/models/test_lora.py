@@ -27,12 +27,12 @@ from rlhf_cli.config.models import Lora
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models import deferred, exporting, frozen
+from rlhf_cli.models.adapter_files import BaseModel
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.deferred import place_of
 from rlhf_cli.models.exporting import write_adapter
 from rlhf_cli.models.frozen import hold_frozen
 from rlhf_cli.models.load import is_language_model, load_policy, load_reward_model, load_tokenizer, new_value_model
-from rlhf_cli.models.origin import BaseModel
 from rlhf_cli.models.save import plain_weights, save
 from rlhf_cli.ppo.setup import load_setup
 from rlhf_cli.run.stage_run import StageRun

@@ -14,11 +14,10 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.decoders.decoder import choose_decoder
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models import quantized
-from rlhf_cli.models.adapter_files import save_adapter
+from rlhf_cli.models.adapter_files import BaseModel, save_adapter
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.frozen import frozen_policy
 from rlhf_cli.models.load import load_policy, load_reward_model, prepare
-from rlhf_cli.models.origin import BaseModel
 from rlhf_cli.models.quantized import dequantize, quantize, quantized_layers
 from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model
@@ -211,7 +210,7 @@ def test_adapters_that_were_trained_on_rounded_weights_stay_beside_them(pair, ba
     trained, plain = pair()
     expected = logits(plain)
     save_adapter(trained, tmp_path / "adapter", BaseModel(str(base)), "nf4")
-    monkeypatch.setattr(quantized, "use_inference_kernel", lambda *_: None)
+    monkeypatch.setattr("rlhf_cli.models.frozen.use_inference_kernel", lambda *_: None)
     model = frozen_policy(str(tmp_path / "adapter"), None, CPU, "float32", "nf4")
     with torch.no_grad():
         close(logits(model), expected)

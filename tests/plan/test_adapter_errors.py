@@ -14,10 +14,9 @@ from typer.testing import CliRunner
 from rlhf_cli.cli import app
 from rlhf_cli.config.models import Lora
 from rlhf_cli.models import quantized
-from rlhf_cli.models.adapter_files import save_adapter
+from rlhf_cli.models.adapter_files import BaseModel, save_adapter
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.load import load_policy
-from rlhf_cli.models.origin import BaseModel
 from rlhf_cli.models.quantized import require_quantizable
 from support.paths import ROOT
 

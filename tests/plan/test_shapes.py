@@ -18,12 +18,11 @@ from transformers import (
 
 from rlhf_cli.config.models import Lora
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.adapter_files import save_adapter
+from rlhf_cli.models.adapter_files import BaseModel, save_adapter
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.forward import autocast, hidden_at
 from rlhf_cli.models.frozen import hold_frozen
 from rlhf_cli.models.load import load_policy, prepare
-from rlhf_cli.models.origin import BaseModel
 from rlhf_cli.packing import pack
 from rlhf_cli.plan.activations import ROW, kept_bytes
 from rlhf_cli.plan.memory import BUCKET_BYTES, STATES, Batch, Held, Setting

@@ -7,11 +7,10 @@ import torch
 
 from rlhf_cli.config.models import Lora
 from rlhf_cli.models import frozen
-from rlhf_cli.models.adapter_files import save_adapter
+from rlhf_cli.models.adapter_files import BaseModel, save_adapter
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.load import load_policy, load_reward_model, new_reward_model, new_value_model
-from rlhf_cli.models.origin import BaseModel
-from rlhf_cli.models.shared import Backbone
+from rlhf_cli.models.lora import Backbone
 from rlhf_cli.plan.memory import Setting
 from rlhf_cli.plan.origins import ModelOrigins
 from rlhf_cli.plan.stages import models_of
@@ -138,7 +137,7 @@ def test_references_limits_and_ensembles_are_those_of_models_with_weights_of_the
     ensemble = {"type": "ensemble", "members": [path, path], "beta": 0.1}
     keys["rewards"] = [{**source, "shaping": shaping}, {**source, "limit": {"below": -1.0}}, ensemble]
     runs = [watch("shared", **keys)]
-    monkeypatch.setattr("rlhf_cli.models.shared.Backbone", lambda *_: None)
+    monkeypatch.setattr("rlhf_cli.models.lora.Backbone", lambda *_: None)
     runs.append(watch("apart", **keys))
     held = [(run.setup.models.policy, *(source.model for source in run.setup.rewards)) for run in runs]
     assert [storages(*models) < 1.5 * storages(models[0]) for models in held] == [True, False]

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.splits import Drawn, HeldOutRows
+from rlhf_cli.models.adapter_files import BaseModel
 from rlhf_cli.models.cost import Work
-from rlhf_cli.models.origin import BaseModel
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.rollout.sampling import Sampling

@@ -386,7 +386,7 @@ def sampled(folder: str, defect: str = "") -> None:
     prompts = [[i % VOCABULARY for i in ids] for ids in random_ids(3, 9, 5, 5, 1, 12, 7, seed=1)]
     uniforms = draw_uniforms(0, "sharded", 0, len(prompts), 12)
     found = {}
-    for name, (settings, layout, live) in SAMPLED.items():
+    for name, (settings, padded, live) in SAMPLED.items():
         sampling = Sampling(stop=frozenset(range(10)), **settings)
         expected = sample(whole_model, prompts, uniforms, sampling, max_live_rows=live)
         lengths = [len(response.ids) for response in expected]
@@ -396,8 +396,7 @@ def sampled(folder: str, defect: str = "") -> None:
         missing = lengths[by_length[-1]] - lengths[by_length[1]]
         assert missing > 1
         with pytest.MonkeyPatch.context() as patch:
-            if layout is not None:
-                patch.setattr(plain, "supported_layout", lambda _, layout=layout: layout)
+            patch.setattr(plain, "takes_padding", lambda _, padded=padded: padded)
             if defect and world.rank == 1:
                 patch.setattr(decoders, "join", lambda _, idle, n=missing - 1: [(most(0), idle()) for _ in range(n)])
             responses = sample(model, [prompts[i] for i in share], uniforms[share], sampling, max_live_rows=live)
@@ -413,14 +412,13 @@ def sampled(folder: str, defect: str = "") -> None:
     distributed.stop()
 
 
-SAMPLED: dict[str, tuple[dict[str, Any], plain.Layout | None, int | None]] = {
-    "all at once": ({}, None, None),
-    "two at a time": ({}, None, 2),
-    "filtered": ({"top_k": 9, "no_repeat_ngram_size": 3, "temperature": 0.7}, None, None),
-    "a pass for each length": ({}, plain.EQUAL, None),
-    "without a cache": ({}, plain.WHOLE, 3),
+SAMPLED: dict[str, tuple[dict[str, Any], bool, int | None]] = {
+    "all at once": ({}, True, None),
+    "two at a time": ({}, True, 2),
+    "filtered": ({"top_k": 9, "no_repeat_ngram_size": 3, "temperature": 0.7}, True, None),
+    "without a cache": ({}, False, 3),
 }
-"""Settings, layout of the passes, and rows at a time."""
+"""Settings, whether prompts are padded, and rows at a time."""
 
 
 def counted(folder: str, per_node: int | None = None) -> None:
