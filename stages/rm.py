@@ -85,7 +85,7 @@ from rlhf_cli.evaluation.normalization import (
     write_statistics,
 )
 from rlhf_cli.health.baselines import held_out_verdict
-from rlhf_cli.models.forward import autocast, check_length, is_packed, longest_input, shares_prefixes
+from rlhf_cli.models.forward import autocast, check_length, is_packed, longest_input
 from rlhf_cli.models.frozen import freeze, release
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import (
@@ -400,7 +400,7 @@ def _num_tokens(item: Item, model: PreTrainedModel) -> int:
     sequences = item.sequences
     if not is_packed(model):
         return len(sequences) * max(map(len, sequences))
-    shared = common_prefix(sequences) if shares_prefixes(model) else 0
+    shared = common_prefix(sequences)
     if shared < SHORTEST_PREFIX:
         shared = 0
     return sum(map(len, sequences)) - (len(sequences) - 1) * shared

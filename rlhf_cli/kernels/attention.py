@@ -24,21 +24,9 @@ from transformers.masking_utils import sdpa_mask
 
 from rlhf_cli.packing import PackedBatch
 
-EACH, EACH_UNSHARED = "rlhf_packed", "rlhf_packed_unshared"
-"""One call per sequence; and the same for a model that cannot use shared prefixes. Code that packs reads the name."""
-ROW, ROW_UNSHARED = "rlhf_packed_row", "rlhf_packed_row_unshared"
-"""One call for the row where that is possible: in 16 bits on a GPU. The second name is as above."""
-PACKED = {
-    ROW: "with one attention call per row",
-    ROW_UNSHARED: "on packed rows that share no prompts",
-    EACH: "with one attention call per sequence",
-    EACH_UNSHARED: "on packed rows that share no prompts",
-}
-"""All names, fastest first, with a phrase about how a model runs with it."""
-SHARED = (ROW, EACH)
-"""The names that use shared prefixes."""
-
-
+EACH, ROW = "rlhf_packed", "rlhf_packed_row"
+"""One call per sequence; and one call for the row where that is possible, in 16 bits on a GPU."""
+PACKED = (EACH, ROW)
 _watching: list[list[str]] = []
 
 
@@ -208,6 +196,6 @@ def packed_mask(**kwargs: Any) -> Tensor | None:
     return torch.full(shape, float(kwargs.get("local_size") or 0), device=kwargs["device"])
 
 
-for _name in PACKED:
-    AttentionInterface.register(_name, row_attention if _name in (ROW, ROW_UNSHARED) else packed_attention)
+for _name, _function in ((EACH, packed_attention), (ROW, row_attention)):
+    AttentionInterface.register(_name, _function)
     AttentionMaskInterface.register(_name, packed_mask)

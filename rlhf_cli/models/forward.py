@@ -41,13 +41,8 @@ _has_plain_head: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.Weak
 
 
 def is_packed(model: PreTrainedModel) -> bool:
-    """Whether this model runs on packed rows."""
+    """Whether this model runs on packed rows, in which sequences may share a prefix."""
     return model.config._attn_implementation in attention.PACKED
-
-
-def shares_prefixes(model: PreTrainedModel) -> bool:
-    """Whether this model runs on packed rows in which sequences share a prefix."""
-    return model.config._attn_implementation in attention.SHARED
 
 
 @gathered
@@ -237,8 +232,8 @@ def choose_attention(model: PreTrainedModel, precisions: Sequence[str] = ()) -> 
     each of `precisions` (by default all that the device computes in). The sequences are shorter than any real sliding
     window, so `attention.watched_masks` checks separately that a window reaches the attention.
 
-    Returns a line that names what a model runs without: shared prefixes, the faster attention of a GPU, or packed rows;
-    None if nothing. Raises ArtifactError if the backbone cannot be called with token ids alone.
+    Returns a line that names what a model runs without: the faster attention of a GPU, or packed rows; None if nothing.
+    Raises ArtifactError if the backbone cannot be called with token ids alone.
     """
     if is_seq2seq(model):
         return f"{type(model).__name__}: an encoder-decoder; it runs on padded batches (slower, as exact)"
@@ -254,19 +249,18 @@ def choose_attention(model: PreTrainedModel, precisions: Sequence[str] = ()) -> 
     if (held := held_precision(model)) is not None:
         precisions = [held]  # float32 passes cannot use such weights
     plain = {precision: _plain_hidden(model, sequences, precision) for precision in precisions}
-    reason = ""
-    for name, manner in attention.PACKED.items():
-        if device.type != "cuda" and name in (attention.ROW, attention.ROW_UNSHARED):
-            continue
+    reasons = []
+    for name in (attention.ROW, attention.EACH) if device.type == "cuda" else (attention.EACH,):
         model.set_attn_implementation(default)
-        why_not = _why_not_packed(model, name, sequences, plain)
-        if not why_not:
-            model.train(was_training)
-            return f"{type(model).__name__}: {reason}; it runs {manner} (slower, as exact)" if reason else None
-        reason = reason or why_not
-    model.set_attn_implementation(default)
+        if not (why_not := _why_not_packed(model, name, sequences, plain)):
+            manner = "with one attention call per sequence"
+            break
+        reasons.append(why_not)
+    else:
+        model.set_attn_implementation(default)
+        manner = "on padded batches"
     model.train(was_training)
-    return f"{type(model).__name__}: {reason}; it runs on padded batches (slower, as exact)"
+    return f"{type(model).__name__}: {reasons[0]}; it runs {manner} (slower, as exact)" if reasons else None
 
 
 def _plain_hidden(model: PreTrainedModel, sequences: list[list[int]], precision: str) -> torch.Tensor:
@@ -288,21 +282,19 @@ def _why_not_packed(
     model: PreTrainedModel, name: str, sequences: list[list[int]], plain: dict[str, torch.Tensor]
 ) -> str:
     """Why the model cannot run on packed rows with this attention, "" if it can. The model keeps that attention."""
-    groups = [0, 1, 0] if name in attention.SHARED else None
     unfit = (TypeError, ValueError, RuntimeError, AssertionError, AttributeError, KeyError, ImportError)
     with contextlib.suppress(*unfit):
         model.set_attn_implementation(name)
         if not is_packed(model):
             raise ValueError("transformers keeps this model's own attention")
-        batch = pack(sequences, device_of(model), groups=groups, shortest_prefix=1)
+        batch = pack(sequences, device_of(model), groups=[0, 1, 0], shortest_prefix=1)
         everywhere = batch.indices([0] * len(sequences), batch.lengths)
         for precision, expected in plain.items():
             with autocast(batch.ids.device, precision):
                 hidden = hidden_at(model, batch, everywhere)
             gap = ((hidden - expected).abs().max() / expected.abs().max().clamp_min(1.0)).item()
             if not gap <= (TOLERANCE if precision == "float32" else BFLOAT16_TOLERANCE):
-                rows = "packed rows" if groups is None else "packed rows with a shared prompt"
-                return f"{rows} differ from a plain forward by {gap:.1e} in {precision}"
+                return f"packed rows with a shared prompt differ from a plain forward by {gap:.1e} in {precision}"
         with attention.watched_masks() as losses, autocast(batch.ids.device, next(iter(plain))):
             hidden_at(model, batch, everywhere)
         return losses[0] if losses else ""

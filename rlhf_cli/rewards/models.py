@@ -21,7 +21,7 @@ from rlhf_cli.data.records import Message
 from rlhf_cli.data.special_tokens import SpecialTokens, cut_behind_eos, special_tokens_of
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.cost import CPU_TOKENS
-from rlhf_cli.models.forward import autocast, hidden_at, longest_input, positions, scalar_head, shares_prefixes
+from rlhf_cli.models.forward import autocast, hidden_at, is_packed, longest_input, positions, scalar_head
 from rlhf_cli.models.frozen import hold_frozen, is_held
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import (
@@ -301,7 +301,7 @@ def scores_and_features(
     See `sequence_scores` for `groups`. All processes must call this for a sharded model, also one without a sequence.
     """
     shared = None
-    if groups is not None and shares_prefixes(model):
+    if groups is not None and is_packed(model):
         members: dict[Hashable, list[list[int]]] = {}
         for sequence, group in zip(sequences, groups, strict=True):
             members.setdefault(group, []).append(list(sequence))
@@ -352,7 +352,7 @@ def _labels_and_hidden(
 ) -> tuple[torch.Tensor, ...]:
     """The scores of `sequence_scores`, and for a causal backbone the hidden states that they are read from, [B, H]."""
     if reads_last_token(model):
-        batch = pack(sequences, device_of(model), groups=groups if shares_prefixes(model) else None)
+        batch = pack(sequences, device_of(model), groups=groups if is_packed(model) else None)
         hidden = hidden_at(model, batch, batch.last)
         return scalar_head(model.score, hidden), hidden
     if model.config.is_encoder_decoder:

@@ -19,11 +19,11 @@ from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.models.forward import (
     autocast,
     hidden_at,
+    is_packed,
     logits_and_hidden_at,
     logits_at,
     logprobs_at,
     scalar_head,
-    shares_prefixes,
 )
 from rlhf_cli.models.seq2seq import is_seq2seq, with_prompts
 from rlhf_cli.packing import SHORTEST_PREFIX, PackedBatch, end_to_end, pack, response_positions
@@ -153,7 +153,7 @@ def cut_responses(
 ) -> list[list[int]]:
     """The row numbers of each microbatch. Responses to one prompt stay together if the policy shares prompts."""
     lengths = sequence_lengths(prompts, responses)
-    if not shares_prefixes(policy):
+    if not is_packed(policy):
         return budget.cut(lengths)
     groups: list[Hashable] = []
     seen: set[Hashable] = set()
@@ -398,7 +398,7 @@ def _packed(
     """
     device = device_of(model)
     sequences = [p.ids + r.ids for p, r in zip(prompts, responses, strict=True)]
-    batch = pack(sequences, device, groups=[tuple(p.ids) for p in prompts] if shares_prefixes(model) else None)
+    batch = pack(sequences, device, groups=[tuple(p.ids) for p in prompts] if is_packed(model) else None)
     prompt_lengths = [len(p.ids) for p in prompts]
     if is_seq2seq(model):
         batch = with_prompts(batch, prompt_lengths)

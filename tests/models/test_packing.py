@@ -22,7 +22,7 @@ from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.kernels import attention
 from rlhf_cli.models import forward
 from rlhf_cli.models.adapters import add_lora
-from rlhf_cli.models.forward import check_head, choose_attention, hidden_at, is_packed, logits_at, shares_prefixes
+from rlhf_cli.models.forward import check_head, choose_attention, hidden_at, is_packed, logits_at
 from rlhf_cli.models.load import set_dropout_off
 from rlhf_cli.models.passes import recompute_layers
 from rlhf_cli.packing import FEWEST_EQUAL, PackedBatch, Segment, end_to_end, pack, response_positions
@@ -78,7 +78,7 @@ def made(name, auto=AutoModelForCausalLM, **settings):
     plain.eval()
     model = copy.deepcopy(plain)
     assert choose_attention(model) is None
-    assert shares_prefixes(model)
+    assert is_packed(model)
     return plain, model
 
 
@@ -233,31 +233,6 @@ def test_bfloat16_is_as_accurate_as_a_plain_forward(pair, groups):
 # --------------------------------------------------------------------------------- the check at start
 
 
-def without_prefixes(*args, packed=None, **kwargs):
-    """Attention that ignores the prefix."""
-    if packed is not None:
-        own = [Segment(segment.start, segment.length) for segment in packed.segments]
-        packed = PackedBatch(packed.ids, packed.position_ids, own)
-    return attention.packed_attention(*args, packed=packed, **kwargs)
-
-
-def test_a_model_that_cannot_share_prefixes_runs_packed_without_them(monkeypatch):
-    plain, model = made("llama")
-    monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.EACH, without_prefixes)
-    note = choose_attention(model)
-    assert "LlamaForCausalLM: packed rows with a shared prompt differ from a plain forward by" in note
-    assert note.endswith("it runs on packed rows that share no prompts (slower, as exact)")
-    assert is_packed(model)
-    assert not shares_prefixes(model)
-    rows = [PromptRow("", PROMPT, Record("", ""))] * 2
-    responses = [Response(ids(4, n), [0.0] * 4, True) for n in (1, 2)]
-    drawn = Sampling(stop=frozenset())
-    close(
-        score_tokens(Models(model, model), rows, responses, drawn, "float32").logprobs,
-        score_tokens(Models(plain, plain), rows, responses, drawn, "float32").logprobs,
-    )
-
-
 def test_attention_across_sequences_is_detected(monkeypatch):
     """A model whose packed rows attend across sequences runs on padded batches."""
     model, _ = made("llama")
@@ -266,8 +241,7 @@ def test_attention_across_sequences_is_detected(monkeypatch):
         whole = packed and PackedBatch(packed.ids, packed.position_ids, [Segment(0, len(packed.ids))])
         return attention.packed_attention(*args, packed=whole, **kwargs)
 
-    for name in (attention.EACH, attention.EACH_UNSHARED):
-        monkeypatch.setitem(attention.AttentionInterface._global_mapping, name, leaky)
+    monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.EACH, leaky)
     assert "differ" in choose_attention(model)
     assert not is_packed(model)
 
