@@ -30,8 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Example
-from rlhf_cli.models.fsdp import shard_model
 from rlhf_cli.models.load import load_policy, prepare
+from rlhf_cli.models.shard import shard_model
 from rlhf_cli.processes import distributed
 from rlhf_cli.processes.environment import set_up_process
 from rlhf_cli.training.bad_steps import LossScale

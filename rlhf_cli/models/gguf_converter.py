@@ -18,28 +18,23 @@ def main() -> None:
     sys.path[0] = os.path.dirname(os.path.realpath(script))  # noqa: PTH120  # as where the script itself is run
     sys.argv = [script, *arguments]
     converter = importlib.import_module("convert_hf_to_gguf")
-    if name:
-        _name_unknown_pre_tokenizers(converter, name)
-    converter.main()
-
-
-def _name_unknown_pre_tokenizers(converter: Any, name: str) -> None:
-    """Let the converter write `name` where it would refuse the tokenizer."""
     try:
-        classes: Any = importlib.import_module("conversion.base")
+        base: Any = importlib.import_module("conversion.base").TextModel
     except ModuleNotFoundError:
-        classes = converter  # Older ones are a single file.
-    recognize = classes.TextModel.get_vocab_base_pre
+        base = converter.TextModel  # Older ones are a single file.
+    recognize = base.get_vocab_base_pre
 
-    def recognize_or_name(model: Any, tokenizer: Any) -> str:
+    def recognize_or_name(model: Any, tokenizer: Any) -> Any:
         try:
-            known: str = recognize(model, tokenizer)
+            return recognize(model, tokenizer)
         except NotImplementedError:
             # The converter does not know this tokenizer. The caller knows that it splits text as `name` does.
+            if not name:
+                raise
             return name
-        return known
 
-    classes.TextModel.get_vocab_base_pre = recognize_or_name
+    base.get_vocab_base_pre = recognize_or_name
+    converter.main()
 
 
 if __name__ == "__main__":

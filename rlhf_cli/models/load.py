@@ -352,7 +352,7 @@ def _load(
             _refuse_classifier(path, config)
             auto = AutoModelForSeq2SeqLM if is_seq2seq_config(config) else auto
         elif for_values and is_seq2seq_config(config):
-            auto = value_class(type(config))
+            auto = value_class(config)
         else:
             offer_classifier(type(config))
         in_int8 = _is_torchao(config)

@@ -14,7 +14,6 @@ encoder output per row, so prompts are not shared, and the logits of a whole bat
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -186,9 +185,9 @@ class TokenValues(PreTrainedModel):
         return self.base_model(**inputs)
 
 
-@functools.cache
-def value_class(kind: type[PreTrainedConfig]) -> type[PreTrainedModel]:
-    """The class of value models on the backbone of this kind of config, such as T5TokenValues."""
+def value_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class of value models on the backbone of this config, such as T5TokenValues."""
+    kind = type(config)
     return class_of_family(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[kind], kind, TokenValues, "TokenValues")
 
 

@@ -1,19 +1,47 @@
-"""Whether a run shards its models among the processes, and which."""
+"""Whether a run shards its models among the processes, and how: by torch's `fully_shard` (FSDP2).
+
+`rlhf_cli.processes.sharding` has what other modules need to know of a sharded model.
+"""
 
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from types import MethodType
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from transformers import PreTrainedModel
 
 from rlhf_cli.config.ppo import PPOConfig, PPOModelName
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
-from rlhf_cli.models.deferred import is_deferred
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.models.deferred import StoredWeight, blocks, is_deferred, not_finite, place_of
+from rlhf_cli.models.forward import PRECISIONS, autocast, check_head, choose_attention, compute_dtype, is_packed
+from rlhf_cli.models.frozen import give_float32, trained_matrices
+from rlhf_cli.models.heads import is_encoder
 from rlhf_cli.models.load import prepare
+from rlhf_cli.models.quantized import divisible
+from rlhf_cli.processes.sharding import Mark, count, exchange, first_row, local, mark, run_gathered
+
+MOST_WHOLE = 0.1
+"""Share of the trained numbers of a group that may stay whole on each process (`_stay_whole`)."""
 
 
 def shards(config: Stage) -> bool:
@@ -33,8 +61,6 @@ def shard_for(config: Stage, model: PreTrainedModel, device: torch.device) -> st
     """`shard_model` as the config says; None if the run does not shard its models."""
     if not shards(config):
         return None
-    from rlhf_cli.models.fsdp import shard_model
-
     note = None if is_deferred(model) else f"{type(model).__name__}: each process held all of it before it was sharded"
     is_hybrid = config.distributed.shard == "hybrid"
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if is_hybrid else None
@@ -57,3 +83,178 @@ def prepare_for(config: Stage, model: PreTrainedModel, device: torch.device) -> 
     """`prepare` and `shard_for`. Returns the lines of both."""
     lines = [prepare(model, device), shard_for(config, model, device)]
     return "\n".join(filter(None, lines)) or None
+
+
+# ------------------------------------------------------------------------------------------- how
+
+
+def shard_model(
+    model: PreTrainedModel,
+    device: torch.device,
+    precision: str,
+    *,
+    per_node: int | None = None,
+    offloads: bool = False,
+    narrow: bool = False,
+) -> str | None:
+    """Shard the weights of a model among all processes, in place. All processes must call this.
+
+    Each block of layers is exchanged as a whole, and all weights outside of the blocks together. Deferred weights are
+    read now: each process reads its rows. In bfloat16 blocks are exchanged in bfloat16; embeddings, heads, gradients
+    and the rows that a process keeps stay in float32, but for the rows of a frozen block.
+
+    Args:
+        model: on the CPU or on the device.
+        device: of this process.
+        precision: of the passes, as in the config.
+        per_node: shard among this many processes, and let all groups of that size hold the same. None: among all.
+        offloads: keep the rows of each process in the CPU's memory, with their gradients (`distributed.offload`).
+        narrow: hold trained matrices in bfloat16 if the passes compute in it (`optimizer.precision: bfloat16`).
+
+    Returns:
+        Lines for the user about what stays slower (`choose_attention`), or None.
+
+    Raises:
+        ArtifactError: a deferred weight is not finite.
+    """
+    if model.config.is_encoder_decoder:
+        raise ConfigError("distributed.shard: an encoder-decoder cannot be sharded yet. Set it to false")
+    # A pass returns a view of the logits, which nothing here changes in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    was_deferred = is_deferred(model)
+    size = dist.get_world_size()
+    shape, names = (
+        ((size,), None) if per_node in (None, size) else ((size // per_node, per_node), ("nodes", "processes"))
+    )
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    computed = compute_dtype(device, precision)
+    lower = None if computed == torch.float32 or is_encoder(model) else computed
+    mixed = MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # A GPU copies faster from and to pinned memory. Without a GPU torch cannot pin any.
+    policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloads else OffloadPolicy()
+    narrowed = {id(p) for p in trained_matrices(model)} if narrow and lower == torch.bfloat16 else set()
+    share = partial(_shard, mesh=mesh, policy=policy, narrowed=narrowed)
+    bad = []
+    for block in blocks(model):
+        for layer in block.modules():
+            if type(layer) is nn.LayerNorm and lower is not None:
+                layer.__class__ = LayerNorm
+        bad += share(block, mixed)
+    bad += share(model, MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False))
+    if narrowed:
+        give_float32(model)
+    vars(model)["run_gathered"] = MethodType(run_gathered, model)
+    register_fsdp_forward_method(model, "run_gathered")
+    everywhere: list[list[str]] = [[] for _ in range(size)]
+    dist.all_gather_object(everywhere, bad[:1])
+    for line in (line for lines in everywhere for line in lines):
+        raise not_finite(line)  # on every process
+    # Blocks in 16 bits compute in nothing else.
+    precisions = [name for name, dtype in PRECISIONS.items() if dtype == (lower or torch.float32)]
+    vars(model)["block_precision"] = precisions[0] if lower is not None else None
+    # A model whose weights were not deferred has chosen before, unless adapters needed them.
+    line = choose_attention(model, precisions) if was_deferred or not is_packed(model) else None
+    with autocast(device, precisions[0]):
+        check_head(model)
+    return line
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's layer, computed in the precision of its input. On a CPU torch refuses a weight in another precision."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = (None if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+class TimedAllGather(DefaultAllGather):
+    """torch's exchange of the rows of a block, whose seconds are counted (`rlhf_cli.processes.sharding`)."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
+        with exchange():
+            return super().__call__(*args, **kwargs)
+
+
+class TimedReduceScatter(DefaultReduceScatter):
+    """torch's sum of the gradients of a block, whose seconds are counted."""
+
+    _ended: Mark = 0.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work:
+        with exchange():
+            work = super().__call__(*args, **kwargs)
+        self._ended = mark()
+        return work
+
+    def after_all_reduce(self, _: torch.Tensor) -> None:
+        """Count the sum over the machines that hold the same rows, which follows in the hybrid division."""
+        count(self._ended, mark())
+
+
+@torch.no_grad()
+def _shard(
+    module: nn.Module, mixed: MixedPrecisionPolicy, *, mesh: DeviceMesh, policy: OffloadPolicy, narrowed: set[int]
+) -> list[str]:
+    """Shard the weights of a module that are not sharded yet. Returns the deferred ones that are not finite.
+
+    `narrowed` are the ids of the weights to hold in bfloat16.
+    """
+    sharded = tuple(f"{name}." for name, part in module.named_modules() if name and isinstance(part, FSDPModule))
+    managed = {name: weight for name, weight in module.named_parameters() if not name.startswith(sharded)}
+    stay_whole = _stay_whole(managed, narrowed)
+    deferred: list[tuple[str, StoredWeight]] = []
+    # A frozen weight is only ever used in the precision in which it is exchanged.
+    kept = mixed.param_dtype if not is_trained(module) and mixed.param_dtype is not None else torch.float32
+    for name, weight in managed.items():
+        dtype = torch.bfloat16 if stay_whole is not None and id(weight) in narrowed else kept
+        if (place := place_of(weight)) is not None:
+            deferred.append((name, place))
+            # Memory that is never written takes no room, and most of this is freed by the next call.
+            weight.data = torch.empty(weight.shape, device=mesh.device_type, dtype=dtype)
+        elif weight.dtype == torch.float32:
+            weight.data = weight.data.to(dtype)
+    quantized = divisible(module)
+    fully_shard(
+        module,
+        mesh=mesh,
+        mp_policy=mixed,
+        offload_policy=policy,
+        reshard_after_forward=True,
+        ignored_params=stay_whole,
+    )
+    for layer in quantized:
+        layer.quant_state.to(torch.device(mesh.device_type))
+        layer.weight.quant_state = layer.quant_state
+    assert isinstance(module, FSDPModule)
+    # Losses are divided by counts over all processes, so gradients are summed.
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    reduce = TimedReduceScatter()
+    module.set_custom_all_gather(TimedAllGather())
+    module.set_custom_reduce_scatter(reduce)
+    if mesh.ndim == 2:
+        module.set_all_reduce_hook(reduce.after_all_reduce)
+    bad = []
+    for name, place in deferred:
+        weight = module.get_parameter(name)
+        rows = local(weight)
+        values = place.read(first_row(weight), len(rows))
+        if not values.isfinite().all():
+            bad.append(f"{place.file}: weight {place.name} contains NaN or inf")
+        rows.copy_(values)
+    return bad
+
+
+def _stay_whole(weights: Mapping[str, nn.Parameter], narrowed: set[int]) -> set[nn.Parameter] | None:
+    """The weights that every process keeps whole, so that all others of a group that are trained are bfloat16.
+
+    torch shards only gradients of one number format together. So norms, biases and scalar heads, which are trained in
+    float32, are not sharded. None if too many numbers would be whole (an embedding or experts of a class of its own):
+    then the group is sharded in float32.
+    """
+    trained = [weight for weight in weights.values() if weight.requires_grad]
+    wide = {weight for weight in trained if id(weight) not in narrowed}
+    if len(wide) == len(trained):
+        return None
+    is_small = sum(w.numel() for w in wide) <= MOST_WHOLE * sum(w.numel() for w in trained)
+    return wide if is_small else None

@@ -8,7 +8,7 @@
 Moving a tensor keeps its bits, so no result changes. Frozen weights are copied to the CPU once; later they are only
 dropped from the device. The moments are copied in both directions in each iteration. Both go through pinned memory,
 from which a GPU copies faster. Of sharded moments each process moves its rows. A sharded frozen model is not moved
-here: torch keeps its rows on the CPU and copies each block for its passes (`rlhf_cli.models.fsdp`).
+here: torch keeps its rows on the CPU and copies each block for its passes (`rlhf_cli.models.shard`).
 """
 
 from __future__ import annotations

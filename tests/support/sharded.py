@@ -34,9 +34,9 @@ from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.deferred import blocks
 from rlhf_cli.models.forward import autocast, target_logprobs
 from rlhf_cli.models.frozen import hold_trained
-from rlhf_cli.models.fsdp import shard_model
 from rlhf_cli.models.passes import compile_passes, recompute_layers
 from rlhf_cli.models.quantized import quantize
+from rlhf_cli.models.shard import shard_model
 from rlhf_cli.processes import distributed
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.sharding import device_of, like, local, most, plain_class, whole
