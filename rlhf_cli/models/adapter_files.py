@@ -102,10 +102,9 @@ class BaseModel:
 def save_adapter(
     model: PreTrainedModel, directory: Path, base: BaseModel, quantization: Quantization | None = None
 ) -> None:
-    """Write the adapters of a model, and the head of a classifier, in PEFT's format.
+    """Write the adapters of a model, and the head of a classifier, in PEFT's format. `quantization` is the base's.
 
-    `quantization` is that of the base while it was trained. All processes must call this for a sharded model; the first
-    one writes.
+    All processes must call this for a sharded model; the first one writes.
     """
     heads = head_names(model)
     tensors = {

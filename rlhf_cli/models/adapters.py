@@ -26,10 +26,9 @@ from rlhf_cli.tensor_ops import num_weights
 
 
 def add_lora(model: PreTrainedModel, config: Lora, key: str, *, seed: int) -> str:
-    """Freeze the model and add adapters to its linear layers, whose contribution is zero at first.
+    """Freeze the model and add adapters to its linear layers. Returns a line for the user.
 
-    The head of a sequence classifier is trained without adapters. Returns a line for the user. Raises what
-    `require_targets` raises.
+    The head of a sequence classifier is trained without adapters. Raises what `require_targets` raises.
     """
     peft = require_targets(model, config, key)
     heads = head_names(model)
@@ -60,10 +59,8 @@ def import_peft(what: str, error: type[Exception]) -> Any:
 
 
 def require_targets(model: PreTrainedModel, config: Lora, key: str) -> Any:
-    """Return the package peft. Raise ConfigError, naming the config `key`, if `add_lora` would fail.
-
-    It fails without peft, and if a name is not a linear layer's. The model needs no weights.
-    """
+    """The package peft. Raises ConfigError, naming the config `key`, if it is missing, or if a name is not that of a
+    linear layer. The model needs no weights."""
     if model.config.is_encoder_decoder:
         raise ConfigError(f"{key}: is not offered for an encoder-decoder ({type(model).__name__}). Remove the key")
     peft = import_peft(f"{key}:", ConfigError)

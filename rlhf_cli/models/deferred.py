@@ -41,7 +41,7 @@ class StoredWeight:
     file: str
     name: str
     scale: StoredWeight | None = None  # of its rows, if the file has 8-bit integers: torchao's format of `rlhf export`
-    change: Callable[[Tensor], Tensor] | None = None  # turns the tensor of the file, in float32, into the weight
+    changes: tuple[Callable[[Tensor], Tensor], ...] = ()  # turn the tensor of the file, in float32, into the weight
 
     def read(self, first: int = 0, count: int | None = None) -> Tensor:
         """`count` rows from `first` on, as float32. Only these are read, unless the weight is changed."""
@@ -50,8 +50,11 @@ class StoredWeight:
     def as_stored(self, first: int = 0, count: int | None = None) -> Tensor:
         """The same rows in the number format of the file; of integers and of a changed weight as float32."""
         end = None if count is None else first + count
-        if self.change is not None:
-            return self.change(replace(self, change=None).read())[first:end]
+        if self.changes:
+            values = replace(self, changes=()).read()
+            for function in self.changes:
+                values = function(values)
+            return values[first:end]
         with safe_open(self.file, framework="pt") as file:
             rows = file.get_slice(self.name)
             if count == 0:
@@ -105,7 +108,7 @@ def not_finite(found: str) -> ArtifactError:
 def take_integers(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """`take` for a weight that its file has as integers: [out, in] int8 and the scales of its rows; None for others."""
     place = place_of(weight)
-    if place is None or place.scale is None or place.change is not None:
+    if place is None or place.scale is None or place.changes:
         return None
     del _places[weight]
     weight.data = weight.new_empty(0)
@@ -115,12 +118,7 @@ def take_integers(weight: Tensor) -> tuple[Tensor, Tensor] | None:
 def change(weight: Tensor, function: Callable[[Tensor], Tensor]) -> None:
     """Let a deferred weight be `function` of what it would have been. The function gets all of it, in float32."""
     place: StoredWeight = _places[weight]
-    first = place.change
-
-    def both(values: Tensor) -> Tensor:
-        return function(values if first is None else first(values))
-
-    _places[weight] = replace(place, change=both)
+    _places[weight] = replace(place, changes=(*place.changes, function))
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

@@ -56,7 +56,7 @@ def logits_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tenso
         output = model(**_packed_inputs(batch), logits_to_keep=positions, use_cache=False)
         return output.logits[0]
     if is_seq2seq(model):
-        return seq2seq.logits_at(model, batch, positions)
+        return seq2seq.logits_and_hidden_at(model, batch, positions)[0]
     if _head_is_plain(model, batch):
         logits: torch.Tensor = model.get_output_embeddings()(hidden_at(model, batch, positions))
         return logits

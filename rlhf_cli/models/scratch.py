@@ -39,8 +39,7 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerTraining) -> PreTrain
             show_progress=False,
         ),
     )
-    # Byte-level BPE has no unknown tokens. But for some families transformers loads a tokenizer class that adds an
-    # unknown token to a vocabulary without one.
+    # For some families transformers loads a tokenizer class that adds an unknown token to a vocabulary without one.
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         clean_up_tokenization_spaces=False,

@@ -76,12 +76,6 @@ def check_tokens(model: PreTrainedModel, path: str) -> None:
             raise ArtifactError(f"{path}: config.json has no {key}, which an encoder-decoder needs. Add it")
 
 
-def logits_at(model: PreTrainedModel, batch: PackedBatch, positions: Tensor) -> Tensor:
-    """Next-token logits at `positions` of the row: [n] -> [n, V]."""
-    logits: Tensor = _forward(model, batch)[0].logits
-    return logits[_places(batch, positions)]
-
-
 def hidden_at(model: PreTrainedModel, batch: PackedBatch, positions: Tensor) -> Tensor:
     """Last hidden states of the decoder at `positions` of the row: [n] -> [n, H]."""
     return _forward(model, batch)[1][_places(batch, positions)]
@@ -129,16 +123,12 @@ def last_hidden_state(module: Any) -> Iterator[list[Tensor]]:
 def _places(batch: PackedBatch, positions: Tensor) -> tuple[Tensor, Tensor]:
     """The row and column in the decoder's padded batch of each index of the packed row: [n] int64 each."""
     assert batch.prompt_lengths is not None
-    counts = torch.tensor(batch.lengths) - torch.tensor(batch.prompt_lengths) + 1  # tokens that the decoder reads
-    row = torch.full((len(batch.ids),), -1, dtype=torch.int64)
-    column = row.clone()
-    ends = torch.tensor(batch.lengths).cumsum(0).tolist()
-    for b, (end, count) in enumerate(zip(ends, counts.tolist(), strict=True)):
-        row[end - count : end] = b
-        column[end - count : end] = torch.arange(count)
     at = positions.cpu()
-    assert bool((row[at] >= 0).all()), "the decoder has no state for a token inside a prompt"
-    return send(row[at], positions.device), send(column[at], positions.device)
+    row = torch.bucketize(at, torch.tensor(batch.lengths).cumsum(0), right=True)
+    # The decoder's start token takes the place of the prompt's last one.
+    column = batch.position_ids.cpu()[at] - torch.tensor(batch.prompt_lengths)[row] + 1
+    assert bool((column >= 0).all()), "the decoder has no state for a token inside a prompt"
+    return send(row, positions.device), send(column, positions.device)
 
 
 def require_one_answer(model: PreTrainedModel, examples: Iterable[Example], loss_on: str) -> None:

@@ -103,19 +103,10 @@ def shard_model(
     read now: each process reads its rows. In bfloat16 blocks are exchanged in bfloat16; embeddings, heads, gradients
     and the rows that a process keeps stay in float32, but for the rows of a frozen block.
 
-    Args:
-        model: on the CPU or on the device.
-        device: of this process.
-        precision: of the passes, as in the config.
-        per_node: shard among this many processes, and let all groups of that size hold the same. None: among all.
-        offloads: keep the rows of each process in the CPU's memory, with their gradients (`distributed.offload`).
-        narrow: hold trained matrices in bfloat16 if the passes compute in it (`optimizer.precision: bfloat16`).
-
-    Returns:
-        Lines for the user about what stays slower (`choose_attention`), or None.
-
-    Raises:
-        ArtifactError: a deferred weight is not finite.
+    With `per_node` the weights are sharded among this many processes, and all groups of that size hold the same. With
+    `offloads` the rows of each process stay in the CPU's memory, with their gradients. With `narrow` trained matrices
+    are held in bfloat16 if the passes compute in it. Returns lines for the user about what stays slower
+    (`choose_attention`), or None. Raises ArtifactError if a deferred weight is not finite.
     """
     if model.config.is_encoder_decoder:
         raise ConfigError("distributed.shard: an encoder-decoder cannot be sharded yet. Set it to false")
@@ -123,10 +114,10 @@ def shard_model(
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     was_deferred = is_deferred(model)
     size = dist.get_world_size()
-    shape, names = (
-        ((size,), None) if per_node in (None, size) else ((size // per_node, per_node), ("nodes", "processes"))
-    )
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    if per_node is None or per_node == size:
+        mesh = init_device_mesh(device.type, (size,))
+    else:
+        mesh = init_device_mesh(device.type, (size // per_node, per_node), mesh_dim_names=("nodes", "processes"))
     computed = compute_dtype(device, precision)
     lower = None if computed == torch.float32 or is_encoder(model) else computed
     mixed = MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -38,8 +38,7 @@ def embed_tokens(
     """Give each new token the mean embedding of the other tokens; returns a line for the user, or None.
 
     The output head gets rows the same way. Starting from the mean, new tokens change the probabilities of the others
-    least (Hewitt 2021). transformers adds noise of standard deviation 3e-5 to the mean, and needs the covariance of all
-    embeddings for it. The table grows only if it has no rows for the new ids: some models have unused rows.
+    least (Hewitt 2021). The table grows only if it has no rows for the new ids: some models have unused rows.
 
     Raises ConfigError, naming the config `key`, if the embeddings are frozen.
     """
@@ -65,15 +64,12 @@ def require_same_tokens(
     """Raise ArtifactError if the model at `path`, of the config `key`, cannot read the policy's token ids."""
     if same_tokenizer(policy_tokenizer, tokenizer):
         return
-    vocabulary = tokenizer.get_vocab()
-    ids = {token: i for token, i in policy_tokenizer.get_vocab().items() if vocabulary.get(token) != i}
-    unknown = sorted(ids, key=ids.__getitem__)
+    vocabulary, ids = tokenizer.get_vocab(), policy_tokenizer.get_vocab()
+    unknown = sorted((token for token, i in ids.items() if vocabulary.get(token) != i), key=ids.__getitem__)
     what = "encodes text in other ids than the policy, or has another EOS"
     if unknown:
-        more = ", ..." if len(unknown) > NUM_SHOWN else ""
-        what = (
-            f"does not know {len(unknown):,} of the policy's tokens ({', '.join(map(repr, unknown[:NUM_SHOWN]))}{more})"
-        )
+        shown = ", ".join([*map(repr, unknown[:NUM_SHOWN]), *["..."] * (len(unknown) > NUM_SHOWN)])
+        what = f"does not know {len(unknown):,} of the policy's tokens ({shown})"
     raise ArtifactError(
         f"{key}: {path} {what}, and it has to read the policy's ids. Use a model with the policy's tokenizer"
     )
