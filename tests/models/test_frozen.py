@@ -252,7 +252,8 @@ def test_adapters_are_merged_a_weight_at_a_time(name, adapters):
     weights = [load(p).parameters() for load, p in ((load_policy, path), (load_policy, base), (load_later, path))]
     for merged, plain, later in zip(*weights, strict=True):
         changed += not torch.equal(merged, plain)
-        assert torch.equal(place_of(later).read(1, 2), merged[1:3]), "the rows of one process"
+        for _ in range(2):  # the layer that adds the adapter does not keep the sum
+            assert torch.equal(place_of(later).read(1, 2), merged[1:3]), "the rows of one process"
     assert changed > 0
 
 

@@ -352,21 +352,6 @@ def adapter_copy(adapters, tmp_path) -> Path:
     return Path(shutil.copytree(adapters, tmp_path / "adapter"))
 
 
-def test_a_weight_that_is_read_twice_gets_its_adapter_each_time(adapters):
-    """As the parts of a sharded model are: the layer that adds the adapter does not keep the sum."""
-    model = load_policy(str(adapters), deferred=True)
-    expected = load_policy(str(adapters))
-    changed = 0
-    for name, weight in model.named_parameters():
-        place = place_of(weight)
-        assert place is not None
-        for _ in range(2):
-            assert torch.equal(place.read(), expected.get_parameter(name))
-        assert torch.equal(place.read(1, 2), expected.get_parameter(name)[1:3])
-        changed += bool(place.changes)
-    assert changed == 4
-
-
 def test_adapters_without_a_tokenizer_take_that_of_their_base(make_model, pipeline, write_config, tmp_path):
     """A folder of PEFT, and `model/adapter` of our own stages, in `rlhf merge`, `rlhf chat` and as PPO's policy."""
     base, folder = make_model("llama"), tmp_path / "peft"

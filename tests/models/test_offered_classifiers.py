@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from rlhf_cli.config.models import ScratchModel
-from rlhf_cli.models.heads import offer_classifier, reads_last_token
+from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import load_reward_model, load_value_model, new_reward_model, new_value_model, prepare
 from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model
@@ -57,17 +57,6 @@ def test_a_head_is_trained_saved_and_loaded_again(family, tokenizer, tmp_path):
     assert torch.equal(kept.score.weight, model.score.weight)
     assert load_value_model(str(tmp_path)).config.num_labels == 1
     assert new_value_model(str(family), None).score.weight.abs().max() == 0
-
-
-def test_a_family_with_a_classifier_keeps_that_of_transformers():
-    from transformers import AutoModelForSequenceClassification, LlamaForSequenceClassification
-
-    for name in ("llama", "t5", "bert"):
-        offer_classifier(type(AutoConfig.for_model(name)))
-    config = AutoConfig.for_model(
-        "llama", vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
-    )
-    assert type(AutoModelForSequenceClassification.from_config(config)) is LlamaForSequenceClassification
 
 
 @pytest.mark.slow

@@ -24,8 +24,7 @@ from rlhf_cli.models import forward
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.forward import check_head, choose_attention, hidden_at, is_packed, logits_at
 from rlhf_cli.models.load import set_dropout_off
-from rlhf_cli.models.passes import recompute_layers
-from rlhf_cli.packing import FEWEST_EQUAL, PackedBatch, Segment, end_to_end, pack, response_positions
+from rlhf_cli.packing import FEWEST_EQUAL, PackedBatch, Segment, pack, response_positions
 from rlhf_cli.processes import threads
 from rlhf_cli.rewards.models import score_sequences, sequence_scores
 from rlhf_cli.rollout import rollout
@@ -110,14 +109,6 @@ def test_indices_find_every_token_of_a_sequence():
     assert batch.ids[batch.last].tolist() == [sequence[-1] for sequence in SEQUENCES]
     assert len(set(batch.last.tolist())) == len(SEQUENCES)
     assert sorted(set(at.tolist())) == list(range(len(batch.ids))), "every place in the row belongs to a sequence"
-
-
-def test_without_groups_nothing_is_shared():
-    batch = pack(SEQUENCES)
-    assert batch.ids.tolist() == end_to_end(SEQUENCES).tolist() == [i for sequence in SEQUENCES for i in sequence]
-    assert torch.equal(everywhere(batch), torch.arange(len(batch.ids)))
-    assert all(segment.prefix_length == 0 for segment in batch.segments)
-    assert batch.bounds.key_indices is None
 
 
 def test_response_positions_include_the_shared_prefix():
@@ -205,29 +196,6 @@ def test_scores_and_their_gradients_equal_a_plain_forward(name):
     for scores in (found, wanted):
         (scores * torch.arange(8)).sum().backward()
     same_gradients(model, plain)
-
-
-def test_gradient_checkpointing_recomputes_the_same_row(pair):
-    """The recomputation also needs the ends and prefixes of the sequences."""
-    plain, model = pair
-    model = copy.deepcopy(model).train()
-    recompute_layers(model)
-    batch = pack(SEQUENCES, groups=GROUPS)
-    assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    hidden_at(model, batch, everywhere(batch)).square().sum().backward()
-    plain_hidden(plain, SEQUENCES).square().sum().backward()
-    same_gradients(model, plain)
-
-
-@pytest.mark.parametrize("groups", [GROUPS, None], ids=["shared", "whole"])
-def test_bfloat16_is_as_accurate_as_a_plain_forward(pair, groups):
-    plain, model = pair
-    batch = pack(SEQUENCES, groups=groups)
-    with torch.no_grad():
-        exact = plain_hidden(plain, SEQUENCES)
-        with torch.autocast("cpu", torch.bfloat16):
-            found, rounded = hidden_at(model, batch, everywhere(batch)), plain_hidden(plain, SEQUENCES)
-    assert (found - exact).abs().mean() < 1.5 * (rounded - exact).abs().mean()
 
 
 # --------------------------------------------------------------------------------- the check at start
@@ -459,13 +427,3 @@ def test_a_cached_mask_is_real_after_the_plan_asked_for_it():
     with FakeTensorMode(allow_non_fake_inputs=True):
         attention.causal_mask(3, 3, 2, torch.float64, CPU)
     assert attention.causal_mask(3, 3, 2, torch.float64, CPU).tolist()[2] == [-torch.inf, 0, 0]
-
-
-def test_a_kernel_that_this_torch_lacks_leaves_padded_batches(monkeypatch):
-    _, model = made("llama")
-
-    def fails(*_: object) -> None:
-        raise ImportError("cannot import name 'varlen_attn'")
-
-    monkeypatch.setattr(forward, "hidden_at", fails)
-    assert str(choose_attention(model)).endswith("it runs on padded batches (slower, as exact)")
