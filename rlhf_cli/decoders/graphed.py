@@ -7,8 +7,8 @@ enter or leave.
 Keys and values lie in one tensor per layer, with room for the longest row. Attention reads all of it with a mask.
 Float32 weights are cast to the number format of the passes once per rollout: autocast would cast them in every step.
 
-The decoder is compared with the model's own forward at its first use (`graphed_decoder`). If they differ, or the step
-cannot be captured, and for any other family, sampling uses the model's own forward (plain.py).
+The decoder is compared with the model's own forward at its first use. If they differ, or the step cannot be captured,
+and for any other family, sampling uses the model's own forward (plain.py).
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ def graphed_decoder(model: PreTrainedModel, longest: int) -> GraphedDecoder:
 def _why_not(model: PreTrainedModel) -> str:
     """Why the decoder cannot be used, "" if it can.
 
-    It is compared in float32, where the model's own rounding hides nothing. Then it runs once as it will be used, which
-    must give finite numbers.
+    It is compared in float32, where the model's own rounding hides nothing. Then it runs once as it will be used.
     """
     precision = held_precision(model) or "float32"
     try:

@@ -8,8 +8,8 @@ The weights are read again for every rollout. Linear layers are then copied: tho
 in the order that oneDNN reads. The copy takes as long as one or two steps, and makes each step of a model with hidden
 size 512 a quarter shorter. A layer of another class, such as an adapter, is called as it is.
 
-The decoder is compared with the model's own forward at its first use (`paged_decoder`). If they differ, and for any
-other family, sampling uses the model's own forward (plain.py).
+The decoder is compared with the model's own forward at its first use. If they differ, and for any other family, the
+model's own forward samples (plain.py).
 """
 
 from __future__ import annotations

@@ -18,9 +18,8 @@ from rlhf_cli.packing import PackedBatch, pack
 
 # --------------------------------------------------------------------------------------- root-mean-square normalisation
 #
-# transformers computes RMSNorm as six operations, and its backward pass as a dozen more, each of which reads and writes
-# memory. For a hidden size of 128 or 512 that is 8 to 15 % of a training step. Here it is three passes forward and five
-# backward.
+# transformers computes RMSNorm as six operations, and its backward pass as a dozen more: 8 to 15 % of a training step
+# for a hidden size of 128 or 512. Here it is three passes over memory forward and five backward.
 
 
 NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}
@@ -31,13 +30,7 @@ weight and is not in the list."""
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (Zhang and Sennrich 2019, eq. 4).
 
-    Args:
-        x: [..., H], float32 or float64.
-        weight: [H].
-        eps: added to the mean square, inside the root.
-
-    Returns:
-        [..., H]. First derivatives only.
+    x [..., H] in float32 or float64, weight [H] -> [..., H]. First derivatives only.
 
     >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 2.0]), 0.0)  # root mean square sqrt(12.5)
     tensor([[0.8485, 2.2627]])
@@ -96,10 +89,9 @@ class _RMSNorm(torch.autograd.Function):
 
 # -------------------------------------------------------------------------------------------- rotary position embedding
 #
-# transformers rotates queries and keys with six operations each, which copy halves and concatenate them; autograd then
-# fills the gradients of the halves with zeros and adds them. Here a rotation is three passes over memory, and its
-# gradient is the rotation in the other direction. That saves 7 % of a small Llama's forward and backward pass, and 4 %
-# of its forward pass.
+# transformers rotates queries and keys with six operations each, and more in the backward pass. Here a rotation is
+# three passes over memory, and its gradient the rotation in the other direction. That saves 7 % of a small Llama's
+# forward and backward pass, and 4 % of its forward pass.
 
 
 WINDOWS: dict[str, Callable[[Any], int | None]] = {
@@ -120,13 +112,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     ``[a * cos - b * sin, b * cos + a * sin]`` of ``[a, b]``
 
-    Args:
-        x: [B, H, N, D], in any strides. The result has the same strides.
-        cos: [B, N, D]; its second half equals its first.
-        sin: [B, N, D], likewise.
-
-    Returns:
-        [B, H, N, D]. First derivatives with respect to x only.
+    x [B, H, N, D] in any strides, which the result has, too; cos and sin [B, N, D], whose second half equals the first.
+    First derivatives with respect to x only.
 
     >>> quarter_turn = torch.tensor([[[0.0, 0.0]]]), torch.tensor([[[1.0, 1.0]]])
     >>> rotate(torch.tensor([[[[3.0, 4.0]]]]), *quarter_turn)
@@ -264,8 +251,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 # ------------------------------------------------------------------------------- the last layer, for some of the tokens
 #
 # A loss or a score reads the last hidden states of some tokens only: those that predict a response, or the last one of
-# each text. Other layers need every token, as keys and values for the next layer. After the attention of the last layer
-# only the tokens that are read are needed.
+# each text. After the attention of the last layer the others are not needed.
 
 
 def use_short_layer(model: PreTrainedModel) -> str | None:

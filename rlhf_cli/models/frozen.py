@@ -203,11 +203,9 @@ def freeze(model: PreTrainedModel, patterns: Sequence[str], key: str) -> str | N
 
     A pattern consists of parts separated by dots. It matches a weight whose name contains these parts one after
     another. `*` in a part matches any text, and a part such as `0-3` the numbers 0 to 3. `embeddings` names the input
-    embeddings and `layers` the stack of layers, whatever the family calls them (`wte` and `h` in GPT-2). An output head
-    that shares a frozen weight is frozen too. The scalar head of a classifier is always trained.
-
-    Raises ConfigError, naming the config `key`, for a pattern or an end of a range that matches nothing, and if no
-    weight is left to train.
+    embeddings and `layers` the stack of layers, whatever the family calls them. The scalar head of a classifier is
+    always trained. Raises ConfigError, naming the config `key`, for a pattern or an end of a range that matches
+    nothing, and if no weight is left to train.
     """
     if not patterns:
         return None
@@ -238,9 +236,8 @@ def matches(name: str, pattern: str) -> bool:
     [True, False, True, False, True, True]
     """
     parts, wanted = name.split("."), pattern.split(".")
-    return any(
-        all(map(_is_part, parts[start : start + len(wanted)], wanted)) for start in range(len(parts) - len(wanted) + 1)
-    )
+    starts = range(len(parts) - len(wanted) + 1)
+    return any(all(map(_is_part, parts[start:], wanted)) for start in starts)
 
 
 def _is_part(part: str, wanted: str) -> bool:
@@ -267,9 +264,9 @@ def _weights(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
 
 def _advice(form: str, names: Sequence[str]) -> str:
     """The end of a message: the pattern with each part replaced by the most similar one, or the names that exist."""
-    numbers = [int(number) for number in re.findall(rf"^{LAYERS}\.(\d+)", "\n".join(names), re.MULTILINE)]
-    if re.fullmatch(rf"{LAYERS}\.\d+", form) and numbers:
-        return f"; its layers are 0 to {max(numbers)}"
+    layers = {name.split(".")[1] for name in names if name.startswith(f"{LAYERS}.")}
+    if re.fullmatch(rf"{LAYERS}\.\d+", form) and layers:
+        return f"; its layers are 0 to {len(layers) - 1}"
     parts = list(dict.fromkeys(part for name in names for part in name.split(".") if not part.isdecimal()))
     close = ".".join(
         part if part in parts else next(iter(difflib.get_close_matches(part, parts, 1)), part)

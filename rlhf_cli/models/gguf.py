@@ -58,18 +58,15 @@ def require_llama_cpp(quantize: str | None) -> None:
 
 
 def convert(folder: Path, out: Path, kind: str, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Convert a model directory to the file `out`.
+    """Convert a model directory to the file `out`, in which the model has this `name`.
 
-    Raises ConfigError, with llama.cpp's own reason, if it refuses the model.
-
-    Args:
-        folder: a Hugging Face model directory, whose config.json may be changed.
-        out: the file to write.
-        kind: a key of `TYPES`, or another type of `llama-quantize`.
-        name: the model's name in the file.
-        tokenizer: the folder's.
+    `kind` is a key of `TYPES`, or another type of `llama-quantize`. The folder's config.json may be changed. Raises
+    ConfigError, with llama.cpp's own reason, if it refuses the model.
     """
-    _add_context_length(folder / "config.json")
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if config.get("model_type") == "gpt2":  # the converter reads a key that transformers no longer writes
+        path.write_text(json.dumps({"n_ctx": config["n_positions"]} | config), encoding="utf-8")
     first = out if kind in TYPES else out.with_suffix(".first")
     script = shutil.which(CONVERTER)
     assert script is not None
@@ -79,13 +76,6 @@ def convert(folder: Path, out: Path, kind: str, name: str, tokenizer: PreTrained
     if first != out:
         _run(QUANTIZER, [QUANTIZER, str(first), str(out), kind.upper()])
         first.unlink()
-
-
-def _add_context_length(path: Path) -> None:
-    """Add the key `n_ctx` to a GPT-2's config.json, which the converter reads and transformers no longer writes."""
-    config = json.loads(path.read_text(encoding="utf-8"))
-    if config.get("model_type") == "gpt2" and "n_ctx" not in config:
-        path.write_text(json.dumps({**config, "n_ctx": config["n_positions"]}), encoding="utf-8")
 
 
 def _run(program: str, command: list[str]) -> None:

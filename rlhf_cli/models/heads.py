@@ -44,9 +44,8 @@ class ScalarHead(GenericForSequenceClassification):
 def offer_classifier(config: type[PreTrainedConfig]) -> None:
     """Give AutoModelForSequenceClassification a class for a causal language model that has none (CodeGen, Mamba).
 
-    It is what transformers has for most decoders: the backbone and a linear layer `score`, read at the last token. The
-    backbone's weights keep the names that the language model gives them. transformers alone cannot load a directory of
-    such a model.
+    It is what transformers has for most decoders: the backbone and a linear layer `score`, read at the last token.
+    transformers alone cannot load a directory of such a model.
     """
     if config in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or config not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return
@@ -57,8 +56,7 @@ def offer_classifier(config: type[PreTrainedConfig]) -> None:
 def reads_last_token(model: PreTrainedModel) -> bool:
     """Whether the model is a causal backbone with a linear `score` head, read at the last real token.
 
-    transformers' decoders are (`LlamaForSequenceClassification` and others). Encoders pool in their own way and have no
-    `score`.
+    Encoders pool in their own way and have no `score`.
     """
     return isinstance(getattr(model, "score", None), torch.nn.Linear)
 
@@ -121,11 +119,7 @@ def value_model_like(policy: PreTrainedModel) -> PreTrainedModel:
 
 @torch.no_grad()
 def require_scores_without_padding(model: PreTrainedModel) -> None:
-    """Raise ArtifactError if padding after a text changes its score.
-
-    It does in XLNet, which reads the last position. Encoders pool in their own way and are scored on padded batches
-    (`sequence_scores`), so they are checked here.
-    """
+    """Raise ArtifactError if padding after a text changes its score, as in XLNet, which reads the last position."""
     was_training = model.training
     model.eval()
     embeddings: Any = model.get_input_embeddings()

@@ -31,10 +31,7 @@ from rlhf_cli.run.artifacts import is_adapter
 
 
 def prepare_base(model: PreTrainedModel, lora: Lora | None, key: str, config: Stage, device: torch.device) -> None:
-    """`hold_base` as the config says, before the model moves to its device.
-
-    Weights that will be sharded among processes are left as they are.
-    """
+    """`hold_base` as the config says, before the model moves to its device. Weights to be sharded stay as they are."""
     if lora is not None and not shards(config):
         hold_base(model, lora, key, device, config.precision)
 
@@ -59,7 +56,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora | None, base: BaseModel, key
 def require_loadable(model: PreTrainedModel, lora: Lora, base: BaseModel, key: str) -> None:
     """Raise ConfigError, naming the config `key`, if `save: adapter` would leave adapters that nothing can load.
 
-    The model is `base` as the stage changed it. It needs no weights.
+    The model, which needs no weights, is `base` as the stage changed it.
     """
     if lora.save == "adapter":
         if is_adapter(base.path):

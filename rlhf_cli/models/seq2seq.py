@@ -155,8 +155,7 @@ def require_one_answer(model: PreTrainedModel, examples: Iterable[Example], loss
 class TokenValues(PreTrainedModel):
     """An encoder-decoder backbone with a linear layer `score` on each hidden state of the decoder.
 
-    transformers has no such class: its classifiers read one place of the whole text. `value_class` makes one for each
-    family.
+    transformers has no such class: its classifiers read one place of the whole text.
     """
 
     def __init__(self, config: PreTrainedConfig):
