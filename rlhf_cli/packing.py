@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 SHORTEST_PREFIX = 8
 """Minimum number of tokens in a shared prefix. Fewer save nothing."""
@@ -49,23 +50,23 @@ class Neighbours(NamedTuple):
 class Bounds(NamedTuple):
     """Bounds of the sequences among queries (the tokens of the row) and keys (each sequence with its prefix)."""
 
-    queries: torch.Tensor  # [B + 1] int32: where each sequence's queries begin, and the end of the last one
-    keys: torch.Tensor  # [B + 1] int32: the same for the keys
+    queries: Tensor  # [B + 1] int32: where each sequence's queries begin, and the end of the last one
+    keys: Tensor  # [B + 1] int32: the same for the keys
     most_queries: int
     most_keys: int
-    key_indices: torch.Tensor | None  # [keys[B]] index of each key in the row; None if the keys are the row itself
+    key_indices: Tensor | None  # [keys[B]] index of each key in the row; None if the keys are the row itself
 
 
 @dataclass(frozen=True)
 class PackedBatch:
     """B sequences end to end in one row of N tokens. Attention never crosses the end of a sequence."""
 
-    ids: torch.Tensor  # [N] int64
-    position_ids: torch.Tensor  # [N] position of each token in its sequence, from 0
+    ids: Tensor  # [N] int64
+    position_ids: Tensor  # [N] position of each token in its sequence, from 0
     segments: list[Segment]  # [B] the place of each sequence in the row
     prompt_lengths: list[int] | None = None
     """[B] tokens of each prompt, for models that read it with an encoder. Only these models need it."""
-    kept: torch.Tensor | None = None
+    kept: Tensor | None = None
     """[n] indices in the row of the tokens whose last hidden states are read, n below N; None: all are. The last layer
     may compute only these (`ShortLayer`)."""
 
@@ -75,7 +76,7 @@ class PackedBatch:
         return [segment.prefix_length + segment.length for segment in self.segments]
 
     @property
-    def last(self) -> torch.Tensor:
+    def last(self) -> Tensor:
         """[B] index of each sequence's last token in the row, on the batch's device."""
         last = [segment.start + segment.length - 1 for segment in self.segments]
         return send(torch.tensor(last, dtype=torch.int64), self.ids.device)
@@ -112,7 +113,7 @@ class PackedBatch:
         indices = None if num_queries == num_keys else self.indices([0] * len(num_keys), num_keys)
         return Bounds(queries, keys, max(num_queries), max(num_keys), indices)
 
-    def indices(self, begin: Sequence[int] | np.ndarray, end: Sequence[int] | np.ndarray) -> torch.Tensor:
+    def indices(self, begin: Sequence[int] | np.ndarray, end: Sequence[int] | np.ndarray) -> Tensor:
         """Indices in the row of the tokens begin[b] to end[b] - 1 of each sequence b: [sum of end - begin] int64.
 
         The index of a token in a shared prefix is returned once for each sequence that includes it.
@@ -201,7 +202,7 @@ def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
     return int(differ.argmax()) if differ.any() else room
 
 
-def response_positions(batch: PackedBatch, prompt_lengths: Sequence[int]) -> torch.Tensor:
+def response_positions(batch: PackedBatch, prompt_lengths: Sequence[int]) -> Tensor:
     """Indices in the packed row of the tokens that predict each response token: [sum of R_b].
 
     Token t is predicted at t - 1, so these run from each prompt's last token to the sequence's last but one.
@@ -209,7 +210,7 @@ def response_positions(batch: PackedBatch, prompt_lengths: Sequence[int]) -> tor
     return batch.indices(np.asarray(prompt_lengths) - 1, np.asarray(batch.lengths) - 1)
 
 
-def end_to_end(rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> torch.Tensor:
+def end_to_end(rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tensor:
     """The integers of all rows, row after row: [sum of their lengths] int64.
 
     >>> end_to_end([[5, 6], [], [7]]).tolist()
@@ -218,7 +219,7 @@ def end_to_end(rows: Sequence[Sequence[int]], device: torch.device | str = "cpu"
     return send(torch.from_numpy(_flat(rows)), device)
 
 
-def send(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+def send(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Copy a tensor from the host to the device.
 
     The copy goes through pinned memory, which a GPU reads on its own. From other memory it would wait for all queued

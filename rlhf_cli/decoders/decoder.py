@@ -251,6 +251,6 @@ def recorded(function: Callable[..., Any], *examples: tuple[Any, ...]) -> Callab
 
 
 def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
+    if isinstance(a, Tensor):
         return torch.equal(a, b)
     return all(map(_same, a, b))

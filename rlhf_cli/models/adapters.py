@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -166,12 +167,12 @@ def merge_when_read(model: torch.nn.Module) -> None:
 
 
 @torch.no_grad()
-def _with_adapter(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+def _with_adapter(layer: Any, weight: Tensor) -> Tensor:
     """A weight with the adapter of this layer added. The layer does not keep it."""
     base = layer.get_base_layer()
     base.weight = torch.nn.Parameter(weight, requires_grad=False)
     layer.merge()
-    merged: torch.Tensor = base.weight.data
+    merged: Tensor = base.weight.data
     base.weight = torch.nn.Parameter(torch.empty(0))
     layer.merged_adapters.clear()
     return merged

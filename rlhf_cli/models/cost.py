@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_cli.kernels.linear import linear
@@ -109,7 +110,7 @@ def work_of(model: PreTrainedModel) -> Work:
             size = size * experts // parameter.shape[0]
         weights += size
         trained += size if parameter.requires_grad else 0
-    assert head is None or isinstance(head.weight, torch.Tensor)
+    assert head is None or isinstance(head.weight, Tensor)
     head_weights = head.weight.numel() if head is not None else 0
     trained_head = head_weights if head is not None and head.weight.requires_grad else 0
     # A state space model has no attention heads, and no cost that grows with the square of the length.

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -46,7 +47,7 @@ def is_packed(model: PreTrainedModel) -> bool:
 
 
 @gathered
-def logits_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
+def logits_at(model: PreTrainedModel, batch: PackedBatch, positions: Tensor) -> Tensor:
     """Next-token logits at `positions` of the packed row: [n] -> [n, V].
 
     The head runs on these positions only, unless the model runs on padded batches and changes its logits after the
@@ -58,23 +59,23 @@ def logits_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tenso
     if is_seq2seq(model):
         return seq2seq.logits_and_hidden_at(model, batch, positions)[0]
     if _head_is_plain(model, batch):
-        logits: torch.Tensor = model.get_output_embeddings()(hidden_at(model, batch, positions))
+        logits: Tensor = model.get_output_embeddings()(hidden_at(model, batch, positions))
         return logits
     return _padded_logits(model, batch)[positions]
 
 
-def _padded_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
+def _padded_logits(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
     """The logits at every token of a padded batch, end to end: [N, V]."""
     ids, real_mask, position_ids = _padded_inputs(batch)
     output = model(input_ids=ids, attention_mask=real_mask, position_ids=position_ids, use_cache=False)
-    logits: torch.Tensor = output.logits[real_mask]
+    logits: Tensor = output.logits[real_mask]
     return logits
 
 
 @gathered
 def logprobs_at(
-    model: PreTrainedModel, batch: PackedBatch, positions: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0
-) -> torch.Tensor:
+    model: PreTrainedModel, batch: PackedBatch, positions: Tensor, ids: Tensor, temperature: float = 1.0
+) -> Tensor:
     """Log-probability of each of `ids` [n] as the next token at `positions` [n] of the packed row: [n] float32.
 
     The logits are computed in chunks (`linear_logprobs`), unless the model changes them after its head.
@@ -113,7 +114,7 @@ def _head_is_plain(model: PreTrainedModel, batch: PackedBatch) -> bool:
 
 def target_logits(
     model: PreTrainedModel, sequences: Sequence[Sequence[int]], target_mask: Sequence[Sequence[bool]]
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The logits that predict each target token of some sequences, and those tokens: ([n, V], [n])."""
     batch, targets = _pack_targets(model, sequences, target_mask)
     return logits_at(model, batch, targets - 1), batch.ids[targets]
@@ -121,7 +122,7 @@ def target_logits(
 
 def target_logprobs(
     model: PreTrainedModel, sequences: Sequence[Sequence[int]], target_mask: Sequence[Sequence[bool]]
-) -> torch.Tensor:
+) -> Tensor:
     """The log-probability of each target token of some sequences: [n] float32."""
     batch, targets = _pack_targets(model, sequences, target_mask)
     return logprobs_at(model, batch, targets - 1, batch.ids[targets])
@@ -129,7 +130,7 @@ def target_logprobs(
 
 def _pack_targets(
     model: PreTrainedModel, sequences: Sequence[Sequence[int]], target_mask: Sequence[Sequence[bool]]
-) -> tuple[PackedBatch, torch.Tensor]:
+) -> tuple[PackedBatch, Tensor]:
     """The packed sequences, and the indices [n] of the target tokens in the row. Index j is predicted at j - 1."""
     batch = pack(sequences, device_of(model))
     if is_seq2seq(model):
@@ -144,12 +145,12 @@ def budget_of_logits(model: PreTrainedModel, budget: Budget) -> Budget:
 
 def scored_targets(
     model: PreTrainedModel, rows: Sequence[Example], budget: Budget, precision: str
-) -> list[tuple[Sequence[int], torch.Tensor, torch.Tensor]]:
+) -> list[tuple[Sequence[int], Tensor, Tensor]]:
     """The targets of the rows by microbatch: its row numbers, and for each of its N targets, row by row, the
     log-probability and whether the target is the likeliest token, [N] float64 each."""
     device = device_of(model)
 
-    def score(numbers: Sequence[int]) -> tuple[Sequence[int], torch.Tensor, torch.Tensor]:
+    def score(numbers: Sequence[int]) -> tuple[Sequence[int], Tensor, Tensor]:
         with autocast(device, precision):  # [N, V] and [N]
             logits, targets = target_logits(model, [rows[i].ids for i in numbers], [rows[i].loss_mask for i in numbers])
         return numbers, token_logprobs(logits, targets).cpu().double(), (logits.argmax(-1) == targets).cpu().double()
@@ -159,9 +160,7 @@ def scored_targets(
 
 
 @gathered
-def logits_and_hidden_at(
-    model: PreTrainedModel, batch: PackedBatch, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_and_hidden_at(model: PreTrainedModel, batch: PackedBatch, positions: Tensor) -> tuple[Tensor, Tensor]:
     """`logits_at` and `hidden_at` of a language model from one forward pass: ([n, V], [n, H])."""
     if is_seq2seq(model):
         return seq2seq.logits_and_hidden_at(model, batch, positions)
@@ -177,12 +176,12 @@ def logits_and_hidden_at(
 
 
 @gathered
-def hidden_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
+def hidden_at(model: PreTrainedModel, batch: PackedBatch, positions: Tensor) -> Tensor:
     """Last hidden states (after the final norm) at `positions` of the packed row: [n] -> [n, H]."""
     if is_packed(model):
         if 0 < len(positions) < len(batch.ids):
             batch = replace(batch, kept=positions)
-        hidden: torch.Tensor = model.base_model(**_packed_inputs(batch), use_cache=False).last_hidden_state[0]
+        hidden: Tensor = model.base_model(**_packed_inputs(batch), use_cache=False).last_hidden_state[0]
         # The last layer has left out the others, or it computes all tokens.
         return hidden if batch.kept is not None and len(hidden) == len(positions) else hidden[positions]
     if is_seq2seq(model):
@@ -192,10 +191,10 @@ def hidden_at(model: PreTrainedModel, batch: PackedBatch, positions: torch.Tenso
     return output.last_hidden_state[real_mask][positions]
 
 
-def scalar_head(head: Any, hidden: torch.Tensor) -> torch.Tensor:
+def scalar_head(head: Any, hidden: Tensor) -> Tensor:
     """A linear head in float32, [n, H] -> [n, labels]. bfloat16 would round away the differences between scores."""
     with torch.autocast(hidden.device.type, enabled=False):
-        scores: torch.Tensor = head(hidden.to(head.weight.dtype))
+        scores: Tensor = head(hidden.to(head.weight.dtype))
     return scores
 
 
@@ -212,7 +211,7 @@ def _packed_inputs(batch: PackedBatch) -> dict[str, Any]:
     return {"input_ids": batch.ids[None], "position_ids": batch.position_ids[None], "packed": batch}
 
 
-def _padded_inputs(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _padded_inputs(batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Ids, mask of real tokens, and positions of the sequences, padded on the right: [B, T] each."""
     batch = _computed(batch)
     assert sum(batch.lengths) == len(batch.ids), "a padded batch cannot share prefixes"
@@ -263,7 +262,7 @@ def choose_attention(model: PreTrainedModel, precisions: Sequence[str] = ()) -> 
     return f"{type(model).__name__}: {reasons[0]}; it runs {manner} (slower, as exact)" if reasons else None
 
 
-def _plain_hidden(model: PreTrainedModel, sequences: list[list[int]], precision: str) -> torch.Tensor:
+def _plain_hidden(model: PreTrainedModel, sequences: list[list[int]], precision: str) -> Tensor:
     """Hidden states of one plain forward pass per sequence, end to end: [sum of lengths, H]."""
     device = device_of(model)
     try:
@@ -278,9 +277,7 @@ def _plain_hidden(model: PreTrainedModel, sequences: list[list[int]], precision:
         ) from None
 
 
-def _why_not_packed(
-    model: PreTrainedModel, name: str, sequences: list[list[int]], plain: dict[str, torch.Tensor]
-) -> str:
+def _why_not_packed(model: PreTrainedModel, name: str, sequences: list[list[int]], plain: dict[str, Tensor]) -> str:
     """Why the model cannot run on packed rows with this attention, "" if it can. The model keeps that attention."""
     unfit = (TypeError, ValueError, RuntimeError, AssertionError, AttributeError, KeyError, ImportError)
     with contextlib.suppress(*unfit):
@@ -304,7 +301,7 @@ def _why_not_packed(
 def vocabulary_rows(model: PreTrainedModel) -> int:
     """The number of token ids that the model has an embedding for."""
     weight = model.get_input_embeddings().weight
-    assert isinstance(weight, torch.Tensor)
+    assert isinstance(weight, Tensor)
     return weight.shape[0]
 
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -61,7 +61,7 @@ def frozen_policy(
 class HeldEmbedding(nn.Embedding):
     """An embedding whose weight is held in 16 bits and whose output is float32, as a float32 weight gives."""
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         return super().forward(ids).float()
 
 
@@ -85,7 +85,7 @@ def hold_frozen(
     *,
     exact: bool,
     constant: bool = True,
-    others: Collection[torch.Tensor] = (),
+    others: Collection[Tensor] = (),
 ) -> None:
     """Keep frozen weights in the 16-bit format that the passes on `device` compute in, if they do. No result changes.
 
@@ -126,7 +126,7 @@ def is_held(device: torch.device, precision: str) -> bool:
     return compute_dtype(device, precision) != torch.float32
 
 
-def _is_lossless(values: torch.Tensor, dtype: torch.dtype) -> bool:
+def _is_lossless(values: Tensor, dtype: torch.dtype) -> bool:
     """Whether the values are numbers of `dtype`. They are compared a part at a time, which needs little memory."""
     parts = () if values.dtype == dtype else values.split(1024)
     return all(torch.equal(part.to(dtype).float(), part.float()) for part in parts)

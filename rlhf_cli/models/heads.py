@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -27,7 +28,7 @@ class ScalarHead(GenericForSequenceClassification):
     """A backbone with a linear layer `score` without bias: the parent of the classifiers of `offer_classifier`."""
 
     def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
     ) -> SequenceClassifierOutput:
         """The scores at the last token of each row, [B, labels]. Padding is on the right, 0 in `attention_mask`.
 
@@ -80,7 +81,7 @@ def scalar_heads(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
     }
 
 
-def scalar_weight(model: PreTrainedModel) -> torch.Tensor:
+def scalar_weight(model: PreTrainedModel) -> Tensor:
     """The weight [labels, H] of the head `score`."""
     assert isinstance(model.score, torch.nn.Linear)
     return model.score.weight

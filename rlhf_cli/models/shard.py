@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -153,7 +153,7 @@ def shard_model(
 class LayerNorm(nn.LayerNorm):
     """torch's layer, computed in the precision of its input. On a CPU torch refuses a weight in another precision."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         weight, bias = (None if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
@@ -177,7 +177,7 @@ class TimedReduceScatter(DefaultReduceScatter):
         self._ended = mark()
         return work
 
-    def after_all_reduce(self, _: torch.Tensor) -> None:
+    def after_all_reduce(self, _: Tensor) -> None:
         """Count the sum over the machines that hold the same rows, which follows in the hybrid division."""
         count(self._ended, mark())
 
