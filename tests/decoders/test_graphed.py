@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_cli.config.models import Lora
 from rlhf_cli.decoders.decoder import UnsupportedError, choose_decoder, decoder_notes, gap_to_forward
@@ -18,7 +17,6 @@ from rlhf_cli.models.quantized import quantize, quantized_layers
 from rlhf_cli.rollout.sampling import Sampling, draw_uniforms, sample
 from support.compare import adapt
 from support.decoders import (
-    _LLAMA,
     FAST,
     PROMPTS,
     SAMPLINGS,
@@ -34,6 +32,7 @@ from support.decoders import (
     same,
 )
 from support.gpu import DEVICES, needs_gpu
+from support.tiny import tiny_model
 
 
 def on(device, name):
@@ -119,8 +118,7 @@ def test_adapters_are_added_to_the_weights(name, dora, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_layers_in_4_bits_are_called_as_they_are(monkeypatch, device):
     pytest.importorskip("bitsandbytes")
-    config = AutoConfig.for_model("llama", **{**_LLAMA, "hidden_size": 64, "intermediate_size": 128})
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = tiny_model("llama", hidden_size=64, intermediate_size=128)
     quantize(model, "nf4", "model.lora")
     calls, kind = [], type(quantized_layers(model)[0][2])
     forward = kind.forward

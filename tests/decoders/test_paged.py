@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_cli.config.models import Lora
 from rlhf_cli.decoders import network, paged_cache
@@ -26,7 +25,6 @@ from rlhf_cli.rollout import sampling as sampling_module
 from rlhf_cli.rollout.sampling import Sampling, draw, sample
 from support.compare import adapt
 from support.decoders import (
-    _LLAMA,
     FAST,
     LONGEST,
     PROMPTS,
@@ -41,6 +39,7 @@ from support.decoders import (
     random_ids,
     same,
 )
+from support.tiny import tiny_model
 
 
 def why_not(model, longest=1):
@@ -298,9 +297,7 @@ def test_other_families_are_refused_with_a_reason(name):
 
 def test_texts_longer_than_the_sliding_window_use_the_plain_decoder(monkeypatch):
     """Up to the window every token attends to all others; one token more would not."""
-    config = AutoConfig.for_model("mistral", **{**_LLAMA, "sliding_window": 48})
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = tiny_model("mistral", sliding_window=48)
     prompts = random_ids(3, 28, seed=6)
     same(
         sampled_by(model, prompts, UNIFORMS[:2, :20], Sampling(), "paged", monkeypatch),

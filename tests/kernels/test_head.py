@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_cli.kernels import head
 from rlhf_cli.kernels.head import linear_logprobs
@@ -15,25 +14,15 @@ from rlhf_cli.models.forward import logits_at, logprobs_at
 from rlhf_cli.models.load import prepare
 from rlhf_cli.packing import pack
 from rlhf_cli.tensor_ops import token_logprobs
+from support.tiny import tiny_model
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 KINDS = {
-    "tied": ("llama", {**SIZES, "tie_word_embeddings": True}),
-    "untied": ("llama", SIZES),
-    "qwen2": ("qwen2", {**SIZES, "num_key_value_heads": 2}),
-    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
-    "gpt-neox": ("gpt_neox", SIZES),
-    "mixtral": ("mixtral", {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4}),
-    "scaled": ("cohere", {**SIZES, "logit_scale": 0.25, "pad_token_id": 0, "eos_token_id": 1}),
-    "capped": ("gemma2", {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 0.5}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "untied": ("llama", {"tie_word_embeddings": False}),
+    **{name: (name, {}) for name in ("qwen2", "gpt2", "gpt_neox", "mixtral")},
+    "scaled": ("cohere", {"logit_scale": 0.25}),
+    "capped": ("gemma2", {"final_logit_softcapping": 0.5}),
 }
-
-
-def model_of(kind: str) -> PreTrainedModel:
-    family, config = KINDS[kind]
-    torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, vocab_size=50, **config))
-    return model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -115,7 +104,8 @@ def test_a_model_gives_the_same_log_probabilities_with_chunks(monkeypatch, kind:
     real = forward.linear_logprobs
     monkeypatch.setattr(forward, "linear_logprobs", lambda *a, **k: chunked.append(1) or real(*a, **k))
     monkeypatch.setattr(head, "CHUNK", 4 * 50)
-    model = model_of(kind).eval()
+    family, config = KINDS[kind]
+    model = tiny_model(family, vocab_size=50, **config)
     prepare(model, torch.device("cpu"))
     other = copy.deepcopy(model)
     batch = pack([[1, 2, 3, 4, 5, 6, 7], [9, 8, 7, 6, 5]])

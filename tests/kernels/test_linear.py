@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from rlhf_cli.kernels import linear as module
 from rlhf_cli.kernels.linear import FastConv1D, FastLinear, linear, prefers_onednn, use_fast_linear
+from support.tiny import tiny_model
 
 needs_onednn = pytest.mark.skipif(not prefers_onednn(), reason="MKL is as fast on this processor, so it is used")
 
@@ -60,14 +60,7 @@ def test_only_float32_without_autocast_uses_onednn(monkeypatch: pytest.MonkeyPat
 @needs_onednn
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_model_changes_by_rounding_only(kind: str):
-    torch.manual_seed(0)
-    plain: torch.nn.Module
-    if kind == "llama":
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-        plain = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=50, tie_word_embeddings=True))
-    else:
-        plain = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50, n_positions=64))
-    plain.eval()
+    plain = tiny_model(kind)
     fast = copy.deepcopy(plain)
     use_fast_linear(fast)
     kinds = {type(layer) for layer in fast.modules()}

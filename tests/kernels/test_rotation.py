@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from rlhf_cli.config.models import Lora
@@ -19,30 +18,21 @@ from rlhf_cli.models.load import prepare
 from rlhf_cli.models.passes import recompute_layers
 from rlhf_cli.packing import pack
 from support.compare import adapt
+from support.tiny import CPU, tiny_model
 
-CPU = torch.device("cpu")
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 50,
-    "max_position_embeddings": 64,
-}
 CONFIGS = {
-    "LlamaAttention": LlamaConfig(**SIZES, attention_bias=True),
-    "MistralAttention": MistralConfig(**SIZES, sliding_window=4),
-    "Qwen2Attention": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1),
-    "Qwen3Attention": Qwen3Config(**SIZES, head_dim=16),
+    "LlamaAttention": ("llama", {"attention_bias": True}),
+    "MistralAttention": ("mistral", {"sliding_window": 4}),
+    "Qwen2Attention": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "Qwen3Attention": ("qwen3", {"head_dim": 16}),
 }
 ROWS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15] * 7]
 
 
 def two(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A random model of transformers, and a prepared copy."""
-    torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[family]))
+    name, changes = CONFIGS[family]
+    plain = tiny_model(name, **changes)
     for parameter in plain.parameters():  # Biases start at zero and norms at one, which would hide their loss.
         torch.nn.init.normal_(parameter, std=0.3)
     fast = copy.deepcopy(plain)
@@ -153,8 +143,7 @@ def test_autocast_eager_attention_and_float64_use_transformers_forward(monkeypat
 
 @pytest.mark.parametrize("fault", ["rotation", "cache"])
 def test_a_layer_whose_output_would_change_keeps_its_class(fault: str, monkeypatch: pytest.MonkeyPatch):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["LlamaAttention"]))
+    model = tiny_model("llama", attention_bias=True)
     if fault == "rotation":
         monkeypatch.setattr(module, "rotate", lambda x, cos, _sin: x * cos[:, None])
     else:  # transformers gives its cache another name

@@ -7,34 +7,26 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_cli.kernels.layers import LAYERS, ShortLayer, use_fast_attention, use_short_layer
 from rlhf_cli.models.forward import autocast, choose_attention, hidden_at
 from rlhf_cli.models.load import prepare
 from rlhf_cli.models.passes import recompute_layers, recomputing
 from rlhf_cli.packing import pack, response_positions
+from support.tiny import CPU, tiny_model
 
-CPU = torch.device("cpu")
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 50}
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 SEQUENCES = [[*PROMPT, 7, 8], [*PROMPT, 9], [2, 7, 1, 8, 2, 8]]
 
 
-FAMILIES = {
-    "llama": ("llama", {}),
-    "mistral": ("mistral", {}),
-    "mistral with a window": ("mistral", {"sliding_window": 9}),  # shorter than the longest sequence
-    "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {}),
-}
+FAMILIES = {name: (name, {}) for name in ("llama", "mistral", "qwen2", "qwen3")}
+FAMILIES["mistral with a window"] = ("mistral", {"sliding_window": 9})  # shorter than the longest sequence
 
 
 def made(family: str) -> tuple[Any, Any]:
     """A model, and the same one with a short last layer."""
-    torch.manual_seed(0)
     name, settings = FAMILIES[family]
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SIZES, num_key_value_heads=2, **settings))
+    model = tiny_model(name, num_hidden_layers=3, **settings)
     choose_attention(model)
     short = copy.deepcopy(model)
     assert use_fast_attention(short) is use_short_layer(short) is None
@@ -75,9 +67,7 @@ def test_the_read_tokens_and_all_gradients_are_those_of_a_whole_pass(family: str
 
 
 def test_the_families_of_the_table_are_tested() -> None:
-    assert {
-        type(made(family)[0].model.layers[0]).__name__ for family in ("llama", "mistral", "qwen2", "qwen3")
-    } == LAYERS
+    assert {type(made(family)[0].model.layers[0]).__name__ for family in FAMILIES} == LAYERS
 
 
 def tokens_of(part: str, model: Any, positions: torch.Tensor) -> list[int]:
@@ -118,8 +108,7 @@ def test_recomputed_layers_have_the_same_gradients(precision: str) -> None:
 
 def test_a_model_of_one_layer_can_be_prepared_twice() -> None:
     """A value model may share the layers of the policy."""
-    config = AutoConfig.for_model("llama", **{**SIZES, "num_hidden_layers": 1})
-    model = AutoModelForCausalLM.from_config(config)
+    model = tiny_model("llama", num_hidden_layers=1)
     assert prepare(model, CPU) is prepare(model, CPU) is None
     assert tokens_of("mlp", model, BATCH.last) == [3]
 

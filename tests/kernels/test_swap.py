@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from rlhf_cli.kernels import layers as norm_module
 from rlhf_cli.kernels import linear as linear_module
 from rlhf_cli.kernels.layers import use_fast_norm
 from rlhf_cli.kernels.linear import SWAP_TOLERANCE, swap_class, use_fast_linear
-
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+from support.tiny import tiny_model
 
 
 class Scaled(torch.nn.Linear):
@@ -60,11 +58,7 @@ def test_no_layer_gets_the_class_if_the_first_computes_something_else(
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_product_that_differs_is_reported_and_not_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model: torch.nn.Module
-    if kind == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=50))
-    else:
-        model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50, n_positions=64))
+    model = tiny_model(kind)
     plain = [type(layer) for layer in model.modules()]
     monkeypatch.setattr(linear_module, "prefers_onednn", lambda: True)
     monkeypatch.setattr(linear_module, "_product", lambda x, weight, _bias: x @ weight.t() + 1)
@@ -75,6 +69,6 @@ def test_a_product_that_differs_is_reported_and_not_used(kind: str, monkeypatch:
 
 
 def test_layers_in_bfloat16_are_compared_in_bfloat16() -> None:
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=50)).to(torch.bfloat16)
+    model = tiny_model("llama").to(torch.bfloat16)
     assert use_fast_norm(model) is None
     assert any(isinstance(layer, norm_module.FastRMSNorm) for layer in model.modules())

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache
+from transformers import AutoModelForSequenceClassification, DynamicCache
 
 from rlhf_cli.decoders import plain as plain_decoder
 from rlhf_cli.decoders.decoder import decoder_notes
@@ -40,35 +40,14 @@ from rlhf_cli.rewards.models import sequence_scores
 from rlhf_cli.rollout.sampling import Sampling, draw_uniforms, sample
 from rlhf_cli.tensor_ops import token_logprobs
 from support.tiny import ARCHITECTURES
+from support.tiny import tiny_model as tiny
 
 CPU = torch.device("cpu")
 VOCAB, WINDOW = 97, 12
-BASE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-KV = {**BASE, "num_key_value_heads": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 16}
-WINDOWED = {**KV, "sliding_window": WINDOW}
+WINDOWED = {"sliding_window": WINDOW}
 HALF = {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
-
-
-def tiny(family, auto=AutoModelForCausalLM, **config):
-    torch.manual_seed(0)
-    model = auto.from_config(AutoConfig.for_model(family, **config), dtype=torch.float32).eval()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.ndim > 1 and not name.endswith("A_log"):
-                p.mul_(4)  # With the default initialisation attention hardly matters.
-    return model
 
 
 def ids(length, seed):
@@ -99,8 +78,8 @@ HANDED_ON = {
     "mistral": ("mistral", WINDOWED),
     "gemma3": ("gemma3_text", {**WINDOWED, "head_dim": 8, "layer_types": HALF["layer_types"]}),
     "qwen2": ("qwen2", {**WINDOWED, **HALF}),
-    "mixtral": ("mixtral", {**WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen2_moe without": ("qwen2_moe", {**KV, **SHARED_EXPERT}),
+    "mixtral": ("mixtral", WINDOWED),
+    "qwen2_moe without": ("qwen2_moe", SHARED_EXPERT),
 }
 
 
@@ -160,7 +139,7 @@ LONGROPE = {
 
 
 def test_a_rotation_that_depends_on_the_longest_text_is_fixed():
-    model = tiny("phi3", **KV, original_max_position_embeddings=32, rope_parameters=LONGROPE)
+    model = tiny("phi3", original_max_position_embeddings=32, rope_parameters=LONGROPE)
     assert positions(model) == 32
     check_positions(model, 32, "data.max_length")
     with pytest.raises(ConfigError) as error:
@@ -184,39 +163,19 @@ def test_positions_with_one_rotation_per_type_of_layer():
     kinds = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": LONGROPE}
     model = tiny("gemma3_text", **WINDOWED, head_dim=8, rope_parameters=kinds)
     assert positions(model) == 32
-    assert positions(tiny("llama", **KV)) == 128
+    assert positions(tiny("llama")) == 128
 
 
 # ------------------------------------------------------------------------------------------- sampling
 
 
 SAMPLED = {
-    "llama": ("llama", KV, True),
-    "gpt2": ("gpt2", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}, True),
-    "mistral": ("mistral", WINDOWED, True),
-    "bloom": ("bloom", {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}, True),
-    "gemma2": ("gemma2", {**KV, "head_dim": 8, "final_logit_softcapping": 2.0}, True),
-    "jamba": (
-        "jamba",
-        {**KV, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4}
-        | {"use_mamba_kernels": False},
-        True,
-    ),
-    "mamba": ("mamba", {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, True),
-    "bart": (
-        "bart",
-        {"vocab_size": VOCAB, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4}
-        | {"decoder_ffn_dim": 48, "max_position_embeddings": 128},
-        False,
-    ),
-    "rwkv": (
-        "rwkv",
-        {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32}
-        | {"intermediate_size": 48, "context_length": 128},
-        False,
-    ),
+    **{name: ({}, True) for name in ("llama", "gpt2", "bloom", "jamba", "mamba")},
+    "mistral": (WINDOWED, True),
+    "gemma2": ({"final_logit_softcapping": 2.0}, True),
+    **{name: ({}, False) for name in ("bart", "rwkv")},
 }
-"""Family, config, and whether it takes padding and a cache."""
+"""Changes of the config, and whether the family takes padding and a cache."""
 PROMPTS = [ids(n, n) for n in (20, 3, 1, 9, 3)]
 STOP = Sampling(stop=frozenset(range(2, 40)))
 
@@ -224,8 +183,7 @@ STOP = Sampling(stop=frozenset(range(2, 40)))
 @functools.cache
 def pair(name):
     """(a model as transformers creates it, the same model prepared)."""
-    family, config, _ = SAMPLED[name]
-    plain = tiny(family, **config)
+    plain = tiny(name, **SAMPLED[name][0])
     model = copy.deepcopy(plain)
     prepare(model, CPU)
     return plain, model
@@ -249,9 +207,9 @@ def test_sampled_logprobs_equal_those_of_one_forward_per_sequence(name, monkeypa
     # Mamba's scan always runs in float32, so it rounds more.
     assert sampled_gap(plain, responses) < (5e-4 if name == "mamba" else 1e-4)
     assert len({len(response.ids) for response in responses}) > 1, "some rows end while others continue"
-    assert takes_padding(model) == SAMPLED[name][2]
+    assert takes_padding(model) == SAMPLED[name][1]
     slower = [line for line in decoder_notes(model, 20, "plain") if "the whole text is read again" in line]
-    assert len(slower) == (not SAMPLED[name][2])
+    assert len(slower) == (not SAMPLED[name][1])
 
 
 @pytest.mark.parametrize("padded", [True, False])
@@ -268,7 +226,7 @@ def test_both_paths_agree(padded, monkeypatch):
 
 
 def test_a_model_is_probed_once(monkeypatch):
-    model = tiny("llama", **KV)
+    model = tiny("llama")
     asked = []
     real = plain_decoder._gap
     monkeypatch.setattr(plain_decoder, "_gap", lambda model, padded: asked.append(padded) or real(model, padded=padded))
@@ -282,11 +240,11 @@ def test_a_model_whose_results_depend_on_the_batch_is_refused(monkeypatch):
         ArtifactError,
         match=r"LlamaForCausalLM: its logits for several texts differ .* by 5\.0e-01",
     ):
-        takes_padding(tiny("llama", **KV))
+        takes_padding(tiny("llama"))
 
 
 def test_nan_weights_are_not_reported_as_an_unsupported_model():
-    model = tiny("llama", **KV)
+    model = tiny("llama")
     torch.nn.init.constant_(model.lm_head.weight, torch.nan)
     assert takes_padding(model)
 
@@ -312,8 +270,7 @@ def test_cost_and_logprobs_of_every_family(name):
 
 
 def test_a_model_without_hidden_states_is_refused_in_one_line():
-    config = {**KV, "num_local_experts": 2, "intermediate_size_mlp": 48, "head_dim": 8}
-    model = tiny("llama4_text", **config)
+    model = tiny("llama4_text", num_local_experts=2, intermediate_size_mlp=48, head_dim=8)
     with pytest.raises(ArtifactError) as error:
         prepare(model, CPU)
     assert str(error.value).startswith("Llama4ForCausalLM: its backbone cannot be called with token ids alone")
@@ -338,7 +295,7 @@ def test_a_shared_value_model_that_could_not_be_saved_is_refused_before_training
 
 
 def test_the_head_runs_only_at_requested_positions_of_padded_batches():
-    plain = tiny("bloom", **SAMPLED["bloom"][1])
+    plain = tiny("bloom")
     model = copy.deepcopy(plain)
     prepare(model, CPU)
     assert not is_packed(model)
@@ -360,7 +317,7 @@ def test_the_head_runs_only_at_requested_positions_of_padded_batches():
 @pytest.mark.parametrize("family", ["bloom", "gemma2"])
 def test_logits_and_hidden_states_of_a_model_before_it_is_probed(family):
     """Bloom has its own attention. Gemma 2 caps its logits: its head alone would give other logits."""
-    plain = tiny(family, **SAMPLED[family][1])
+    plain = tiny(family, **SAMPLED[family][0])
     model = copy.deepcopy(plain)
     note = prepare(model, CPU)
     assert note is not None
@@ -392,14 +349,7 @@ def test_auto_precision_ignores_emulated_bfloat16(monkeypatch):
 @pytest.mark.parametrize("family", ["bert", "distilbert", "roberta", "electra", "xlnet"])
 def test_a_classifier_that_scores_the_padding_is_refused(family):
     """XLNet reads the last position of a row, where the padding is."""
-    sizes = {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64} if family == "xlnet" else {}
-    if family == "distilbert":
-        sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
-    if not sizes:
-        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, vocab_size=VOCAB, num_labels=1, pad_token_id=0, **sizes)
-    model = AutoModelForSequenceClassification.from_config(config).train()
+    model = tiny(family, AutoModelForSequenceClassification, num_labels=1).train()
     if family != "xlnet":
         prepare(model, CPU)
         assert model.training

@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from rlhf_cli.config.models import Lora
 from rlhf_cli.errors import ArtifactError
@@ -27,9 +27,8 @@ from rlhf_cli.models.load import (
     new_reward_model,
     new_value_model,
     prepare,
-    set_dropout_off,
 )
-from support.tiny import CPU, SETTINGS
+from support.tiny import CPU, tiny_model
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 TWO_WEIGHTS = 2 * 4 * 300 * 64
@@ -39,14 +38,9 @@ FAMILIES = ("llama", "gpt2", "bloom", "opt", "gemma2", "gpt_neox", *ENCODER_DECO
 
 
 def made(name, *, tied=True):
-    config = AutoConfig.for_model(
-        name, **SETTINGS[name], vocab_size=300, pad_token_id=0, decoder_start_token_id=0, tie_word_embeddings=tied
-    )
-    torch.manual_seed(0)
     auto = AutoModelForSeq2SeqLM if name in ENCODER_DECODERS else AutoModelForCausalLM
-    model = auto.from_config(config).float().eval().requires_grad_(False)
-    set_dropout_off(model)
-    return model
+    model = tiny_model(name, auto, vocab_size=300, decoder_start_token_id=0, tie_word_embeddings=tied)
+    return model.requires_grad_(False)
 
 
 @torch.no_grad()
@@ -123,16 +117,8 @@ class PeakOfTensors(TorchDispatchMode):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """A function: number format -> a directory with a model of 6 layers, in which no weight is a large part."""
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6, "num_key_value_heads": 4}
+    model = tiny_model("llama", vocab_size=300, tie_word_embeddings=False, **sizes)
     folder = tmp_path_factory.mktemp("files")
     for dtype in (torch.float32, torch.bfloat16):
         model.to(dtype).save_pretrained(folder / str(dtype))

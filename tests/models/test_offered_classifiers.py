@@ -15,19 +15,13 @@ from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model
 from rlhf_cli.rewards.models import score_sequences, sequence_scores
 from support.compare import close
-from support.tiny import CPU, random_ids
-
-SIZES = {
-    "codegen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 4, "n_inner": 48},
-    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
-}
+from support.tiny import CPU, SETTINGS, random_ids
 
 
-@pytest.fixture(scope="module", params=SIZES)
+@pytest.fixture(scope="module", params=["codegen", "mamba"])
 def family(request, tokenizer, tmp_path_factory):
     """The directory of a tiny language model."""
-    config = {**SIZES[request.param], "initializer_range": 0.2}
-    model = new_model(ScratchModel(architecture=request.param, config=config), tokenizer, seed=3)
+    model = new_model(ScratchModel(architecture=request.param, config=SETTINGS[request.param]), tokenizer, seed=3)
     path = tmp_path_factory.mktemp(request.param) / "model"
     save(model, tokenizer, path)
     return path
@@ -61,8 +55,8 @@ def test_a_head_is_trained_saved_and_loaded_again(family, tokenizer, tmp_path):
 
 @pytest.mark.slow
 def test_codegen_goes_through_all_stages(tokenizer, tmp_path, run_stage):
-    config = {**SIZES["codegen"], "initializer_range": 0.2}
-    save(new_model(ScratchModel(architecture="codegen", config=config), tokenizer, seed=3), tokenizer, tmp_path / "m")
+    scratch = ScratchModel(architecture="codegen", config=SETTINGS["codegen"])
+    save(new_model(scratch, tokenizer, seed=3), tokenizer, tmp_path / "m")
     run_stage("sft", tmp_path, model={"path": str(tmp_path / "m")})
     run_stage("rm", tmp_path)
     ppo = run_stage("ppo", tmp_path)

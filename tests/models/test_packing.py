@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.models import Lora
@@ -23,7 +23,6 @@ from rlhf_cli.kernels import attention
 from rlhf_cli.models import forward
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.forward import check_head, choose_attention, hidden_at, is_packed, logits_at
-from rlhf_cli.models.load import set_dropout_off
 from rlhf_cli.packing import FEWEST_EQUAL, PackedBatch, Segment, pack, response_positions
 from rlhf_cli.processes import threads
 from rlhf_cli.rewards.models import score_sequences, sequence_scores
@@ -32,16 +31,12 @@ from rlhf_cli.rollout.rollout import Models, collect, response_logprobs, score_t
 from rlhf_cli.rollout.sampling import Response, Sampling
 from stages import rm as rm_stage
 from support import compare
-from support.tiny import ARCHITECTURES, SETTINGS
+from support.tiny import ARCHITECTURES, tiny_model
 
 CPU = torch.device("cpu")
 VOCAB = 97
-MODELS = {
-    **{name: (name, SETTINGS[name]) for name in ARCHITECTURES},
-    "mixtral": ("mixtral", {**SETTINGS["llama"], "num_local_experts": 4, "num_experts_per_tok": 2}),
-    # A window that is shorter than the prompts: what follows one no longer sees its beginning.
-    "mistral, window 6": ("mistral", {**SETTINGS["llama"], "sliding_window": 6}),
-}
+# A window that is shorter than the prompts: what follows one no longer sees its beginning.
+MODELS = {**{name: {} for name in (*ARCHITECTURES, "mixtral")}, "mistral": {"sliding_window": 6}}
 
 
 def ids(length, seed):
@@ -70,11 +65,7 @@ def pair(request):
 
 
 def made(name, auto=AutoModelForCausalLM, **settings):
-    architecture, config = MODELS[name]
-    torch.manual_seed(0)
-    plain = auto.from_config(AutoConfig.for_model(architecture, vocab_size=VOCAB, pad_token_id=0, **config, **settings))
-    set_dropout_off(plain)
-    plain.eval()
+    plain = tiny_model(name, auto, **MODELS[name], **settings)
     model = copy.deepcopy(plain)
     assert choose_attention(model) is None
     assert is_packed(model)

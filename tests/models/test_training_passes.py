@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_cli.algorithms.losses import lm_loss
 from rlhf_cli.config.models import Lora
@@ -23,8 +22,8 @@ from rlhf_cli.models.load import load_policy, new_value_model, prepare
 from rlhf_cli.models.passes import has_bfloat16, recomputing, set_up_passes
 from rlhf_cli.rewards.models import sequence_scores
 from support.compare import adapt, same_weights
+from support.tiny import CPU, tiny_model
 
-CPU = torch.device("cpu")
 SEQUENCES = [[5, 9, 3, 17, 4], [8, 2, 6], [7, 1, 1, 30, 22, 6, 19]]
 
 
@@ -110,10 +109,9 @@ def test_sampling_with_a_cache_does_not_recompute(make_model) -> None:
 
 def test_recomputing_keeps_fewer_bytes_for_the_backward_pass() -> None:
     """Bytes of the tensors that autograd keeps, for a deep model."""
-    settings = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 2}
 
     def kept(**choice) -> int:
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=40, **settings)).eval()
+        model = tiny_model("llama", num_hidden_layers=8)
         prepare(model, CPU)
         set_up_passes([model], config(**choice), CPU)
         seen: dict[int, int] = {}

@@ -7,93 +7,56 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_cli.models.load import prepare, set_dropout_off
+from rlhf_cli.models.load import prepare
 from rlhf_cli.rollout.sampling import Sampling, draw_uniforms, sample
 
-CPU = torch.device("cpu")
 VOCAB = 97
 STOP = frozenset(range(10, 16))
-_LLAMA = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-}
-_GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializer_range": 0.2}
+ROPE = {"rope_theta": 100.0, "original_max_position_embeddings": 64}
 FAST = {
-    "llama": ("llama", {**_LLAMA, "num_key_value_heads": 4}),
-    "llama tied": ("llama", {**_LLAMA, "tie_word_embeddings": True}),
-    "llama one key head": ("llama", {**_LLAMA, "num_key_value_heads": 1}),
-    "llama biases": ("llama", {**_LLAMA, "attention_bias": True, "mlp_bias": True}),
-    "llama wide heads": ("llama", {**_LLAMA, "head_dim": 12}),
+    "llama": ("llama", {"num_key_value_heads": 4}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama one key head": ("llama", {"num_key_value_heads": 1}),
+    "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama wide heads": ("llama", {"head_dim": 12}),
     "llama 3 rope": (
         "llama",
         {
-            **_LLAMA,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 100.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
+            "rope_parameters": ROPE
+            | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         },
     ),
-    "yarn": (
-        "llama",
-        {
-            **_LLAMA,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 100.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
-        },
-    ),
-    "mistral": ("mistral", {**_LLAMA, "sliding_window": 200}),
-    "qwen2": ("qwen2", {**_LLAMA, "tie_word_embeddings": True}),
-    "qwen3": ("qwen3", {**_LLAMA, "head_dim": 16}),
-    "gpt2": ("gpt2", _GPT2),
-    "gpt2 odd": ("gpt2", {**_GPT2, "scale_attn_by_inverse_layer_idx": True, "activation_function": "relu"}),
+    "yarn": ("llama", {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 4.0}}),
+    "mistral": ("mistral", {"sliding_window": 200}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "gpt2": ("gpt2", {}),
+    "gpt2 odd": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "activation_function": "relu"}),
 }
 """Models that the fast decoders support."""
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
 UNSUPPORTED = {
-    "gpt_neox": ("gpt_neox", {k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"}, "the family gpt_neox"),
-    "mixtral": ("mixtral", {**_LLAMA, "num_local_experts": 4, "sliding_window": None}, "the family mixtral"),
-    "dynamic": (
-        "llama",
-        {**_LLAMA, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}},
-        "changes with the length",
-    ),
+    "gpt_neox": ("gpt_neox", {}, "the family gpt_neox"),
+    "mixtral": ("mixtral", {"sliding_window": None}, "the family mixtral"),
+    "dynamic": ("llama", {"rope_parameters": DYNAMIC}, "changes with the length"),
 }
 """Models that the fast decoders do not support, with words of the reason that they give."""
 SETTINGS = FAST | {name: parts[:2] for name, parts in UNSUPPORTED.items()}
-_MADE = {}
 
 
+@cache
 def made(name):
     """A tiny model with random weights, biases and norms included. It is shared: do not change it."""
-    if name not in _MADE:
-        kind, settings = SETTINGS[name]
-        torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).eval()
-        generator = torch.Generator().manual_seed(2)
-        with torch.no_grad():
-            for weight in model.parameters():
-                if weight.dim() == 1:
-                    weight += 0.3 * torch.randn(weight.shape, generator=generator)
-        set_dropout_off(model)
-        assert prepare(model, CPU) is None
-        _MADE[name] = model
-    return _MADE[name]
+    kind, settings = SETTINGS[name]
+    model = tiny_model(kind, **{"n_positions" if kind == "gpt2" else "max_position_embeddings": 256} | settings)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                weight += 0.3 * torch.randn(weight.shape, generator=generator)
+    assert prepare(model, CPU) is None
+    return model
 
 
 def random_ids(*lengths, seed=0):

@@ -57,8 +57,6 @@ COMPARED_STEPS = 3
 """Steps of each case. In the second only the first process has a row."""
 LEARNING = Optimizer(learning_rate=3e-3, eps=1e-3, schedule="constant", weight_decay=0.1, max_grad_norm=0.5)
 LORA = Lora(r=4, alpha=8)
-EXPERTS = SETTINGS["llama"] | {"num_local_experts": 4, "num_experts_per_tok": 2}
-"""transformers joins the experts of the files to one weight, so these weights cannot be deferred."""
 CASES: dict[str, dict[str, Any]] = {
     "llama tied": {"tied": True},
     "llama": {},
@@ -68,7 +66,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bloom": {"family": "bloom", "tied": True},
     "gemma2": {"family": "gemma2", "tied": True},
     "opt": {"family": "opt", "tied": True},
-    "mixtral": {"family": "mixtral"},
+    "mixtral": {"family": "mixtral"},  # transformers joins the experts of the files, so they cannot be deferred
     "llama lora": {"lora": True, "tied": True},
     "llama reward": {"reward": True},
     "llama bfloat16": {"precision": "bfloat16"},
@@ -93,11 +91,7 @@ def make_models(folder: Path, *names: str) -> None:
         family = case.get("family", "llama")
         size = 64 if case.get("wide") else case.get("size")
         wide = {"hidden_size": size, "intermediate_size": 2 * size} if size else {}
-        settings = (
-            (SETTINGS | {"mixtral": EXPERTS})[family]
-            | wide
-            | {"vocab_size": VOCABULARY, "tie_word_embeddings": case.get("tied", False)}
-        )
+        settings = SETTINGS[family] | wide | {"vocab_size": VOCABULARY, "tie_word_embeddings": case.get("tied", False)}
         config = AutoConfig.for_model(family, **settings, pad_token_id=0, bos_token_id=1, eos_token_id=2)
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)

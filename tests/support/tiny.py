@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import DistilBertConfig, DistilBertForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.encode import Example
@@ -19,6 +25,7 @@ from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.formats import Purpose, read_record, recognise
 from rlhf_cli.data.records import Record, Row
 from rlhf_cli.data.stage_rows import StageRows
+from rlhf_cli.models.load import set_dropout_off
 
 ARCHITECTURES = ("llama", "gpt2", "qwen2", "gpt_neox")
 _LLAMA_LIKE = {
@@ -76,7 +83,29 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
         **{f"{side}_ffn_dim": 48 for side in ("encoder", "decoder")},
     },
+    "mixtral": {**_LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "jamba": {**_LLAMA_LIKE, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4}
+    | {"use_mamba_kernels": False},
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "initializer_range": 0.2},
+    "codegen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 4, "n_inner": 48}
+    | {"initializer_range": 0.2},
+    "rwkv": {"hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32, "intermediate_size": 48}
+    | {"context_length": 128},
+    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "initializer_range": 0.2},
+    "xlnet": {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48, "initializer_range": 0.2},
 }
+
+
+def tiny_model(family: str, auto: Any = AutoModelForCausalLM, **config: Any) -> Any:
+    """A random model with the sizes of SETTINGS, other families with those of Llama, in eval mode without dropout."""
+    special = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    settings = special | SETTINGS.get(family, _LLAMA_LIKE) | config
+    torch.manual_seed(0)
+    model = auto.from_config(AutoConfig.for_model(family, **settings), dtype=torch.float32).eval()
+    set_dropout_off(model)
+    return model
+
+
 TEXT = "the tent lamp radio map is late broken please help thank you we will send a new one today sorry"
 WORDS = TEXT.split()
 GOOD, BAD = "thank", "sorry"
