@@ -23,8 +23,8 @@ from support.decoders import (
     UNIFORMS,
     UNSUPPORTED,
     VOCAB,
-    Seen,
     check_against_plain,
+    decode,
     made,
     plain_logits,
     plain_responses,
@@ -45,24 +45,9 @@ def on(device, name):
 def test_the_logits_of_every_step_equal_a_plain_forward(name, device, monkeypatch):
     """Rows of different lengths. Some leave, others change places, and others enter beside them."""
     monkeypatch.setattr("rlhf_cli.decoders.graphed.READ_TOKENS", 200)
-    later, texts = random_ids(3, 66, 20, seed=8), [list(prompt) for prompt in PROMPTS]
     decoder = GraphedDecoder(on(device, name), 157)
-    logits = decoder.admit(PROMPTS)
-    drawn, seen = torch.Generator().manual_seed(5), Seen()
-    for step in range(60):
-        seen.add(texts, logits.cpu())
-        if step in (3, 20, 21, 40):
-            stay = torch.tensor([i for i in range(len(texts)) if (i + step) % 3 != 0]).flip(0)
-            decoder.keep(stay.to(device))
-            texts = [texts[i] for i in stay]
-        ids = torch.randint(0, VOCAB, (len(texts),), generator=drawn)
-        for text, token in zip(texts, ids.tolist(), strict=True):
-            text.append(token)
-        logits = decoder.step(ids.to(device))
-        assert (decoder._graph is not None) == (device == "cuda")
-        if step in (5, 30):
-            logits = torch.cat([logits, decoder.admit(later)])
-            texts += [list(prompt) for prompt in later]
+    seen = decode(decoder, 60, flipped=True)
+    assert (decoder._graph is not None) == (device == "cuda")
     assert check_against_plain(seen, made(name)) > 300
 
 

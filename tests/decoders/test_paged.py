@@ -34,6 +34,7 @@ from support.decoders import (
     VOCAB,
     Seen,
     check_against_plain,
+    decode,
     made,
     plain_responses,
     random_ids,
@@ -70,27 +71,10 @@ def sampled_by(model, prompts, uniforms, sampling, name, monkeypatch, **settings
 def test_the_logits_of_every_step_equal_a_plain_forward(name, read_tokens, new, monkeypatch):
     """Rows of different lengths over several pages. Some leave, and others enter once pages have been freed."""
     monkeypatch.setattr(paged_module, "READ_TOKENS", read_tokens)
-    model, later = made(name), random_ids(3, 66, 20, seed=8)
-    texts = [list(prompt) for prompt in PROMPTS]
+    model = made(name)
     decoder = new(model, 160)
     assert (decoder._recorded is not None) == (new is paged_decoder)
-    logits = decoder.admit(PROMPTS)
-    drawn = torch.Generator().manual_seed(5)
-    seen = Seen()
-    for step in range(70):
-        seen.add(texts, logits)
-        if step in (3, 20, 21, 40):
-            stay = torch.tensor([i for i in range(len(texts)) if (i + step) % 3 != 0])
-            decoder.keep(stay)
-            texts = [texts[i] for i in stay]
-        ids = torch.randint(0, VOCAB, (len(texts),), generator=drawn)
-        for text, token in zip(texts, ids.tolist(), strict=True):
-            text.append(token)
-        logits = decoder.step(ids)
-        if step in (5, 30):
-            logits = torch.cat([logits, decoder.admit(later)])
-            texts += [list(prompt) for prompt in later]
-    assert check_against_plain(seen, model) > 300
+    assert check_against_plain(decode(decoder, 70), model) > 300
     decoder.keep(torch.tensor([], dtype=torch.int64))
     assert sorted(decoder.cache.clean + decoder.cache.unused) == list(range(len(decoder.cache.users))), (
         "every page is free again"

@@ -104,6 +104,27 @@ class Seen:
             yield torch.stack([row for _, row in rows]), plain, lengths
 
 
+def decode(decoder, steps, flipped=False):
+    """What a decoder gives for PROMPTS and random tokens. Some rows leave, and others enter beside those that stay."""
+    device, later, texts = decoder.network.weights[0].device, random_ids(3, 66, 20, seed=8), list(map(list, PROMPTS))
+    logits, seen, drawn = decoder.admit(PROMPTS), Seen(), torch.Generator().manual_seed(5)
+    for step in range(steps):
+        seen.add(texts, logits.cpu())
+        if step in (3, 20, 21, 40):
+            stay = torch.tensor([i for i in range(len(texts)) if (i + step) % 3 != 0])
+            stay = stay.flip(0) if flipped else stay
+            decoder.keep(stay.to(device))
+            texts = [texts[i] for i in stay]
+        ids = torch.randint(0, VOCAB, (len(texts),), generator=drawn)
+        for text, token in zip(texts, ids.tolist(), strict=True):
+            text.append(token)
+        logits = decoder.step(ids.to(device))
+        if step in (5, 30):
+            logits = torch.cat([logits, decoder.admit(later)])
+            texts += [list(prompt) for prompt in later]
+    return seen
+
+
 def check_against_plain(seen, model):
     """Assert that every row is that of a plain forward, up to rounding; return the number of rows."""
     count = 0

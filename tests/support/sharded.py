@@ -192,7 +192,7 @@ def train(folder: Path, name: str, case: dict[str, Any], world: World) -> dict[s
     if alone is not None:
         found |= {"weights": gap(alone.weights(), end), "moved": gap(start, end)}
     if case.get("adamw") == "8bit" and world.device.type == "cpu":
-        check_8bit(world)
+        check_optimizer(world, "8bit")
     if waiting is not None:
         if world.device.type == "cpu":
             found["offloaded"] = float(all(world.gather(is_same and same_bits(together, waiting))))
@@ -222,6 +222,14 @@ def saved_gap(folder: Path, sharded: PreTrainedModel, plain: PreTrainedModel | N
     assert again.state_dict().keys() == whole.state_dict().keys()
     written = {name: t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
     return gap(load_file(whole_folder / "model.safetensors"), written)
+
+
+def end(world: World, folder: str, figures: Any) -> None:
+    """Let the first process write the figures, and end this one."""
+    if world.is_main:
+        Path(folder, "gaps.json").write_text(json.dumps(figures), encoding="utf-8")
+    world.barrier()
+    distributed.stop()
 
 
 def interrupted(folder: str, case: str) -> None:
@@ -280,22 +288,26 @@ def check_moments(run: Trained) -> None:
             assert torch.equal(local(one), local(last))
 
 
-def check_rounding(world: World) -> None:
-    """A sharded weight is rounded with the random numbers of the whole one."""
-    generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(33, 50, generator=generator).bfloat16() for _ in range(4)]
+def check_optimizer(world: World, kind: Any) -> None:
+    """A sharded weight has the bits of the whole one: in bfloat16 by the same random numbers, and with 8-bit moments,
+    the scales of whose blocks are those of whole rows."""
+    generator, is_8bit = torch.Generator().manual_seed(0), kind == "8bit"
+    given = [torch.randn(33, 512 if is_8bit else 50, generator=generator) for _ in range(4)]
+    given = given if is_8bit else [tensor.bfloat16() for tensor in given]
     mesh = DeviceMesh("cpu", torch.arange(world.size))
     sharded = torch.nn.Parameter(distribute_tensor(given[0], mesh, [Shard(0)]))
     unsharded = torch.nn.Parameter(given[0].clone())
-    settings: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "seed": 0}
+    learning = Optimizer(learning_rate=0.1, precision=kind)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizers, "CHUNK", 300)
-        patch.setattr(optimizers, "DRAWN", 256)
+        if not is_8bit:
+            patch.setattr(optimizers, "CHUNK", 300)
+            patch.setattr(optimizers, "DRAWN", 256)
         for weight in (sharded, unsharded):
-            optimizer = optimizers.RoundedAdamW([{"params": [weight]}], **settings)
+            optimizer = optimizers.new_adamw([{"params": [weight]}], learning, 0.1, seed=0)
             for gradient in given[1:]:
-                weight.grad = distribute_tensor(gradient, mesh, [Shard(0)]) if weight is sharded else gradient
+                weight.grad = distribute_tensor(gradient, mesh, [Shard(0)]) if weight is sharded else gradient.clone()
                 optimizer.step()
+    assert ("state1" in optimizer.state[unsharded]) == is_8bit
     assert torch.equal(whole(sharded), unsharded)
     assert not torch.equal(unsharded, given[0])
 
@@ -308,26 +320,7 @@ def compiled(folder: str) -> None:
     for _ in range(2):  # of one length, as another would be compiled again
         plain.step(batches()[1]), other.step(batches()[1])
     difference = gap(plain.weights(), other.weights())
-    if world.is_main:
-        Path(folder, "gaps.json").write_text(json.dumps(difference), encoding="utf-8")
-    distributed.stop()
-
-
-def check_8bit(world: World) -> None:
-    """A sharded weight has the bits of the whole one: the scales of its blocks are those of whole rows."""
-    generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(33, 512, generator=generator) for _ in range(4)]
-    mesh = DeviceMesh("cpu", torch.arange(world.size))
-    sharded = torch.nn.Parameter(distribute_tensor(given[0], mesh, [Shard(0)]))
-    unsharded = torch.nn.Parameter(given[0].clone())
-    learning = Optimizer(learning_rate=0.1, precision="8bit")
-    for weight in (sharded, unsharded):
-        optimizer = optimizers.new_adamw([{"params": [weight]}], learning, 0.1, seed=0)
-        for gradient in given[1:]:
-            weight.grad = distribute_tensor(gradient, mesh, [Shard(0)]) if weight is sharded else gradient.clone()
-            optimizer.step()
-        assert optimizer.state[weight]["state1"].dtype == torch.uint8
-    assert torch.equal(whole(sharded), unsharded)
+    end(world, folder, difference)
 
 
 def check_devices(world: World) -> None:
@@ -360,10 +353,7 @@ def frozen(folder: str, case: str) -> None:
         kept.append(sum(local(p).nbytes for p in blocks(model)[0].parameters()))
         with torch.no_grad(), autocast(world.device, "bfloat16"):
             scores.append(target_logprobs(model, ids, [[False] + [True] * (len(row) - 1) for row in ids]))
-    if world.is_main:
-        figures = {"bytes": kept, "difference": (scores[0] - scores[1]).abs().max().item()}
-        Path(folder, "gaps.json").write_text(json.dumps(figures), encoding="utf-8")
-    distributed.stop()
+    end(world, folder, {"bytes": kept, "difference": (scores[0] - scores[1]).abs().max().item()})
 
 
 def sampled(folder: str, defect: str = "") -> None:
@@ -401,9 +391,7 @@ def sampled(folder: str, defect: str = "") -> None:
             gap_of_logprobs = max([gap_of_logprobs, *(abs(a - b) for a, b in pairs)])
         everyone = world.gather((wrong, gap_of_logprobs))
         found[name] = [sum(n for n, _ in everyone), max(gap for _, gap in everyone)]
-    if world.is_main:
-        Path(folder, "gaps.json").write_text(json.dumps(found), encoding="utf-8")
-    distributed.stop()
+    end(world, folder, found)
 
 
 SAMPLED: dict[str, tuple[dict[str, Any], bool, int | None]] = {
@@ -453,9 +441,7 @@ def counted(folder: str, per_node: int | None = None) -> None:
         with autocast(world.device, "bfloat16"):
             sample(run.model, ids[:1], torch.zeros(1, 5), Sampling())
         figures["sampling"] = sent
-    if world.is_main:
-        Path(folder, "gaps.json").write_text(json.dumps(figures), encoding="utf-8")
-    distributed.stop()
+    end(world, folder, figures)
 
 
 def checkpoints_of(run: Trained, folder: Path) -> CheckpointStore:
@@ -478,9 +464,6 @@ def compare(folder: str, device: str = "cpu") -> None:
     cases = json.loads(Path(folder, "cases.json").read_text(encoding="utf-8"))
     if device == "cpu":
         check_devices(world)
-        check_rounding(world)
+        check_optimizer(world, "bfloat16")
     gaps = {name: train(Path(folder), name, CASES[name], world) for name in cases}
-    if world.is_main:
-        Path(folder, "gaps.json").write_text(json.dumps(gaps), encoding="utf-8")
-    world.barrier()
-    distributed.stop()
+    end(world, folder, gaps)
