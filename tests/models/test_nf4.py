@@ -45,10 +45,14 @@ def close(a, b, tolerance=1e-5):
 
 @pytest.fixture(scope="module")
 def base(tokenizer, tmp_path_factory):
-    """A language model whose layers have 64 and 128 inputs."""
-    config = {**SETTINGS["llama"], "hidden_size": 64, "intermediate_size": 128}
+    """A language model whose layers have 64 and 128 inputs, some with biases."""
+    config = {**SETTINGS["llama"], "hidden_size": 64, "intermediate_size": 128, "attention_bias": True}
     folder = tmp_path_factory.mktemp("wide") / "model"
-    save(new_model(ScratchModel(architecture="llama", config=config), tokenizer, seed=3), tokenizer, folder)
+    model = new_model(ScratchModel(architecture="llama", config=config), tokenizer, seed=3)
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight, std=0.3, generator=torch.Generator().manual_seed(len(name)))
+    save(model, tokenizer, folder)
     return folder
 
 
@@ -81,7 +85,7 @@ def test_quantized_weights_compute_what_the_dequantized_ones_do(pair, base, quan
     assert {p.device.type for p in model.parameters()} == {device}
     start, blocks = load_policy(str(base)).state_dict(), (-1, 64)
     for name, weight in plain.state_dict().items():
-        if "base_layer" in name:
+        if name.endswith("base_layer.weight"):
             exact = start[name.replace(".base_layer", "")]
             errors = (weight.cpu() - exact).abs().reshape(blocks).amax(1) / exact.abs().reshape(blocks).amax(1)
             assert 0.1 < errors.max().item() < 0.16, "half of NF4's widest gap is 0.152"
@@ -155,7 +159,7 @@ def test_weights_are_counted_by_their_shapes(pair, base):
     assert sum(map(num_weights, model.parameters())) == whole + small
     layers = [layer.weight for _, _, layer in quantized_layers(model)]
     assert sum(w.nbytes for w in layers) * 2 == sum(map(num_weights, layers))
-    assert len(layers) == sum("base_layer" in name for name, _ in plain.named_parameters())
+    assert len(layers) == sum(name.endswith("base_layer.weight") for name, _ in plain.named_parameters())
 
 
 def test_layers_that_cannot_be_quantized_and_a_missing_package_are_refused(base, make_model, monkeypatch):
