@@ -1,8 +1,8 @@
 """Deferred weights: a model is built without memory for them, and each is read from its file when it is needed.
 
-A sharded model is built like this, because no process can hold all of it. So is a frozen model that is held in 16 or
-4 bits, because in float32 it would take several times the memory. A deferred weight is one NaN, repeated by a stride of
-0, so that code which reads it too early fails visibly. A weight under adapters gets them when it is read (`change`).
+So are models that are sharded, or frozen and held in few bits: in float32 they would not fit into memory. A deferred
+weight is one NaN, repeated by a stride of 0, so that code which reads it too early fails visibly. A weight under
+adapters gets them when it is read (`change`).
 """
 
 from __future__ import annotations

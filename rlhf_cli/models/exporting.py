@@ -54,8 +54,7 @@ INT4_GROUP = 128
 def load_model(path: str, dtype: Dtype, *, heads_in_float32: bool = False) -> PreTrainedModel:
     """A language model or a sequence classifier, whichever was saved, as `dtype` and with its adapters merged.
 
-    A weight is read, gets its adapter in float32 and is converted before the next one is read, where the files allow
-    that. So the model is not in memory in float32.
+    Where the files allow it, a weight is read, gets its adapter in float32 and is converted before the next is read.
     """
     check_directory(path, None, weights=True)
     load = load_policy if is_language_model(path) else load_reward_model
@@ -123,7 +122,13 @@ def write_quantized(path: str, folder: Path, dtype: Dtype, kind: Literal["int8",
     config: Any = Int8WeightOnlyConfig() if kind == "int8" else Int4WeightOnlyConfig(group_size=INT4_GROUP)
     with tempfile.TemporaryDirectory(dir=folder) as plain:
         number = write_model(path, Path(plain), dtype, "50GB")
-        auto, heads = _auto_of(plain)
+        config_of_model, heads = AutoConfig.from_pretrained(plain, trust_remote_code=False), None
+        auto: Any = AutoModelForSeq2SeqLM if is_seq2seq_config(config_of_model) else AutoModelForCausalLM
+        if not is_language_model(plain):
+            offer_classifier(type(config_of_model))
+            auto = AutoModelForSequenceClassification
+            with torch.device("meta"):
+                heads = head_names(auto.from_config(config_of_model))
         try:
             with quiet_loading():
                 settings = TorchAoConfig(config, modules_to_not_convert=heads)
@@ -138,16 +143,6 @@ def write_quantized(path: str, folder: Path, dtype: Dtype, kind: Literal["int8",
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         load_tokenizer(plain).save_pretrained(folder)
     return number
-
-
-def _auto_of(path: str) -> tuple[Any, list[str] | None]:
-    """transformers' class that loads a directory, and the modules of a classifier's head."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    if is_language_model(path):
-        return AutoModelForSeq2SeqLM if is_seq2seq_config(config) else AutoModelForCausalLM, None
-    offer_classifier(type(config))
-    with torch.device("meta"):
-        return AutoModelForSequenceClassification, head_names(AutoModelForSequenceClassification.from_config(config))
 
 
 def _quantized(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
@@ -197,8 +192,7 @@ def write_adapter(path: str, folder: Path, dtype: Dtype | None, final: Path) -> 
 
 
 def load_exported(folder: Path, original: PreTrainedModel, *, gguf_file: str | None = None) -> PreTrainedModel:
-    """An exported model as transformers alone reads it, with plain float32 weights: adapters merged, integers
-    dequantized.
+    """An exported model as transformers alone reads it, in float32: adapters merged, integers dequantized.
 
     Raises ArtifactError if transformers cannot read it.
     """

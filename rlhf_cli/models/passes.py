@@ -52,8 +52,7 @@ def set_up_training(model: PreTrainedModel, config: SFTConfig | RMConfig, device
 def set_up_passes(models: Sequence[PreTrainedModel], config: Stage, device: torch.device) -> tuple[list[str], float]:
     """Apply `gradient_checkpointing`, `compile` and both `precision` keys to the models that are trained.
 
-    Returns lines for the user, and the seconds spent on compiling. Raises ConfigError for a model that does not support
-    one of the options.
+    Returns lines for the user, and the seconds spent on compiling. Raises ConfigError if a model lacks an option.
     """
     lines, seconds = [], 0.0
     assert isinstance(config, SFTConfig | RMConfig | PPOConfig)

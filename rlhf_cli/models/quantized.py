@@ -3,10 +3,9 @@
 4 bits are NormalFloat by bitsandbytes, also under LoRA adapters (QLoRA, Dettmers et al. 2023): a weight is replaced by
 the nearest of 16 values, times the largest weight of its block of 64.
 
-8 bits are for models that only answer: each row of the weight has one scale. The format is torchao's weight-only int8,
-in which `rlhf export --quantize int8` writes. A product needs no package: one part of the weight at a time is converted
-to the input's format, which holds every 8-bit integer exactly. On a CPU torch has a product of a few rows of bfloat16
-with 8-bit weights, which takes half the time of one in float32.
+8 bits are for models that only answer: each row of the weight has one scale, as in torchao's weight-only int8, in which
+`rlhf export --quantize int8` writes. One part of the weight at a time is converted to the input's format, which holds
+every 8-bit integer exactly. For a few rows on a CPU torch has a product in bfloat16, which takes half the time.
 """
 
 from __future__ import annotations

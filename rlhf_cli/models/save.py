@@ -100,9 +100,9 @@ def save(
 
 
 def plain_weights(model: PreTrainedModel) -> PlainWeights:
-    """The weights as a model without adapters has them. All processes must call the functions for a sharded model.
+    """The weights as a model without adapters has them, each under the first of its names.
 
-    Weights with several names have one entry, under the first of them, as in the files of transformers.
+    All processes must call the functions for a sharded model.
     """
     found: PlainWeights = {}
     for name, weight in model.named_parameters():
@@ -227,16 +227,11 @@ def save_trained(
     base: BaseModel,
     dtype: str,
 ) -> None:
-    """Write a trained model as `lora.save` says. Without `lora` it is a plain Hugging Face directory.
-
-    Plain weights are written as `dtype`, and adapters as float32.
-    """
-    if lora is None:
+    """Write a trained model as `lora.save` says: plain weights as `dtype`, adapters as float32."""
+    if lora is None or lora.save == "merged":
         save(model, tokenizer, directory, dtype)
-        return
-    if lora.save == "merged":
-        save(model, tokenizer, directory, dtype)
-        save_adapter(model, directory / "adapter", base, lora.quantize)
+        if lora is not None:
+            save_adapter(model, directory / "adapter", base, lora.quantize)
         return
     save_adapter(model, directory, base, lora.quantize)
     if is_sharded(model) and not is_first_process():
@@ -251,10 +246,7 @@ def save_trained(
 
 @torch.no_grad()
 def round_weights(model: PreTrainedModel, dtype: str) -> None:
-    """Round the weights to the format in which they will be saved, so that all figures are those of the saved model.
-
-    Does nothing to a model with adapters.
-    """
+    """Round the weights to the format in which they will be saved, so that all figures are those of the saved model."""
     if has_adapters(model):
         return
     heads = scalar_heads(model)
