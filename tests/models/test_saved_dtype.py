@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.files import stored_dtype
-from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer
+from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer, prepare
 from rlhf_cli.models.save import save
 from rlhf_cli.run.artifacts import read_manifest
 
@@ -81,3 +82,17 @@ def test_a_header_that_cannot_be_read_gives_no_format(tmp_path):
     assert stored_dtype(tmp_path) is None
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
     assert stored_dtype(tmp_path) is None
+
+
+@pytest.mark.parametrize("longer", [0, 8])
+def test_weights_do_not_lie_where_the_header_of_their_file_puts_them(longer, make_model, tmp_path):
+    """On some processors the last digit of a product depends on it."""
+    shutil.copytree(make_model("llama"), tmp_path / "model")
+    file = tmp_path / "model/model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = (length + longer).to_bytes(8, "little") + content[8 : 8 + length] + b" " * longer
+    file.write_bytes(header + content[8 + length :])
+    model = load_policy(str(tmp_path / "model"))
+    prepare(model, torch.device("cpu"))
+    assert {weight.data_ptr() % 64 for weight in model.parameters()} == {0}

@@ -155,13 +155,6 @@ def test_processes_that_sample_from_a_sharded_model_draw_the_tokens_of_a_whole_o
         assert gap < TOLERANCE, name
 
 
-@pytest.mark.slow
-def test_a_process_that_ends_its_sampling_one_pass_early_ends_the_run(tmp_path):
-    make_models(tmp_path, "llama")
-    with pytest.raises(AssertionError, match="gloo"):
-        run("sampled", 2, tmp_path, "leaves early")
-
-
 @pytest.mark.parametrize(("count", "per_node"), [(2, None), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_the_bytes_that_a_process_sends_are_those_of_the_page_about_scale(count, per_node, tmp_path):
     """benchmarks/scale.py computes them for a step and for a sampled token on GPUs; here they are counted."""

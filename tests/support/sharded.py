@@ -27,7 +27,6 @@ from rlhf_cli.data.answers import RankedIds, TargetScale
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.records import Answer, Record
-from rlhf_cli.decoders import decoder as decoders
 from rlhf_cli.decoders import plain
 from rlhf_cli.models import load, save
 from rlhf_cli.models.adapters import add_lora
@@ -39,7 +38,7 @@ from rlhf_cli.models.quantized import quantize
 from rlhf_cli.models.shard import shard_model
 from rlhf_cli.processes import distributed
 from rlhf_cli.processes.distributed import World
-from rlhf_cli.processes.sharding import device_of, like, local, most, plain_class, whole
+from rlhf_cli.processes.sharding import device_of, like, local, plain_class, whole
 from rlhf_cli.rollout.offload import Offload
 from rlhf_cli.rollout.sampling import Sampling, draw_uniforms, sample
 from rlhf_cli.run.checkpoint import CheckpointStore, Weights
@@ -356,13 +355,11 @@ def frozen(folder: str, case: str) -> None:
     end(world, folder, {"bytes": kept, "difference": (scores[0] - scores[1]).abs().max().item()})
 
 
-def sampled(folder: str, defect: str = "") -> None:
+def sampled(folder: str) -> None:
     """The program of each process that samples its share of the prompts from a sharded model. Writes the number of
     tokens that differ from those of a whole model, and the largest difference of a log-probability.
-
-    With a `defect` the second process ends its sampling one pass early.
     """
-    world = distributed.start("cpu", timeout_s=3 if defect else 60)
+    world = distributed.start("cpu", timeout_s=60)
     whole_model, model = (load.load_policy(str(Path(folder, "llama")), deferred=d) for d in (False, True))
     for each in (whole_model, model):
         load.prepare(each, world.device)
@@ -377,12 +374,8 @@ def sampled(folder: str, defect: str = "") -> None:
         by_length = sorted(range(len(prompts)), key=lengths.__getitem__)
         # The second process has the shortest two; the others, but for the first, none.
         share = {0: by_length[2:], 1: by_length[:2]}.get(world.rank, [])
-        missing = lengths[by_length[-1]] - lengths[by_length[1]]
-        assert missing > 1
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plain, "takes_padding", lambda _, padded=padded: padded)
-            if defect and world.rank == 1:
-                patch.setattr(decoders, "join", lambda _, idle, n=missing - 1: [(most(0), idle()) for _ in range(n)])
             responses = sample(model, [prompts[i] for i in share], uniforms[share], sampling, max_live_rows=live)
         wrong, gap_of_logprobs = 0, 0.0
         for i, response in zip(share, responses, strict=True):
