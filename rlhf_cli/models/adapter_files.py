@@ -114,37 +114,16 @@ def save_adapter(
     }
     if is_sharded(model) and not is_first_process():
         return
-    # From the final place of the stage, whose name has the same number of parts as the place where it is built.
-    about = _about(base, directory, quantization)
-    lora = {**lora_of(model).to_dict(), "base_model_name_or_path": about["path"], "revision": about["revision"]}
-    lora |= {"modules_to_save": heads or None, "inference_mode": True}
+    lora = {**lora_of(model).to_dict(), "modules_to_save": heads or None, "inference_mode": True}
     model.config.architectures = [plain_class(model).__name__]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
-        _write_json(directory / ADAPTER_CONFIG, lora)
-        _write_json(directory / BASE_MODEL, about)
-        _write_json(directory / MODEL_CONFIG, model.config.to_diff_dict())
+        # The stage is built beside its final place, from which the base has the same relative path.
+        about = AdapterDirectory(str(directory), base, lora, model.config.to_diff_dict(), quantization, {})
+        about.write_about(directory, directory)
     except (OSError, SafetensorError) as error:
         raise ArtifactError(f"{directory}: cannot be written ({error}). Make room") from None
-
-
-def copy_adapter(adapter: AdapterDirectory, directory: Path, final: Path) -> None:
-    """Write everything about adapters but their weights into another directory, which will be moved to `final`."""
-    about = _about(adapter.base, final, adapter.quantization)
-    named = {"base_model_name_or_path": about["path"], "revision": about["revision"]}
-    _write_json(directory / ADAPTER_CONFIG, {**adapter.lora, **named})
-    _write_json(directory / BASE_MODEL, about)
-    if adapter.model_config:
-        _write_json(directory / MODEL_CONFIG, adapter.model_config)
-
-
-def _about(base: BaseModel, directory: Path, quantization: Quantization | None) -> dict[str, Any]:
-    """The content of BASE_MODEL for adapters in `directory`."""
-    recorded, folder = base.recorded(), Path(base.path)
-    relative = os.path.relpath(folder.resolve(), directory.resolve()) if folder.is_dir() else None
-    about = {"path": recorded.path, "relative_path": relative, "revision": recorded.revision, "digest": base.digest()}
-    return {**about, "quantize": quantization}
 
 
 def _name_in_file(name: str) -> str:
@@ -156,9 +135,8 @@ def _name_in_file(name: str) -> str:
     return name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector").replace(".default.", ".")
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    text = json.dumps(values, indent=2, sort_keys=True, default=lambda x: sorted(x) if isinstance(x, set) else str(x))
-    path.write_text(text + "\n", encoding="utf-8")
+def _as_json(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else str(value)
 
 
 # ------------------------------------------------------------------------------------------- reading
@@ -174,6 +152,19 @@ class AdapterDirectory:
     model_config: dict[str, Any]  # model_config.json; empty if another program wrote the adapters
     quantization: Quantization | None  # of the base while the adapters were trained
     head: dict[str, tuple[int, ...]]  # the weights of a classifier's head and their shapes
+
+    def write_about(self, directory: Path, final: Path) -> None:
+        """Write everything but the weights into `directory`, which will be moved to `final`."""
+        recorded, folder = self.base.recorded(), Path(self.base.path)
+        relative = os.path.relpath(folder.resolve(), final.resolve()) if folder.is_dir() else None
+        named = {"base_model_name_or_path": recorded.path, "revision": recorded.revision}
+        about = {"path": recorded.path, "relative_path": relative, "revision": recorded.revision}
+        about |= {"digest": self.base.digest(), "quantize": self.quantization}
+        files = {ADAPTER_CONFIG: self.lora | named, BASE_MODEL: about, MODEL_CONFIG: self.model_config}
+        for name, values in files.items():
+            if values:
+                text = json.dumps(values, indent=2, sort_keys=True, default=_as_json)
+                (directory / name).write_text(text + "\n", encoding="utf-8")
 
     @property
     def is_classifier(self) -> bool:

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from rlhf_cli.errors import ArtifactError, ConfigError
-from rlhf_cli.models.adapter_files import WEIGHTS, copy_adapter, read_adapter
+from rlhf_cli.models.adapter_files import WEIGHTS, read_adapter
 from rlhf_cli.models.adapters import head_names, merge_in_place
 from rlhf_cli.models.deferred import is_deferred, place_of, take
 from rlhf_cli.models.forward import PRECISIONS
@@ -176,7 +176,7 @@ def write_adapter(path: str, folder: Path, dtype: Dtype | None, final: Path) -> 
     source = adapter_directory(path)
     adapter = read_adapter(source)
     assert adapter is not None
-    copy_adapter(adapter, folder, final)
+    adapter.write_about(folder, final)
     tensors = load_file(Path(source) / WEIGHTS)
     if dtype is not None:
         tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
