@@ -10,6 +10,7 @@ import torch
 
 from rlhf_cli.models.load import prepare
 from rlhf_cli.rollout.sampling import Sampling, draw_uniforms, sample
+from support.tiny import CPU, tiny_model
 
 VOCAB = 97
 STOP = frozenset(range(10, 16))
