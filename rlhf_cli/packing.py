@@ -26,8 +26,8 @@ from torch import Tensor
 SHORTEST_PREFIX = 8
 """Minimum number of tokens in a shared prefix. Fewer save nothing."""
 FEWEST_EQUAL = 4
-"""Minimum number of neighbours of equal length that share one attention call. With ten tokens each this is twice as
-fast. Two or three neighbours lose as much in the backward pass as they gain."""
+"""Minimum number of neighbours of equal length that share one attention call. Two or three lose as much in the backward
+pass as they gain."""
 
 
 class Segment(NamedTuple):

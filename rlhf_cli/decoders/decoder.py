@@ -84,8 +84,8 @@ def gap_to_forward(
 ) -> float:
     """The largest difference between a decoder's logit and that of one pass per text, relative to the largest or to 1.
 
-    The texts are prompts of these lengths and a few more tokens of each, while one row leaves. `new_decoder` takes the
-    length of the longest text. 0 if the model's own logits are NaN or infinite: then no decoder is at fault.
+    The texts are prompts of these lengths and a few more tokens of each, while one row leaves. 0 if the model's own
+    logits are NaN or infinite: then no decoder is at fault.
     """
     steps, device = 4, device_of(model)
     lengths = [min(n, positions(model) - steps) for n in lengths]
@@ -126,10 +126,9 @@ OWN_FORWARD: tuple[DecoderName, ...] = ("plain", "sharded")
 
 
 def choose_decoder(model: PreTrainedModel, longest: int, name: DecoderName = "auto") -> Decoder:
-    """The decoder for rows of at most `longest` tokens.
+    """The decoder for rows of at most `longest` tokens: with ``auto`` the fast one of the device, if that is possible.
 
-    ``auto`` takes the graphed decoder on a GPU and the paged one on a CPU if they support the model, and the plain one
-    otherwise. Raises ConfigError if a decoder that was asked for by name does not support the model.
+    Raises ConfigError if a decoder that was asked for by name does not support the model.
     """
     try:
         return _decoder(model, longest, name)
@@ -142,10 +141,7 @@ def choose_decoder(model: PreTrainedModel, longest: int, name: DecoderName = "au
 
 
 def decoder_notes(model: PreTrainedModel, longest: int, name: DecoderName = "auto") -> list[str]:
-    """Lines for the user if sampling is slower than it could be; [] otherwise. `longest` is the longest text in tokens.
-
-    Raises ConfigError as `choose_decoder` does.
-    """
+    """Lines for the user if sampling is slower than it could be. Raises ConfigError as `choose_decoder` does."""
     notes = []
     if name == "auto":
         try:
@@ -195,8 +191,7 @@ def _decoder(model: PreTrainedModel, longest: int, name: DecoderName) -> Decoder
 def join_sampling(model: PreTrainedModel) -> None:
     """Make the passes of a sharded model that other processes need until each has sampled its last token.
 
-    All processes must call this after their own sampling, also one that has nothing to sample. With a whole model it
-    does nothing.
+    All processes must call this after their own sampling, also one that has nothing to sample.
     """
     if is_sharded(model):
         from rlhf_cli.decoders.plain import takes_padding
@@ -208,12 +203,9 @@ def join_sampling(model: PreTrainedModel) -> None:
 
 # ------------------------------------------------------------------ functions of tensors that torch runs without Python
 #
-# A decoding step is hundreds of operations of a few microseconds. Python takes as long as many of them, and two threads
-# wait for each other at each one, because only one of them can run Python. So a function is recorded once as a graph,
-# which runs as one call and leaves Python to the other threads.
-#
-# torch.jit is deprecated in recent releases of torch. Where it is missing or fails, and if the recorded function gives
-# other bytes, callers use the function itself.
+# A decoding step is hundreds of operations of a few microseconds. Python takes as long as many of them, and only one
+# thread at a time can run it. So a function is recorded once as a graph, which runs as one call. torch.jit is
+# deprecated: where it is missing or fails, and if the graph gives other bytes, callers use the function itself.
 
 
 _warnings_are_off = threading.Lock()
@@ -226,8 +218,7 @@ def recorded(function: Callable[..., Any], *examples: tuple[Any, ...]) -> Callab
     are constants of the graph. So give examples that differ in all that may vary.
     """
 
-    # torch keeps the function that it has traced, and with it the weights that `function` was made for. This one, which
-    # also has the name that torch.jit.trace asks for, lets go of them.
+    # torch keeps the function that it has traced. This one lets go of the weights that `function` was made for.
     held = [function]
 
     def named(*inputs: Any) -> Any:

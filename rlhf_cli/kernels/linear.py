@@ -1,11 +1,9 @@
 """Matrix products of linear layers on a CPU: by oneDNN, if MKL is the slower of torch's two float32 libraries.
 
 torch uses MKL for every float32 product, and MKL runs its AVX2 code on processors that are not Intel's. On an AMD EPYC
-with AVX-512 that is 112 GFLOPS per core, where oneDNN, which also ships with torch, reaches 240 (benchmarks/linear.py).
-Two thirds of a training step on a CPU are such products.
-
-The choice depends on the maker of the processor and never on a measurement: a resumed run must choose as it did before,
-or its bytes would differ in the last digit.
+with AVX-512 that is 112 GFLOPS per core, where oneDNN reaches 240 (benchmarks/linear.py). Two thirds of a training step
+on a CPU are such products. The choice depends on the maker of the processor and never on a measurement: a resumed run
+must choose as it did before, or its bytes would differ in the last digit.
 """
 
 from __future__ import annotations
@@ -89,7 +87,7 @@ def rounded_up(rows: int) -> int:
 def prefers_onednn() -> bool:
     """Whether oneDNN is the faster library on this processor and gives MKL's results in this release of torch.
 
-    The answer is kept, so it must not depend on the caller: not on its fake tensors, autocast or default dtype.
+    The answer is kept, so it must not depend on the caller's fake tensors, autocast or default dtype.
     """
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False

@@ -18,16 +18,9 @@ from rlhf_cli.models.forward import autocast, compute_dtype
 from rlhf_cli.tensor_ops import num_weights
 
 CPU_TOKENS = 2048
-"""Most tokens per microbatch that `auto` chooses on a CPU. Processor time per token of a forward and backward
-pass on one Zen 5 core, relative to the fastest, with rows of 90 tokens on average (benchmarks/microbatches.py,
-docs/speed.md):
-
-    tokens per microbatch    256    512   1024   2048   4096   8192  16384
-    1 M parameters          1.91   1.41   1.21   1.03   1.00   1.00   1.23
-    23 M parameters         1.19   1.09   1.02   1.00   1.01
-
-With fewer tokens the fixed cost of each operation shows. With many more, the allocator returns large tensors to the
-system and requests them again. Where the times are equal, the smaller memory decides."""
+"""Most tokens per microbatch that `auto` chooses on a CPU (benchmarks/microbatches.py, docs/speed.md). With fewer the
+fixed cost of each operation shows. With many more the allocator returns large tensors to the system and requests them
+again. Where the times are equal, the smaller memory decides."""
 READ_TOKENS = 4096
 """Maximum tokens of prompts, padding included, that a GPU reads in one pass before it samples."""
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
