@@ -49,14 +49,6 @@ def test_a_pattern_is_parts_of_a_name(make_model, patterns, expected):
     assert frozen(model) == expected
 
 
-def test_a_shared_weight_is_frozen_under_either_name(make_model):
-    model = load_policy(str(make_model("gpt2")))
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    line = freeze(model, ["lm_head"], "policy.freeze")
-    assert frozen(model) == {"transformer.wte.weight"}
-    assert line.endswith("(the output head shares the embeddings, so it is frozen too)")
-
-
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [

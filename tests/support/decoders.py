@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 
+from rlhf_cli.kernels import linear
 from rlhf_cli.models.load import prepare
 from rlhf_cli.rollout.sampling import Sampling, draw_uniforms, sample
 from support.tiny import CPU, tiny_model
@@ -83,57 +84,40 @@ def plain_responses(name, kind):
     return sample(made(name), PROMPTS, UNIFORMS, replace(SAMPLINGS[kind], decoder="plain"))
 
 
-class Seen:
-    """Rows of logits with the text they follow, compared with plain forward passes at the end.
+def compare_steps(decoder, model, steps, flipped=False):
+    """Assert that the logits of every step are those of a plain forward pass; return the number of rows compared.
 
-    A causal model has the logits of all positions of a text in one pass. So one pass per text checks every step.
+    More than 16 rows, which are computed as 20. Some leave, and others enter beside those that stay.
     """
-
-    def __init__(self):
-        self.rows = {}
-
-    def add(self, texts, logits):
-        """The lists in `texts` grow later; each is one text."""
-        for text, row in zip(texts, logits, strict=True):
-            self.rows.setdefault(id(text), (text, []))[1].append((len(text), row.clone()))
-
-    def pairs(self, model):
-        """(logits [n, V] that were added, those of a plain forward [n, V], the lengths n) of each text."""
-        for text, rows in self.rows.values():
-            lengths = [length for length, _ in rows]
-            plain = plain_logits(model, text)[torch.tensor(lengths) - 1]
-            yield torch.stack([row for _, row in rows]), plain, lengths
-
-
-def decode(decoder, steps, flipped=False):
-    """What a decoder gives for PROMPTS and random tokens. Some rows leave, and others enter beside those that stay."""
-    device, later, texts = decoder.network.weights[0].device, random_ids(3, 66, 20, seed=8), list(map(list, PROMPTS))
-    logits, seen, drawn = decoder.admit(PROMPTS), Seen(), torch.Generator().manual_seed(5)
+    device, drawn = decoder.network.weights[0].device, torch.Generator().manual_seed(5)
+    later = random_ids(3, 66, 20, seed=8)
+    prompts = [*PROMPTS, *random_ids(*range(25, 70, 5), seed=9)]
+    assert linear.rounded_up(len(prompts)) == len(prompts) + 1
+    texts, logits = [list(prompt) for prompt in prompts], decoder.admit(prompts)
+    seen = [(text, []) for text in texts]
+    rows = [found for _, found in seen]  # of the live texts
     for step in range(steps):
-        seen.add(texts, logits.cpu())
+        for text, found, row in zip(texts, rows, logits.cpu(), strict=True):
+            found.append((len(text), row.clone()))
         if step in (3, 20, 21, 40):
             stay = torch.tensor([i for i in range(len(texts)) if (i + step) % 3 != 0])
             stay = stay.flip(0) if flipped else stay
             decoder.keep(stay.to(device))
-            texts = [texts[i] for i in stay]
+            texts, rows = [texts[i] for i in stay], [rows[i] for i in stay]
         ids = torch.randint(0, VOCAB, (len(texts),), generator=drawn)
         for text, token in zip(texts, ids.tolist(), strict=True):
             text.append(token)
         logits = decoder.step(ids.to(device))
         if step in (5, 30):
             logits = torch.cat([logits, decoder.admit(later)])
-            texts += [list(prompt) for prompt in later]
-    return seen
-
-
-def check_against_plain(seen, model):
-    """Assert that every row is that of a plain forward, up to rounding; return the number of rows."""
-    count = 0
-    for rows, plain, lengths in seen.pairs(model):
-        gaps = (rows - plain).abs().amax(1)
-        assert (gaps <= 1e-4 * plain.abs().amax(1).clamp_min(1)).all(), dict(zip(lengths, gaps.tolist(), strict=True))
-        count += len(rows)
-    return count
+            seen += [(list(prompt), []) for prompt in later]
+            texts, rows = texts + [text for text, _ in seen[-3:]], rows + [found for _, found in seen[-3:]]
+    for text, found in seen:
+        lengths = torch.tensor([length for length, _ in found])
+        plain = plain_logits(model, text)[lengths - 1]  # a causal model has the logits of all positions in one pass
+        gaps = (torch.stack([row for _, row in found]) - plain).abs().amax(1)
+        assert (gaps <= 1e-4 * plain.abs().amax(1).clamp_min(1)).all(), gaps
+    return sum(len(found) for _, found in seen)
 
 
 def same(found, wanted):
