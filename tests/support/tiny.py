@@ -28,67 +28,29 @@ from rlhf_cli.data.stage_rows import StageRows
 from rlhf_cli.models.load import set_dropout_off
 
 ARCHITECTURES = ("llama", "gpt2", "qwen2", "gpt_neox")
-_LLAMA_LIKE = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
+BART_PARTS = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+_SIZES |= {"max_position_embeddings": 128, "initializer_range": 0.2}
+_LLAMA_LIKE = {**_SIZES, "num_key_value_heads": 2}
+_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.2}
 SETTINGS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA_LIKE,
     "qwen2": _LLAMA_LIKE,
     # The configs keep dropout, so that tests detect code that does not turn it off.
-    "gpt2": {
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 128,
-        "initializer_range": 0.2,
-        "resid_pdrop": 0.1,
-        "embd_pdrop": 0.1,
-        "attn_pdrop": 0.1,
-    },
-    "gpt_neox": {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 48,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.2,
-        "hidden_dropout": 0.1,
-        "attention_dropout": 0.1,
-    },
+    "gpt2": {**_GPT, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    "gpt_neox": {**_SIZES, "hidden_dropout": 0.1, "attention_dropout": 0.1},
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2, "hidden_dropout": 0.1},
     "gemma2": {**_LLAMA_LIKE, "head_dim": 8, "sliding_window": 6},
-    "opt": {
-        "hidden_size": 32,
-        "word_embed_proj_dim": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "ffn_dim": 48,
-        "max_position_embeddings": 128,
-        "init_std": 0.2,
-        "dropout": 0.1,
-    },
+    "opt": {"hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"ffn_dim": 48, "max_position_embeddings": 128, "init_std": 0.2, "dropout": 0.1},
     "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
-    "bart": {
-        "d_model": 32,
-        "max_position_embeddings": 128,
-        "init_std": 0.2,
-        "dropout": 0.1,
-        **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
-        **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
-        **{f"{side}_ffn_dim": 48 for side in ("encoder", "decoder")},
-    },
+    "bart": {"d_model": 32, "max_position_embeddings": 128, "init_std": 0.2, "dropout": 0.1}
+    | {f"{side}_{part}": n for side in ("encoder", "decoder") for part, n in BART_PARTS.items()},
     "mixtral": {**_LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2},
     "jamba": {**_LLAMA_LIKE, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4}
     | {"use_mamba_kernels": False},
     "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "initializer_range": 0.2},
-    "codegen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 4, "n_inner": 48}
-    | {"initializer_range": 0.2},
+    "codegen": {**_GPT, "rotary_dim": 4, "n_inner": 48},
     "rwkv": {"hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32, "intermediate_size": 48}
     | {"context_length": 128},
     "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "initializer_range": 0.2},
