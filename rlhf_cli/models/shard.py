@@ -138,8 +138,8 @@ def shard_model(
     register_fsdp_forward_method(model, "run_gathered")
     everywhere: list[list[str]] = [[] for _ in range(size)]
     dist.all_gather_object(everywhere, bad[:1])
-    for line in (line for lines in everywhere for line in lines):
-        raise not_finite(line)  # on every process
+    for message in (message for messages in everywhere for message in messages):
+        raise not_finite(message)  # on every process
     # Blocks in 16 bits compute in nothing else.
     precisions = [name for name, dtype in PRECISIONS.items() if dtype == (lower or torch.float32)]
     vars(model)["block_precision"] = precisions[0] if lower is not None else None
