@@ -51,7 +51,7 @@ def base(tokenizer, tmp_path_factory):
     model = new_model(ScratchModel(architecture="llama", config=config), tokenizer, seed=3)
     for name, weight in model.named_parameters():
         if name.endswith("bias"):
-            torch.nn.init.normal_(weight, std=0.3, generator=torch.Generator().manual_seed(len(name)))
+            torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(len(name)))
     save(model, tokenizer, folder)
     return folder
 
