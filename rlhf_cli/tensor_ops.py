@@ -184,11 +184,19 @@ def pad_rows(flat: Tensor, lengths: Sequence[int] | Tensor, *, value: float = 0.
 
 
 def num_weights(weight: torch.Tensor) -> int:
-    """The numbers in a weight. A quantized one holds two in a byte, so its own shape does not tell."""
+    """The numbers in a weight. A quantized one holds two in a byte, so its own shape does not tell.
+
+    >>> num_weights(torch.zeros(2, 3))
+    6
+    """
     return weight_shape(weight).numel()
 
 
 def weight_shape(weight: torch.Tensor) -> torch.Size:
-    """The shape [out, in] of a weight, also of a quantized one, which is stored as bytes."""
+    """The shape [out, in] of a weight, also of a quantized one, which is stored as bytes.
+
+    >>> weight_shape(torch.zeros(2, 3))
+    torch.Size([2, 3])
+    """
     state: Any = getattr(weight, "quant_state", None)
     return weight.shape if state is None else torch.Size(state.shape)
