@@ -22,7 +22,8 @@ from rlhf_cli.printing import say
 from rlhf_cli.program import program
 from support import crash
 from support.paths import ROOT
-from support.projects import PREFERENCES, digests, write_project, write_rows
+from support.projects import PREFERENCES, digests, write_project
+from support.tiny import write_jsonl
 
 
 def rlhf(*arguments: str, cwd: Path = ROOT) -> Result:
@@ -160,7 +161,7 @@ def test_status_from_anywhere(project: Path, tmp_path: Path) -> None:
     assert rlhf("pipeline", ".", "--quiet", cwd=project).exit_code == 0
     (tmp_path / "away").mkdir()
     # A different file with the same name.
-    write_rows(tmp_path / "away/sft.jsonl", PREFERENCES)
+    write_jsonl(tmp_path / "away/sft.jsonl", PREFERENCES)
 
     def all_are(state: str, lines: dict[str, str]) -> None:
         assert set(lines) == {"sft", "rm", "ppo"}

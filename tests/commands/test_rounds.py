@@ -17,8 +17,7 @@ from rlhf_cli.commands.label import Labelling, pairs_of
 from rlhf_cli.commands.output import Output, data_digest
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.run.artifacts import digest_file, read_manifest
-from support.projects import write_rows
-from support.tiny import read_jsonl
+from support.tiny import read_jsonl, write_jsonl
 
 LABELS = """
 from pathlib import Path
@@ -132,7 +131,7 @@ def test_labels_by_hand(project: Path) -> None:
         assert waits in rounds(project)
     row = json.loads((run / "samples.jsonl.settings").read_text(encoding="utf-8"))
     assert row["labels"] is None
-    write_rows(run / "samples.jsonl", samples[:-1])
+    write_jsonl(run / "samples.jsonl", samples[:-1])
     assert "has labels of other pairs" in rounds(project, exit_code=2)
 
 

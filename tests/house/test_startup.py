@@ -137,16 +137,18 @@ def test_a_command_sets_its_environment_before_torch_is_imported_and_keeps_user_
 
 
 COLD = """
-import json, os, signal, sys, threading, time, traceback
+import importlib, json, os, pkgutil, signal, sys, threading, time, traceback
 from pathlib import Path
-import peft, torch  # peft takes a second, which each of ten commands would wait for
+import peft, torch, rlhf_cli, stages.ppo, stages.rm, stages.sft
+for module in pkgutil.walk_packages(rlhf_cli.__path__, "rlhf_cli."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)  # else each command would import what it needs
 from rlhf_cli import cli
 from rlhf_cli.kernels import linear
 
 log, keys, commands = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 linear.maker = lambda: "AuthenticAMD"
 torch.backends.cpu.get_cpu_capability = lambda: "AVX512"
-linear.prefers_onednn.cache_clear()  # the collection of tests may have asked
 
 def stop_the_server():
     while "http://" not in Path(log).read_text():
@@ -220,7 +222,7 @@ def cold_commands(folder: Path) -> list[list[str]]:
 
 def test_every_command_runs_first_in_its_process(tmp_path: Path) -> None:
     """A warm process hides what a command asks first, such as which library computes the products of this processor:
-    here oneDNN, as on one of AMD.
+    here oneDNN, as on one of AMD. Here all of rlhf is imported anew, and each command runs in a fork.
 
     The tiny models have learned nothing, so `diagnose` names causes, and no answer of a judge is a score.
     """
@@ -239,7 +241,9 @@ def test_every_command_runs_first_in_its_process(tmp_path: Path) -> None:
         (tmp_path / "other" / stage).symlink_to(tmp_path / "run" / stage)
     commands = cold_commands(tmp_path)
     files = [str(tmp_path / name) for name in ("output", "keys")]
-    code, output = Forked(COLD, *files, json.dumps(commands), folder=tmp_path, log=tmp_path / "log").wait()
+    code, output = Forked(
+        COLD, *files, json.dumps(commands), folder=tmp_path, log=tmp_path / "log", code_here=True
+    ).wait()
     assert code == 0, output
     ended = [json.loads(line) for line in output.splitlines()]
     assert [command for command, _, _ in ended] == commands

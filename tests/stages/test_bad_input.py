@@ -14,7 +14,8 @@ from rlhf_cli.cli import app
 from rlhf_cli.data.paths import SUFFIXES, data_fingerprint
 from rlhf_cli.program import program
 from rlhf_cli.run import artifacts
-from support.projects import DEMONSTRATIONS, fails, write_rows
+from support.projects import DEMONSTRATIONS, fails
+from support.tiny import write_jsonl
 
 # -------------------------------------------------------------------------------------- stage order
 
@@ -150,7 +151,7 @@ def test_a_folder_without_data_or_a_model_is_refused_before_it_is_scanned(
 def test_the_fingerprint_of_a_data_folder_covers_its_data_files(tmp_path: Path) -> None:
     """The files that are read: those directly in the folder, or those that match a glob."""
     (tmp_path / "deep").mkdir()
-    write_rows(tmp_path / "rows.jsonl", DEMONSTRATIONS)
+    write_jsonl(tmp_path / "rows.jsonl", DEMONSTRATIONS)
     glob = str(tmp_path / "**" / "*.jsonl")
     before, of_glob = data_fingerprint(str(tmp_path)), data_fingerprint(glob)
     for name in ("notes.txt", "deep/rows.csv", "manifest.yaml"):
@@ -165,7 +166,7 @@ def test_the_fingerprint_of_a_data_folder_covers_its_data_files(tmp_path: Path) 
     for name in (f"more{ending}" for ending in endings):
         (tmp_path / name).write_text("{}")
         fingerprints.add(data_fingerprint(str(tmp_path)))
-    write_rows(tmp_path / "rows.jsonl", DEMONSTRATIONS[1:])
+    write_jsonl(tmp_path / "rows.jsonl", DEMONSTRATIONS[1:])
     fingerprints.add(data_fingerprint(str(tmp_path)))
     assert len(fingerprints) == 2 + len(endings)
     assert data_fingerprint("nobody/nothing") == "hub:nobody/nothing@main"

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,6 @@ from rlhf_cli.models.scratch import new_model, train_tokenizer
 from rlhf_cli.report.page import FOLDER
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.run.artifacts import digest_file
-from support import crash
 from support.projects import write_project
 from support.rewards import CHAT
 from support.tiny import (
@@ -70,12 +70,6 @@ def _own_cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _fork_server(_own_cache):
-    """Fork the server of `support.crash` before a test has changed this process."""
-    crash.server()
-
-
-@pytest.fixture(scope="session", autouse=True)
 def _build_the_command_once():
     """Typer builds every command from its signature at each `CliRunner.invoke`, which costs more than most commands."""
     with pytest.MonkeyPatch.context() as patch:
@@ -87,7 +81,7 @@ def _build_the_command_once():
 def _no_wait_for_the_disk():
     """Do not flush files, also in processes of `support.crash`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", crash.no_fsync)
+        patch.setattr(os, "fsync", lambda _descriptor: None)
         yield
 
 
@@ -95,6 +89,17 @@ def _no_wait_for_the_disk():
 def _one_thread():
     """Tiny matrices are slower on several threads, and other tests need the other cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server(_own_cache, _no_wait_for_the_disk, _one_thread, request):
+    """Fork the server of `support.crash`, if a test may use it, before one has changed this process.
+
+    The first run of a stage computes twice as long as the next ones. With it before the fork, no child has it.
+    """
+    if "support.crash" in sys.modules:
+        request.getfixturevalue("pipeline")("llama")
+        sys.modules["support.crash"].server()
 
 
 if torch.cuda.is_available():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
+from support.tiny import write_jsonl
 
 TEXT = "the tent lamp radio is late broken please help thank you we will send a new one today"
 WORDS = TEXT.split()
@@ -18,11 +18,6 @@ WORDS = TEXT.split()
 
 def sentence(number: int, words: int) -> str:
     return " ".join(WORDS[(number * 7 + i * (number % 5 + 1)) % len(WORDS)] for i in range(words))
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 DEMONSTRATIONS = [{"prompt": sentence(i, 4), "response": " " + sentence(i + 3, 5)} for i in range(40)]
@@ -62,8 +57,8 @@ def configs(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def write_project(folder: Path) -> None:
-    write_rows(folder / "sft.jsonl", DEMONSTRATIONS)
-    write_rows(folder / "pref.jsonl", PREFERENCES)
+    write_jsonl(folder / "sft.jsonl", DEMONSTRATIONS)
+    write_jsonl(folder / "pref.jsonl", PREFERENCES)
     for stage, config in configs(folder).items():
         (folder / f"{stage}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
