@@ -18,7 +18,6 @@ from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.health.running import Health
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.ppo.update import UpdateBatch
-from rlhf_cli.processes.distributed import gather_texts
 from rlhf_cli.rewards.base import Scores
 from rlhf_cli.rollout.rollout import RolloutBatch, sequence_lengths, shared_prompts
 from rlhf_cli.rollout.sampling import response_text
@@ -64,8 +63,8 @@ def iteration_metrics(
     all_columns = torch.cat(world.gather_tensors(own_columns)).unbind(1)
     merged = {name: column.contiguous() for name, column in zip(columns, all_columns, strict=True)}  # [B] each
     values, all_returns, logprobs, sampled = (torch.cat(world.gather_tensors(column)) for column in tokens)
-    all_prompts = gather_texts(world, [prompt.text for prompt in rollout.prompts])
-    pairs = list(zip(chain(*all_prompts), chain(*gather_texts(world, texts)), strict=True))
+    all_prompts = world.gather([prompt.text for prompt in rollout.prompts])
+    pairs = list(zip(chain(*all_prompts), chain(*world.gather(texts)), strict=True))
     all_counts = world.gather(counts)
     correlation = pearson(merged["objective/score"], merged["response/length"])
     prompts_of: dict[str, set[str]] = {}  # by the text of a response
@@ -227,6 +226,6 @@ def report_iteration(
         everyone = world.gather(to_learn)
         no_norm = [key for key in no_norm if any(process[key] for process in everyone)]
     stops = no_gradient(dict.fromkeys(no_norm, 0.0), f"iteration {step}")
-    words = word_shares([text for shard in gather_texts(world, texts) for text in shard])
+    words = word_shares([text for shard in world.gather(texts) for text in shard])
     findings = [*stops, *health.check(step, metrics, words)]
     setup.stage.report(step, findings, health.line(findings, metrics))

@@ -154,7 +154,7 @@ def or_failure(world: World, compute: Callable[[], T], save: Callable[[], object
     except RewardError as error:
         failure = str(error) if isinstance(error, _PlacedError) else f"{where(world)}: {error}"
     world.barrier("the rewards")  # a slow reward or judge may take longer than a collective operation
-    if first := world.first_failure(failure):
+    if first := next(filter(None, world.gather(failure)), None):
         save()
         raise _PlacedError(first)
     return cast(T, result)

@@ -8,7 +8,6 @@ reduced before they are used. With one process nothing here communicates. `start
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -63,7 +62,8 @@ class World:
         """Each value summed over all processes; every process must pass the same keys in the same order."""
         if self.size == 1:
             return values
-        total = self.sum(torch.tensor(list(values.values()), dtype=torch.float64, device=self._communication_device))
+        device = self.device if self.device.type == "cuda" else "cpu"  # NCCL sends from a GPU, gloo from the CPU
+        total = self.sum(torch.tensor(list(values.values()), dtype=torch.float64, device=device))
         return dict(zip(values, total.tolist(), strict=True))
 
     def gather(self, item: Any) -> list[Any]:
@@ -77,22 +77,13 @@ class World:
     def gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every process's tensor, in order of rank, on every process and on the device of its own tensor.
 
-        They have the same type and, but for the first dimension, the same shape. Unlike `gather` nothing is pickled.
+        They have the same type and, but for the first dimension, the same shape.
         """
         if self.size == 1:
             return [tensor]
-        is_bool = tensor.dtype == torch.bool
-        own = (tensor.to(torch.uint8) if is_bool else tensor).detach().to(self._communication_device).contiguous()
-        counts = torch.zeros(self.size, dtype=torch.int64, device=own.device)
-        counts[self.rank] = len(own)
-        lengths = self.sum(counts).tolist()
-        longest = max(lengths)
-        if len(own) < longest:  # a collective operation needs equal shapes
-            own = torch.cat([own, own.new_zeros(longest - len(own), *own.shape[1:])])
-        everyone = [torch.empty_like(own) for _ in range(self.size)]
-        collective("the figures", lambda: dist.all_gather(everyone, own))
-        parts = [part[:length].to(tensor.device) for part, length in zip(everyone, lengths, strict=True)]
-        return [part.bool() for part in parts] if is_bool else parts
+        # As an array, of which only these numbers are pickled. A tensor would bring all numbers that it is a view of.
+        parts = self.gather(tensor.detach().cpu().numpy())
+        return [torch.from_numpy(part).to(tensor.device) for part in parts]
 
     def of_main(self, compute: Callable[[], T]) -> T:
         """The result of `compute`, which only the first process calls, on every process.
@@ -114,13 +105,6 @@ class World:
         if exit_code:
             raise EndedElsewhere(exit_code)
         return cast(T, result)
-
-    def first_failure(self, failure: str) -> str | None:
-        """The first non-empty `failure` of any process, on all of them; None if there is none.
-
-        All processes then stop together. If one stopped alone, the others would wait for it forever.
-        """
-        return next(filter(None, self.gather(failure)), None)
 
     def interleave(self, shards: Sequence[Sequence[T]], adjacent: int = 1) -> list[T]:
         """The global list from the shards of all processes: the inverse of `shard`.
@@ -153,10 +137,6 @@ class World:
             collective("the gradients", work.wait)
 
         return wait
-
-    @property
-    def _communication_device(self) -> torch.device:
-        return self.device if self.device.type == "cuda" else torch.device("cpu")
 
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -256,46 +236,3 @@ def stop() -> None:
     _pulse = None
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-# ------------------------------------------------------------------------------------ lists exchanged between processes
-#
-# Pickled objects would be several times as large, and each process would hold the bytes of all beside the objects.
-
-
-def gather_rows(world: World, rows: Sequence[Sequence[int]]) -> list[list[list[int]]]:
-    """Every process's lists of integers, in order of rank, on every process.
-
-    >>> gather_rows(World(0, 1, torch.device("cpu")), [[7], [], [8, 9]])
-    [[[7], [], [8, 9]]]
-    """
-    if world.size == 1:
-        return [[list(row) for row in rows]]
-    lengths = world.gather_tensors(torch.tensor([len(row) for row in rows], dtype=torch.int32))
-    flat = world.gather_tensors(torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=torch.int32))
-    return [_split(numbers.tolist(), sizes.tolist()) for numbers, sizes in zip(flat, lengths, strict=True)]
-
-
-def gather_texts(world: World, texts: Sequence[str]) -> list[list[str]]:
-    """Every process's texts, in order of rank, on every process.
-
-    >>> gather_texts(World(0, 1, torch.device("cpu")), ["a", "\\ud800"]) == [["a", "\\ud800"]]
-    True
-    """
-    if world.size == 1:
-        return [list(texts)]
-    encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
-    lengths = world.gather_tensors(torch.tensor([len(data) for data in encoded], dtype=torch.int64))
-    flat = world.gather_tensors(torch.frombuffer(bytearray(b"".join(encoded) or b"\0"), dtype=torch.uint8))
-    found = []
-    for data, sizes in zip(flat, lengths, strict=True):
-        everything = bytes(data.numpy())
-        ends = list(itertools.accumulate(sizes.tolist(), initial=0))
-        found.append([everything[a:b].decode("utf-8", "surrogatepass") for a, b in itertools.pairwise(ends)])
-    return found
-
-
-def _split(numbers: list[int], sizes: list[int]) -> list[list[int]]:
-    """Consecutive pieces of these sizes."""
-    ends = itertools.accumulate(sizes, initial=0)
-    return [numbers[a:b] for a, b in itertools.pairwise(ends)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +27,7 @@ from rlhf_cli.models.forward import (
 )
 from rlhf_cli.models.seq2seq import is_seq2seq, with_prompts
 from rlhf_cli.packing import SHORTEST_PREFIX, PackedBatch, end_to_end, pack, response_positions
-from rlhf_cli.processes.distributed import World, gather_rows
+from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.microbatches import over_microbatches
 from rlhf_cli.processes.sharding import device_of, gathered
 from rlhf_cli.rollout.sampling import Response, Sampling, allowed_logits, sample
@@ -210,34 +210,7 @@ def padded_scores(
 
 def gather_responses(world: World, responses: Sequence[Response]) -> list[list[Response]]:
     """Every process's responses, in order of rank, on every process; with several, without their log-probabilities."""
-    if world.size == 1:
-        return [list(responses)]
-    ids = gather_rows(world, [response.ids for response in responses])
-    ended = world.gather_tensors(torch.tensor([response.ended for response in responses], dtype=torch.bool))
-    allowed = _gather_ids_of_tokens(world, [response.allowed_ids for response in responses])
-    forbidden = _gather_ids_of_tokens(world, [response.forbidden_ids for response in responses])
-    return [
-        [Response(a, [], b, c, d) for a, b, c, d in zip(*columns, strict=True)]
-        for columns in zip(ids, (part.tolist() for part in ended), allowed, forbidden, strict=True)
-    ]
-
-
-def _gather_ids_of_tokens(
-    world: World, responses: Sequence[list[list[int]] | None]
-) -> list[list[list[list[int]] | None]]:
-    """For each process and each of its responses, the ids that belong to each token, or None."""
-    absent = -1
-    counts = world.gather_tensors(
-        torch.tensor([absent if tokens is None else len(tokens) for tokens in responses]).long()
-    )
-    if all(bool((part == absent).all()) for part in counts):
-        return [[None] * len(part) for part in counts]
-    everyone = gather_rows(world, [ids for tokens in responses if tokens is not None for ids in tokens])
-    found: list[list[list[list[int]] | None]] = []
-    for rows, sizes in zip(everyone, counts, strict=True):
-        remaining = iter(rows)
-        found.append([None if n == absent else [next(remaining) for _ in range(n)] for n in sizes.tolist()])
-    return found
+    return world.gather([response if world.size == 1 else replace(response, logprobs=[]) for response in responses])
 
 
 # -------------------------------------------------------- log-probabilities, values, entropy and exact KL of each token

@@ -375,8 +375,8 @@ class StageRun:
 
     def _require_finite_weights(self, step: int) -> None:
         """Raise RunError for a NaN or infinite weight: such a state is neither saved nor published."""
-        name = self.world.first_failure(self.checkpoints.not_finite() or "")
-        if name is not None:
+        names = self.world.gather(self.checkpoints.not_finite())
+        if name := next(filter(None, names), None):  # on all processes, which stop together
             raise RunError(
                 f"{self.stage} step {step}: weight {name} contains NaN or inf; nothing was saved from this step. "
                 f"{self._last_checkpoint_in_words()} Lower optimizer.learning_rate or lengthen optimizer.warmup_steps"

@@ -76,11 +76,6 @@ class ThreadWorld(World):
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.gather(tensor.detach().clone())).sum(0)
 
-    def gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        parts = self.gather(tensor.detach().clone())
-        assert len({(part.dtype, part.shape[1:]) for part in parts}) == 1, "as between real processes"
-        return parts
-
     def barrier(self, what: str = "the arrival") -> None:  # noqa: ARG002
         self.gather(None)
 
