@@ -155,9 +155,7 @@ def collective(what: str, work: Callable[[], T]) -> T:
 def failure_of(error: BaseException | None) -> Exception | None:
     """The error to raise when a collective inside FSDP fails; None for any other error."""
     is_exchange = isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL"))
-    if _pulse is None or not is_exchange or not isinstance(error, RuntimeError):
-        return None
-    return _pulse.failure("the weights of a sharded model", error)
+    return _pulse.lost("the weights of a sharded model") if _pulse is not None and is_exchange else None
 
 
 def at_step(step: str) -> None:
@@ -211,8 +209,8 @@ def start(device: str = "auto", timeout_s: float = 300.0) -> World:
         ending = connect(patience)
         ending.wait_until_ready(patience)
         backend = "nccl" if device == "cuda" else "gloo"
-        # NCCL aborts the process without a message, so the thread of signs comes first (`Pulse._judge`).
-        timeout = timedelta(seconds=timeout_s if backend == "gloo" else 1.5 * timeout_s + 120)
+        # The thread of signs, which names the missing process, comes first (`Pulse._judge`).
+        timeout = timedelta(seconds=1.5 * timeout_s + 120)
         dist.init_process_group(backend, store=ending.store, rank=rank, world_size=size, timeout=timeout)
         _pulse = Pulse(ending, timeout_s, _step)
         _pulse.start()

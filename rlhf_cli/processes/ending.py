@@ -1,8 +1,7 @@
 """Lets one process say why a run of several processes ends, however many of them know it.
 
 The processes find each other through a store, even if they never form a process group. The first one that has an error
-claims a key of the store and prints its line; the others end silently. The processes of `rlhf --nproc` all print: that
-command passes on what one of them printed (`launcher.py`).
+claims a key of the store and prints its line; the others end silently.
 """
 
 from __future__ import annotations

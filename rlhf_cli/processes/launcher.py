@@ -8,7 +8,7 @@ leaves it the time to save. `torchrun` ends its processes 30 seconds after a sig
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import os
 import random
 import signal
@@ -17,17 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 from rlhf_cli.errors import EndedElsewhere
 from rlhf_cli.files import KNOWN_FILE, known_digests
 from rlhf_cli.printing import say
 from rlhf_cli.processes.environment import num_cores
-from rlhf_cli.processes.exits import FAILURES, LOST
+from rlhf_cli.processes.exits import FAILED, LOST
 from rlhf_cli.processes.signals import LAUNCHED, STOP_SIGNALS
 from rlhf_cli.program import command
 
@@ -36,23 +34,6 @@ GRACE_S = 20.0
 SHORT_GRACE_S = 3.0
 """The same for a command that has nothing to save, such as `rlhf generate`."""
 POLL_S = 0.05
-
-
-@dataclass
-class Worker:
-    """One process of a run."""
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    stderr: IO[bytes] | None
-    """What it printed on stderr. None for the first process, which prints to this terminal."""
-
-    def last_words(self) -> str:
-        """What it printed on stderr, or ""."""
-        if self.stderr is None:
-            return ""
-        self.stderr.seek(0)
-        return self.stderr.read().decode("utf-8", "replace").strip()
 
 
 def run_processes(
@@ -65,9 +46,9 @@ def run_processes(
 ) -> int:
     """Run a command in `count` processes that find each other through the variables of `torchrun`.
 
-    Returns the exit code of the run: 0 if all processes return 0, else the code of the first that failed, and 1 if
-    a signal killed it. Prints one line if the process that failed is not the first one, which prints its own. If it was
-    killed, the line ends with `checkpoint_in_words`.
+    Returns the exit code of the run: 0 if all processes return 0, else the code of the first one that failed and said
+    why. If a signal killed one and the others could not say so, this prints the line, with `checkpoint_in_words`, and
+    returns 1.
     """
     environment = {
         **os.environ,
@@ -78,86 +59,53 @@ def run_processes(
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores() // count))),
         LAUNCHED: resume_command,
     }
-    workers: list[Worker] = []
+    workers: list[subprocess.Popen[bytes]] = []
     with (
         tempfile.NamedTemporaryFile("w", suffix=".json") as digests,
-        tempfile.NamedTemporaryFile(suffix=".jsonl") as failures,
+        tempfile.NamedTemporaryFile("w") as failure,
         _signals_reach(workers) as received,
     ):
         digests.write(known_digests())
         digests.flush()
-        environment |= {KNOWN_FILE: digests.name, FAILURES: failures.name}
-        workers += [_start(command, rank, environment) for rank in range(count)]
-        failed = _wait(workers, received, grace_s, Path(failures.name))
-        noted = Path(failures.name).read_text(encoding="utf-8").splitlines()
-    if failed is None or received:
-        # After a signal the first process says where the run stopped.
-        code = failed.process.returncode if failed is not None else 0
-        return code if code >= 0 else 128 - code
-    first = workers[0].process.returncode
-    # With the same error another process may be aborted: Python stops its threads inside of torch when it ends.
-    if first > 0 and first != LOST and (failed.process.returncode > 0 or failed.process.returncode == -signal.SIGABRT):
-        return first  # the first process has an error of its own, and has printed it
-    return _explain(failed, count, [json.loads(line) for line in noted], checkpoint_in_words)
-
-
-def _start(command: Sequence[str], rank: int, environment: Mapping[str, str]) -> Worker:
-    # Errors of the other processes are kept back: most of them repeat what the first one prints.
-    stderr = tempfile.TemporaryFile() if rank else None  # noqa: SIM115
-    own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    # In a process group of its own, or Ctrl-C would reach it twice: from the terminal and from us.
-    process = subprocess.Popen(list(command), env={**environment, **own}, stderr=stderr, process_group=0)
-    return Worker(rank, process, stderr)
-
-
-def _wait(workers: list[Worker], received: list[int], grace_s: float, failures: Path) -> Worker | None:
-    """Wait until all have ended; returns the one whose failure ended the run, or None. Notes it in `failures`."""
-    failed: list[Worker] = []
-    deadline = None
-    while running := [worker for worker in workers if worker.process.poll() is None]:
-        failed += [w for w in workers if w.process.returncode and w not in failed]
-        if failed and not received:
-            if deadline is None:
+        environment |= {KNOWN_FILE: digests.name, FAILED: failure.name}
+        for rank in range(count):
+            own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            # In a process group of its own, or Ctrl-C would reach it twice: from the terminal and from us.
+            workers.append(subprocess.Popen(list(command), env=own, process_group=0))
+        failed: list[int] = []  # the ranks, in the order in which they ended
+        deadline = math.inf
+        while running := [worker for worker in workers if worker.poll() is None]:
+            failed += [rank for rank, w in enumerate(workers) if w.returncode and rank not in failed]
+            if failed and not received and deadline == math.inf:
                 deadline = time.monotonic() + grace_s
-                with failures.open("a", encoding="utf-8") as file:
-                    file.write("{}\n")
-            # A process that hangs reacts to nothing else. One that was named has no time to lose.
-            rows = map(json.loads, failures.read_text(encoding="utf-8").splitlines())
-            hanging = {rank for row in rows for rank in row.get("hanging", [])}
-            has_said = any(worker.process.returncode != LOST for worker in failed)
-            is_late = time.monotonic() > deadline
-            killed = [worker for worker in running if is_late or (has_said and worker.rank in hanging)]
-            _signal(killed, signal.SIGKILL)
-            failed += [worker for worker in killed if worker not in failed]
-        time.sleep(POLL_S)
-    failed += [w for w in workers if w.process.returncode and w not in failed]
+                failure.write("failed")
+                failure.flush()
+            if not received and time.monotonic() > deadline:  # a process that hangs reacts to nothing else
+                _signal(running, signal.SIGKILL)
+            time.sleep(POLL_S)
+        failed += [rank for rank, w in enumerate(workers) if w.returncode and rank not in failed]
     # One that lost the connection to another process is not the cause.
-    return next((w for w in failed if w.process.returncode != LOST), failed[0] if failed else None)
-
-
-def _explain(
-    failed: Worker, count: int, noted: Sequence[Mapping[str, Any]], checkpoint_in_words: Callable[[], str]
-) -> int:
-    """Say what happened to the process that failed first; returns the exit code of the run."""
-    code, name = failed.process.returncode, f"process {failed.rank} of {count}"
-    if code < 0:
+    codes = {rank: workers[rank].returncode for rank in failed if workers[rank].returncode != LOST}
+    if received or not failed:  # after a signal the first process has said where the run stopped
+        code = next(iter(codes.values()), 0)
+        return code if code >= 0 else 128 - code
+    if said := [code for code in codes.values() if code > 0]:
+        return said[0]
+    if codes:
+        rank, code = next(iter(codes.items()))
         number = signal.Signals(-code)
-        text = f"{name} was ended by {number.name}"
-        if waited := next((row for row in noted if "step" in row), None):
-            text = f"{waited['step']}: {text} while process {waited['rank']} waited for {waited['what']}"
         why = " The system kills a process when memory runs out." if number == signal.SIGKILL else ""
         checkpoint = f" {checkpoint_in_words()}".rstrip()
-        say(f"error: {text}.{why} The others were stopped.{checkpoint} To continue, run the same command", error=True)
-        return 1
-    if words := failed.last_words():
-        last = words.splitlines()[-1]
-        is_named = f"process {failed.rank} " in last
-        say(words if "Traceback" in words else last if is_named else f"{last} ({name})", error=True)
-    return 1 if code == LOST else code
+        say(
+            f"error: process {rank} of {count} was ended by {number.name}.{why} The others were stopped.{checkpoint} "
+            "To continue, run the same command",
+            error=True,
+        )
+    return 1
 
 
 @contextlib.contextmanager
-def _signals_reach(workers: list[Worker]) -> Iterator[list[int]]:
+def _signals_reach(workers: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
     """While active, a stop signal to this process reaches every worker. Yields the signals received so far.
 
     Ctrl-Z stops the workers too, and they continue with this process.
@@ -186,10 +134,10 @@ def _signals_reach(workers: list[Worker]) -> Iterator[list[int]]:
         _signal(workers, signal.SIGKILL)  # none is left unless an error of ours ended the wait
 
 
-def _signal(workers: Sequence[Worker], number: int) -> None:
+def _signal(workers: Sequence[subprocess.Popen[bytes]], number: int) -> None:
     for worker in workers:
-        if worker.process.poll() is None:
-            worker.process.send_signal(number)
+        if worker.poll() is None:
+            worker.send_signal(number)
 
 
 def free_port() -> int:
