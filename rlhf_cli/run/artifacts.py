@@ -21,15 +21,14 @@ import shutil
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from rlhf_cli.config.base import REMOVED
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import digest_file, digest_once, read_text, stored_dtype
 
-CONTRACT_VERSION = 1
 MANIFEST = "manifest.json"
 ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "model_config.json"
 """Files of a directory of adapters: PEFT's config, and the config of the whole model."""
@@ -39,36 +38,27 @@ AGAIN = "artifacts/again"
 """The directory that the commands of `repeat_commands` write to."""
 
 
-def _has_sections(identity: dict[str, Any]) -> dict[str, Any]:
-    if not {"config", "data", "inputs"} <= identity.keys():
-        raise ValueError("a section is missing")
-    return identity
-
-
-Number = float | Annotated[int, Field(gt=-(2**63), lt=2**63)]
-"""JSON allows integers that are too large for a float."""
-
-
 class Manifest(BaseModel, frozen=True, extra="forbid", strict=True):
     """The record of a finished stage. A stage is stale if its identity computed now would differ."""
 
     stage: str
-    identity: Annotated[dict[str, dict[str, Any]], AfterValidator(_has_sections)]
+    identity: dict[str, dict[str, Any]]
     """`config` (every key that affects the result), and `data` and `inputs` (path -> digest)."""
     files: dict[str, str]
     """Relative path -> sha256 of every other file in the directory."""
-    metrics: dict[str, Number]
+    metrics: dict[str, int | float]
     """The final metrics on held-out data."""
     seed: int
     versions: dict[str, str]
     device: str
     num_processes: int
-    seconds: Number
+    seconds: float
     finished: str
     """UTC, ISO 8601."""
     dtypes: dict[str, str] = {}
     """Folder of a model -> the number format of its weights, such as `bfloat16`."""
-    contract: int = CONTRACT_VERSION
+    contract: Literal[1] = 1
+    """The version of this contract."""
 
 
 def stage_directory(root: str | Path, stage: str) -> Path:
@@ -99,32 +89,19 @@ def set_aside_directory(root: str | Path, stage: str) -> Path:
 
 
 def read_manifest(directory: str | Path) -> Manifest | None:
-    """The manifest of a finished stage; None if the directory has none.
-
-    Raises ArtifactError if it cannot be read, or if another contract version wrote it.
-    """
+    """The manifest of a finished stage; None if the directory has none. Raises ArtifactError if it cannot be read."""
     path = Path(directory) / MANIFEST
     try:
-        values = json.loads(read_text(path))
+        return Manifest.model_validate_json(read_text(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path}: cannot be read ({error}). Run the stage again with --restart") from None
-    if not isinstance(values, dict) or values.get("contract") != CONTRACT_VERSION:
-        version = values.get("contract") if isinstance(values, dict) else None
+    except (OSError, ValueError) as error:
+        reason = str(error)
+        if isinstance(error, ValidationError):
+            wrong = error.errors()[0]
+            reason = f"{'.'.join(map(str, wrong['loc'][:2]))}: {wrong['msg']}"
         raise ArtifactError(
-            f"{path}: has contract version {version}, this rlhf reads version {CONTRACT_VERSION}. "
-            "Run the stage again with --restart"
-        )
-    try:
-        return Manifest(**values)
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        where = ".".join(map(str, wrong["loc"][:2]))
-        is_key = wrong["type"] in ("missing", "extra_forbidden")
-        raise ArtifactError(
-            f"{path}: {'has missing or unknown keys' if is_key else f'{where} has the wrong type'}. "
-            "Run the stage again with --restart"
+            f"{path}: cannot be read by this version of rlhf ({reason}). Run the stage again with --restart"
         ) from None
 
 
@@ -219,9 +196,9 @@ def sync_tree(directory: Path) -> None:
 
 
 def open_partial(root: str | Path, stage: str, *, keep: bool = False) -> Path:
-    """Create the directory in which `stage` is built. It is emptied first, unless `keep` is given.
+    """Create the directory in which `stage` is built, empty unless `keep` is given.
 
-    A finished stage is not touched. Raises ArtifactError if the directory is not writable.
+    Raises ArtifactError if it is not writable.
     """
     recover(root, stage)
     partial = partial_directory(root, stage)
@@ -270,8 +247,7 @@ def recover(root: str | Path, stage: str) -> None:
     old, final = set_aside_directory(root, stage), stage_directory(root, stage)
     if old.is_dir() and not final.exists():
         old.rename(final)
-    elif old.is_dir():
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 # ------------------------------------------------------------------------------------------- reading
@@ -319,7 +295,10 @@ def damage_of_models(directory: Path, manifest: Manifest, folder: str = "", *, t
             written or after the time that the manifest names, by the file system's time stamps.
     """
     written = (directory / MANIFEST).stat().st_ctime_ns
-    finished = _seconds(manifest.finished) + SLACK_S
+    try:
+        finished = datetime.fromisoformat(manifest.finished).timestamp() + SLACK_S
+    except ValueError:  # of a manifest written by hand
+        finished = 0.0
     for name, digest in manifest.files.items():
         first, *rest = PurePosixPath(name).parts
         if not rest or ".." in rest or first != (folder or first) or name.endswith(".md"):
@@ -335,14 +314,6 @@ def damage_of_models(directory: Path, manifest: Manifest, folder: str = "", *, t
     return None
 
 
-def _seconds(time: str) -> float:
-    """The seconds since the epoch of a manifest's time; 0 if it cannot be read."""
-    try:
-        return datetime.fromisoformat(time).timestamp()
-    except ValueError:
-        return 0.0
-
-
 def require_intact(path: str | Path, *, thorough: bool = False) -> None:
     """Raise DamagedStageError if a model of a finished stage is not as it was written.
 
@@ -352,8 +323,7 @@ def require_intact(path: str | Path, *, thorough: bool = False) -> None:
     whole = Path(path)
     for directory, folder in ((whole, ""), (whole.parent, whole.name), (whole.parent.parent, whole.parent.name)):
         manifest = read_manifest_or_none(directory)
-        damage = damage_of_models(directory, manifest, folder, thorough=thorough) if manifest is not None else None
-        if manifest is not None and damage is not None:
+        if manifest is not None and (damage := damage_of_models(directory, manifest, folder, thorough=thorough)):
             raise DamagedStageError(directory, manifest.stage, damage)
 
 
@@ -394,7 +364,10 @@ def new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
-        _allow_reading(partial)
+        umask = os.umask(0)
+        os.umask(umask)
+        for path in filter(Path.is_file, partial.rglob("*")):
+            path.chmod(0o666 & ~umask)  # only the owner can read what safetensors writes
         sync_tree(partial)
         partial.rename(out)
         sync(out.parent)
@@ -402,12 +375,3 @@ def new_folder(out: Path) -> Iterator[Path]:
         raise ArtifactError(f"{out}: cannot be written ({error.strerror or error}). Free disk space") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _allow_reading(folder: Path) -> None:
-    """Give every file the permissions of a new one. Only the owner can read what safetensors writes."""
-    umask = os.umask(0)
-    os.umask(umask)
-    for path in folder.rglob("*"):
-        if path.is_file():
-            path.chmod(0o666 & ~umask)

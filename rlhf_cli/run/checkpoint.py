@@ -31,7 +31,7 @@ from rlhf_cli.processes.distributed import ALONE, World
 from rlhf_cli.processes.sharding import first_row, like, local
 from rlhf_cli.processes.threads import is_out_of_memory
 from rlhf_cli.run import artifacts
-from rlhf_cli.run.checkpoint_files import MEMBERS, damage_of, list_checkpoints, new_checkpoint, remove_old
+from rlhf_cli.run.checkpoint_files import MEMBERS, damage_of, list_checkpoints, new_checkpoint, remove
 
 TENSORS, NUMBERS = "state.safetensors", "numbers.json"
 
@@ -83,10 +83,9 @@ class CheckpointStore:
         self._error: BaseException | None = None
 
     def save(self, step: int) -> None:
-        """Copy the state after `step` and start to write it.
+        """Copy the state after `step` and start to write it; raises the error of the previous checkpoint, if any.
 
-        If there is not enough memory for a copy or a thread, the checkpoint is written before this returns. Raises the
-        error of the previous checkpoint, if it had one.
+        Without memory for a copy or a thread the checkpoint is written before this returns.
         """
         self.wait()
         states = {name: part.state() for name, part in self.parts.items()}
@@ -107,10 +106,7 @@ class CheckpointStore:
                 self._writer = writer
 
     def not_finite(self) -> str | None:
-        """The name of the first weight with a NaN or infinite value; None if all are finite.
-
-        Of a sharded model only the rows of this process count.
-        """
+        """The name of the first weight with a NaN or infinite value, in this process's rows; None if all are finite."""
         for part in self.parts.values():
             if isinstance(part, Weights):
                 for name, weight in part.state()[0].items():
@@ -142,20 +138,13 @@ class CheckpointStore:
         for path in reversed(list_checkpoints(self.directory)):
             reason = damage_of(path)
             if reason is None:
-                reason = self._mismatch(path, unusable)
+                numbers = json.loads(read_text(path / NUMBERS))
+                other = sorted(numbers.keys() ^ self.parts.keys())
+                reason = f"another version of rlhf wrote it ({', '.join(other)})" if other else unusable(numbers)
             if reason is None:
                 return path, rejected
             rejected[path] = reason
         return None, rejected
-
-    def _mismatch(self, path: Path, unusable: Callable[[Mapping[str, Any]], str | None]) -> str | None:
-        """Why the numbers of an undamaged checkpoint do not fit this run; None if they do."""
-        try:
-            numbers = json.loads(read_text(path / NUMBERS))
-            other = sorted(numbers.keys() ^ self.parts.keys())
-            return f"another version of rlhf wrote it ({', '.join(other)})" if other else unusable(numbers)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return f"its {NUMBERS} has values of the wrong type"
 
     def restore(self, path: Path) -> None:
         """Restore the state of every object from a checkpoint."""
@@ -163,7 +152,7 @@ class CheckpointStore:
         try:
             for name, part in self.parts.items():
                 part.restore(tensors.part(f"{name}/"), numbers[name])
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:  # of another version
             raise ArtifactError(
                 f"{path}: {name} cannot be restored from its {NUMBERS} ({type(error).__name__}: {error}). Remove the "
                 "checkpoint to resume from an older one, or pass --restart to start over"
@@ -189,7 +178,7 @@ class CheckpointStore:
             if world.is_main:
                 (directory / NUMBERS).write_text(numbers, encoding="utf-8")
         if world.is_main:
-            remove_old(self._absolute, self.keep)
+            remove(list_checkpoints(self._absolute)[: -self.keep])
         world.barrier()
 
     def _unwritable(self, reason: object) -> ArtifactError:
@@ -203,7 +192,7 @@ class CheckpointStore:
             with new_checkpoint(self._absolute, step) as directory:
                 save_file(tensors, directory / TENSORS)
                 (directory / NUMBERS).write_text(numbers, encoding="utf-8")
-            remove_old(self._absolute, self.keep)
+            remove(list_checkpoints(self._absolute)[: -self.keep])
         except BaseException as error:
             self._error = error
 
@@ -211,7 +200,7 @@ class CheckpointStore:
 # ----------------------------------- the directory of a running stage, whose content belongs to the state that is saved
 
 
-NOTHING_WRITTEN: dict[str, Any] = {"sizes": {}, "folders": [], "seconds": 0.0}
+NOTHING_WRITTEN: dict[str, Any] = {"sizes": {}, "folders": [], "seconds": 0.0, "held_out": {}}
 """The state before the first checkpoint."""
 NOT_RESTORED = "checkpoints"
 """Rows about the checkpoints themselves: they are kept when a run is resumed."""
@@ -273,7 +262,7 @@ class StageFiles:
         if not self.writes:
             return
         self.started -= numbers["seconds"]
-        self.latest = dict(numbers.get("held_out", {}))  # absent from checkpoints of earlier versions
+        self.latest = dict(numbers["held_out"])
         files = {f"{name}.jsonl" for name in (NOT_RESTORED, *numbers["sizes"])}
         kept = {"config.yaml", MEMBERS, *files, *numbers["folders"]}
         for path in self.directory.iterdir():
@@ -284,25 +273,16 @@ class StageFiles:
             self._rows[name] = JsonLines(self.directory / f"{name}.jsonl")
 
     def mismatch(self, numbers: Mapping[str, Any]) -> str | None:
-        """Why the directory does not have the rows and models of a checkpoint with these numbers; None if it has them.
-
-        Checkpoints without digests, which earlier versions wrote, are accepted.
-        """
-        for name, size in numbers["sizes"].items():
-            if Path(name).name != name:
-                return f"it names a file outside the stage ({name})"
-            path = self.directory / f"{name}.jsonl"
-            present = path.stat().st_size if path.is_file() else 0
-            if present < size:
-                return f"{path.name} has {present} bytes, and had {size} when it was saved"
-        for name, digest in numbers.get("digests", {}).items():
-            path = self.directory / name
+        """Why the directory lacks the rows and models of a checkpoint with these numbers; None if it has them."""
+        if any("/" in name for name in numbers["sizes"]):
+            return "it names a file outside the stage"
+        for name, digest in numbers["digests"].items():
+            path, size = self.directory / name, numbers["sizes"].get(name.removesuffix(".jsonl"))
             if not path.is_file():
                 return f"{name} is missing"
-            size = numbers["sizes"].get(name.removesuffix(".jsonl"))
-            with path.open("rb") as file:
-                present_digest = digest_once(path) if size is None else hashlib.sha256(file.read(size)).hexdigest()
-            if present_digest != digest:
+            with path.open("rb") as file:  # rows may follow that were written after the checkpoint
+                present = digest_once(path) if size is None else hashlib.sha256(file.read(size)).hexdigest()
+            if present != digest:
                 return f"{name} was modified after it was saved"
         return None
 
@@ -325,6 +305,7 @@ class Piece:
     """Rows of a tensor in a file."""
 
     file: Path
+    name: str
     first: int
     shape: tuple[int, ...]
 
@@ -332,13 +313,20 @@ class Piece:
     def end(self) -> int:
         return self.first + (self.shape[0] if self.shape else 1)
 
+    def read(self, first: int, end: int) -> torch.Tensor:
+        """Those of the tensor's rows from `first` to `end` that are in this file."""
+        with safe_open(self.file, framework="pt") as file:
+            if not self.shape:
+                return file.get_tensor(self.name)
+            rows = slice(max(first, self.first) - self.first, min(end, self.end) - self.first)
+            return file.get_slice(self.name)[rows]
+
 
 class SavedTensors(Mapping[str, torch.Tensor]):
     """The tensors of a checkpoint by name. A tensor is read when it is asked for."""
 
-    def __init__(self, pieces: Mapping[str, list[Piece]], prefix: str = ""):
-        self._pieces, self._prefix = pieces, prefix
-        self._names = [name.removeprefix(prefix) for name in pieces if name.startswith(prefix)]
+    def __init__(self, pieces: Mapping[str, list[Piece]]):
+        self._pieces = pieces
 
     @classmethod
     def of(cls, checkpoint: Path) -> SavedTensors:
@@ -349,43 +337,31 @@ class SavedTensors(Mapping[str, torch.Tensor]):
                 first_rows = json.loads((file.metadata() or {}).get(FIRST_ROWS, "{}"))
                 for name in file.keys():  # noqa: SIM118
                     shape = tuple(file.get_slice(name).get_shape())
-                    pieces.setdefault(name, []).append(Piece(path, first_rows.get(name, 0), shape))
+                    pieces.setdefault(name, []).append(Piece(path, name, first_rows.get(name, 0), shape))
         return cls(pieces)
 
     def part(self, prefix: str) -> SavedTensors:
         """The tensors whose names begin with `prefix`, without it."""
-        return SavedTensors(self._pieces, prefix)
+        own = (name for name in self._pieces if name.startswith(prefix))
+        return SavedTensors({name.removeprefix(prefix): self._pieces[name] for name in own})
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._pieces)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._pieces)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        pieces = self._pieces[self._prefix + name]
-        return (
-            self.rows(name, 0, max(piece.end for piece in pieces)) if pieces[0].shape else self._read(name, pieces[0])
-        )
+        pieces = self._pieces[name]
+        return self.rows(name, 0, max(piece.end for piece in pieces)) if pieces[0].shape else pieces[0].read(0, 1)
 
     def rows(self, name: str, first: int, count: int) -> torch.Tensor:
         """`count` rows of a tensor, from the row `first` on."""
-        pieces = sorted(self._pieces[self._prefix + name], key=lambda piece: piece.first)
-        parts = [
-            self._read(name, piece, max(first, piece.first) - piece.first, min(first + count, piece.end) - piece.first)
-            for piece in pieces
-            if piece.first < first + count and first < piece.end
-        ]
+        pieces, end = sorted(self._pieces[name], key=lambda piece: piece.first), first + count
+        parts = [piece.read(first, end) for piece in pieces if piece.first < end and first < piece.end]
         if sum(map(len, parts)) != count:
-            raise ValueError(f"{self._prefix}{name} has fewer rows than the model's weight")
-        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self._read(name, pieces[0], 0, 1)[:0]
-
-    def _read(self, name: str, piece: Piece, start: int = 0, end: int = 0) -> torch.Tensor:
-        with safe_open(piece.file, framework="pt") as file:
-            tensor: torch.Tensor = (
-                file.get_slice(self._prefix + name)[start:end] if end else file.get_tensor(self._prefix + name)
-            )
-        return tensor
+            raise ValueError(f"{pieces[0].name} has fewer rows than the model's weight")
+        return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else pieces[0].read(0, 1)[:0]
 
 
 def restored(tensors: Mapping[str, torch.Tensor], name: str, target: torch.Tensor) -> torch.Tensor:
@@ -400,9 +376,9 @@ def restored(tensors: Mapping[str, torch.Tensor], name: str, target: torch.Tenso
 
 
 def save_rows(tensors: Mapping[str, torch.Tensor], directory: Path, rank: int, num_processes: int) -> Path | None:
-    """Write this process's file: its rows of sharded tensors, on the first process also the others.
+    """Write this process's file: its rows of sharded tensors, on the first process also the others; None for none.
 
-    Where machines hold copies of each other only the first one writes. Returns the file, or None if there is none.
+    Where machines hold copies of each other only the first one writes.
     """
     mine = {name: t for name, t in tensors.items() if (_is_first_copy(t) if isinstance(t, DTensor) else rank == 0)}
     if not mine:

@@ -21,7 +21,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,8 @@ def write_text(path: Path, text: str) -> None:
 def new_checkpoint(directory: Path, step: int, digests: Mapping[str, str] | None = None) -> Iterator[Path]:
     """A folder for a checkpoint's files, which becomes the checkpoint if the block ends without an exception.
 
-    `digests` may hold the digests of files that are known already when the block ends.
-    `directory` must exist: if it was removed while the run was going, it is not created again.
+    `digests` may have digests of its files that are known when the block ends. `directory` must exist: if it was
+    removed during the run, it is not created again.
     """
     target = directory / f"step-{step:08d}"
     temporary = directory / f".{target.name}.writing"
@@ -94,25 +94,13 @@ def _manifest_text(step: int, digests: dict[str, str]) -> str:
     return json.dumps({"step": step, "files": digests}, indent=2) + "\n"
 
 
-def remove(checkpoints: list[Path]) -> None:
-    """Remove these checkpoints."""
+def remove(checkpoints: Iterable[Path]) -> None:
     for path in checkpoints:
         # Renamed first: a checkpoint that is removed halfway must not look like one.
         temporary = path.with_name(f".{path.name}.removing")
         shutil.rmtree(temporary, ignore_errors=True)
         path.rename(temporary)
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def remove_old(directory: Path, keep: int) -> None:
-    """Remove all checkpoints but the last `keep`."""
-    remove(list_checkpoints(directory)[:-keep])
-
-
-def remove_temporary(directory: Path) -> None:
-    """Remove the temporary files that a killed run left."""
-    for path in directory.glob(".*"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def remove_leftovers(root: str | Path, stage: str) -> None:
@@ -149,63 +137,42 @@ def keep_end(root: str | Path, stage: str, name: str, line: str) -> None:
 
 
 def refuse_links(root: str | Path, stage: str) -> None:
-    """Raise ArtifactError for a symbolic link among the paths that a run writes, truncates, renames or removes.
+    """Raise ArtifactError if a folder that a run writes, renames and removes is a symbolic link.
 
-    Through a link that would happen elsewhere. `root` itself may be a link, for example to a scratch disk, because
-    all of these paths are inside it.
+    `root` itself may be a link, for example to a scratch disk, because all of these paths are inside it.
     """
-    for directory in (stage_directory(root, stage), set_aside_directory(root, stage)):
+    for name in (stage_directory, set_aside_directory, partial_directory, checkpoints_directory):
+        directory = name(root, stage)
         if directory.is_symlink():
             raise ArtifactError(
-                f"{directory}: is a symbolic link, and the finished stage is renamed to this path. Remove the link "
+                f"{directory}: is a symbolic link, and a run writes, renames and removes this path. Remove the link "
                 f"(`{root}` itself may be a link)"
             )
-    for directory in (partial_directory(root, stage), checkpoints_directory(root, stage)):
-        inside = directory.rglob("*") if directory.is_dir() and not directory.is_symlink() else ()
-        for path in (directory, *inside):
-            if path.is_symlink():
-                raise ArtifactError(
-                    f"{path}: is a symbolic link, and a run writes and removes files at this path. Remove the link"
-                )
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
     """The checkpoints in a directory, oldest first. A file with the name of one is not one."""
     named = (path for path in directory.glob("step-*") if path.name[5:].isdecimal())
-    return sorted((path for path in named if path.is_dir() or path.is_symlink()), key=step_of)
+    return sorted((path for path in named if path.is_dir()), key=step_of)
 
 
 def damage_of(checkpoint: Path) -> str | None:
     """Why a checkpoint cannot be used; None if every file is as it was written."""
-    if checkpoint.is_symlink() or any(path.is_symlink() for path in checkpoint.iterdir()):
-        return "it is or contains a symbolic link"
     try:
         text = read_text(checkpoint / MANIFEST)
         files = dict(json.loads(text)["files"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return f"its {MANIFEST} cannot be read"
-    if not all(isinstance(name, str) and isinstance(digest, str) for name, digest in files.items()):
-        return f"its {MANIFEST} was modified"
+    present = {path.name for path in checkpoint.iterdir() if path.is_file()} - {MANIFEST}
+    if missing := files.keys() - present:
+        return f"{min(missing)} is missing"
     for name, digest in files.items():
-        if Path(name).name != name:
-            return f"its {MANIFEST} names a file outside the checkpoint"
-        try:
-            if not (checkpoint / name).is_file():
-                return f"{name} is missing"
-            if digest_file(checkpoint / name) != digest:
-                return f"{name} was modified"
-        except (OSError, ValueError):
-            return f"{name} is missing"
+        if digest_file(checkpoint / name) != digest:
+            return f"{name} was modified"
     # The manifest has no digest of its own, but its whole text follows from the step and the digests.
-    present = {path.name for path in checkpoint.iterdir()} - {MANIFEST}
     if present != files.keys() or text != _manifest_text(step_of(checkpoint), files):
         return f"its {MANIFEST} was modified"
     return None
-
-
-def read_run(directory: Path) -> dict[str, Any] | None:
-    """The identity of the run that wrote these checkpoints; None if it cannot be read."""
-    return read_object(directory / RUN) or None
 
 
 def resumable_checkpoints(root: str | Path, stage: str) -> list[Path]:
@@ -233,5 +200,5 @@ def last_step_in_words(root: str | Path, stage: str) -> str:
 
 
 def unfinished_identity(root: str | Path, stage: str) -> dict[str, Any] | None:
-    """The identity of the unfinished run that the next start would resume; None if there is none."""
-    return read_run(checkpoints_directory(root, stage)) if resumable_checkpoints(root, stage) else None
+    """The identity of the unfinished run that the next start would resume; None without one that can be read."""
+    return read_object(checkpoints_directory(root, stage) / RUN) or None if resumable_checkpoints(root, stage) else None

@@ -22,7 +22,6 @@ from rlhf_cli.run.artifacts import (
     MANIFEST,
     MissingStageError,
     fingerprint,
-    require_intact,
     require_stage,
 )
 
@@ -115,16 +114,6 @@ def require_inputs(config: Stage) -> None:
         require_stage(config.artifacts, stage)
 
 
-def require_intact_inputs(config: Stage, *, thorough: bool = False) -> None:
-    """Raise DamagedStageError for an input whose files changed after its stage was finished.
-
-    Only files with new time stamps are read here, or every file with `thorough`. The stage compares every file again
-    when it loads it.
-    """
-    for path, _ in config.inputs.values():
-        require_intact(path, thorough=thorough)
-
-
 def require_files(config: Stage) -> None:
     """Raise for the first path of a config that can only be a local file, and does not exist.
 
@@ -139,9 +128,15 @@ def require_files(config: Stage) -> None:
     stages_of_run = {f"{config.artifacts}/{stage}" for stage in STAGES}
     for role, (path, _) in config.inputs.items():
         local = Path(path)
-        if local.is_dir() and path not in stages_of_run:
-            require_model_files(role, path)
-        if local.exists() or path in stages_of_run:
+        if path in stages_of_run:
+            continue
+        if local.exists():
+            names = (MANIFEST, "config.json", ADAPTER_CONFIG)  # looked for before the files of the folder are hashed
+            if local.is_dir() and not any((local / name).is_file() for name in names):
+                raise ArtifactError(
+                    f"{role}: {path}: has no config.json, so it is neither a Hugging Face model directory nor a "
+                    "finished stage"
+                )
             continue
         if local.suffix == ".py":
             raise ConfigError(f"{role}: {path}: no such file (looked in {Path.cwd()})")
@@ -151,35 +146,24 @@ def require_files(config: Stage) -> None:
             raise ArtifactError(f"{role}: {path}: no such directory (looked in {Path.cwd()}), and not a hub id")
 
 
-def require_model_files(role: str, path: str) -> None:
-    """Raise ArtifactError for a folder that is neither a finished stage nor a model, before its files are hashed."""
-    directory = Path(path)
-    if directory.resolve() == directory.resolve().parent or not any(
-        (directory / name).is_file() for name in (MANIFEST, "config.json", ADAPTER_CONFIG)
-    ):
-        raise ArtifactError(
-            f"{role}: {path}: has no config.json, so it is neither a Hugging Face model directory nor a finished stage"
-        )
-
-
 # ------------------------------------------------------------------------------------------- the user's code
 
 
 def imported_files(file: Path) -> list[Path]:
     """The files in the folder of `file` and below that it imports, directly or through one another, sorted.
 
-    Found by the import statements, without running anything. Modules in other folders, installed packages, names given
-    to `importlib` and files that the code reads are not found.
+    Only import statements are read. Modules in other folders and names given to `importlib` are not found.
     """
     known: set[Path] = set()
     waiting = [file]
     while waiting:
-        current = waiting.pop()
-        for parts in _imports(current, file.parent):
-            for path in _files_of(file.parent, parts):
-                if path != file and path not in known:
-                    known.add(path)
-                    waiting.append(path)
+        for parts in _imports(waiting.pop(), file.parent):
+            ends = range(1, len(parts) + 1) if parts[0] not in OURS else ()
+            modules = [file.parent.joinpath(*parts[:end]) for end in ends]  # its packages and the module itself
+            paths = [path for each in modules for path in (each / "__init__.py", each.with_name(f"{each.name}.py"))]
+            new = {path for path in paths if path.is_file()} - known - {file}
+            known |= new
+            waiting += new
     return sorted(known)
 
 
@@ -198,14 +182,3 @@ def _imports(file: Path, root: Path) -> Iterator[tuple[str, ...]]:
             base = package[: len(package) + 1 - node.level] if node.level else ()
             base += tuple(node.module.split(".")) if node.module else ()
             yield from ((*base, alias.name) for alias in node.names)
-
-
-def _files_of(root: Path, parts: tuple[str, ...]) -> Iterator[Path]:
-    """The files below `root` that an import of a dotted name runs: its packages and the module itself."""
-    if parts[0] in OURS:
-        return
-    for end in range(1, len(parts) + 1):
-        package = root.joinpath(*parts[:end])
-        for path in (package / "__init__.py", package.with_name(f"{package.name}.py")):
-            if path.is_file():
-                yield path

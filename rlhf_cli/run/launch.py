@@ -28,7 +28,7 @@ from rlhf_cli.processes.signals import LAUNCHED
 from rlhf_cli.program import command, set_options, torchrun
 from rlhf_cli.run import artifacts, checkpoint_files
 from rlhf_cli.run.artifacts import read_manifest_or_none
-from rlhf_cli.run.identity import identity, require_files, require_inputs, require_intact_inputs
+from rlhf_cli.run.identity import identity, require_files, require_inputs
 from rlhf_cli.run.state import problems_of
 
 Run = Callable[..., None]
@@ -79,12 +79,14 @@ def run_stage(
             return False
         again = resume_with or _command(stage, config_path, overrides, num_processes)
         try:
-            if num_processes > 1:
-                arguments = ["--config", str(config_path), *set_options(overrides)]
-                arguments += ["--quiet"] * quiet + ["--restart"] * restart
-                _run_processes(stage, config, arguments, num_processes, str(again))
-            else:
+            if num_processes == 1:
                 load_run()(config, quiet=quiet, restart=restart)
+            else:
+                arguments = [sys.executable, "-m", f"stages.{stage}", "--config", str(config_path)]
+                arguments += [*set_options(overrides), *["--quiet"] * quiet, *["--restart"] * restart]
+                in_words = partial(checkpoint_files.last_step_in_words, config.artifacts, stage)
+                if code := run_processes(arguments, num_processes, str(again), checkpoint_in_words=in_words):
+                    raise EndedElsewhere(code)
         except Interrupted as error:
             if checkpoint_files.unfinished_identity(config.artifacts, stage) is None:
                 raise
@@ -93,21 +95,11 @@ def run_stage(
     return True
 
 
-def _run_processes(stage: str, config: Stage, arguments: Sequence[str], count: int, resume_command: str) -> None:
-    """Start `count` processes of the stage, and wait for them."""
-    command = [sys.executable, "-m", f"stages.{stage}", *arguments]
-    in_words = partial(checkpoint_files.last_step_in_words, config.artifacts, stage)
-    code = run_processes(command, count, resume_command, checkpoint_in_words=in_words)
-    if code:
-        raise EndedElsewhere(code)
-
-
 def _check(stage: str, config: Stage, *, restart: bool, thorough: bool) -> tuple[str | None, list[str]]:
     """(why the stage runs, or None if it is up to date; what to tell the user of `require`).
 
-    With `thorough` a stage that runs reads the models of its inputs, so that the processes which load them need not. Of
-    several processes that a launcher started, the first one alone reads the data and models. The others are told the
-    result, and the digests of the files.
+    With `thorough` a stage that runs reads the models of its inputs here. Of several processes that a launcher started,
+    the first one alone reads the data and models, and tells the others the result and the digests of the files.
 
     Raises for inputs that are missing, damaged or below their required figures.
     """
@@ -127,16 +119,18 @@ def _check(stage: str, config: Stage, *, restart: bool, thorough: bool) -> tuple
 
 
 def _check_here(stage: str, config: Stage, *, restart: bool, thorough: bool) -> tuple[str | None, list[str]]:
-    """`_check` in this process."""
     require_inputs(config)
     require_files(config)
-    require_intact_inputs(config)
+    inputs = dict.fromkeys(path for path, _ in config.inputs.values())
+    for path in inputs:
+        artifacts.require_intact(path)  # reads files with new time stamps; the stage compares all that it loads
     if LAUNCHED not in os.environ:
-        _warn_of_stale_inputs(stage, config)
+        for path in inputs:
+            _warn_if_stale(stage, path)
     reason = _reason_to_run(stage, config, restart=restart)
     if reason is not None:
-        if thorough:
-            require_intact_inputs(config, thorough=True)
+        for path in inputs if thorough else ():
+            artifacts.require_intact(path, thorough=True)
         return reason, check_requirements(config)
     artifacts.require_intact(artifacts.stage_directory(config.artifacts, stage))
     check_requirements(config, is_finished=True)
@@ -144,16 +138,15 @@ def _check_here(stage: str, config: Stage, *, restart: bool, thorough: bool) -> 
     return None, []
 
 
-def _warn_of_stale_inputs(stage: str, config: Stage) -> None:
-    """Warn of stages that this one reads and whose own data or inputs changed since they were finished."""
-    for path in dict.fromkeys(path for path, _ in config.inputs.values()):
-        manifest = artifacts.read_manifest_or_none(path)
-        if manifest is None or Path(path).name != manifest.stage:
-            continue
-        with contextlib.suppress(ConfigError, OSError):
-            problems = problems_of(Path(path).parent, manifest.stage, manifest)
-            if problems.startswith("stale"):
-                say(f"{stage}: warning: {path} is used as it is, but it is {problems}", flush=True)
+def _warn_if_stale(stage: str, path: str) -> None:
+    """Warn of an input that is a stage whose own data or inputs changed since it was finished."""
+    manifest = read_manifest_or_none(path)
+    if manifest is None or Path(path).name != manifest.stage:
+        return
+    with contextlib.suppress(ConfigError, OSError):
+        problems = problems_of(Path(path).parent, manifest.stage, manifest)
+        if problems.startswith("stale"):
+            say(f"{stage}: warning: {path} is used as it is, but it is {problems}", flush=True)
 
 
 def _reason_to_run(stage: str, config: Stage, *, restart: bool) -> str | None:
@@ -309,47 +302,38 @@ def check_requirements(config: Stage, *, is_finished: bool = False) -> list[str]
         return []
     lines = []
     for name, requirement in config.require.items():
-        stage, _, figure = name.partition("/")
-        stages = _recorded_figures(config, stage)
-        if not stages:
+        stage = name.partition("/")[0]
+        recorded: dict[str, Mapping[str, float]] = {}
+        for path, _ in config.inputs.values():
+            directory = Path(path).parent if Path(path).name == "model" else Path(path)
+            manifest = read_manifest_or_none(directory)
+            if manifest is not None and manifest.stage == stage:
+                recorded[str(directory)] = manifest.metrics
+        if not recorded:
             raise ConfigError(f"require: {name}: this config reads no finished {stage} stage. Remove it")
-        for path, figures in stages.items():
-            lines.append(_check_figure(name, requirement, figure, path, figures, is_finished=is_finished))
+        for path, figures in recorded.items():
+            line, is_met = _compare(name, requirement, path, figures)
+            if not is_met:
+                outcome = "The finished PPO stage stays as it is" if is_finished else "PPO was not started"
+                raise RunError(f"{line}. {outcome}. Improve the {stage} stage, or change `require`")
+            lines.append(line)
     return lines
 
 
-def _recorded_figures(config: PPOConfig, stage: str) -> dict[str, Mapping[str, float]]:
-    """The metrics of the manifests of the `stage` stages among the models that `config` reads, by directory."""
-    found: dict[str, Mapping[str, float]] = {}
-    for path, _ in config.inputs.values():
-        directory = Path(path)
-        directory = directory.parent if directory.name == "model" else directory
-        manifest = read_manifest_or_none(directory)
-        if manifest is not None and manifest.stage == stage:
-            found[str(directory)] = manifest.metrics
-    return found
-
-
-def _check_figure(
-    name: str, requirement: Requirement, figure: str, path: str, figures: Mapping[str, float], *, is_finished: bool
-) -> str:
-    """A line that says that the figure is within its limits; raises as `check_requirements` does."""
+def _compare(name: str, requirement: Requirement, path: str, figures: Mapping[str, float]) -> tuple[str, bool]:
+    """A line that compares a figure of the stage at `path` with its limits, and whether it is within them."""
+    stage, _, figure = name.partition("/")
     key = next((section + figure for section in ("validation/", "eval/", "") if section + figure in figures), None)
-    stage = name.partition("/")[0]
     if key is None or not key.startswith(SECTIONS):
-        known = _held_out_figures(stage, figures)
+        held_out = [key for key in figures if key.startswith(SECTIONS)]
+        held_out = [key for key in held_out if not key.endswith((*ENDS.values(), "/num_rows"))]
+        known = dict.fromkeys(f"{stage}/{key.removeprefix('validation/').removeprefix('eval/')}" for key in held_out)
         has = f"has {', '.join(known)}" if known else "has no held-out figures. Set its data.test and train it again"
         raise ConfigError(f"require: {name}: no such figure; {path} {has}")
-    value, end = figures[key], requirement.interval
-    if end in ENDS:
-        if key + ENDS[end] not in figures:
-            with_interval = [known for known in _held_out_figures(stage, figures, interval=True) if known != name]
-            others = f"; {' and '.join(with_interval)} {'has' if len(with_interval) == 1 else 'have'} one"
-            raise ConfigError(
-                f"require: {name}: {path} has no 95 % interval of it{others if with_interval else ''}. "
-                "Set interval: mean"
-            )
-        value = figures[key + ENDS[end]]
+    end = requirement.interval
+    value = figures.get(key + ENDS.get(end, ""))
+    if value is None:
+        raise ConfigError(f"require: {name}: {path} has no 95 % interval of it. Set interval: mean")
     low, high = requirement.above, requirement.below
     limits = ([] if low is None else [f"above {low:g}"]) + ([] if high is None else [f"below {high:g}"])
     is_met = (low is None or value > low) and (high is None or value < high)
@@ -357,24 +341,6 @@ def _check_figure(
     if key + "_low95" in figures and key + "_high95" in figures:
         interval = f" (95 % interval {figures[key + '_low95']:.3f} to {figures[key + '_high95']:.3f})"
     compared = {"mean": "it", "lower": "the lower end", "upper": "the upper end"}[end]
-    measured = f"require: {name} of {path} is {figures[key]:.4g}{interval}"
-    if not is_met:
-        outcome = "The finished PPO stage stays as it is" if is_finished else "PPO was not started"
-        raise RunError(
-            f"{measured}, {compared} must be {' and '.join(limits)}. {outcome}. Improve the {stage} stage, or change "
-            "`require`"
-        )
-    return f"{measured}, {compared} is {' and '.join(limits)}"
-
-
-def _held_out_figures(stage: str, figures: Mapping[str, float], *, interval: bool = False) -> list[str]:
-    """The held-out figures of a manifest as `require` names them; with `interval`, those that have one."""
-    ends = tuple(ENDS.values())
-    found = [
-        f"{stage}/{key.removeprefix('validation/').removeprefix('eval/')}"
-        for key in figures
-        if key.startswith(SECTIONS)
-        and not key.endswith((*ends, "/num_rows"))
-        and (not interval or all(key + end in figures for end in ends))
-    ]
-    return list(dict.fromkeys(found))
+    be = "is" if is_met else "must be"
+    line = f"require: {name} of {path} is {figures[key]:.4g}{interval}, {compared} {be} {' and '.join(limits)}"
+    return line, is_met

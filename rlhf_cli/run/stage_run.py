@@ -16,9 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.ppo import PPO, PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.config.stage import Stage
+from rlhf_cli.config.stage import Stage, Training
 from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrupted, RewardError, RunError, UserError
 from rlhf_cli.health.findings import Finding
@@ -83,7 +83,7 @@ class StageRun:
         self._is_due = False
 
     def __enter__(self) -> Self:
-        self.world.of_main(self._lock_and_open)
+        self.world.of_main(self._open)
         self.stop_requests.install()
         return self
 
@@ -112,14 +112,20 @@ class StageRun:
 
     def _shown(self, error: BaseException | None, failure: Exception | None) -> BaseException | None:
         """The exception with which the run ends: what a user needs to know instead of `error`, or `error` itself."""
-        if isinstance(error, FileNotFoundError) and self._is_own(error.filename):
+        own = (str(self.directory), str(self.checkpoints_directory))  # only this run writes there
+        if isinstance(error, FileNotFoundError) and str(error.filename).startswith(own):
             return ArtifactError(
                 f"{error.filename}: was removed while the {self.stage} stage was running. Run the same command again"
             )
         if failure is not None:
             return failure
-        limits = (self.config, self.world.size, self.tokens_per_microbatch)
-        if error is not None and (lacking := what_is_lacking(error, *limits)) is not None:
+        if error is not None and is_out_of_memory(error):
+            lacking = (
+                f"the system refused to start a thread ({error}). Raise its limit of memory or processes "
+                "(ulimit -v, ulimit -u) and run the same command again"
+                if lacks_thread(error)
+                else what_to_lower(self.config, self.world.size, self.tokens_per_microbatch)
+            )
             return RunError(f"{distributed.where(self.world)}: {lacking}")
         if self.stop_requests.received is not None and (error is None or isinstance(error, RewardError)):
             what = str(error) if error is not None else "the stage had already finished"
@@ -134,10 +140,6 @@ class StageRun:
             line = "stopped at once by a second signal"
         name = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
         checkpoint_files.keep_end(self.config.artifacts, self.stage, name, " ".join(line.split()))
-
-    def _is_own(self, path: Any) -> bool:
-        """Whether only this run writes to a path."""
-        return str(path).startswith((str(self.directory), str(self.checkpoints_directory)))
 
     # ------------------------------------------------------------------------------------ start and resume
 
@@ -164,31 +166,29 @@ class StageRun:
         self.tokens_per_microbatch = given
         return given
 
-    def _lock_and_open(self) -> None:
+    def _open(self) -> None:
+        """Lock the stage, and prepare the directory to build in: an empty one, or that of the interrupted run."""
+        root, stage = self.config.artifacts, self.stage
         try:
             if warning := self.lock.acquire():
                 self.display.warn(warning)
-            self._open()
+            checkpoint_files.refuse_links(root, stage)
+            artifacts.recover(root, stage)
+            resumes = self._resumes()
+            if not resumes:
+                # Before the files of rows: a checkpoint without its rows cannot be used.
+                shutil.rmtree(self.checkpoints_directory, ignore_errors=True)
+            artifacts.open_partial(root, stage, keep=resumes)
+            self.checkpoints_directory.mkdir(exist_ok=True)
+            for path in self.checkpoints_directory.glob(".*"):  # temporary files that a killed run left
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            text = json.dumps(self.identity) + "\n"
+            checkpoint_files.write_text(self.checkpoints_directory / checkpoint_files.RUN, text)
+            text = f"# rlhf {stage} --config THIS_FILE\n{dump_config(self.config)}"
+            checkpoint_files.write_text(self.directory / "config.yaml", text)
         except BaseException:
             self.lock.release()
             raise
-
-    def _open(self) -> None:
-        """Prepare the directory to build in: an empty one, or that of the interrupted run."""
-        root, stage = self.config.artifacts, self.stage
-        checkpoint_files.refuse_links(root, stage)
-        artifacts.recover(root, stage)
-        resumes = self._resumes()
-        if not resumes:
-            # Before the files of rows: a checkpoint without its rows cannot be used.
-            shutil.rmtree(self.checkpoints_directory, ignore_errors=True)
-        artifacts.open_partial(root, stage, keep=resumes)
-        self.checkpoints_directory.mkdir(exist_ok=True)
-        checkpoint_files.remove_temporary(self.checkpoints_directory)
-        checkpoint_files.write_text(self.checkpoints_directory / checkpoint_files.RUN, json.dumps(self.identity) + "\n")
-        checkpoint_files.write_text(
-            self.directory / "config.yaml", f"# rlhf {stage} --config THIS_FILE\n{dump_config(self.config)}"
-        )
 
     def _resumes(self) -> bool:
         """Whether an unfinished run is resumed. Raises ConfigError if a key differs that must not."""
@@ -201,7 +201,7 @@ class StageRun:
                 f"--restart: discarding an unfinished run ({len(checkpoints)} checkpoints, the last {checkpoints[-1]})"
             )
             return False
-        saved = checkpoint_files.read_run(self.checkpoints_directory)
+        saved = checkpoint_files.unfinished_identity(root, self.stage)
         if saved is None:
             self.display.warn(
                 f"{self.checkpoints_directory / checkpoint_files.RUN}: cannot be read, so the {len(checkpoints)} "
@@ -210,8 +210,7 @@ class StageRun:
             return False
         changed = artifacts.differences(saved, self.identity)
         names = [key.removeprefix("config.") for key in changed]
-        refused = [name for name, key in zip(names, changed, strict=True) if not may_change(key)]
-        if refused:
+        if refused := [key.removeprefix("config.") for key in changed if not may_change(key)]:
             raise ConfigError(
                 f"{root}: an unfinished {self.stage} run (step {checkpoint_files.step_of(checkpoints[-1])}) was "
                 f"started with a different {', '.join(refused)}. Restore it to resume, pass --restart to start over, "
@@ -253,7 +252,14 @@ class StageRun:
             checkpoint_files.write_text(self.checkpoints_directory / checkpoint_files.TOTAL, text)
             for name in ("metrics", "samples"):
                 self.files.rows(name)
-            self._start_trackers()
+            # Not for a member of a reward model.
+            if self.config.trackers and self.directory == artifacts.partial_directory(
+                self.config.artifacts, self.stage
+            ):
+                from rlhf_cli.report.trackers import Trackers
+
+                self.trackers = Trackers(self.stage, self.config, self.display)
+                self.trackers.start()
         self.world.barrier()
         self._last_checkpoint = time.monotonic()
         self._saved_step = done
@@ -274,13 +280,6 @@ class StageRun:
         self.checkpoints.save(step)
         self.checkpoints.wait()
         self.world.barrier()
-
-    def _start_trackers(self) -> None:
-        if self.config.trackers and self.directory == artifacts.partial_directory(self.config.artifacts, self.stage):
-            from rlhf_cli.report.trackers import Trackers
-
-            self.trackers = Trackers(self.stage, self.config, self.display)
-            self.trackers.start()
 
     @contextlib.contextmanager
     def member(self, number: int) -> Iterator[None]:
@@ -488,64 +487,34 @@ class StageRun:
 # ------------------------------------------------------------------------------------ out of memory: which key to lower
 
 
-def what_is_lacking(
-    error: BaseException, config: Stage, num_processes: int, tokens_per_microbatch: int | None
-) -> str | None:
-    """What to do about an error of memory or threads, with the arguments of `what_to_lower`; None for another error."""
-    if lacks_thread(error):
-        return (
-            f"the system refused to start a thread ({error}). Raise its limit of memory or processes "
-            "(ulimit -v, ulimit -u) and run the same command again"
-        )
-    return what_to_lower(config, num_processes, tokens_per_microbatch) if is_out_of_memory(error) else None
-
-
 def what_to_lower(config: Stage, num_processes: int, tokens_per_microbatch: int | None) -> str:
-    """A message with the size of a microbatch on one process, and the key to lower.
+    """A message with the size of a microbatch on one process, and the keys to lower.
 
     `tokens_per_microbatch` is the limit in use; None if memory ran out while the model was loaded.
-
-    >>> config = SFTConfig(
-    ...     artifacts="a",
-    ...     model={"path": "m"},
-    ...     data={"train": "d.jsonl", "max_length": 64},
-    ...     training={"num_steps": 1, "minibatch_size": 8},
-    ...     optimizer={"learning_rate": 1e-3},
-    ... )
-    >>> what_to_lower(config, 2, 2048).partition("; ")[0]
-    'out of memory with a microbatch of 4 rows of at most 64 tokens. Lower training.tokens_per_microbatch below 256 \
-and run the same command to resume'
-    >>> what_to_lower(config, 2, 100).partition(" and run")[0]
-    'out of memory with a microbatch of 4 rows of at most 64 tokens and 100 tokens in total. Lower \
-training.tokens_per_microbatch below 100'
     """
     assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
+    part: PPO | Training
     if isinstance(config, PPOConfig):
-        section, minibatch, microbatch = "ppo", config.ppo.minibatch_size, config.ppo.microbatch_size
-        what, longest = "responses", config.data.max_prompt_length + config.rollout.max_new_tokens
-        lengths = f"{config.data.max_prompt_length} + {config.rollout.max_new_tokens}"
+        section, part, what = "ppo", config.ppo, "responses"
+        longest = config.data.max_prompt_length + config.rollout.max_new_tokens
         length_keys = "data.max_prompt_length or rollout.max_new_tokens"
-        sampled = config.rollout.max_live_rows or -(-config.ppo.rollout_batch_size // num_processes)
-        more = f"; if it ran out while sampling, lower rollout.max_live_rows below {sampled}"
+        sampling, num_samples, live = "rollout", config.ppo.rollout_batch_size, config.rollout.max_live_rows
     else:
-        section, minibatch = "training", config.training.minibatch_size
-        microbatch = config.training.microbatch_size
-        what, longest, lengths, more = "rows", config.data.max_length, str(config.data.max_length), ""
-        length_keys = "data.max_length"
-        if isinstance(config, RMConfig) and (samples := config.evaluation.num_normalization_samples):
-            sampled = config.evaluation.max_live_rows or -(-samples // num_processes)
-            more = f"; if it ran out while sampling, lower evaluation.max_live_rows below {sampled}"
-    rows = -(-minibatch // num_processes)
-    rows = rows if microbatch is None else min(rows, microbatch)
-    tokens = rows * longest
-    limit = ""
-    if tokens_per_microbatch is not None and tokens_per_microbatch < tokens:
-        tokens = tokens_per_microbatch
-        limit = f" and {tokens} tokens in total"
-    lower = f"Lower {section}.tokens_per_microbatch below {tokens} and run the same command to resume"
+        section, part, what = "training", config.training, "rows"
+        longest, length_keys = config.data.max_length, "data.max_length"
+        sampling, num_samples, live = "evaluation", 0, None
+        if isinstance(config, RMConfig):
+            num_samples, live = config.evaluation.num_normalization_samples, config.evaluation.max_live_rows
+    rows = min(-(-part.minibatch_size // num_processes), part.microbatch_size or part.minibatch_size)
+    tokens = min(rows * longest, tokens_per_microbatch or rows * longest)
+    limit = f" and {tokens} tokens in total" if tokens < rows * longest else ""
+    advice = f"Lower {section}.tokens_per_microbatch below {tokens} and run the same command to resume"
     if tokens <= longest:
         # A row that is longer than the limit is a microbatch by itself, and this may have been one.
-        lower = f"Lower {length_keys}" if rows == 1 else f"{lower}, or lower {length_keys}"
+        advice = f"Lower {length_keys}" if rows == 1 else f"{advice}, or lower {length_keys}"
+    if num_samples:
+        live = live or -(-num_samples // num_processes)
+        advice += f"; if it ran out while sampling, lower {sampling}.max_live_rows below {live}"
     if not (config.gradient_checkpointing or config.compile):
-        more += "; gradient_checkpointing: true needs less memory too"
-    return f"out of memory with a microbatch of {rows} {what} of at most {lengths} tokens{limit}. {lower}{more}"
+        advice += "; gradient_checkpointing: true needs less memory too"
+    return f"out of memory with a microbatch of {rows} {what} of at most {longest} tokens{limit}. {advice}"

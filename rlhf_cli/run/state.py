@@ -5,6 +5,7 @@ Does not import torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -126,8 +127,11 @@ def what_changed(config: Stage, recorded: Mapping[str, Any], root: str | Path) -
         digest_of = data_fingerprint if section == "data" else fingerprint
         exists = Path(local).exists() or (section == "data" and data_fingerprint(local) != "missing")
         same = digest_of(local if exists else path, revision) == recorded[section].get(role)
-        if same and not (section == "inputs" and _is_damaged(local)):
-            continue
+        with contextlib.suppress(DamagedStageError):
+            if section == "inputs":
+                require_intact(local)
+            if same:
+                continue
         name = f"{section.removesuffix('s')} {role}"
         if exists:
             changed.append(name)
@@ -141,14 +145,6 @@ def what_changed(config: Stage, recorded: Mapping[str, Any], root: str | Path) -
     if missing:
         words.append(f"not found from {base}: {', '.join(missing)}")
     return "; ".join(words)
-
-
-def _is_damaged(path: str) -> bool:
-    try:
-        require_intact(path)
-    except DamagedStageError:
-        return True
-    return False
 
 
 def problems_of(root: str | Path, stage: str, manifest: Manifest) -> str:

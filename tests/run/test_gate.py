@@ -93,7 +93,7 @@ def test_a_figure_that_is_not_a_number_meets_no_limit(config, tmp_path):
     ("name", "limits", "says"),
     [
         ("rm/mse", {"above": 0.6}, "no such figure; .* has rm/accuracy, rm/margin, rm/probe/rude$"),
-        ("rm/margin", {"above": 0.6, "interval": "lower"}, "no 95 % interval of it; rm/accuracy has one. Set interval"),
+        ("rm/margin", {"above": 0.6, "interval": "lower"}, "no 95 % interval of it. Set interval: mean"),
     ],
 )
 def test_an_unknown_figure_gets_one_line_with_the_known_ones(config, name, limits, says):

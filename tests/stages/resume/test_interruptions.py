@@ -332,28 +332,18 @@ def test_the_artifact_root_can_be_a_link(stopped, config_in, undisturbed, tmp_pa
     assert {path.name for path in scratch.iterdir()} == {"sft", "sft.yaml"}
 
 
-@pytest.mark.parametrize("name", ["sft", ".sft.old"])
-@pytest.mark.parametrize("target", ["elsewhere", "nowhere"])
-def test_a_stage_directory_that_is_a_link_is_refused_at_the_start(name, target, config_in, finish, tmp_path):
+def test_a_stage_directory_that_is_a_link_is_refused_at_the_start(config_in, tmp_path):
     """Its target may be read, also by later stages, but is never written, renamed or removed."""
     arguments = config_in("sft", tmp_path / "run", evaluation={"num_samples": 1})
     succeed(arguments)
     (tmp_path / "run/sft").rename(tmp_path / "elsewhere")
-    before = {path: digest_file(path) for path in (tmp_path / "elsewhere").rglob("*") if path.is_file()}
-    (tmp_path / "run" / name).symlink_to(tmp_path / target, target_is_directory=True)
-    if (name, target) == ("sft", "elsewhere"):
-        assert "skipped" in succeed(arguments)
-        assert "finished" in status(tmp_path / "run")
-    config_in("sft", tmp_path / "run")
-    for more in ([], ["--restart"]):
-        message = refused(arguments, *more)
-        assert "is a symbolic link, and the finished stage is renamed to this path" in message
-        assert f"{tmp_path}/run/" in message
+    (tmp_path / "run/sft").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    assert "skipped" in succeed(arguments)
+    before = crash.outcome(tmp_path / "elsewhere")
+    message = refused(config_in("sft", tmp_path / "run"), "--restart")
+    assert f"{tmp_path}/run/sft: is a symbolic link" in message
     assert not (tmp_path / "run/.sft.partial").exists()
-    assert before == {path: digest_file(path) for path in (tmp_path / "elsewhere").rglob("*") if path.is_file()}
-    [link] = [path for path in (tmp_path / "run").iterdir() if path.is_symlink()]
-    link.unlink()
-    finish(arguments)
+    same(crash.outcome(tmp_path / "elsewhere"), before)
 
 
 # ------------------------------------------------------------------------------------------- memory
@@ -397,5 +387,5 @@ def test_out_of_memory_in_ppo(stopped, monkeypatch, tmp_path):
     arguments = stopped("ppo", tmp_path)
     monkeypatch.setattr(ppo_stage, "_update", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA ...")))
     message = refused(arguments, code=1)
-    assert "4 responses of at most 512 + 8 tokens and 2048 tokens in total" in message
+    assert "4 responses of at most 520 tokens and 2048 tokens in total" in message
     assert "Lower ppo.tokens_per_microbatch below 2048" in message
