@@ -99,7 +99,8 @@ class Ending:
             in_time(self._code_said, None, SAID_S)
         in_time(lambda: self._store.set(f"known {self.rank}", ""), None)
         if self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            in_time(self._wait_until_known, None, KNOWN_S if dist.is_initialized() else SAID_S)
+            known = [f"known {rank}" for rank in range(self.size)]
+            in_time(lambda: self._wait_for(known), None, KNOWN_S if dist.is_initialized() else SAID_S)
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Wait until every process has started.
@@ -121,14 +122,13 @@ class Ending:
 
     def _code_said(self) -> int:
         """The exit code of the process that prints, once it has printed."""
-        while not self._store.check(["said"]):
-            pause(POLL_S)
+        self._wait_for(["said"])
         code = int(self._store.get("said"))
         self.look()  # Not before: process 0, which holds the store, may end when the others know.
         return code
 
-    def _wait_until_known(self) -> None:
-        while not self._store.check([f"known {rank}" for rank in range(self.size)]):
+    def _wait_for(self, keys: list[str]) -> None:
+        while not self._store.check(keys):
             pause(POLL_S)
 
 

@@ -17,9 +17,17 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.hub import is_local
-from rlhf_cli.run.artifacts import MANIFEST, is_adapter, model_directory, read_manifest_or_none, repeat_commands
+from rlhf_cli.run.artifacts import (
+    MANIFEST,
+    MODEL_CONFIG,
+    is_adapter,
+    model_directory,
+    read_manifest_or_none,
+    repeat_commands,
+)
 
 Config = SFTConfig | RMConfig | PPOConfig
+CARD = "README.md"
 
 TASKS = {"sft": "text-generation", "rm": "text-classification", "ppo": "text-generation"}
 WHAT = {
@@ -65,19 +73,18 @@ def write_cards(
     """Write README.md into every model directory of a stage that is built in `root`."""
     assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
     earlier = [name for name in STAGES[: STAGES.index(stage)] if (root.parent / name / MANIFEST).is_file()]
-    for folder in sorted(folder for folder in root.iterdir() if _config_file(folder).is_file()):
-        text = card(
-            stage,
-            folder.name,
-            config,
-            metrics,
-            versions,
-            _score_scale(folder),
-            base=base_model(config, root.parent),
-            stages=[*earlier, stage],
-            is_adapter=is_adapter(folder),
-        )
-        (folder / "README.md").write_text(text, encoding="utf-8")
+    base = base_model(config, root.parent)
+    for folder in sorted(root.iterdir()):
+        has_adapter = is_adapter(folder)
+        file = folder / (MODEL_CONFIG if has_adapter else "config.json")
+        if not file.is_file():
+            continue
+        values = json.loads(file.read_text(encoding="utf-8"))
+        mean, std = values.get("score_mean"), values.get("score_std")
+        scale = (mean, std) if isinstance(mean, int | float) and isinstance(std, int | float) else None
+        named = stage, folder.name, config, metrics, versions, scale
+        text = card(*named, base=base, stages=[*earlier, stage], is_adapter=has_adapter)
+        (folder / CARD).write_text(text, encoding="utf-8")
 
 
 def card(
@@ -117,6 +124,8 @@ def card(
         )
         for key, value in shown.items()
     ]
+    names = {part.path for part in config.data.train if not is_local(part.path)}
+    datasets = sorted(name for name in names if not name.endswith((".jsonl", ".json", ".parquet", ".csv", ".gz")))
     hub_id = base.hub_id if base is not None else None
     licence = license_of(base) if base is not None else None
     data = ModelCardData(
@@ -125,7 +134,7 @@ def card(
         tags=["rlhf", stage],
         license=licence,
         base_model=hub_id,
-        datasets=_hub_datasets(config) or None,
+        datasets=datasets or None,
         model_name=name if results else None,
         eval_results=results or None,
     )
@@ -133,12 +142,27 @@ def card(
         data["base_model_relation"] = "adapter" if is_adapter else "finetune"
     body = [f"# {name}", WHAT[stage] if part not in PARTS else f"{WHAT[stage]} {PARTS[part]}"]
     if isinstance(config, RMConfig) and scale is not None:
-        body.append(_score_formula(*scale, is_corrected=config.length_correction))
+        logit, curve = "logit", ""
+        if config.length_correction:
+            logit = "(logit - value)"
+            curve = " `value` is read from `length_curve` at the characters of the reply, linear between its points."
+        body.append(
+            f"## The score\n\nPPO uses `({logit} - score_mean) / score_std`, with the two numbers of `config.json`: "
+            f"`score_mean` {scale[0]:.6g} and `score_std` {scale[1]:.6g}.{curve} Other servers ignore them, and some "
+            "apply a sigmoid: compare raw logits only, or apply the formula yourself. The text ends with EOS; the "
+            "logit is read there."
+        )
     if shown:
         rows = [f"| {METRICS[key][1]} | {value:.4g} |" for key, value in shown.items()]
         body.append("\n".join(["## Held-out figures", "", "| | |", "|---|---|", *rows]))
-    if isinstance(config, PPOConfig) and part == "model" and (table := _before_and_after(metrics)):
-        body.append(table)
+    both = [key.removeprefix("ppo/") for key in metrics if key.startswith("ppo/") and f"sft/{key[4:]}" in metrics]
+    if both and part == "model":
+        rows = [
+            f"| {WORDS.get(name, name)} | {metrics[f'sft/{name}']:.4g} | {metrics[f'ppo/{name}']:.4g} |"
+            for name in both
+            if name != "seconds"  # differs between two runs of the same computation
+        ]
+        body.append("\n".join(["## Before and after", "", "| | SFT | PPO |", "|---|---|---|", *rows]))
     used = ", ".join(f"{package} {version}" for package, version in versions.items())
     commands = "\n".join(repeat_commands("DIR", stages or [stage]))
     body.append(
@@ -150,51 +174,7 @@ def card(
     return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(body) + "\n"
 
 
-def _hub_datasets(config: Config) -> list[str]:
-    """The hub datasets among the training data."""
-    names = {part.path for part in config.data.train if not is_local(part.path)}
-    return sorted(name for name in names if not name.endswith((".jsonl", ".json", ".parquet", ".csv", ".gz")))
-
-
-def _config_file(folder: Path) -> Path:
-    """The config of the model in a folder, which may be one of adapters."""
-    return folder / ("model_config.json" if is_adapter(folder) else "config.json")
-
-
-def _score_scale(folder: Path) -> tuple[float, float] | None:
-    """score_mean and score_std of a reward model's config.json."""
-    values = json.loads(_config_file(folder).read_text(encoding="utf-8"))
-    mean, std = values.get("score_mean"), values.get("score_std")
-    return (mean, std) if isinstance(mean, int | float) and isinstance(std, int | float) else None
-
-
-def _score_formula(mean: float, std: float, *, is_corrected: bool) -> str:
-    logit, curve = "logit", ""
-    if is_corrected:
-        logit = "(logit - value)"
-        curve = " `value` is read from `length_curve` at the characters of the reply, linear between its points."
-    return (
-        f"## The score\n\nPPO uses `({logit} - score_mean) / score_std`, with the two numbers of `config.json`: "
-        f"`score_mean` {mean:.6g} and `score_std` {std:.6g}.{curve} Other servers ignore them, and some apply a "
-        "sigmoid: compare raw logits only, or apply the formula yourself. The text ends with EOS; the logit is read "
-        "there."
-    )
-
-
-def _before_and_after(metrics: Mapping[str, float]) -> str:
-    """The held-out figures of the initial policy and of PPO, as a table."""
-    names = [key.removeprefix("ppo/") for key in metrics if key.startswith("ppo/") and f"sft/{key[4:]}" in metrics]
-    names = [name for name in names if name != "seconds"]  # differs between two runs of the same computation
-    rows = [
-        f"| {WORDS.get(name, name)} | {metrics[f'sft/{name}']:.4g} | {metrics[f'ppo/{name}']:.4g} |" for name in names
-    ]
-    return "\n".join(["## Before and after", "", "| | SFT | PPO |", "|---|---|---|", *rows]) if rows else ""
-
-
 # ---------------------------------------------------------------------------- the base model of a run, and its licence
-
-
-CARD = "README.md"
 
 
 @dataclass(frozen=True)

@@ -364,7 +364,7 @@ class StageRun:
         if self.world.is_main:
             append_new(path, batch)
         message, limit = f"{wrong}; the step was skipped. The batch is in {path}.", self.bad_steps.limit
-        if self.bad_steps.are_too_many:
+        if self.bad_steps.in_a_row >= limit:
             count = f" These were {limit} bad steps in a row, the limit (optimizer.max_bad_steps)." if limit > 1 else ""
             raise RunError(f"{what}: {message}{count} {self._last_checkpoint_in_words()} {ADVICE_ON_BAD_STEPS}")
         if self.bad_steps.in_a_row == 1:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from rlhf_cli.errors import ArtifactError
 from rlhf_cli.health.findings import Finding
 from rlhf_cli.run.checkpoint import State, Stateful
 
@@ -29,10 +28,6 @@ class BadSteps:
         self.limit = limit
         """Consecutive bad steps that stop the run."""
         self.in_a_row = self.total = 0
-
-    @property
-    def are_too_many(self) -> bool:
-        return self.in_a_row >= self.limit
 
     def count(self, numbers: Mapping[str, float], *, is_excused: bool = False) -> str | None:
         """Count a step, given its loss and gradient norm; returns which of them is not finite, or None for a good step.
@@ -84,12 +79,11 @@ def append_new(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Append those rows to a .jsonl file that it does not contain yet, and flush it to disk.
 
     A resumed run repeats its last steps and gives the same rows again. An incomplete last row, left by a killed
-    process, is removed first. Raises ArtifactError if the file is a symbolic link.
+    process, is removed first.
     """
     lines = [json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass") + b"\n" for row in rows]
-    if path.is_symlink():
-        raise ArtifactError(f"{path}: is a symbolic link, and a run writes to this path. Remove the link")
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+b") as file:
+    path.touch()
+    with path.open("r+b") as file:
         known, end = set(), 0
         for line in file:
             if line.endswith(b"\n"):
@@ -105,10 +99,6 @@ def append_new(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 # ------------------------------------------------------------------------------------- the scale of the loss in float16
 
 
-SMALLEST = 1.0
-"""An infinite gradient at this scale is not explained by the scale."""
-
-
 class LossScale:
     """The scale of the loss in float16 (Micikevicius et al. 2018, arXiv 1710.03740), by torch's GradScaler.
 
@@ -121,10 +111,6 @@ class LossScale:
     def __init__(self, device: torch.device, precision: str):
         self._scaler = torch.amp.GradScaler(device.type) if precision == "float16" else None
         self._is_unscaled = False
-
-    @property
-    def is_used(self) -> bool:
-        return self._scaler is not None
 
     @property
     def scale(self) -> float:
@@ -143,7 +129,7 @@ class LossScale:
     def explains(self, numbers: Mapping[str, float]) -> bool:
         """Whether the scale may be what made these figures infinite: they are norms of gradients, and it can fall."""
         wrong = [name for name, value in numbers.items() if not math.isfinite(value)]
-        return bool(wrong) and self.scale > SMALLEST and all(name.endswith("/grad_norm") for name in wrong)
+        return bool(wrong) and self.scale > 1.0 and all(name.endswith("/grad_norm") for name in wrong)
 
     def update(self) -> None:
         """Choose the scale of the next step, after `unscale` of every optimizer that had a gradient."""
@@ -153,11 +139,11 @@ class LossScale:
 
     def figures(self, group: str) -> dict[str, float]:
         """The scale as a row of metrics; {} if it is not used."""
-        return {f"{group}/loss_scale": self.scale} if self.is_used else {}
+        return {f"{group}/loss_scale": self.scale} if self._scaler is not None else {}
 
     def parts(self) -> dict[str, Stateful]:
         """What a checkpoint stores of it."""
-        return {"loss_scale": self} if self.is_used else {}
+        return {"loss_scale": self} if self._scaler is not None else {}
 
     def state(self) -> State:
         return {}, self._scaler.state_dict() if self._scaler is not None else {}

@@ -218,10 +218,7 @@ DRAWN = 1 << 18
 
 
 def new_adamw(groups: list[dict[str, Any]], config: Optimizer, lr: float, seed: int) -> torch.optim.Optimizer:
-    """AdamW as `optimizer.precision` says, over the groups of parameters.
-
-    Raises ConfigError if 8bit was asked for and bitsandbytes is not installed.
-    """
+    """AdamW as `optimizer.precision` says; raises ConfigError if 8bit was asked for without bitsandbytes."""
     match config.precision:
         case "float32":
             return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=True)
@@ -350,7 +347,7 @@ SAME_FOR_ALL = ("step", "qmap1", "qmap2")
 
 
 def has_whole_blocks(weight: Tensor) -> bool:
-    """Whether no block of 8-bit moments is in two rows that may be those of two processes."""
+    """Whether no block of 8-bit moments is in rows of two processes."""
     return not isinstance(weight, DTensor) or math.prod(weight.shape[1:]) % BLOCK == 0
 
 
@@ -373,12 +370,14 @@ def restored_state(weight: Tensor, tensors: Mapping[str, Tensor], names: Mapping
     `names` are those in the checkpoint, by the optimizer's own. The 8-bit AdamW counts its steps in a Python integer.
     """
     first, count = first_row(weight), len(local(weight)) if weight.ndim else 0
-    if "absmax1" in names and not has_whole_blocks(weight):
-        step = {"step": int(tensors[names["step"]])}
-        return step | {
-            f"state{n}": _numbers(tensors, names, n)[first : first + count].to(weight.device) for n in (1, 2)
-        }
     found: dict[str, Tensor | int] = {}
+    if "absmax1" in names and not has_whole_blocks(weight):  # its moments are float32 here
+        for n in (1, 2):
+            codes, scales = tensors[names[f"state{n}"]], tensors[names[f"absmax{n}"]].reshape(-1)
+            numbers = tensors[names[f"qmap{n}"]][codes.long()]
+            whole = (numbers.view(-1) * scales.repeat_interleave(BLOCK)[: numbers.numel()]).view(codes.shape)
+            found[f"state{n}"] = whole[first : first + count].to(weight.device)
+        return found | {"step": int(tensors[names["step"]])}
     for key, name in names.items():
         if key in SAME_FOR_ALL:
             value = tensors[name]
@@ -394,22 +393,11 @@ def restored_state(weight: Tensor, tensors: Mapping[str, Tensor], names: Mapping
     return found
 
 
-def _numbers(tensors: Mapping[str, Tensor], names: Mapping[str, str], which: int) -> Tensor:
-    """A moment of a whole weight in float32."""
-    codes, scales = tensors[names[f"state{which}"]], tensors[names[f"absmax{which}"]].reshape(-1)
-    numbers = tensors[names[f"qmap{which}"]][codes.long()]
-    return (numbers.view(-1) * scales.repeat_interleave(BLOCK)[: numbers.numel()]).view(codes.shape)
-
-
-SMALLEST_8BIT = 4096
-"""Numbers of the smallest weight whose moments bitsandbytes keeps in 8 bits."""
-
-
 def float32_moments(config: Optimizer, *models: torch.nn.Module | None) -> list[str]:
     """The line about large sharded weights that 8-bit AdamW steps with float32 moments, if there are any."""
     trained = {p for model in models if model is not None for p in model.parameters() if p.requires_grad}
-    # bitsandbytes keeps the moments of smaller weights in float32 everywhere.
-    sizes = [p.numel() for p in trained if p.numel() >= SMALLEST_8BIT and not has_whole_blocks(p)]
+    # bitsandbytes keeps the moments of weights with fewer than 4096 numbers in float32 everywhere.
+    sizes = [p.numel() for p in trained if p.numel() >= 4096 and not has_whole_blocks(p)]
     if config.precision != "8bit" or not sizes:
         return []
     share = sum(sizes) / sum(p.numel() for p in trained)
@@ -424,21 +412,10 @@ def float32_moments(config: Optimizer, *models: torch.nn.Module | None) -> list[
 
 
 def ema(average: Tensor, value: Tensor, *, decay: float) -> Tensor:
-    """One step of an exponential moving average.
+    """One step of an exponential moving average, as a new tensor: ``decay * average + (1 - decay) * value``.
 
-    ``decay * average + (1 - decay) * value``
-
-    decay is the weight that is *kept*. Some libraries name the weight of the new value instead: TRL's
-    ref_model_mixup_alpha is 1 - decay. Keep the average in float32: in bfloat16 a step with decay near 1 is smaller
-    than the spacing of the numbers and changes nothing.
-
-    Args:
-        average: any shape.
-        value: the same shape.
-        decay: 0 to 1; 0 returns the value, 1 the old average.
-
-    Returns:
-        A new tensor of that shape; average is not changed.
+    decay is the weight that is *kept*; TRL's ref_model_mixup_alpha is 1 - decay. Keep the average in float32: in
+    bfloat16 a step with decay near 1 is smaller than the spacing of the numbers and changes nothing.
 
     >>> ema(torch.tensor([1.0]), torch.tensor([5.0]), decay=0.75)
     tensor([2.])
@@ -449,10 +426,8 @@ def ema(average: Tensor, value: Tensor, *, decay: float) -> Tensor:
 class WeightAverage:
     """The exponential moving average of a model's trained weights, on the CPU in float32, updated after each step.
 
-    It starts at the initial weights, so there is no bias to correct.
-
-    Why not `torch.optim.swa_utils.AveragedModel`: it deep-copies the whole module, so with LoRA it would hold a second
-    copy of the frozen base model, and a checkpoint would store it. This average holds the trained weights only.
+    It starts at the initial weights, so there is no bias to correct. `torch.optim.swa_utils.AveragedModel` would copy
+    the whole module, with LoRA also the frozen base model, and a checkpoint would store it.
     """
 
     def __init__(self, model: torch.nn.Module, *, decay: float):
@@ -480,11 +455,9 @@ class WeightAverage:
             local(p).copy_(weights[name])
 
     def state(self) -> State:
-        """The average, for a checkpoint."""
         return {name: like(p, self.weights[name].to(local(p).device)) for name, p in self._trained()}, {}
 
     def restore(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:  # noqa: ARG002
-        """Take the average from a checkpoint."""
         self.weights = {name: local(restored(tensors, name, p)).float().cpu().clone() for name, p in self._trained()}
 
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:

@@ -13,10 +13,9 @@ from typing import Any, Generic, TypeVar
 from transformers import PreTrainedModel
 
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.config.stage import Training
 from rlhf_cli.data.batches import ahead
 from rlhf_cli.data.splits import Drawn, HeldOutRows
-from rlhf_cli.files import json_rows
+from rlhf_cli.files import rows_of
 from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.recap import findings_of
 from rlhf_cli.models.passes import Passes
@@ -85,28 +84,23 @@ class Loop(Generic[T]):
         self.shown = tuple(map(self._named, shown))
         self._after_evaluation = after_evaluation
         stage.speed.peak_flops = passes.peak_flops
-        plan, moments = self._plan(num_rows, mean_length), float32_moments(config.optimizer, model)
+        training = config.training
+        lengths = "" if mean_length is None else f" of {mean_length:.0f} tokens on average"
+        plan = (
+            f"{num_rows:,} training rows{lengths}; {self.num_steps:,} steps of {training.minibatch_size} rows "
+            f"({epochs(self.num_steps * training.minibatch_size / num_rows)}), at most {passes.budget.tokens:,} "
+            f"tokens per microbatch; {sum(map(num_weights, model.parameters())):,} parameters on {stage.world.device}"
+        )
+        moments = float32_moments(config.optimizer, model)
         choice = "evaluation.keep_best" if best.metric is not None else None
         stage.display.notes(plan, *passes.lines, *moments, *held_out.notes("evaluation.max_rows", choice))
         for warning in warnings(config, self.num_steps, num_rows):
             stage.display.warn(warning)
 
-    def _plan(self, num_rows: int, mean_length: float | None) -> str:
-        """The line about the length of the run."""
-        training = self.config.training
-        lengths = "" if mean_length is None else f" of {mean_length:.0f} tokens on average"
-        return (
-            f"{num_rows:,} training rows{lengths}; {self.num_steps:,} steps of {training.minibatch_size} rows "
-            f"({epochs(num_epochs(training, self.num_steps, num_rows))}), at most {self.passes.budget.tokens:,} "
-            f"tokens per microbatch; {sum(map(num_weights, self.model.parameters())):,} parameters on "
-            f"{self.stage.world.device}"
-        )
-
     def steps(self, make_batch: Callable[[int], list[T]]) -> Iterator[tuple[int, list[T]]]:
         """Each remaining step (from 0) with its batch. Between two steps it evaluates and saves when due.
 
-        The body of the caller's loop computes the gradient and calls `update`. The run resumes from its last checkpoint
-        if it has one.
+        The body of the caller's loop computes the gradient and calls `update`.
         """
         stage, config, total = self.stage, self.config, self.num_steps
         every = config.evaluation.every_steps
@@ -122,7 +116,9 @@ class Loop(Generic[T]):
                 figures = self.evaluate(done)
                 if figures:
                     stage.log(done, figures, self.shown)
-            if config.training.save_every == "epoch" and done < total and (epoch := self._epoch_ended(done)):
+            size = config.training.minibatch_size
+            epoch, before = (number * size // self.num_rows for number in (done, step))
+            if config.training.save_every == "epoch" and done < total and epoch > before:
                 self.save(f"epoch_{epoch}")
             stage.finish_step(done, total)
         stage.display.end()
@@ -132,11 +128,11 @@ class Loop(Generic[T]):
     ) -> dict[str, float]:
         """Clip the gradient and step the optimizer, or skip the step if the loss or the gradient is not finite.
 
-        Raises RunError for a gradient of exactly 0, although the loss is not.
+        Raises RunError for a gradient of exactly 0, although the loss is not. `describe` gives the batch as rows for
+        the file of failed batches.
 
-        Returns the step's row of metrics: `stats`, and sft/grad_norm, sft/learning_rate and sft/bad_steps, or
-        rm/grad_norm, rm/learning_rate and rm/bad_steps; in float16 also the scale of the loss. `describe` gives the
-        batch as rows for the file of failed batches.
+        Returns the step's row of metrics: `stats`, and <stage>/grad_norm, learning_rate and bad_steps; in float16 also
+        the scale of the loss.
         """
         name, learning_rate = self.stage.stage, self.stepper.learning_rate
         loss, grad_norm = stats[f"loss/{name}"], self.stepper.clip(self.stage.world)
@@ -180,8 +176,7 @@ class Loop(Generic[T]):
         key = next((key for key in map(self._named, HELD_OUT_LOSSES) if key in figures), None)
         if key is None or any(one.name == MEMORISES for one in findings_of(directory)):
             return
-        with (directory / "metrics.jsonl").open("rb") as file:
-            rows = list(json_rows(file))
+        rows = list(rows_of(directory / "metrics.jsonl"))
         of = f"loss/{self.stage.stage}"
         training = [(row["step"], row[of]) for row in rows if row.get(of) is not None]
         held_out = [(row["step"], row[key]) for row in rows if row.get(key) is not None and row["step"] < done]
@@ -206,12 +201,6 @@ class Loop(Generic[T]):
             self.stage.display.note(f"best_model is the model of step {self.best.step}: {metric} {self.best.value:.4g}")
         return figures
 
-    def _epoch_ended(self, done: int) -> int | None:
-        """The number of the pass over the training rows that ended with step `done`; None if none did."""
-        size = self.config.training.minibatch_size
-        number = done * size // self.num_rows
-        return number if number > (done - 1) * size // self.num_rows else None
-
     def _named(self, name: str) -> str:
         """The name of a figure of the rows that are watched."""
         return re.sub("^eval/", "validation/", name) if self.held_out.validation else name
@@ -223,17 +212,12 @@ class Loop(Generic[T]):
         self.stage.world.barrier(f"{name} to be saved")
 
 
-def num_epochs(training: Training, num_steps: int, num_rows: int) -> float:
-    """How often the run passes over its training rows."""
-    return num_steps * training.minibatch_size / num_rows
-
-
 def warnings(config: SFTConfig | RMConfig, num_steps: int, num_rows: int) -> list[str]:
     """What looks wrong about the length of a run: a warm-up that never ends, a few rows repeated many times."""
     found = []
     if config.optimizer.warmup_ratio is None and config.optimizer.warmup_steps >= num_steps:
         found.append(warmup_warning(config.optimizer.warmup_steps, num_steps))
-    epochs = num_epochs(config.training, num_steps, num_rows)
+    epochs = num_steps * config.training.minibatch_size / num_rows
     if epochs > MANY_EPOCHS:
         key = "num_steps" if config.training.num_steps is not None else "num_epochs"
         several = "the 1 training row" if num_rows == 1 else f"the {num_rows:,} training rows"
