@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 
 def cache_root() -> Path:
@@ -93,17 +93,11 @@ LARGEST_HEADER = 100_000_000
 
 
 def stored_dtype(folder: str | Path) -> str | None:
-    """The number format of most numbers in the *.safetensors files of a folder, such as `bfloat16`.
-
-    None without such a file that can be read.
-    """
+    """The number format of most numbers in the *.safetensors files of a folder, such as `bfloat16`; None if none."""
     numbers: Counter[str] = Counter()
     for dtype, shape in stored_tensors(folder):
         numbers[dtype] += math.prod(shape)
-    if not numbers:
-        return None
-    most, _ = numbers.most_common(1)[0]
-    return NAMES.get(most, most.lower())
+    return next((NAMES.get(most, most.lower()) for most, _ in numbers.most_common(1)), None)
 
 
 def stored_tensors(folder: str | Path) -> list[tuple[str, list[int]]]:
@@ -128,13 +122,6 @@ LAST_BYTES = 1 << 16
 """Bytes at the end of a file in which its last row is looked for."""
 
 
-def _finite(value: Any) -> Any:
-    """`value`, or None for NaN and infinity, which JSON cannot represent."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
 class JsonLines:
     """Appends rows to a .jsonl file and flushes each row to the operating system."""
 
@@ -146,7 +133,7 @@ class JsonLines:
 
     def write(self, row: dict[str, Any]) -> dict[str, Any]:
         """Append one row; NaN and infinity become null. Returns what it wrote; raises OSError with the file's name."""
-        clean = {key: _finite(value) for key, value in row.items()}
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         line = (json.dumps(clean, ensure_ascii=False) + "\n").encode()
         try:
             self._file.write(line)
@@ -167,12 +154,6 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @dataclass

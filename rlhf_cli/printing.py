@@ -6,6 +6,7 @@ A prompt or a manifest can contain sequences that clear a terminal, change its t
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
@@ -14,7 +15,7 @@ import sys
 import textwrap
 import unicodedata
 from collections.abc import Iterable, Mapping
-from typing import Any, TextIO
+from typing import Any
 
 
 def printable(text: str, *, keep: str = "") -> str:
@@ -48,24 +49,17 @@ def say(text: object, *, error: bool = False, flush: bool = False, end: str = "\
     On a terminal a line on stderr that is too long is broken between words. Elsewhere it stays one line.
     """
     shown, file = printable(str(text), keep="\n"), sys.stderr if error else sys.stdout
-    width = _columns(file) if error else None
-    if width is not None:
-        shown = "\n".join(_broken(line, width) if len(line) > width else line for line in shown.split("\n"))
+    with contextlib.suppress(OSError, ValueError):  # it has no descriptor
+        if error and file.isatty() and (width := os.get_terminal_size(file.fileno()).columns):
+            # A word that is longer, such as a path, stays whole.
+            whole = {"break_long_words": False, "break_on_hyphens": False}
+            shown = "\n".join(
+                textwrap.fill(line, width, subsequent_indent=re.sub(r"\S.*", "", line), **whole)
+                if len(line) > width
+                else line
+                for line in shown.split("\n")
+            )
     print(shown, file=file, flush=flush, end=end)
-
-
-def _columns(file: TextIO) -> int | None:
-    """The columns of the terminal behind a file such as stderr; None if the file is no terminal."""
-    try:
-        return (os.get_terminal_size(file.fileno()).columns or None) if file.isatty() else None
-    except (OSError, ValueError):
-        return None
-
-
-def _broken(line: str, width: int) -> str:
-    """A line in parts that are indented as it is. A longer word, such as a path, stays whole."""
-    indent = line[: len(line) - len(line.lstrip(" "))]
-    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def size(count: float) -> str:

@@ -26,7 +26,7 @@ from rlhf_cli.files import KNOWN_FILE, known_digests
 from rlhf_cli.printing import say
 from rlhf_cli.processes.environment import num_cores
 from rlhf_cli.processes.exits import FAILED, LOST
-from rlhf_cli.processes.signals import LAUNCHED, STOP_SIGNALS
+from rlhf_cli.processes.signals import LAUNCHED, stop_signals
 from rlhf_cli.program import command
 
 GRACE_S = 20.0
@@ -121,9 +121,7 @@ def _signals_reach(workers: list[subprocess.Popen[bytes]]) -> Iterator[list[int]
         os.kill(os.getpid(), signal.SIGSTOP)
         _signal(workers, signal.SIGCONT)
 
-    handlers: dict[int, Callable[[int, FrameType | None], Any]] = dict.fromkeys(STOP_SIGNALS, forward)
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
-        del handlers[signal.SIGHUP]
+    handlers: dict[int, Callable[[int, FrameType | None], Any]] = dict.fromkeys(stop_signals(), forward)
     handlers[signal.SIGTSTP] = suspend
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:

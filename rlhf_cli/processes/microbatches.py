@@ -1,23 +1,19 @@
 """Run the passes of all microbatches, several at the same time, and sum their gradients over threads and processes.
 
 A CPU computes several microbatches at the same time, each in a thread of its own (threads.py). Results and gradients
-are taken in the order of the microbatches. So every number is the same whatever the number of threads.
-
-A process cuts its rows into microbatches, one for each pass. All processes take part in each pass of a sharded model,
-so one that has fewer microbatches than another gets empty ones. A pass over no rows computes two tokens that nothing
-reads (`models/forward.py`): its sums are 0, and its gradient is 0 for each trained weight. So a caller writes one
-function from rows to numbers, and does not ask whether a model is sharded. Microbatchs must not depend on each other.
+are taken in the order of the microbatches. So every number is the same whatever the number of threads. All processes
+take part in each pass of a sharded model, so one that has fewer microbatches than another gets empty ones, whose sums
+and gradients are 0 (`models/forward.py`). Microbatches must not depend on each other.
 
 As in torch's DDP, gradients are sent in buckets, from the last layer to the first, and a bucket is sent as soon as its
 gradients are complete. DDP itself averages them, and needs a backward pass on every process. Here a loss is a sum
-divided by a count over all processes, and a process without a row in a step sends zeros. The sums take the place of the
-gradients, so they need the memory of one bucket beside them.
+divided by a count over all processes, and a process without a row in a step sends zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -142,13 +138,10 @@ class GradientSum:
         self._at_once = 1 if in_turn or not _can_thread(self._models) else max(1, COPIES_BYTES // max(1, size))
         self._buckets: list[_Bucket] = []
         self._num_sent = 0
-        self._overlaps = False
-        if world.size == 1:
-            return
         # The passes of a sharded model exchange weights, and all exchanges must be in the same order everywhere.
         self._overlaps = not any(model is not None and is_sharded(model) for model in self._models)
         for weight in (p for model in models for p in reversed(list(model.parameters()))):
-            if not weight.requires_grad or isinstance(weight, DTensor):
+            if world.size == 1 or not weight.requires_grad or isinstance(weight, DTensor):
                 continue
             num_bytes = 4 * weight.numel()
             if not self._buckets or self._buckets[-1].num_bytes + num_bytes > BUCKET_BYTES:
@@ -172,9 +165,13 @@ class GradientSum:
         everything = [*parts, *[()] * _num_missing(len(parts), self._models)]
         found: list[dict[str, Tensor]] = []
         for number, rows in enumerate(everything, start=1):
-            sends = self._overlaps and last and number == len(everything)
             stats: dict[str, Tensor] = {}
-            with self._sending() if sends else nullcontext():
+            with ExitStack() as hooks:
+                if self._overlaps and last and number == len(everything):
+                    for bucket in self._buckets:
+                        for weight in bucket.weights:
+                            handle = weight.register_post_accumulate_grad_hook(partial(self._complete, bucket))
+                            hooks.callback(handle.remove)
                 for loss_of in losses:
                     loss, figures = loss_of(rows)
                     if loss.requires_grad:
@@ -201,38 +198,20 @@ class GradientSum:
                     weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
         return found
 
-    @contextmanager
-    def _sending(self) -> Iterator[None]:
-        """Send each bucket when the gradients of a backward pass in the block have completed it."""
-        handles = [
-            weight.register_post_accumulate_grad_hook(partial(self._complete, bucket))
-            for bucket in self._buckets
-            for weight in bucket.weights
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
     def _complete(self, bucket: _Bucket, weight: Tensor) -> None:  # noqa: ARG002
-        """Count a gradient of the last backward pass, and send what is complete."""
+        """Count a gradient of the last backward pass, and send the buckets that are complete, in their order."""
         bucket.num_complete += 1
         if bucket.num_complete > len(bucket.weights):
             raise RuntimeError("a second backward pass of a model in the last microbatch of GradientSum.add")
-        while self._num_sent < len(self._buckets):
-            bucket = self._buckets[self._num_sent]
+        for bucket in self._buckets[self._num_sent :]:
             if bucket.num_complete < len(bucket.weights):
                 return
-            self._send()
-
-    def _send(self) -> None:
-        self._buckets[self._num_sent].send(self._world)
-        self._num_sent += 1
+            bucket.send(self._world)
+            self._num_sent += 1
 
     def receive(self) -> None:
         """Send what is left, and wait for all sums."""
-        while self._num_sent < len(self._buckets):
-            self._send()
+        for bucket in self._buckets[self._num_sent :]:
+            bucket.send(self._world)
         for bucket in self._buckets:
             bucket.receive()

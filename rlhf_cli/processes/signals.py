@@ -16,6 +16,11 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 terminal or connection."""
 
 
+def stop_signals() -> list[int]:
+    """`STOP_SIGNALS` without SIGHUP under `nohup`, which ignores it: the run is meant to continue."""
+    return [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+
+
 class SecondSignal(KeyboardInterrupt):
     """A second stop signal: the run ends immediately."""
 
@@ -37,9 +42,9 @@ class StopRequests:
         self._before: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Install the handlers. Does nothing outside the main thread, where Python does not allow it."""
+        """Install the handlers, in the main thread; Python allows it nowhere else."""
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS if _ends(number)}
+            self._before = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
 
     def remove(self) -> None:
         """Restore the previous handlers."""
@@ -85,16 +90,8 @@ class Launcher:
         return signal.SIGTERM if self._pid is not None and os.getppid() != self._pid else None
 
 
-def _ends(number: int) -> bool:
-    """Whether a signal would end the process. Under `nohup` SIGHUP does not, and the run is meant to continue."""
-    return number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
-
-
 def discard_output_of_closed(files: Iterable[int] = (1, 2)) -> None:
-    """Redirect those file descriptors whose terminal was closed to /dev/null.
-
-    A write to a closed terminal fails, and would end the run before it is saved.
-    """
+    """Redirect those file descriptors whose terminal was closed to /dev/null, as a write there would end the run."""
     for file in files:
         try:
             os.write(file, b"")

@@ -94,8 +94,9 @@ def write(root: Path, steps: list[int], trackers: Trackers | None = None) -> Non
             "health": {"step": step, "line": "healthy", "findings": [FINDING] if step == 3 else []},
         }
         for name, row in rows.items():
-            with JsonLines(root / ".sft.partial" / f"{name}.jsonl") as file:
-                written = file.write(row)
+            file = JsonLines(root / ".sft.partial" / f"{name}.jsonl")
+            written = file.write(row)
+            file.close()
             if trackers is not None:
                 trackers.send(name, written)
 
