@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from rlhf_cli.errors import EndedElsewhere, RunError
+from rlhf_cli.printing import say
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -85,16 +86,12 @@ class Ending:
             self._is_ours = self.rank == 1 if first is None else first
         return self._is_ours
 
-    def tell(self, exit_code: int) -> None:
-        """Tell the others that the line is printed, and with which code this process ends."""
-        in_time(lambda: self._store.set("said", str(exit_code)), None)
-
     def leave(self, exit_code: int) -> None:
         """Call it when the line is printed, and before this process ends without one."""
         if self.is_store_gone:
             return
         if self._is_ours:
-            self.tell(exit_code)
+            in_time(lambda: self._store.set("said", str(exit_code)), None)
         else:
             in_time(self._code_said, None, SAID_S)
         in_time(lambda: self._store.set(f"known {self.rank}", ""), None)
@@ -156,23 +153,16 @@ def connect(timeout_s: float) -> Ending:
     return _ending
 
 
-def say_once(say: Callable[[], object], exit_code: int) -> None:
-    """Call `say`, which prints why this process ends, unless another process does so."""
-    ending = None
-    with contextlib.suppress(RunError):
-        ending = None if _is_alone else connect(CONNECT_S)
-    if ending is None or ending.claim():
-        say()
+def end(exit_code: int, line: str | None) -> None:
+    """Print why this process ends, unless it has no line or another process prints one. Call it before the end."""
+    ending = _ending
+    if line is not None:
+        with contextlib.suppress(RunError):
+            ending = None if _is_alone else connect(CONNECT_S)
+        if ending is None or ending.claim():
+            say(line, error=True, flush=True)
     if ending is not None:
         ending.leave(exit_code)
-
-
-def leave(exit_code: int, *, has_printed: bool = False) -> None:
-    """Tell the others that this process has printed, or wait until the one that prints has done so."""
-    if _ending is not None and has_printed:
-        _ending.tell(exit_code)
-    elif _ending is not None:
-        _ending.leave(exit_code)
 
 
 def in_time(work: Callable[[], T], otherwise: D, seconds: float | None = None) -> T | D:

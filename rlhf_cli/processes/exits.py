@@ -22,53 +22,39 @@ FAILED = "RLHF_FAILED_FILE"
 
 def exit_code(work: Callable[[], object]) -> int:
     """Call `work`; expected errors become one line on stderr and an exit code, bugs keep their traceback."""
+    is_first = os.environ.get("RANK", "0") == "0"
     try:
         work()
     except (UserError, RunError) as error:
-        return _say_once(f"error: {error}", error.exit_code)
-    except Interrupted as stop:
-        if os.environ.get("RANK", "0") == "0":
-            say(stop, error=True)
-            _leave(stop.exit_code, has_printed=True)
-        return stop.exit_code
+        return _end(error.exit_code, f"error: {error}")
+    except Interrupted as stop:  # every process raises it
+        return _end(stop.exit_code, str(stop) if is_first else None)
     except EndedElsewhere as end:
-        _leave(end.exit_code)
-        return end.exit_code
+        return _end(end.exit_code)
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        return _say_once(f"error: {str(error.filename)[:80]}...: the name is too long. Shorten it", 2)
+        return _end(2, f"error: {str(error.filename)[:80]}...: the name is too long. Shorten it")
     except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first:
             say("interrupted; finished stages and the last checkpoint are intact", error=True)
         return 130
     except Exception:
-        if not _is_one_of_several():
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             raise
-        return _say_once(traceback.format_exc().rstrip(), 1)
+        return _end(1, traceback.format_exc().rstrip())
     return 0
 
 
-def _say_once(line: str, exit_code: int) -> int:
-    """Print why the run ends; returns the exit code. Of several processes the first that asks prints."""
-    if _is_one_of_several():
+def _end(exit_code: int, line: str | None = None) -> int:
+    """Print why the run ends, and return the exit code. Of several processes the first that has a line prints."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from rlhf_cli.processes import ending
 
-        ending.say_once(lambda: say(line, error=True, flush=True), exit_code)
-    else:
+        ending.end(exit_code, line)
+    elif line is not None:
         say(line, error=True)
     return exit_code
-
-
-def _leave(exit_code: int, *, has_printed: bool = False) -> None:
-    if _is_one_of_several():
-        from rlhf_cli.processes import ending
-
-        ending.leave(exit_code, has_printed=has_printed)
-
-
-def _is_one_of_several() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def another_has_failed() -> bool:
