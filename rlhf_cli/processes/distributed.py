@@ -39,7 +39,7 @@ class World:
         return self.rank == 0
 
     def takes_part(self, model: torch.nn.Module) -> bool:
-        """Whether this process joins what the first one does with a model: all must with a sharded one."""
+        """Whether this process joins what the first one does with a model: all do with a sharded one."""
         return self.is_main or is_sharded(model)
 
     def shard(self, items: Sequence[T], adjacent: int = 1) -> list[T]:
@@ -59,7 +59,7 @@ class World:
         return total
 
     def sum_floats(self, values: dict[str, float]) -> dict[str, float]:
-        """Each value summed over all processes; every process must pass the same keys in the same order."""
+        """Each value summed over all processes, which pass the same keys in the same order."""
         if self.size == 1:
             return values
         device = self.device if self.device.type == "cuda" else "cpu"  # NCCL sends from a GPU, gloo from the CPU
@@ -86,10 +86,7 @@ class World:
         return [torch.from_numpy(part).to(tensor.device) for part in parts]
 
     def of_main(self, compute: Callable[[], T]) -> T:
-        """The result of `compute`, which only the first process calls, on every process.
-
-        The others wait as long as it takes (`barrier`). An error of the user or of the run ends them silently.
-        """
+        """The result of `compute`, which only the first process calls, on every process. An expected error ends all."""
         if self.size == 1:
             return compute()
         result, exit_code = None, 0
@@ -116,27 +113,17 @@ class World:
         return [next(remaining[i // adjacent % self.size]) for i in range(sum(map(len, shards)))]
 
     def barrier(self, what: str = "the arrival") -> None:
-        """Wait until every process is here, for as long as those that are missing give signs of life.
-
-        So a process may work alone for longer than `distributed.timeout_s`, which limits every other operation.
-        """
+        """Wait until every process is here. One may work alone for longer than `distributed.timeout_s`."""
         if self.size > 1 and _pulse is not None:
             _pulse.meet(what)
             # The first process may hold the store: it must not end before the others have seen that all are here.
             collective(what, dist.barrier)
 
     def start_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Begin to sum a tensor over all processes, in place; returns what waits until it is done.
-
-        All processes must begin their sums and other exchanges in the same order.
-        """
+        """Begin to sum a tensor over all processes, in place; returns what waits until it is done."""
         work = collective("the gradients", lambda: dist.all_reduce(tensor, async_op=True))
         assert work is not None
-
-        def wait() -> None:
-            collective("the gradients", work.wait)
-
-        return wait
+        return lambda: collective("the gradients", work.wait)
 
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -148,7 +135,7 @@ _step = "start"
 
 
 def collective(what: str, work: Callable[[], T]) -> T:
-    """Run a collective operation over `what`. A process that hangs or has ended is named (`Pulse.waiting`)."""
+    """Run a collective operation over `what`. A process that has ended is named (`Pulse.waiting`)."""
     return _pulse.waiting(what, work) if _pulse is not None else work()
 
 
@@ -172,8 +159,7 @@ def where(world: World) -> str:
 
 
 def name_checkpoint(in_words: Callable[[], str], keep_end: Callable[[Exception], object] = lambda _: None) -> None:
-    """Set what says, in a sentence, which checkpoint is left if the run ends, and what keeps the error with the stage
-    if that ends the process from another thread."""
+    """Set what says in a sentence which checkpoint is left if the run ends, and what keeps the error."""
     if _pulse is not None:
         _pulse.checkpoint_in_words, _pulse.keep_end = in_words, keep_end
 
@@ -181,8 +167,8 @@ def name_checkpoint(in_words: Callable[[], str], keep_end: Callable[[Exception],
 def start(device: str = "auto", timeout_s: float = 300.0) -> World:
     """Choose the device, and join the other processes if a launcher started several.
 
-    A collective operation that takes longer than `timeout_s` ends the run. The start may take `START_S`, if that is
-    longer. Raises ConfigError if this machine does not have the device.
+    A collective operation that takes longer than `timeout_s` ends the run; the start may take `START_S`. Raises
+    ConfigError if this machine does not have the device.
     """
     global _pulse
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -227,7 +213,6 @@ def require_rows_for_all(world: World, batch_size: int, key: str) -> None:
 
 
 def stop() -> None:
-    """Leave the process group."""
     global _pulse
     if _pulse is not None:
         _pulse.end()

@@ -1,8 +1,8 @@
 """Starts the processes of `rlhf <stage> --nproc N` on this machine, and ends them together. Does not import torch.
 
-torch's own launcher, `torchrun`, works too, and is the way to several machines. On one machine this one is simpler for
-the user: the config is checked once, a process that fails is named in one line, and a signal reaches every process and
-leaves it the time to save. `torchrun` ends its processes 30 seconds after a signal, and SIGUSR1 ends `torchrun` alone.
+torch's own launcher, `torchrun`, works too, and is the way to several machines. With this one the config is checked
+once, and a signal reaches every process and leaves it the time to save. `torchrun` ends its processes 30 seconds after
+a signal, and SIGUSR1 ends `torchrun` alone.
 """
 
 from __future__ import annotations
@@ -152,21 +152,16 @@ def free_port() -> int:
 
 
 def is_worker() -> bool:
-    """Whether `--nproc` started this process."""
     return LAUNCHED in os.environ
 
 
 def is_first_worker() -> bool:
-    """Whether this is the first process of those that a launcher started, or the only one."""
+    """Whether this is the first of the processes that a launcher started, or the only one."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def run_again(arguments: Sequence[str], count: int) -> None:
-    """Run this rlhf command in `count` processes, which meet by `distributed.start`.
-
-    Raises EndedElsewhere with the exit code of a run that failed.
-    """
+    """Run this rlhf command in `count` processes. Raises EndedElsewhere with the exit code of a run that failed."""
     again = [sys.executable, "-m", "rlhf_cli", *arguments]
-    code = run_processes(again, count, command(*arguments), grace_s=SHORT_GRACE_S)
-    if code:
+    if code := run_processes(again, count, command(*arguments), grace_s=SHORT_GRACE_S):
         raise EndedElsewhere(code)

@@ -1,14 +1,13 @@
 """Models whose weights are sharded among the processes, by torch's `fully_shard` (FSDP2).
 
-Each process holds some rows of every weight. Before a block of layers computes, the processes exchange its rows, so
-that each has the whole block for a moment. A weight outside of such a moment is a `DTensor`, of which `local` is this
-process's rows. A backward pass sums the gradients over the processes and leaves each its rows. The rows may wait in the
-CPU's memory (`distributed.offload`) while the model computes on a GPU: ask `device_of` where that is.
+Each process holds some rows of every weight, as a `DTensor`. Before a block of layers computes, the processes exchange
+its rows, so that each has the whole block for a moment. A backward pass sums the gradients over the processes and
+leaves each its rows. The rows may wait in the CPU's memory (`distributed.offload`) while the model computes on a GPU.
 
-Everything that computes with a sharded model is a collective operation: all processes must make the same number of
-passes, in the same order. The loop over passes (`microbatches.py`) sees to it. If their number is not known in advance,
-as in sampling, each is announced (`announce`), and a process that has made its last one joins the others' (`join`).
-Whatever reads weights in a pass besides the model's own forward, such as a head, must run inside of `gathered`.
+All processes must make the same number of passes of a sharded model, in the same order. The loop over passes
+(`microbatches.py`) sees to it. If their number is not known in advance, as in sampling, each is announced (`announce`),
+and a process that has made its last one joins the others' (`join`). Whatever reads weights in a pass besides the
+model's own forward, such as a head, must run inside of `gathered`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ _open: set[int] = set()
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether the weights of the model are sharded among the processes."""
     return isinstance(model, FSDPModule)
 
 
@@ -47,10 +45,9 @@ def plain_class(model: nn.Module) -> type[nn.Module]:
 
 
 def gathered(compute: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-    """Decorate a function that computes with a model, given as its first argument, in any way.
+    """Decorate a function that computes with a model, its first argument, so that a sharded one is whole meanwhile.
 
-    For a sharded model the function runs as the model's forward pass would: the weights outside of the blocks are whole
-    while it runs, and each block gathers its own. Its tensors may have a gradient. For another model nothing changes.
+    The weights outside of the blocks are whole while it runs, and each block gathers its own, as in a forward pass.
     """
 
     @functools.wraps(compute)
@@ -76,16 +73,14 @@ def run_gathered(model: Any, compute: Callable[..., R], *args: Any, **kwargs: An
 
 
 def announce(model: nn.Module) -> None:
-    """Tell the processes in `join` that this one makes a pass of the model. With a whole model this does nothing."""
+    """Tell the processes in `join` that this one makes a pass of the model, if it is sharded."""
     if is_sharded(model):
         most(1)
 
 
 def join(model: nn.Module, idle: Callable[[], object]) -> None:
-    """Call `idle`, which makes a pass, for each pass that another process announces, until all processes are here.
-
-    With a whole model this does nothing.
-    """
+    """Call `idle`, which makes a pass of a sharded model, for each one that another process announces, until all are
+    here."""
     while is_sharded(model) and most(0):
         idle()
 
@@ -102,7 +97,6 @@ def most(count: int) -> int:
 
 
 def is_first_process() -> bool:
-    """Whether this process is the first one, which writes files."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
@@ -112,9 +106,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A whole copy of a sharded tensor, on every process; another tensor as it is. All processes must call this.
+    """A whole copy of a sharded tensor, on the device of every process; another tensor as it is.
 
-    It is on the device of the processes, through which they exchange rows that wait in the CPU's memory, too.
+    All processes must call this.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -124,7 +118,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device on which the model computes. The weights of an offloaded model are on the CPU between its passes."""
+    """The device on which the model computes. Offloaded weights are on the CPU between its passes."""
     weight = next(model.parameters())
     return device_of_mesh(weight.device_mesh) if isinstance(weight, DTensor) else weight.device
 
@@ -147,10 +141,9 @@ def first_row(tensor: Tensor) -> int:
 
 
 def like(tensor: Tensor, local_rows: Tensor) -> Tensor:
-    """This process's rows as a tensor that is sharded as `tensor` is; as they are if that is not sharded.
+    """This process's rows, of any length, as a tensor that is sharded as `tensor` is, if it is.
 
-    The rows may have another length than those of `tensor`. They stay where they are: `DTensor.from_local` would move
-    rows that wait in the CPU's memory to the GPU.
+    They stay where they are: `DTensor.from_local` would move rows that wait in the CPU's memory to the GPU.
     """
     if not isinstance(tensor, DTensor):
         return local_rows
@@ -163,11 +156,9 @@ def like(tensor: Tensor, local_rows: Tensor) -> Tensor:
 
 # -------------------------------------------------------------------------------- time that processes wait in exchanges
 #
-# The seconds in exchanges tell which process of a run is slow. Between two exchanges a process computes, so the others
-# wait for the one that spends the least time in them. (Processor time would not tell: a process that gets fewer
-# processor seconds needs as many of them as the others.) On a CPU an exchange blocks, and a clock measures it. On GPUs
-# it is queued, and a clock would also measure the work that was queued before it. So two events on the current stream
-# measure it there: from the moment when this GPU has reached the exchange until all have.
+# The seconds in exchanges tell which process of a run is slow: the others wait for the one that spends the least time
+# in them. On a CPU an exchange blocks, and a clock measures it. On GPUs it is queued behind other work. So two events on
+# the current stream measure it there: from the moment when this GPU has reached the exchange until all have.
 
 
 MANY = 4096
@@ -180,7 +171,6 @@ _begun = 0
 
 
 def mark() -> Mark:
-    """This moment of the process, or of its GPU."""
     if not dist.is_initialized() or "nccl" not in dist.get_backend():
         return time.monotonic()
     event = torch.cuda.Event(enable_timing=True)
@@ -210,7 +200,7 @@ def exchange() -> Iterator[None]:
 
 
 def num_begun() -> int:
-    """Exchanges that this process has begun. Every process of a run begins the same ones in the same order."""
+    """Exchanges that this process has begun. All processes begin the same ones in the same order."""
     return _begun
 
 

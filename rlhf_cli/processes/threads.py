@@ -1,10 +1,9 @@
 """Work in threads: passes that do not depend on each other run at the same time on a CPU, one core each.
 
 torch can split one product among threads instead (OpenMP). For small products that gains little, and the last digits
-then depend on the number of threads. Here each thread computes whole passes on one core. What a pass computes does not
-depend on what runs beside it, and results are taken in order. So the number of threads changes no number of a run.
-Only passes of LARGE models, when there are fewer than threads, use several cores each, and decoding steps of somewhat
-smaller models (`rollout/sampling.py`).
+then depend on the number of threads. Here each thread computes whole passes, and results are taken in order, so the
+number of threads changes no number of a run. Only passes of LARGE models, when there are fewer than threads, use
+several cores each, and decoding steps of somewhat smaller models (`rollout/sampling.py`).
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ reading the weights takes so long that decoding groups of rows apart, each with 
 
 
 def is_large(*models: nn.Module | None, weights: int | None = None) -> bool:
-    """Whether one of the models has so many weights, by default LARGE."""
+    """Whether one of the models has so many weights."""
     least = LARGE if weights is None else weights
-    return any(sum(weight.numel() for weight in model.parameters()) >= least for model in models if model is not None)
+    return any(sum(weight.numel() for weight in model.parameters()) >= least for model in filter(None, models))
 
 
 class _Pool:
@@ -155,14 +154,12 @@ def _finish(running: deque[Future[R]]) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU, Python or torch's CPU allocator ran out of memory, or a thread could not be started.
-
-    The allocator raises a plain RuntimeError.
-    """
+    """Whether a GPU, Python or torch's CPU allocator ran out of memory, or a thread could not be started."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or lacks_thread(error):
         return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
+    # torch's allocator raises a plain RuntimeError.
+    texts = ("can't allocate memory", "out of memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def lacks_thread(error: BaseException) -> bool:

@@ -62,11 +62,10 @@ class Manifest(BaseModel, frozen=True, extra="forbid", strict=True):
 
 
 def stage_directory(root: str | Path, stage: str) -> Path:
-    """The directory of a finished `stage` of the run at `root`."""
     return Path(root) / stage
 
 
-def repeat_commands(directory: str | Path, stages: Iterable[str], again: str = AGAIN) -> list[str]:
+def repeat_commands(directory: str | Path, stages: Iterable[str]) -> list[str]:
     """The commands that repeat the stages of the run in `directory`, then measure and show the result.
 
     >>> for line in repeat_commands("mine", ["sft"]): print(line)
@@ -74,17 +73,17 @@ def repeat_commands(directory: str | Path, stages: Iterable[str], again: str = A
     rlhf eval artifacts/again
     rlhf report artifacts/again
     """
-    trains = [f"rlhf {stage} --config {directory}/{stage}/config.yaml --set artifacts={again}" for stage in stages]
-    return [*trains, *(f"rlhf {name} {again}" for name in ("eval", "report"))]
+    trains = [f"rlhf {stage} --config {directory}/{stage}/config.yaml --set artifacts={AGAIN}" for stage in stages]
+    return [*trains, *(f"rlhf {name} {AGAIN}" for name in ("eval", "report"))]
 
 
 def partial_directory(root: str | Path, stage: str) -> Path:
-    """The directory in which `stage` is built until it is finished."""
+    """Where `stage` is built until it is finished."""
     return Path(root) / f".{stage}.partial"
 
 
 def set_aside_directory(root: str | Path, stage: str) -> Path:
-    """The directory of the previous result while the new one is renamed into its place."""
+    """Where the previous result is while the new one is renamed into its place."""
     return Path(root) / f".{stage}.old"
 
 
@@ -119,8 +118,8 @@ def read_manifest_or_none(directory: str | Path) -> Manifest | None:
 def fingerprint(path: str | None, revision: str | None = None) -> str:
     """A digest that changes when the content of `path` changes; "missing" for None.
 
-    For a finished stage it is the digest of the manifest, for another file or folder that of its bytes. A path that is
-    not on disk is taken as a hub id, which is identified by its name and revision only.
+    For a finished stage it is the digest of the manifest. A path that is not on disk is taken as a hub id, which is
+    identified by its name and revision only.
     """
     if path is None:
         return "missing"
@@ -170,7 +169,6 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _numbered(value: Any) -> Any:
-    """A list of mappings as a mapping from their numbers; any other value unchanged."""
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         return {str(number): item for number, item in enumerate(value)}
     return value
@@ -180,7 +178,7 @@ def _numbered(value: Any) -> Any:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to disk (fsync)."""
+    """Flush a file, or the entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -189,7 +187,6 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Flush a folder and everything in it to disk (fsync)."""
     for path in sorted(directory.rglob("*"), reverse=True):
         sync(path)
     sync(directory)
@@ -219,7 +216,7 @@ def open_partial(root: str | Path, stage: str, *, keep: bool = False) -> Path:
 def publish(root: str | Path, stage: str, **facts: Any) -> Manifest:
     """Write the manifest of the built stage, and rename the directory to its final name.
 
-    All files are flushed to disk before the rename. The previous result is removed only after the rename is on disk.
+    All files are flushed to disk before the rename, and the rename before the previous result is removed.
     """
     partial, final = partial_directory(root, stage), stage_directory(root, stage)
     files = {
@@ -254,7 +251,7 @@ def recover(root: str | Path, stage: str) -> None:
 
 
 class MissingStageError(ArtifactError):
-    """A stage that another stage needs has not been run."""
+    """A stage that another one needs has not been run."""
 
     def __init__(self, root: str | Path, stage: str):
         self.root, self.stage = str(root), stage
@@ -285,14 +282,8 @@ class DamagedStageError(ArtifactError):
 def damage_of_models(directory: Path, manifest: Manifest, folder: str = "", *, thorough: bool = False) -> str | None:
     """What is wrong with the models in a finished stage's directory; None if their files have their recorded digests.
 
-    A model card (README.md) may be edited.
-
-    Args:
-        directory: the stage's directory.
-        manifest: its manifest. One without digests is accepted.
-        folder: only this model; "" for all.
-        thorough: read every file. Otherwise a file is read only if it was changed or copied after the manifest was
-            written or after the time that the manifest names, by the file system's time stamps.
+    A model card (README.md) may be edited. Unless `thorough`, a file is read only if its time stamps are later than the
+    manifest's or than the time that the manifest names. `folder` is the model to check; "" for all.
     """
     written = (directory / MANIFEST).stat().st_ctime_ns
     try:
@@ -317,8 +308,7 @@ def damage_of_models(directory: Path, manifest: Manifest, folder: str = "", *, t
 def require_intact(path: str | Path, *, thorough: bool = False) -> None:
     """Raise DamagedStageError if a model of a finished stage is not as it was written.
 
-    `path` is the stage's directory or the folder of one of its models, or of a member such as `rm/members/1`. Nothing
-    is checked for other folders and hub ids.
+    `path` is the stage's directory, or the folder of one of its models or members. Other folders are not checked.
     """
     whole = Path(path)
     for directory, folder in ((whole, ""), (whole.parent, whole.name), (whole.parent.parent, whole.parent.name)):
@@ -356,7 +346,7 @@ def require_new(out: Path) -> None:
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder to write into, which is renamed to `out` at the end. If anything fails, nothing is left of it.
 
-    It is `.<name>.partial` beside `out` until then. Raises ArtifactError if `out` exists or cannot be written.
+    Raises ArtifactError if `out` exists or cannot be written.
     """
     require_new(out)
     partial = out.with_name(f".{out.name}.partial")

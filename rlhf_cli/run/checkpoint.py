@@ -67,7 +67,7 @@ class Weights:
 
 
 def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies on the CPU. CPU tensors are copied too, because training changes them while they are written."""
+    """Copies on the CPU, also of CPU tensors, which training changes while they are written."""
     return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
@@ -147,7 +147,6 @@ class CheckpointStore:
         return None, rejected
 
     def restore(self, path: Path) -> None:
-        """Restore the state of every object from a checkpoint."""
         tensors, numbers = SavedTensors.of(path), json.loads((path / NUMBERS).read_text(encoding="utf-8"))
         try:
             for name, part in self.parts.items():
@@ -207,10 +206,7 @@ NOT_RESTORED = "checkpoints"
 
 
 class StageFiles:
-    """The .jsonl files of a stage and its running time.
-
-    Only the first process writes (`writes`); the others save and restore nothing.
-    """
+    """The .jsonl files of a stage and its running time. Only the first process writes, saves and restores them."""
 
     def __init__(self, directory: Path, *, writes: bool):
         self.directory, self.writes = directory, writes
@@ -220,17 +216,15 @@ class StageFiles:
         self._rows: dict[str, JsonLines] = {}
 
     def rows(self, name: str) -> JsonLines:
-        """The file <name>.jsonl, created if it does not exist."""
         if name not in self._rows:
             self._rows[name] = JsonLines(self.directory / f"{name}.jsonl")
         return self._rows[name]
 
     def paths(self) -> list[Path]:
-        """The open files."""
         return [file.path for file in self._rows.values()]
 
     def seconds(self) -> float:
-        """Seconds that the stage has run, those before an interruption included."""
+        """Seconds that the stage has run, also before an interruption."""
         return round(time.monotonic() - self.started, 3)
 
     def close(self) -> None:
@@ -238,7 +232,7 @@ class StageFiles:
             file.close()
 
     def state(self) -> State:
-        """Size and digest of each file of rows, the folders and the digests of their files, and the seconds so far."""
+        """Sizes of the files of rows, names of the folders, digests of all files, and the seconds so far."""
         if not self.writes:
             return {}, {}
         artifacts.sync_tree(self.directory)
@@ -376,11 +370,15 @@ def restored(tensors: Mapping[str, torch.Tensor], name: str, target: torch.Tenso
 
 
 def save_rows(tensors: Mapping[str, torch.Tensor], directory: Path, rank: int, num_processes: int) -> Path | None:
-    """Write this process's file: its rows of sharded tensors, on the first process also the others; None for none.
+    """Write this process's file: its rows of sharded tensors, on the first process also the others; None for none."""
 
-    Where machines hold copies of each other only the first one writes.
-    """
-    mine = {name: t for name, t in tensors.items() if (_is_first_copy(t) if isinstance(t, DTensor) else rank == 0)}
+    def writes(tensor: torch.Tensor) -> bool:
+        if not isinstance(tensor, DTensor):
+            return rank == 0
+        where = tensor.device_mesh.get_coordinate()
+        return where is not None and not any(where[:-1])  # of machines that hold copies of each other, the first
+
+    mine = {name: tensor for name, tensor in tensors.items() if writes(tensor)}
     if not mine:
         return None
     first_rows = {name: first_row(t) for name, t in mine.items() if isinstance(t, DTensor)}
@@ -401,9 +399,3 @@ def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         found[name] = plain.clone() if address in known else plain
         known.add(address)
     return found
-
-
-def _is_first_copy(tensor: DTensor) -> bool:
-    """Whether this process is in the first of the groups that hold the same rows."""
-    where = tensor.device_mesh.get_coordinate()
-    return where is not None and not any(where[:-1])

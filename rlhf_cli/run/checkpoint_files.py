@@ -41,12 +41,10 @@ LONGEST_LINE = 2000
 
 
 def checkpoints_directory(root: str | Path, stage: str) -> Path:
-    """The directory of the checkpoints of an unfinished `stage` of the run at `root`."""
     return Path(root) / f".{stage}.checkpoints"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint was written, from its name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
@@ -54,7 +52,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file atomically: to a temporary file that is flushed to disk and renamed."""
+    """Write a small file atomically and flush it to disk."""
     temporary = path.with_name(f".{path.name}.writing")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -104,10 +102,7 @@ def remove(checkpoints: Iterable[Path]) -> None:
 
 
 def remove_leftovers(root: str | Path, stage: str) -> None:
-    """Remove the checkpoints of a stage whose process was killed after it was published.
-
-    Does nothing while another process is building the stage.
-    """
+    """Remove the checkpoints of a stage whose process was killed after it was published, unless it is being built."""
     directory, partial, lock = checkpoints_directory(root, stage), partial_directory(root, stage), Lock(root, stage)
     if partial.exists() or not (directory.exists() or lock.path.exists()):
         return
@@ -120,10 +115,7 @@ def remove_leftovers(root: str | Path, stage: str) -> None:
 
 
 def keep_end(root: str | Path, stage: str, name: str, line: str) -> None:
-    """Write beside an unfinished stage that it `failed` or was `interrupted`, and the line that says why.
-
-    The next run of the stage removes it. Does nothing if the stage has no unfinished run, or if it cannot be written.
-    """
+    """Write beside an unfinished stage, if possible, that it `failed` or was `interrupted`, and why."""
     # Not in the stage's folder: the first process may be flushing all files there while another one ends.
     temporary = Path(root) / f".{stage}.end.{os.getpid()}"
     with contextlib.suppress(OSError):
@@ -176,19 +168,16 @@ def damage_of(checkpoint: Path) -> str | None:
 
 
 def resumable_checkpoints(root: str | Path, stage: str) -> list[Path]:
-    """The checkpoints of an unfinished stage, oldest first. Leftovers of a published stage are not included.
-
-    The members of a reward model are trained before `model`, each with its own checkpoints.
-    """
+    """The checkpoints of an unfinished stage, oldest first; those of a reward model's members come before `model`'s."""
     directory = checkpoints_directory(root, stage)
-    if not partial_directory(root, stage).is_dir():
+    if not partial_directory(root, stage).is_dir():  # leftovers of a published stage
         return []
     members = sorted(directory.glob(f"{MEMBERS}/*"), key=lambda path: int(path.name))
     return [path for part in (*members, directory) for path in list_checkpoints(part)]
 
 
 def last_step(root: str | Path, stage: str) -> int | None:
-    """The step of an unfinished stage's newest checkpoint, from its name."""
+    """The step of an unfinished stage's newest checkpoint."""
     paths = resumable_checkpoints(root, stage)
     return step_of(paths[-1]) if paths else None
 

@@ -94,10 +94,7 @@ def identity(config: Stage) -> dict[str, Any]:
 
 
 def inputs_of(config: Stage, base: Path) -> dict[str, tuple[str, str | None]]:
-    """`config.inputs`, and for each file of the user's code the modules beside it that it imports.
-
-    Relative paths are looked up in `base`.
-    """
+    """`config.inputs`, and the modules that files of the user's code, looked up in `base`, import from beside them."""
     inputs = dict(config.inputs)
     for role, (path, _) in config.inputs.items():
         if path.endswith(".py"):
@@ -109,7 +106,7 @@ def inputs_of(config: Stage, base: Path) -> dict[str, tuple[str, str | None]]:
 
 
 def require_inputs(config: Stage) -> None:
-    """Raise MissingStageError for the first stage of the run that this one needs and that is not finished."""
+    """Raise MissingStageError for the first stage that this one needs and that is not finished."""
     for stage in config.needs:
         require_stage(config.artifacts, stage)
 
@@ -117,8 +114,7 @@ def require_inputs(config: Stage) -> None:
 def require_files(config: Stage) -> None:
     """Raise for the first path of a config that can only be a local file, and does not exist.
 
-    A path that may be a hub id is not checked. A path that ends in the name of a stage is taken as the output of a
-    stage that has not run yet.
+    A path that ends in the name of a stage is taken as the output of a stage that has not run yet.
     """
     for role, source in config.sources.items():
         try:

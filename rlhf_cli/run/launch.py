@@ -236,8 +236,7 @@ def _command_for(stage: str, root: str, config_path: str | Path, given: Sequence
 
 
 def load_stage(stage: str) -> Run:
-    """Import the `run` of a stage. Other projects use the name `stages` too, so only the one beside this package
-    is accepted."""
+    """Import the `run` of a stage. Only the package `stages` beside this one counts: other projects have one too."""
     spec = importlib.util.find_spec("stages")
     ours = Path(__file__).resolve().parents[2] / "stages" / "__init__.py"
     other = Path(spec.origin).resolve() if spec is not None and spec.origin else None
@@ -291,12 +290,10 @@ what decides whether PPO starts is then not what the last figures are measured o
 
 
 def check_requirements(config: Stage, *, is_finished: bool = False) -> list[str]:
-    """Compare the manifests of the stages that `config` reads with its `require`; returns a line for each that holds.
+    """Compare the manifests of the stages that `config` reads with its `require`; returns a line for each figure.
 
-    A figure of the reward model must hold for every reward model of `rewards`. With `is_finished` PPO is finished and
-    would not run again.
-
-    Raises ConfigError for a figure or an interval that no manifest has, RunError for a limit that is not met.
+    A figure of the reward model must hold for every reward model of `rewards`. With `is_finished` PPO would not run
+    again. Raises ConfigError for a figure or an interval that a manifest lacks, RunError for a limit that is not met.
     """
     if not isinstance(config, PPOConfig):
         return []

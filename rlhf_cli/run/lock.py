@@ -45,11 +45,10 @@ class Lock:
         self._file: IO[str] | None = None
 
     def acquire(self) -> str:
-        """Take the lock, and return a warning for the user, or "".
+        """Take the lock, and return a warning for the user, or "". Raises ArtifactError if another process holds it.
 
         Some network file systems have no locks (Lustre without `-o flock`, NFS without a lock daemon). There the run
-        goes on without one, unless the lock file names a process on this machine that is alive. Raises ArtifactError,
-        which names the owner, if another process holds the lock.
+        goes on without one, unless the lock file names a process on this machine that is alive.
         """
         warning = ""
         while True:
@@ -95,7 +94,7 @@ class Lock:
         return self._file is not None and _same_file(self._file, self.path)
 
     def release(self) -> None:
-        """Release the lock and remove its file; does nothing if it is not held."""
+        """Release the lock and remove its file, if it is held."""
         if self._file is not None:
             if self.is_held():
                 self.path.unlink()
@@ -104,15 +103,12 @@ class Lock:
 
 
 def lock_path(root: str | Path, stage: str) -> Path:
-    """The lock file of a stage of the run at `root`."""
     return Path(root) / f".{stage}.lock"
 
 
 def owner_of(root: str | Path, stage: str) -> Owner | None:
-    """The process that is building a stage; None if there is none. Needs read access only, and changes nothing.
-
-    A lock file that a killed process left behind is not locked, so it has no owner.
-    """
+    """The process that is building a stage, or None. Needs read access only. A file that a killed process left behind
+    is not locked."""
     try:
         with io.TextIOWrapper(open_regular(lock_path(root, stage)), encoding="utf-8") as file:
             try:

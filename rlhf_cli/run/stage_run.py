@@ -152,10 +152,7 @@ class StageRun:
             require_adapters(self.config)
 
     def microbatch_tokens(self, models: Mapping[str, PreTrainedModel]) -> int:
-        """Maximum tokens of a microbatch: as configured, or what `auto` chooses for the models (plan/budget.py).
-
-        `models` are by the names that the plan gives them, each on its device.
-        """
+        """Maximum tokens of a microbatch: as configured, or what `auto` chooses for the models (by name)."""
         config = self.config
         assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
         given = (config.ppo if isinstance(config, PPOConfig) else config.training).tokens_per_microbatch
@@ -223,8 +220,7 @@ class StageRun:
     def resume(self, parts: Mapping[str, Stateful], total: int) -> int:
         """Restore `parts` from the newest usable checkpoint; returns how many of the `total` steps are done.
 
-        Rows of metrics and samples that were written after the checkpoint are removed: these steps are repeated with
-        the same result.
+        Rows that were written after the checkpoint are removed: these steps are repeated with the same result.
         """
         self.checkpoints.parts = {"files": self.files, "bad_steps": self.bad_steps, **self.loss_scale.parts(), **parts}
         path, rejected = self.world.of_main(
@@ -275,7 +271,7 @@ class StageRun:
         return path is not None
 
     def save_finished(self, step: int, parts: Mapping[str, Stateful]) -> None:
-        """Save `parts` alone as the last checkpoint, and remove the others."""
+        """Save `parts` as the only checkpoint."""
         self.checkpoints.parts, self.checkpoints.keep = dict(parts), 1
         self.checkpoints.save(step)
         self.checkpoints.wait()
@@ -307,8 +303,8 @@ class StageRun:
     def finish_step(self, step: int, total: int) -> None:
         """End a step: save a checkpoint if one is due, and stop if a signal asked for it.
 
-        After a bad step only a signal causes a checkpoint, so that the last good checkpoints are kept. Raises
-        Interrupted after saving if a signal arrived, and RunError if a weight is NaN or infinite.
+        After a bad step only a signal causes a checkpoint, so that the last good ones are kept. Raises Interrupted
+        after saving if a signal arrived, and RunError if a weight is NaN or infinite.
         """
         settings, now = self.config.checkpoints, time.monotonic()
         is_late = settings.every_minutes is not None and now - self._last_checkpoint > 60 * settings.every_minutes
@@ -351,9 +347,8 @@ class StageRun:
     ) -> bool:
         """Whether an optimizer step may be taken: the loss and gradient norm in `numbers` are finite.
 
-        If not, the batch from `rows` is written beside the stage, together with `step`, the step of the metrics row,
-        unless the scale of the loss explains it. All processes must call this with the same numbers. Raises RunError
-        after `optimizer.max_bad_steps` consecutive bad steps.
+        If not, and the scale of the loss does not explain it, the batch from `rows` is written beside the stage. All
+        processes must call this with the same numbers. Raises RunError after `optimizer.max_bad_steps` in a row.
         """
         is_scale = self.loss_scale.explains(numbers)
         wrong = self.bad_steps.count(numbers, is_excused=is_scale)
@@ -403,10 +398,7 @@ class StageRun:
     # -------------------------------------------------------------------------------------------- rows
 
     def log(self, step: int, metrics: dict[str, float], shown: tuple[str, ...] = ()) -> None:
-        """Write a row of metrics.jsonl, and show the metrics named in `shown` beside the progress, in that order.
-
-        A figure that the row lacks, as a held-out one, keeps its latest value.
-        """
+        """Write a row of metrics.jsonl, and show the latest value of the metrics in `shown` beside the progress."""
         self.record("metrics", {"step": step, **metrics, "time/elapsed_s": self.files.seconds()})
         if shown and self.world.is_main:
             latest = self.files.latest
@@ -414,7 +406,6 @@ class StageRun:
             self.display.step(step, figures({name: latest[name] for name in shown if name in latest}))
 
     def sample(self, row: dict[str, Any]) -> None:
-        """Write a row of samples.jsonl."""
         self.record("samples", row)
 
     def record(self, name: str, row: dict[str, Any]) -> None:
@@ -425,7 +416,7 @@ class StageRun:
                 self.trackers.send(name, written)
 
     def report(self, step: int, findings: Sequence[Finding], line: str | None) -> None:
-        """Print health findings and write them to health.jsonl; `line` is the summary shown beside the progress.
+        """Print health findings and write them to health.jsonl; `line` is the summary beside the progress.
 
         Raises RunError for a finding that stops the run.
         """

@@ -96,7 +96,7 @@ def state_of(root: str | Path, stage: str) -> StageState:
 def unfinished_stages(root: str | Path) -> list[tuple[StageState, str]]:
     """The stages of a run that are not finished, each with a sentence about it.
 
-    A stage that has not run is left out while another stage of the run is at work, which may be followed by it.
+    A stage that has not run is left out while another one runs, which may be followed by it.
     """
     states = {stage: state_of(root, stage) for stage in STAGES}
     is_running = any(state.name == "running" for state in states.values())
@@ -114,8 +114,7 @@ def what_changed(config: Stage, recorded: Mapping[str, Any], root: str | Path) -
     """How the data and inputs of the finished stage at `root` differ from the current ones; "" if they are the same.
 
     `recorded` is the identity in the stage's manifest. Relative paths are resolved from the directory in which the run
-    was started (`working_directory`), or from the current directory if that is unknown. The run's own stages are looked
-    up in `root`. So the result does not depend on the current directory, and the whole run may have been moved.
+    was started, if that is known, and the run's own stages are looked up in `root`. So the run may have been moved.
     """
     base = working_directory(config.artifacts, root) or Path.cwd()
     stages_of_run = {f"{config.artifacts}/{stage}": str(Path(root) / stage) for stage in STAGES}
@@ -150,7 +149,7 @@ def what_changed(config: Stage, recorded: Mapping[str, Any], root: str | Path) -
 def problems_of(root: str | Path, stage: str, manifest: Manifest) -> str:
     """Why the finished stage at `root` should not be used as it is: damaged models, changed data; "" if it can be.
 
-    Raises ConfigError if this version cannot read its config.yaml, and OSError if its data cannot be read.
+    Raises ConfigError or OSError if its config.yaml or data cannot be read.
     """
     directory = stage_directory(root, stage)
     damage = damage_of_models(directory, manifest)

@@ -22,7 +22,7 @@ from rlhf_cli.run.checkpoint import State, Stateful
 
 
 class BadSteps:
-    """Counts bad steps: consecutive ones, and all of them. Saved in checkpoints."""
+    """Counts bad steps: consecutive ones, and all of them."""
 
     def __init__(self, limit: int):
         self.limit = limit
@@ -30,7 +30,7 @@ class BadSteps:
         self.in_a_row = self.total = 0
 
     def count(self, numbers: Mapping[str, float], *, is_excused: bool = False) -> str | None:
-        """Count a step, given its loss and gradient norm; returns which of them is not finite, or None for a good step.
+        """Count a step; returns which of its loss and gradient norm is not finite, or None for a good step.
 
         A bad step that is excused does not count among the consecutive ones.
 
@@ -76,10 +76,9 @@ def no_gradient(norms: Mapping[str, float], what: str) -> list[Finding]:
 
 
 def append_new(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append those rows to a .jsonl file that it does not contain yet, and flush it to disk.
+    """Append those rows to a .jsonl file that it lacks, and flush it to disk. Removes an incomplete last row first.
 
-    A resumed run repeats its last steps and gives the same rows again. An incomplete last row, left by a killed
-    process, is removed first.
+    A resumed run repeats its last steps and gives the same rows again.
     """
     lines = [json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass") + b"\n" for row in rows]
     path.touch()
@@ -127,7 +126,7 @@ class LossScale:
             self._is_unscaled = True
 
     def explains(self, numbers: Mapping[str, float]) -> bool:
-        """Whether the scale may be what made these figures infinite: they are norms of gradients, and it can fall."""
+        """Whether the scale may have made these figures infinite: they are norms of gradients, and it can fall."""
         wrong = [name for name, value in numbers.items() if not math.isfinite(value)]
         return bool(wrong) and self.scale > 1.0 and all(name.endswith("/grad_norm") for name in wrong)
 

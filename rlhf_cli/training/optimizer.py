@@ -53,7 +53,7 @@ class Stepper:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next step."""
+        """Of the next step."""
         return self.rate(self.steps)
 
     def _set_rate(self) -> None:
@@ -81,7 +81,7 @@ class Stepper:
         return norm.item()
 
     def release(self) -> None:
-        """Free the optimizer's moments, which are twice the size of the model. No step may follow."""
+        """Free the optimizer's moments. No step may follow."""
         self.optimizer.state.clear()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -120,8 +120,7 @@ class Stepper:
 def sharded_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """The norm of gradients of which some are sharded among the processes, and the others the same on all: [].
 
-    Rows may be in the CPU's memory. Only the sum of their squares goes to `device`, where the processes add theirs.
-    All processes must call this.
+    All processes must call this. Rows may be in the CPU's memory; the sum of their squares goes to `device`.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # of the others, of the sharded ones
     mesh = None
@@ -147,9 +146,6 @@ def build_stepper(
     """AdamW over the trainable weights of `model`, with warm-up and schedule over `total_steps`.
 
     Weight decay applies to matrices, not to biases and normalization weights. `seed` is that of stochastic rounding.
-
-    No schedule of torch is used: LinearLR and CosineAnnealingLR compute each rate from the one before. The last bits
-    would differ, and resuming at a step with another `total_steps` would not be exact.
     """
     peak = learning_rate if learning_rate is not None else config.learning_rate
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -178,7 +174,8 @@ def rate_at(step: int, *, config: Optimizer, total_steps: int) -> float:
     progress = (step - warmup_steps) / (total_steps - warmup_steps), it is
     min_lr_ratio + (1 - min_lr_ratio) * left, where left is 1 - progress (linear), (1 + cos(pi * progress)) / 2
     (cosine) or 1 (constant). The minimum would be reached one step after the last. These are the schedules of
-    transformers' `get_scheduler`, whose module takes longer to import than a small model takes to train.
+    transformers' `get_scheduler`, whose module takes longer to import than a small model takes to train. Those of torch
+    compute each rate from the one before, so resuming with another `total_steps` would not be exact.
 
     >>> config = Optimizer(learning_rate=1e-3, schedule="linear", warmup_steps=2, min_lr_ratio=0.5)
     >>> [rate_at(step, config=config, total_steps=6) for step in range(7)]
@@ -236,11 +233,8 @@ class RoundedAdamW(torch.optim.Optimizer):
     """AdamW whose bfloat16 weights and moments are rounded stochastically. Float32 weights get plain AdamW.
 
     A step is computed in float32. Near 1 the bfloat16 numbers are 2**-7 apart, so rounding to the nearest would undo
-    every smaller step. Stochastic rounding keeps it on average (Gupta et al. 2015).
-
-    The random numbers of a step depend on the seed, on the step, on the parameter and on the place in it. So processes
-    with the same gradients keep the same weights, whether these are whole or sharded, and a resumed run computes the
-    same bytes.
+    every smaller step. Stochastic rounding keeps it on average (Gupta et al. 2015). The random numbers depend on the
+    seed, step, parameter and place in it, so all processes, sharded or not, and a resumed run draw the same.
     """
 
     def __init__(
@@ -271,10 +265,7 @@ class RoundedAdamW(torch.optim.Optimizer):
 
 
 def _noise(seed: tuple[Any, ...], total: int, which: int, count: int, *, first: int, device: torch.device) -> Tensor:
-    """`count` random numbers below 2**16, int32, for the numbers of a tensor from number `first` on.
-
-    They depend on where they are in the whole tensor of `total` numbers, and not on how it is sharded among processes.
-    """
+    """`count` random numbers below 2**16, int32, for a tensor of `total` numbers from number `first` on."""
     drawn = []
     for start in range(first - first % DRAWN, first + count, DRAWN):
         generator = torch.Generator(device).manual_seed(derived_seed(*seed, which, start))
@@ -286,10 +277,7 @@ def _noise(seed: tuple[Any, ...], total: int, which: int, count: int, *, first: 
 def _step(
     chunk: list[Tensor], gradient: Tensor, group: dict[str, Any], steps: int, draw: Callable[[int, int], Tensor]
 ) -> None:
-    """One step of [n] weights and their two moments, in place. They have made `steps` steps before.
-
-    `draw` gives the random numbers of one of the three (`_noise`).
-    """
+    """Step number `steps` of [n] weights and their two moments, in place. `draw` is `_noise` of one of the three."""
     weight, average, square = wide = [t.float() for t in chunk]
     beta1, beta2 = group["betas"]
     adamw(
@@ -316,10 +304,8 @@ def _step(
 def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
     """float32 -> bfloat16: to one of the two nearest numbers, at random, so that the mean of the result is x.
 
-    With the neighbours a <= x <= b the result is b with probability (x - a) / (b - a). A bfloat16 number is not
-    changed. A bfloat16 number is the upper half of a float32 number: a random number is added to the lower half, and
-    carries over with just that probability.
-
+    With the neighbours a <= x <= b the result is b with probability (x - a) / (b - a): a bfloat16 number is the upper
+    half of a float32 number, and a random number that is added to the lower half carries over with that probability.
     `noise` are random numbers below 2**16, int32, of the shape of x. They are overwritten.
 
     >>> x = torch.full((10_000,), 1.0 + 2**-9)  # a quarter of the way from 1 to 1 + 2**-7
@@ -335,9 +321,8 @@ def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
 # ------------------------------------------------------------------------- what a checkpoint keeps of each weight
 #
 # It is a tensor with a row for each row of the weight, so a checkpoint of several processes is that of one. In 8 bits
-# a moment is a byte and, for each block of 256 numbers, a scale. Two processes may hold two neighbouring rows of a
-# sharded weight, so a block must lie within one row. A sharded weight whose row length is not a multiple of 256 keeps
-# its moments in float32.
+# a moment is a byte and, for each block of 256 numbers, a scale. Neighbouring rows of a sharded weight may be on two
+# processes, so such a weight keeps float32 moments if its row length is not a multiple of 256.
 
 
 BLOCK = 256
@@ -352,7 +337,6 @@ def has_whole_blocks(weight: Tensor) -> bool:
 
 
 def saved_state(weight: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The state of an optimizer for a weight, as tensors for a checkpoint."""
     found = {key: value if isinstance(value, Tensor) else torch.tensor(value) for key, value in state.items()}
     if not isinstance(weight, DTensor):
         return found
@@ -365,10 +349,7 @@ def saved_state(weight: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def restored_state(weight: Tensor, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor | int]:
-    """What the optimizer keeps of a weight, from a checkpoint.
-
-    `names` are those in the checkpoint, by the optimizer's own. The 8-bit AdamW counts its steps in a Python integer.
-    """
+    """What the optimizer keeps of a weight, from a checkpoint. `names` are those there, by the optimizer's own."""
     first, count = first_row(weight), len(local(weight)) if weight.ndim else 0
     found: dict[str, Tensor | int] = {}
     if "absmax1" in names and not has_whole_blocks(weight):  # its moments are float32 here
@@ -381,7 +362,7 @@ def restored_state(weight: Tensor, tensors: Mapping[str, Tensor], names: Mapping
     for key, name in names.items():
         if key in SAME_FOR_ALL:
             value = tensors[name]
-            found[key] = int(value) if value.dtype == torch.int64 else value
+            found[key] = int(value) if value.dtype == torch.int64 else value  # 8-bit AdamW counts its steps in an int
         elif key.startswith("absmax"):
             scales = tensors[name]
             if isinstance(weight, DTensor):
@@ -435,7 +416,6 @@ class WeightAverage:
         self.weights = {name: local(p.detach()).float().cpu().clone() for name, p in self._trained()}
 
     def update(self) -> None:
-        """Move the average towards the current weights."""
         for name, p in self._trained():
             self.weights[name] = ema(self.weights[name], local(p.detach()).float().cpu(), decay=self.decay)
 

@@ -37,12 +37,16 @@ class Count:
     tokens: float = 0.0
     flops: float = 0.0
 
+    def add(self, other: Count) -> None:
+        self.seconds += other.seconds
+        self.tokens += other.tokens
+        self.flops += other.flops
+
 
 class Speed:
     """Counts the phases of a stage, for each row of metrics and for the whole run.
 
-    Seconds are this process's; tokens and FLOPs are summed over all processes. A checkpoint or an evaluation
-    between two steps counts in the row of the later step.
+    Seconds are this process's; tokens and FLOPs are summed over all processes.
     """
 
     def __init__(self, stage: str, world: World):
@@ -76,10 +80,7 @@ class Speed:
 
     def count(self, name: str, *, seconds: float = 0.0, tokens: int = 0, flops: int = 0) -> None:
         """Add work of this process to a phase."""
-        count = self._now[name]
-        count.seconds += seconds
-        count.tokens += tokens
-        count.flops += flops
+        self._now[name].add(Count(seconds, tokens, flops))
 
     def row(self) -> dict[str, float]:
         """The metrics since the last row. All processes must call this.
@@ -106,21 +107,14 @@ class Speed:
                 row[f"speed/{name}_tokens_per_s"] = round(count.tokens / max(count.seconds, 1e-9), 1)
             if name in COMPUTING:
                 row[f"speed/{name}_mfu"] = round(self._mfu(count), 4)
-            total = self._total[name]
-            total.seconds += count.seconds
-            total.tokens += count.tokens
-            total.flops += count.flops
+            self._total[name].add(count)
             self._now[name] = Count()
         return row | {"memory/peak_gb": round(peak_memory(self.world.device) / GB, 3)}
 
     def line(self) -> str:
-        """A summary of the run: tokens per second, model FLOPs utilization (MFU), shares of the time, peak memory.
-
-        `rest` is the time outside all phases: loading, saving the model, and work between the phases.
-        """
+        """A summary of the run: tokens per second, model FLOPs utilization (MFU), shares of the time, peak memory."""
         for name, count in self._now.items():
-            # For example an evaluation after the last row.
-            self._total[name].seconds += count.seconds
+            self._total[name].add(count)  # for example an evaluation after the last row
             self._now[name] = Count()
         rates = [
             f"{name} {count.tokens / count.seconds:,.0f} tokens/s"
@@ -144,7 +138,7 @@ class Speed:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes so far: allocated on the GPU, or resident in memory without one."""
+    """Peak bytes so far, allocated on the GPU or resident in memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

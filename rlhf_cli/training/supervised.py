@@ -47,11 +47,7 @@ class Loop(Generic[T]):
     """The optimizer steps of a stage over batches of `T`.
 
     Args:
-        stage: the run that owns the files and the display.
-        model: the model that is trained.
-        passes: how its forward and backward passes are computed.
         num_rows: training rows, for the number of steps.
-        held_out: the held-out rows.
         evaluate: computes the figures of held-out rows; `{}` without rows.
         save: writes the model as the folder of this name in the stage's directory.
         best: which model to keep as `best_model`.
@@ -152,10 +148,7 @@ class Loop(Generic[T]):
         }
 
     def evaluate(self, done: int) -> dict[str, float]:
-        """Held-out figures after `done` steps: of the validation rows if there are some, else of the test rows.
-
-        Saves the model as `best_model` if they are the best so far.
-        """
+        """Held-out figures after `done` steps. Saves the model as `best_model` if they are the best so far."""
         with self.stage.speed.phase("evaluation"):
             found = self._evaluate(self.held_out.watched)
             figures = {self._named(name): value for name, value in found.items()}
@@ -187,10 +180,7 @@ class Loop(Generic[T]):
             self.stage.report(done, [Finding(MEMORISES, "warning", message, advice)], None)
 
     def finish(self) -> dict[str, float]:
-        """Save the trained model before anything else can fail, then compute the final held-out figures.
-
-        Those of the test rows are `eval/...`, those of the validation rows `validation/...`.
-        """
+        """Save the trained model before anything else can fail, then compute the final held-out figures."""
         self.stepper.release()  # what follows may load a second model
         self.save("model")
         figures = self.evaluate(self.num_steps)
@@ -202,11 +192,10 @@ class Loop(Generic[T]):
         return figures
 
     def _named(self, name: str) -> str:
-        """The name of a figure of the rows that are watched."""
+        """`eval/...` of test rows is `validation/...` where validation rows are watched."""
         return re.sub("^eval/", "validation/", name) if self.held_out.validation else name
 
     def save(self, name: str) -> None:
-        """Write the model to a folder of the stage's directory."""
         if self.stage.world.takes_part(self.model):
             self._save(name)
         self.stage.world.barrier(f"{name} to be saved")
