@@ -51,14 +51,14 @@ def say(text: object, *, error: bool = False, flush: bool = False, end: str = "\
     shown, file = printable(str(text), keep="\n"), sys.stderr if error else sys.stdout
     with contextlib.suppress(OSError, ValueError):  # it has no descriptor
         if error and file.isatty() and (width := os.get_terminal_size(file.fileno()).columns):
-            # A word that is longer, such as a path, stays whole.
-            whole = {"break_long_words": False, "break_on_hyphens": False}
-            shown = "\n".join(
-                textwrap.fill(line, width, subsequent_indent=re.sub(r"\S.*", "", line), **whole)
-                if len(line) > width
-                else line
-                for line in shown.split("\n")
-            )
+            lines = shown.split("\n")
+            for number, line in enumerate(lines):
+                if len(line) > width:
+                    # A word that is longer, such as a path, stays whole.
+                    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+                    wrapper.subsequent_indent = line[: len(line) - len(line.lstrip(" "))]
+                    lines[number] = wrapper.fill(line)
+            shown = "\n".join(lines)
     print(shown, file=file, flush=flush, end=end)
 
 

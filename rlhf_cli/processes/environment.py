@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 DEFAULTS = {
-    # Both caches keep an entry for each of the last 1,024 shapes of matrix products. Packed rows have new shapes in each
-    # step, so the caches took 0.3 GB in a few PPO iterations of a small model. One step has about a dozen shapes.
+    # Both caches keep an entry for each of the last 1,024 shapes of matrix products. Packed rows have new shapes in
+    # each step, so the caches took 0.3 GB in a few PPO iterations of a small model. One step has about a dozen shapes.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
     "LRU_CACHE_CAPACITY": "32",
     # Our own messages say in one line what is wrong with a model, or which process has ended. When a connection ends,

@@ -157,8 +157,8 @@ def like(tensor: Tensor, local_rows: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------- time that processes wait in exchanges
 #
 # The seconds in exchanges tell which process of a run is slow: the others wait for the one that spends the least time
-# in them. On a CPU an exchange blocks, and a clock measures it. On GPUs it is queued behind other work. So two events on
-# the current stream measure it there: from the moment when this GPU has reached the exchange until all have.
+# in them. On a CPU an exchange blocks, and a clock measures it. On GPUs it is queued behind other work. So two events
+# on the current stream measure it there: from the moment when this GPU has reached the exchange until all have.
 
 
 MANY = 4096
