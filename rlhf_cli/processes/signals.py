@@ -40,6 +40,7 @@ class StopRequests:
     def __init__(self) -> None:
         self.received: int | None = None
         self._before: dict[int, Any] = {}
+        self._launcher = os.getppid() if {"TORCHELASTIC_RUN_ID", LAUNCHED} & os.environ.keys() else None
 
     def install(self) -> None:
         """Install the handlers, in the main thread; Python allows it nowhere else."""
@@ -51,6 +52,14 @@ class StopRequests:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+
+    def asked(self) -> int | None:
+        """The signal that asks the run to stop, or None. It is SIGTERM if `torchrun` or `rlhf --nproc` has ended.
+
+        SIGUSR1 and SIGKILL end `torchrun` alone. Its processes would go on without it.
+        """
+        has_ended = self._launcher is not None and os.getppid() != self._launcher
+        return self.received or (signal.SIGTERM if has_ended else None)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         if self.received is not None:
@@ -74,20 +83,6 @@ def _in_a_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_a_child)
-
-
-class Launcher:
-    """The process that started this one, if that is `torchrun` or `rlhf --nproc`."""
-
-    def __init__(self) -> None:
-        self._pid = os.getppid() if {"TORCHELASTIC_RUN_ID", LAUNCHED} & os.environ.keys() else None
-
-    def has_ended(self) -> int | None:
-        """SIGTERM if the launcher has ended, so that the run is saved and stops; None otherwise.
-
-        SIGUSR1 and SIGKILL end `torchrun` alone. Its processes would go on without it.
-        """
-        return signal.SIGTERM if self._pid is not None and os.getppid() != self._pid else None
 
 
 def discard_output_of_closed(files: Iterable[int] = (1, 2)) -> None:

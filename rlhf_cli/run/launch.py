@@ -209,8 +209,6 @@ def explained(config_path: str | Path, root: str, overrides: Sequence[str] = ())
         rebuild = _command_for(error.stage, error.root, config_path, overrides)
         raise ArtifactError(f"{error}. To rebuild: {rebuild} --restart") from None
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            raise ConfigError(f"{str(error.filename)[:80]}...: the name is too long. Shorten it") from None
         if error.errno in FULL_OR_UNWRITABLE:
             raise ArtifactError(
                 f"{error.filename or root}: cannot be written ({error.strerror}); finished stages and earlier "

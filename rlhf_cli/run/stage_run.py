@@ -24,7 +24,7 @@ from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrup
 from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.recap import at, findings_of, last_names, unit_of
 from rlhf_cli.processes import distributed
-from rlhf_cli.processes.signals import Launcher, StopRequests
+from rlhf_cli.processes.signals import StopRequests
 from rlhf_cli.processes.threads import is_out_of_memory, lacks_thread, use_threads
 from rlhf_cli.report.progress import Display, figures
 from rlhf_cli.run import artifacts, checkpoint_files
@@ -71,7 +71,6 @@ class StageRun:
         self.checkpoints_directory = checkpoint_files.checkpoints_directory(config.artifacts, stage)
         self.checkpoints = CheckpointStore(self.checkpoints_directory, keep=config.checkpoints.keep, world=self.world)
         self.stop_requests = StopRequests()
-        self.launcher = Launcher()
         assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
         self.bad_steps = BadSteps(config.optimizer.max_bad_steps)
         self.loss_scale = LossScale(self.world.device, config.precision)
@@ -310,7 +309,7 @@ class StageRun:
         is_late = settings.every_minutes is not None and now - self._last_checkpoint > 60 * settings.every_minutes
         self._is_due |= is_late or (settings.every_steps is not None and step % settings.every_steps == 0)
         distributed.at_step(f"{self.stage} step {step + 1}" if step < total else f"{self.stage} end")
-        everyone = self.world.gather((self._is_due, self.stop_requests.received or self.launcher.has_ended()))
+        everyone = self.world.gather((self._is_due, self.stop_requests.asked()))
         stop = next((number for _, number in everyone if number is not None), None)
         if self.world.is_main:
             self._require_files()
