@@ -34,8 +34,6 @@ FATES = {
 }
 INTACT = r"The run ends\. The checkpoint of step [12] is intact\."
 LINES = {
-    "killed": r"{stage} step 3: process {other} waited for [\w ]+ of all 2 processes, but process {rank}{at} "
-    rf"ended without a message\. The system kills a process when memory runs out\. {INTACT}",
     "hangs": r"{stage} step 3: process {other} waited \d+ s for [\w ]+ of all 2 processes: process {rank}{at} gives no "
     rf"sign of life\. {INTACT} If a step takes that long, raise distributed\.timeout_s",
     "memory": r"{stage} step 3, process {rank} of 2: out of memory .*",
@@ -46,8 +44,6 @@ LINES = {
     ("fate", "stage", "work", "rank"),
     [
         ("memory", "rm", "_accumulate", 1),
-        # The first process holds the store by which all know of each other.
-        ("killed", "ppo", "collect", 0),
         # The others wait without a connection to it: it gives no sign of life, killed or not.
         ("killed", "ppo", "ask_rewards", 1),
     ],

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cli.processes.launcher import run_processes
 from rlhf_cli.run import checkpoint_files
 from rlhf_cli.run.artifacts import read_manifest
 from support.compare import same_weights
@@ -151,31 +150,3 @@ def test_the_processes_of_a_torchrun_that_has_ended_save_and_stop(begin, tmp_pat
     assert checkpoint_files.last_step(str(tmp_path), "sft") > 0
     rows = [json.loads(line) for line in (tmp_path / ".sft.partial/metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] >= 1
-
-
-HUNGRY = """
-from rlhf_cli.processes.environment import set_up_process
-set_up_process()  # as python -m stages.sft does
-import os, torch
-from rlhf_cli.run import launch
-from stages import sft
-accumulate, calls = sft._accumulate, []
-def hungry(*given):
-    calls.append(given)
-    if os.environ["RANK"] == "1" and len(calls) == 3:
-        torch.empty(10**15)
-    return accumulate(*given)
-sft._accumulate = hungry
-launch.main("sft", sft.run)
-"""
-
-
-def test_a_process_without_memory_ends_all_with_one_line(write_config, make_model, tmp_path, monkeypatch, capfd):
-    for name in ("OMP_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES"):
-        monkeypatch.setenv(name, ENVIRONMENT[name])
-    config = write_config("sft", tmp_path, model={"path": str(make_model("llama"))}, training={"num_steps": 6})
-    command = [sys.executable, "-c", HUNGRY, "--config", str(config), "--quiet"]
-    assert run_processes(command, 2, "again") == 1
-    error = capfd.readouterr().err
-    assert error.startswith("error: sft step 3, process 1 of 2: out of memory"), error
-    assert len(error.splitlines()) == 1, error

@@ -72,6 +72,7 @@ def redirect(log: str) -> None:
 def child(arguments: Sequence[str], log: str, watch: Watch | None, environment: Mapping[str, str]) -> None:
     """Run the `rlhf` command with its output in `log`."""
     redirect(log)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` would have it ignored
     os.environ.update(environment)
     if watch is not None:
         _watch(watch)
@@ -167,14 +168,13 @@ def end_all() -> None:
     STARTED.clear()
 
 
-class Attempt:
-    """One start of the `rlhf` command."""
+class Child:
+    """A process that is forked from one that has imported everything, with its output in `log`."""
 
-    def __init__(self, arguments: Sequence[str], log: Path, watch: Watch | None = None, **environment: str):
+    def __init__(self, target: Callable[..., None], args: Sequence[Any], log: Path):
         log.unlink(missing_ok=True)
         self.log = log
-        args = (list(arguments), str(log), watch, environment)
-        self._process = server().Process(target=child, args=args, daemon=True)
+        self._process = server().Process(target=target, args=args, daemon=True)
         self._process.start()
         STARTED.append(self._process)
 
@@ -194,6 +194,22 @@ class Attempt:
             raise TimeoutError(f"still running after {seconds} s: {self.output}")
         return self._process.exitcode
 
+    def kill(self) -> None:
+        """End it, also if it was stopped."""
+        self._process.kill()
+        self._process.join()
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(encoding="utf-8") if self.log.is_file() else ""
+
+
+class Attempt(Child):
+    """One start of the `rlhf` command."""
+
+    def __init__(self, arguments: Sequence[str], log: Path, watch: Watch | None = None, **environment: str):
+        super().__init__(child, (list(arguments), str(log), watch, environment), log)
+
     def kill_after(self, seconds: float) -> int:
         """Kill it if it still runs after `seconds`; return the exit code."""
         self._process.join(seconds)
@@ -203,10 +219,6 @@ class Attempt:
     def wait_until_stopped(self) -> None:
         """Wait until it has sent itself SIGSTOP."""
         wait_for(lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].startswith("T"))
-
-    @property
-    def output(self) -> str:
-        return self.log.read_text(encoding="utf-8") if self.log.is_file() else ""
 
 
 def server() -> Any:

@@ -6,9 +6,8 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from support.crash import redirect, server
+from support.crash import Child, redirect
 
 
 def _run(code: str, arguments: Sequence[str], folder: str, environment: Mapping[str, str], log: str, code_here: bool):
@@ -23,7 +22,7 @@ def _run(code: str, arguments: Sequence[str], folder: str, environment: Mapping[
     exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
 
 
-class Forked:
+class Forked(Child):
     """A process that runs `code`, with its output in `log`.
 
     With `code_here` it imports the packages `rlhf_cli` and `stages` of `folder`, else those of this checkout.
@@ -38,25 +37,8 @@ class Forked:
         environment: Mapping[str, str] | None = None,
         code_here: bool = False,
     ):
-        self.log = log
-        args = (code, list(arguments), str(folder), dict(environment or {}), str(log), code_here)
-        self._process: Any = server().Process(target=_run, args=args, daemon=True)
-        self._process.start()
+        super().__init__(_run, (code, list(arguments), str(folder), dict(environment or {}), str(log), code_here), log)
 
-    @property
-    def pid(self) -> int:
-        """The id of the process."""
-        return int(self._process.pid)
-
-    def kill(self) -> None:
-        """End the process, also one that was stopped."""
-        self._process.kill()
-        self._process.join()
-
-    def wait(self, seconds: float = 600) -> tuple[int, str]:
+    def wait(self, seconds: float = 600) -> tuple[int, str]:  # type: ignore[override]
         """Wait for the end; return the exit code and the output."""
-        self._process.join(seconds)
-        if self._process.exitcode is None:
-            self._process.kill()
-            raise TimeoutError(self.log.read_text(encoding="utf-8"))
-        return self._process.exitcode, self.log.read_text(encoding="utf-8")
+        return super().wait(seconds), self.output

@@ -19,7 +19,6 @@ from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.training.optimizer import RoundedAdamW, build_stepper, float32_moments, round_stochastically
 from support.gpu import DEVICES
 from support.resume import stopping_after
-from support.tiny import read_jsonl
 from support.worlds import run_in_threads
 
 BFLOAT16 = {"optimizer": {"precision": "bfloat16"}, "precision": "bfloat16"}
@@ -181,16 +180,6 @@ def test_bytes_of_a_trained_weight(precision, expected):
     count = sum(tensor.nbytes for tensor in held) / model.weight.numel() - 4
     assert count == pytest.approx(expected, abs=0.01)
     assert sum(STATES[precision]) - 4 == pytest.approx(expected, abs=0.01)
-
-
-def losses(run_stage, root, make_model, name="llama", **changes):
-    """The training losses of 25 steps from random weights."""
-    training = {"num_steps": 25, "minibatch_size": 8}
-    optimizer = {"learning_rate": 5e-3, **changes.pop("optimizer", {})}
-    stage = run_stage(
-        "sft", root, model={"path": str(make_model(name))}, training=training, optimizer=optimizer, **changes
-    )
-    return [row["loss/sft"] for row in read_jsonl(stage / "metrics.jsonl") if "loss/sft" in row]
 
 
 def test_two_processes_keep_equal_weights(make_model, write_config, run_stage, tmp_path, monkeypatch):
