@@ -38,7 +38,7 @@ from rlhf_cli.models.frozen import give_float32, trained_matrices
 from rlhf_cli.models.heads import is_encoder
 from rlhf_cli.models.load import prepare
 from rlhf_cli.models.quantized import divisible
-from rlhf_cli.processes.sharding import Mark, count, exchange, first_row, local, mark, run_gathered
+from rlhf_cli.processes.sharding import begin_exchange, first_row, local, run_gathered
 
 MOST_WHOLE = 0.1
 """Share of the trained numbers of a group that may stay whole on each process (`_stay_whole`)."""
@@ -158,28 +158,20 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-class TimedAllGather(DefaultAllGather):
-    """torch's exchange of the rows of a block, whose seconds are counted (`rlhf_cli.processes.sharding`)."""
+class CountedAllGather(DefaultAllGather):
+    """torch's exchange of the rows of a block, which is counted (`rlhf_cli.processes.sharding`)."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
-        with exchange():
-            return super().__call__(*args, **kwargs)
+        begin_exchange()
+        return super().__call__(*args, **kwargs)
 
 
-class TimedReduceScatter(DefaultReduceScatter):
-    """torch's sum of the gradients of a block, whose seconds are counted."""
-
-    _ended: Mark = 0.0
+class CountedReduceScatter(DefaultReduceScatter):
+    """torch's sum of the gradients of a block, which is counted."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dist.Work:
-        with exchange():
-            work = super().__call__(*args, **kwargs)
-        self._ended = mark()
-        return work
-
-    def after_all_reduce(self, _: Tensor) -> None:
-        """Count the sum over the machines that hold the same rows, which follows in the hybrid division."""
-        count(self._ended, mark())
+        begin_exchange()
+        return super().__call__(*args, **kwargs)
 
 
 @torch.no_grad()
@@ -220,11 +212,8 @@ def _shard(
     # Losses are divided by counts over all processes, so gradients are summed.
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
-    reduce = TimedReduceScatter()
-    module.set_custom_all_gather(TimedAllGather())
-    module.set_custom_reduce_scatter(reduce)
-    if mesh.ndim == 2:
-        module.set_all_reduce_hook(reduce.after_all_reduce)
+    module.set_custom_all_gather(CountedAllGather())
+    module.set_custom_reduce_scatter(CountedReduceScatter())
     bad = []
     for name, place in deferred:
         weight = module.get_parameter(name)

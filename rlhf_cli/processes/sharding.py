@@ -13,10 +13,7 @@ model's own forward, such as a head, must run inside of `gathered`.
 from __future__ import annotations
 
 import functools
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -91,8 +88,8 @@ def most(count: int) -> int:
         return count
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     largest = torch.tensor([count], device=device)
-    with exchange():
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    begin_exchange()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return int(largest.item())
 
 
@@ -113,8 +110,8 @@ def whole(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     rows = local(tensor).to(device_of_mesh(tensor.device_mesh))
-    with exchange():
-        return like(tensor, rows).full_tensor()  # type: ignore[attr-defined]
+    begin_exchange()
+    return like(tensor, rows).full_tensor()  # type: ignore[attr-defined]
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -154,64 +151,15 @@ def like(tensor: Tensor, local_rows: Tensor) -> Tensor:
     return DTensor(local_rows.detach(), DTensorSpec(tensor.device_mesh, tensor.placements, meta), requires_grad=False)
 
 
-# -------------------------------------------------------------------------------- time that processes wait in exchanges
-#
-# The seconds in exchanges tell which process of a run is slow: the others wait for the one that spends the least time
-# in them. On a CPU an exchange blocks, and a clock measures it. On GPUs it is queued behind other work. So two events
-# on the current stream measure it there: from the moment when this GPU has reached the exchange until all have.
-
-
-MANY = 4096
-"""Pairs of events that are kept before those in the past are counted."""
-Mark = float | torch.cuda.Event
-"""A moment: seconds of the clock, or an event of a GPU."""
-_queued: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-_seconds = 0.0
 _begun = 0
 
 
-def mark() -> Mark:
-    if not dist.is_initialized() or "nccl" not in dist.get_backend():
-        return time.monotonic()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def count(begin: Mark, end: Mark) -> None:
-    """Count the time between two moments of the same kind as an exchange."""
-    global _seconds
-    if isinstance(begin, float) and isinstance(end, float):
-        _seconds += end - begin
-    elif isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        _queued.append((begin, end))
-        if len(_queued) > MANY:
-            _count_queued()
-
-
-@contextmanager
-def exchange() -> Iterator[None]:
-    """Count the time in the block as an exchange. One that fails is not counted."""
+def begin_exchange() -> None:
+    """Count an exchange. All processes begin the same ones in the same order, so the counts tell who is behind."""
     global _begun
     _begun += 1
-    begin = mark()
-    yield
-    count(begin, mark())
 
 
 def num_begun() -> int:
-    """Exchanges that this process has begun. All processes begin the same ones in the same order."""
+    """Exchanges that this process has begun."""
     return _begun
-
-
-def waited_s() -> float:
-    """Seconds in exchanges so far. On a GPU those that are not over are counted later."""
-    _count_queued()
-    return _seconds
-
-
-def _count_queued() -> None:
-    global _seconds
-    while _queued and _queued[0][1].query():
-        begin, end = _queued.popleft()
-        _seconds += begin.elapsed_time(end) / 1000

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from rlhf_cli.errors import EndedElsewhere, RunError
 from rlhf_cli.processes.ending import PATIENCE_S, STORE_THREAD, Ending, in_time, pause
 from rlhf_cli.processes.exits import LOST, another_has_failed, exit_code
-from rlhf_cli.processes.sharding import count, exchange, num_begun
+from rlhf_cli.processes.sharding import begin_exchange, num_begun
 from rlhf_cli.processes.signals import stop_requested
 
 T = TypeVar("T")
@@ -215,8 +215,8 @@ class Pulse(threading.Thread):
         """Run a collective operation `work` over `what`. Raises what `lost` returns if it fails."""
         self._waits, self._last_what = True, what
         try:
-            with exchange():
-                return work()
+            begin_exchange()
+            return work()
         except RuntimeError as error:
             raise self.lost(what) from error
         finally:
@@ -228,7 +228,7 @@ class Pulse(threading.Thread):
         Raises what `lost` returns if one has ended.
         """
         self._num_met += 1
-        self._waits, self._last_what, began = True, what, time.monotonic()
+        self._waits, self._last_what = True, what
         errors: list[RuntimeError] = []
         # In a thread: if the process that holds the store hangs, so does every request to it.
         arrival = threading.Thread(target=self._arrive, args=(errors,), name=STORE_THREAD, daemon=True)
@@ -242,7 +242,6 @@ class Pulse(threading.Thread):
                 raise self.lost(what) from errors[0]
         finally:
             self._waits = False
-        count(began, time.monotonic())
 
     def _arrive(self, errors: list[RuntimeError]) -> None:
         """Tell the others that this process has arrived at the meeting, and return when all have."""

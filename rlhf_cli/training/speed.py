@@ -14,7 +14,6 @@ from typing import TypeVar
 import torch
 
 from rlhf_cli.processes.distributed import World
-from rlhf_cli.processes.sharding import waited_s
 
 T = TypeVar("T")
 
@@ -54,7 +53,6 @@ class Speed:
         self.peak_flops = 0.0
         """Measured FLOPs per second of this process's device; 0 if not measured."""
         self.started = time.monotonic()
-        self._waited = waited_s()
         self._now = {name: Count() for name in PHASES[stage]}
         self._total = {name: Count() for name in PHASES[stage]}
 
@@ -87,19 +85,11 @@ class Speed:
 
         ``time/<phase>_s``; ``speed/<phase>_tokens_per_s`` of all processes, without padding and with prompts;
         ``speed/<phase>_mfu``, model FLOPs (`Work`) divided by what the devices could have done in that time;
-        ``memory/peak_gb``. With several processes also ``speed/slowest_process``, the rank that the others wait for
-        (`exchange` in processes/sharding.py), and ``time/waited_s``, the seconds that another one waited more than it.
+        ``memory/peak_gb``.
         """
         row: dict[str, float] = {}
-        waited = waited_s()
-        waits = {f"waited {rank}": 0.0 for rank in range(self.world.size)}
-        waits[f"waited {self.world.rank}"], self._waited = waited - self._waited, waited
         counts = {f"{name} {what}": getattr(c, what) for name, c in self._now.items() for what in ("tokens", "flops")}
-        sums = self.world.sum_floats(counts | waits)
-        if self.world.size > 1:
-            seconds = [sums[name] for name in waits]
-            row["speed/slowest_process"] = float(seconds.index(min(seconds)))
-            row["time/waited_s"] = round(max(seconds) - min(seconds), 4)
+        sums = self.world.sum_floats(counts)
         for name, mine in self._now.items():
             count = Count(mine.seconds, sums[f"{name} tokens"], sums[f"{name} flops"])
             row[f"time/{name}_s"] = round(count.seconds, 4)

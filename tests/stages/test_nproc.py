@@ -89,7 +89,7 @@ WITH_TORCHRUN = (
 )
 
 
-def test_two_processes_give_the_weights_of_one_and_name_the_slowest(write_config, make_model, run_stage, tmp_path):
+def test_two_processes_give_the_weights_of_one(write_config, make_model, run_stage, tmp_path):
     changes = {"model": {"path": str(make_model("llama"))}, "optimizer": {"eps": 1e-3}}
     run_stage("sft", tmp_path / "one", **changes)
     config = write_config("sft", tmp_path / "two", **changes)
@@ -100,9 +100,6 @@ def test_two_processes_give_the_weights_of_one_and_name_the_slowest(write_config
     manifest = read_manifest(tmp_path / "two/sft")
     assert manifest is not None
     assert manifest.num_processes == 2
-    rows = [row for row in read_jsonl(tmp_path / "two/sft/metrics.jsonl") if "time/step_s" in row]
-    assert {row["speed/slowest_process"] for row in rows} <= {0.0, 1.0}
-    assert all(row["time/waited_s"] >= 0 for row in rows)
     skipped = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "skipped" in skipped.stdout
     wrong = [*command, "--set", "training.num_steps=no"]
