@@ -13,7 +13,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -99,8 +99,7 @@ def cores(count: int) -> Iterator[None]:
 def in_threads(tasks: Sequence[Callable[[], R]], most: int | None = None, *, wide: bool = False) -> Iterator[R]:
     """The result of each task, in order.
 
-    A task sees the gradient mode of its caller. If one raises, the others that have begun finish first. A task that
-    runs out of memory is computed again by itself, and so are all after it.
+    A task sees the gradient mode of its caller. If one raises, the others that have begun finish first.
 
     Args:
         tasks: they must not depend on each other.
@@ -127,30 +126,15 @@ def in_threads(tasks: Sequence[Callable[[], R]], most: int | None = None, *, wid
         running = deque(executor.submit(compute, task) for task in tasks[:count])
         try:
             while running:
-                try:
-                    result = running[0].result()
-                except (MemoryError, RuntimeError) as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    break
-                running.popleft()
+                result = running.popleft().result()
                 if waiting:
                     running.append(executor.submit(compute, waiting.popleft()))
                 yield result
-            num_left = len(waiting) + len(running)
-            _finish(running)
-            yield from (task() for task in tasks[len(tasks) - num_left :])
         finally:
-            _finish(running)
-
-
-def _finish(running: deque[Future[R]]) -> None:
-    """Wait for the tasks that have begun, and drop their results."""
-    while running:
-        future = running.pop()
-        if not future.cancel():
-            with contextlib.suppress(Exception):
-                future.result()
+            for future in running:
+                if not future.cancel():
+                    with contextlib.suppress(Exception):
+                        future.result()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -29,7 +29,6 @@ from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import JsonLines, digest_file, digest_once, read_text
 from rlhf_cli.processes.distributed import ALONE, World
 from rlhf_cli.processes.sharding import first_row, like, local
-from rlhf_cli.processes.threads import is_out_of_memory
 from rlhf_cli.run import artifacts
 from rlhf_cli.run.checkpoint_files import MEMBERS, damage_of, list_checkpoints, new_checkpoint, remove
 
@@ -83,10 +82,7 @@ class CheckpointStore:
         self._error: BaseException | None = None
 
     def save(self, step: int) -> None:
-        """Copy the state after `step` and start to write it; raises the error of the previous checkpoint, if any.
-
-        Without memory for a copy or a thread the checkpoint is written before this returns.
-        """
+        """Copy the state after `step` and start to write it; raises the error of the previous checkpoint, if any."""
         self.wait()
         states = {name: part.state() for name, part in self.parts.items()}
         live = {f"{name}/{key}": t.detach() for name, (tensors, _) in states.items() for key, t in tensors.items()}
@@ -94,16 +90,8 @@ class CheckpointStore:
         if any(isinstance(tensor, DTensor) for tensor in live.values()):
             self._write_shards(step, live, numbers)
         elif self.world.is_main:
-            try:
-                writer = threading.Thread(target=self._write, args=(step, copied(live), numbers))
-                writer.start()
-            except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                self._write(step, apart(live), numbers)
-                self.wait()
-            else:
-                self._writer = writer
+            self._writer = threading.Thread(target=self._write, args=(step, copied(live), numbers))
+            self._writer.start()
 
     def not_finite(self) -> str | None:
         """The name of the first weight with a NaN or infinite value, in this process's rows; None if all are finite."""

@@ -93,28 +93,6 @@ def test_an_error_is_raised_when_the_tasks_beside_it_have_ended():
     assert list(in_threads(together(2))) == [0, 1]
 
 
-def test_a_task_without_memory_is_computed_again_by_itself():
-    use_threads(2)
-    running, most, lock = [0], [0], threading.Lock()
-
-    def greedy(number):
-        with lock:
-            running[0] += 1
-            most[0] = max(most[0], running[0])
-            crowded = threading.current_thread() is not threading.main_thread() and number >= 2
-        try:
-            if crowded:
-                raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
-            return number
-        finally:
-            with lock:
-                running[0] -= 1
-
-    assert list(in_threads([lambda number=number: greedy(number) for number in range(6)])) == list(range(6))
-    with pytest.raises(RuntimeError, match="another"):
-        list(in_threads([lambda: (_ for _ in ()).throw(RuntimeError("another"))] * 2))
-
-
 def test_a_task_computes_its_own_passes_in_turn():
     use_threads(2)
     nested = [lambda: list(in_threads([threading.get_ident] * 3)) for _ in range(2)]

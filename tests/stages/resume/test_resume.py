@@ -214,44 +214,6 @@ def test_a_failed_checkpoint_is_reported_at_the_next_one(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("lacking", ["a copy", "a thread"])
-def test_a_checkpoint_without_memory_is_written_in_the_foreground(lacking, config_in, finish, tmp_path, monkeypatch):
-    """Its content is the same. Under `ulimit -v` the stack of a thread may not fit."""
-    start, finish_step = threading.Thread.start, StageRun.finish_step
-    failed = []
-
-    def copies(_: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        failed.append(1)
-        raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: ...")
-
-    def starts(thread: threading.Thread) -> None:
-        if "_write" in thread.name:
-            failed.append(1)
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    def stop(self: StageRun, done: int, total: int) -> None:
-        if done in (2, 3):
-            ask_to_stop(self)
-        finish_step(self, done, total)
-        assert self.checkpoints._writer is None
-
-    arguments = config_in("sft", tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(StageRun, "finish_step", stop)
-        if lacking == "a copy":
-            patch.setattr(checkpoint, "copied", copies)
-        else:
-            patch.setattr(threading.Thread, "start", starts)
-        assert [rlhf(arguments).exit_code for _ in range(2)] == [143, 143]
-    assert [path.name for path in checkpoints(tmp_path, "sft")] == ["step-00000002", "step-00000003"]
-    assert len(failed) == 2
-    assert "resuming after step 3" in finish(arguments)
-    monkeypatch.setattr(checkpoint, "copied", lambda _: (_ for _ in ()).throw(RuntimeError("another error")))
-    with pytest.raises(RuntimeError, match="another error"):
-        CheckpointStore(tmp_path, keep=2).save(1)
-
-
 def test_files_are_synced_before_they_are_renamed(config_in, tmp_path):
     """Checked by the order of file operations. Only a power cut, not a kill, could show a mistake."""
     root = tmp_path / "run"
