@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_cli.errors import ConfigError, EndedElsewhere, RunError, UserError
-from rlhf_cli.processes.sharding import is_sharded
+from rlhf_cli.processes.sharding import begin_exchange, is_sharded
 
 if TYPE_CHECKING:
     from rlhf_cli.processes.signs_of_life import Pulse
@@ -115,9 +115,7 @@ class World:
     def barrier(self, what: str = "the arrival") -> None:
         """Wait until every process is here. One may work alone for longer than `distributed.timeout_s`."""
         if self.size > 1 and _pulse is not None:
-            _pulse.meet(what)
-            # The first process may hold the store: it must not end before the others have seen that all are here.
-            collective(what, dist.barrier)
+            _pulse.waiting(what, _pulse.meet)
 
     def start_sum(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Begin to sum a tensor over all processes, in place; returns what waits until it is done."""
@@ -136,6 +134,7 @@ _step = "start"
 
 def collective(what: str, work: Callable[[], T]) -> T:
     """Run a collective operation over `what`. A process that has ended is named (`Pulse.waiting`)."""
+    begin_exchange()
     return _pulse.waiting(what, work) if _pulse is not None else work()
 
 
@@ -195,8 +194,7 @@ def start(device: str = "auto", timeout_s: float = 300.0) -> World:
         ending = connect(patience)
         ending.wait_until_ready(patience)
         backend = "nccl" if device == "cuda" else "gloo"
-        # The thread of signs, which names the missing process, comes first (`Pulse._judge`).
-        timeout = timedelta(seconds=1.5 * timeout_s + 120)
+        timeout = timedelta(days=7)  # the thread of signs ends a wait, and names the missing process (`Pulse`)
         dist.init_process_group(backend, store=ending.store, rank=rank, world_size=size, timeout=timeout)
         _pulse = Pulse(ending, timeout_s, _step)
         _pulse.start()

@@ -9,15 +9,12 @@ import errno
 import os
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 from rlhf_cli.errors import EndedElsewhere, Interrupted, RunError, UserError
 from rlhf_cli.printing import say
 
 LOST = 87
 """The exit code of a process that ends because it lost the connection to another one, which reports the error."""
-FAILED = "RLHF_FAILED_FILE"
-"""The environment variable that names a file to which `--nproc` writes as soon as one of its processes has failed."""
 
 
 def exit_code(work: Callable[[], object]) -> int:
@@ -55,8 +52,3 @@ def _end(exit_code: int, line: str | None = None) -> int:
     elif line is not None:
         say(line, error=True)
     return exit_code
-
-
-def another_has_failed() -> bool:
-    """Whether `--nproc`, if it started this process, has seen another one fail."""
-    return FAILED in os.environ and Path(os.environ[FAILED]).stat().st_size > 0

@@ -25,7 +25,7 @@ from rlhf_cli.errors import EndedElsewhere
 from rlhf_cli.files import KNOWN_FILE, known_digests
 from rlhf_cli.printing import say
 from rlhf_cli.processes.environment import num_cores
-from rlhf_cli.processes.exits import FAILED, LOST
+from rlhf_cli.processes.exits import LOST
 from rlhf_cli.processes.signals import LAUNCHED, stop_signals
 from rlhf_cli.program import command
 
@@ -60,14 +60,10 @@ def run_processes(
         LAUNCHED: resume_command,
     }
     workers: list[subprocess.Popen[bytes]] = []
-    with (
-        tempfile.NamedTemporaryFile("w", suffix=".json") as digests,
-        tempfile.NamedTemporaryFile("w") as failure,
-        _signals_reach(workers) as received,
-    ):
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as digests, _signals_reach(workers) as received:
         digests.write(known_digests())
         digests.flush()
-        environment |= {KNOWN_FILE: digests.name, FAILED: failure.name}
+        environment[KNOWN_FILE] = digests.name
         for rank in range(count):
             own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             # In a process group of its own, or Ctrl-C would reach it twice: from the terminal and from us.
@@ -76,10 +72,8 @@ def run_processes(
         deadline = math.inf
         while running := [worker for worker in workers if worker.poll() is None]:
             failed += [rank for rank, w in enumerate(workers) if w.returncode and rank not in failed]
-            if failed and not received and deadline == math.inf:
+            if failed and deadline == math.inf:
                 deadline = time.monotonic() + grace_s
-                failure.write("failed")
-                failure.flush()
             if not received and time.monotonic() > deadline:  # a process that hangs reacts to nothing else
                 _signal(running, signal.SIGKILL)
             time.sleep(POLL_S)

@@ -4,7 +4,7 @@ Every two seconds a thread of each process writes to the store of the process gr
 many collective operations it has begun. The thread also reads the signs of the others. If another process is waited for
 longer than `distributed.timeout_s` (`missing`), it ends this process with a line that names the other: the main thread
 cannot, since it hangs in the operation or, over NCCL, in the GPU's queue behind it. Work that only one process does,
-such as saving a model, may take longer: the others wait in `Pulse.meet`, for as long as it gives signs of life.
+such as saving a model, may take longer: the others wait in a barrier, for as long as it gives signs of life.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from rlhf_cli.errors import EndedElsewhere, RunError
 from rlhf_cli.processes.ending import PATIENCE_S, STORE_THREAD, Ending, in_time, pause
-from rlhf_cli.processes.exits import LOST, another_has_failed, exit_code
-from rlhf_cli.processes.sharding import begin_exchange, num_begun
+from rlhf_cli.processes.exits import LOST, exit_code
+from rlhf_cli.processes.sharding import num_begun
 from rlhf_cli.processes.signals import stop_requested
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ T = TypeVar("T")
 EVERY_S = 2.0
 """Seconds between two signs of life."""
 SLOWEST_POLL_S = 0.25
-"""Seconds between two looks at the store in a long wait."""
+"""Seconds between two looks in a long wait."""
 NO_SIGN = {"number": 0, "begun": 0, "waits": False}
 """In place of the sign of a process of which none was read yet."""
 LOOKS = 20
@@ -56,7 +56,7 @@ def missing(seen: Mapping[int, LastSign], now: float, limit: float) -> tuple[lis
 
     A run is healthy if a process has begun a collective operation in the last `limit` seconds, or if nobody waits: no
     process that gives signs has begun more operations than another one, or waits for one that is silent. So all may
-    compute for as long as they need, and one may work alone while the others wait for it in `Pulse.meet`.
+    compute for as long as they need, and one may work alone while the others wait for it in a barrier.
 
     >>> def seen(begun, heard, waits=False):
     ...     return LastSign({"begun": begun, "waits": waits}, heard=heard, moved=0)
@@ -84,10 +84,9 @@ class Pulse(threading.Thread):
         super().__init__(name="pulse", daemon=True)
         self.ending = ending
         # Connections of its own: the process group may wait in the other one.
-        self._store = self._connected("rlhf")
-        self._spare: dist.Store | None = self._connected("rlhf")
+        self._store = self._connected()
+        self._spare: dist.Store | None = self._connected()
         """Another connection: one that timed out once cannot be used again."""
-        self._meetings = self._connected("rlhf meetings", timeout_s)
         self.rank, self.size, self.timeout_s = ending.rank, ending.size, timeout_s
         self.step = step
         """What the stage is working on, such as `ppo step 12`."""
@@ -104,7 +103,7 @@ class Pulse(threading.Thread):
         self._is_store_gone = False
         self._next_read = 0.0
         self._judged = time.monotonic()
-        self._num_signs = self._num_met = 0
+        self._num_signs = 0
         self._is_over = threading.Event()
 
     def run(self) -> None:
@@ -135,7 +134,7 @@ class Pulse(threading.Thread):
         try:
             self._store.set(str(self.rank), json.dumps(self._own_sign()))
             self.ending.look()
-            self._spare = self._spare or self._connected("rlhf")
+            self._spare = self._spare or self._connected()
             if time.monotonic() >= self._next_read or stop_requested():
                 self._signs_read |= self._signs_of_others()
                 self._next_read = time.monotonic() + max(EVERY_S, self.timeout_s / LOOKS)
@@ -153,10 +152,10 @@ class Pulse(threading.Thread):
             return {}
         return {int(rank): json.loads(sign) for rank, sign in zip(others, self._store.multi_get(others), strict=True)}
 
-    def _connected(self, prefix: str, timeout_s: float | None = None) -> dist.Store:
-        """A new connection to the store of the process group, whose keys begin with `prefix`."""
-        store = dist.PrefixStore(prefix, self.ending.store.clone())  # type: ignore[attr-defined]
-        store.set_timeout(timedelta(seconds=timeout_s or PATIENCE_S))
+    def _connected(self) -> dist.Store:
+        """A new connection to the store of the process group."""
+        store = dist.PrefixStore("rlhf", self.ending.store.clone())  # type: ignore[attr-defined]
+        store.set_timeout(timedelta(seconds=PATIENCE_S))
         return store
 
     # ------------------------------------------------------------------------------------ a process that hangs
@@ -212,52 +211,25 @@ class Pulse(threading.Thread):
     # ------------------------------------------------------------------------------------ waits of the main thread
 
     def waiting(self, what: str, work: Callable[[], T]) -> T:
-        """Run a collective operation `work` over `what`. Raises what `lost` returns if it fails."""
+        """The result of `work`, which waits for the other processes. Raises what `lost` returns if it fails."""
         self._waits, self._last_what = True, what
         try:
-            begin_exchange()
             return work()
         except RuntimeError as error:
             raise self.lost(what) from error
         finally:
             self._waits = False
 
-    def meet(self, what: str) -> None:
-        """Wait until every process is here, for as long as those that are missing give signs of life.
-
-        Raises what `lost` returns if one has ended.
-        """
-        self._num_met += 1
-        self._waits, self._last_what = True, what
-        errors: list[RuntimeError] = []
-        # In a thread: if the process that holds the store hangs, so does every request to it.
-        arrival = threading.Thread(target=self._arrive, args=(errors,), name=STORE_THREAD, daemon=True)
-        arrival.start()
-        try:
-            while arrival.is_alive():
-                arrival.join(EVERY_S)
-                if arrival.is_alive() and (self.ending.is_anothers or another_has_failed()):
-                    raise self.lost(what)
-            if errors:
-                raise self.lost(what) from errors[0]
-        finally:
-            self._waits = False
-
-    def _arrive(self, errors: list[RuntimeError]) -> None:
-        """Tell the others that this process has arrived at the meeting, and return when all have."""
-        arrived, complete, seen = (f"{self._num_met} {name}" for name in ("arrived", "complete", "seen"))
-        store, began = self._meetings, time.monotonic()
-        try:
-            if store.add(arrived, 1) == self.size:
-                store.set(complete, "")
-            # `Store.wait` would print a warning whenever it times out.
-            while not store.check([complete]):
-                pause(min(SLOWEST_POLL_S, 0.001 + (time.monotonic() - began) / 20))
-            if store.add(seen, 1) == self.size:
-                for key in (arrived, complete, seen):  # no process reads them again
-                    store.delete_key(key)
-        except RuntimeError as error:
-            errors.append(error)
+    def meet(self) -> None:
+        """Wait until every process is here. One may work alone for as long as it gives signs of life, so this does not
+        count as an exchange."""
+        arrival, began = dist.barrier(async_op=True), time.monotonic()
+        assert arrival is not None
+        while not arrival.is_completed():  # Not `wait`: Python would run no handler of a signal meanwhile.
+            time.sleep(min(SLOWEST_POLL_S, 0.001 + (time.monotonic() - began) / 20))
+            if self.ending.is_anothers:
+                raise EndedElsewhere(LOST)
+        arrival.wait()
 
     def lost(self, what: str) -> Exception:
         """The error for a process that has ended while this one waited for `what`. One process reports it."""
