@@ -279,10 +279,7 @@ def test_a_damaged_checkpoint_does_not_replace_a_good_one(stopped, at_step, fini
 
 
 @pytest.mark.parametrize("case", ["sft", "ppo"])
-@pytest.mark.parametrize("case", ["sft", "ppo"])
-def test_resume_removes_what_was_written_after_the_checkpoint_or_without_one_everything(
-    case, stopped, finish, tmp_path
-):
+def test_resume_removes_what_was_written_after_the_checkpoint(case, stopped, finish, tmp_path):
     """Rows, half a row, a new file of rows, half a model, and the manifest of an interrupted publication. All
     checkpoints of SFT are damaged, so it starts over."""
     arguments = stopped(case, tmp_path)
