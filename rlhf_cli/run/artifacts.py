@@ -292,7 +292,7 @@ def damage_of_models(directory: Path, manifest: Manifest, folder: str = "", *, t
         finished = 0.0
     for name, digest in manifest.files.items():
         first, *rest = PurePosixPath(name).parts
-        if not rest or ".." in rest or first != (folder or first) or name.endswith(".md"):
+        if not rest or first != (folder or first) or name.endswith(".md"):
             continue
         path = directory / name
         if not path.is_file():

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import functools
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import DistilBertConfig, DistilBertForTokenClassification
 
 from rlhf_cli.run.stage_run import StageRun
-from rlhf_cli.seeding import seeded
 from support import crash
 from support.resume import OPTIMIZER, PPO_CARRIES, TINY, TRAINING, ask_to_stop, rlhf, same, succeed
 from support.tiny import merged
@@ -22,34 +19,12 @@ CHANGED_MODEL = {"add_tokens": ["<|end|>"], "freeze": ["layers.0"]}
 
 
 @pytest.fixture(scope="session")
-def step_model(tmp_path_factory, word_piece) -> Path:
-    """A process reward model with random weights."""
-    folder = tmp_path_factory.mktemp("steps")
-    sizes = {"dim": 32, "n_layers": 1, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 128}
-    with seeded(0, "step model"):
-        model = DistilBertForTokenClassification(DistilBertConfig(vocab_size=len(word_piece), num_labels=1, **sizes))
-    model.save_pretrained(folder)
-    word_piece.save_pretrained(folder)
-    return folder
-
-
-def corrected(model: Path, copy: Path) -> str:
-    """A copy of a reward model whose scores lose what the length of a reply tells."""
-    shutil.copytree(model, copy)
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"length_curve": [[1.0, -3.0], [60.0, 4.0]]}))
-    return str(copy)
-
-
-@pytest.fixture(scope="session")
-def changes(pipeline, step_model, tmp_path_factory) -> dict[str, dict[str, Any]]:
+def changes(pipeline) -> dict[str, dict[str, Any]]:
     """Changes to the shared config of each case. The first word of a case is its stage."""
     root = pipeline("llama")
     often = {"checkpoints": {"every_steps": 2, "every_minutes": None}, "optimizer": OPTIMIZER}
     ppo = often | {"policy": {"path": str(root / "sft")}, "rewards": [{"type": "reward_model", "path": f"{root}/rm"}]}
     shaped = {**ppo["rewards"][0], "shaping": {"kind": "par", "num_references": 2}}
-    members = [f"{root}/rm", corrected(root / "rm/model", tmp_path_factory.mktemp("corrected") / "rm")]
-    steps = {"type": "reward_model", "path": str(step_model), "output": "probability", "steps": {"separator": " "}}
     four = {"ppo": {"num_iterations": 4}}
     lora = {"lora": {"r": 2, "alpha": 4, "target_modules": ["q_proj", "up_proj"]}}
     cases = {
@@ -60,7 +35,6 @@ def changes(pipeline, step_model, tmp_path_factory) -> dict[str, dict[str, Any]]
         "rm members": (often, TRAINING | {"members": 3}),
         "rm lora": (often, {"model": {"path": str(root / "sft/model"), "lora": {"r": 2}}, **TRAINING}),
         "ppo": (ppo, PPO_CARRIES, {"rewards": [shaped, {"type": "length", "max": 3, "limit": {"above": -1}}]}),
-        "ppo ensemble steps": (ppo, four, {"rewards": [{"type": "ensemble", "members": members}, steps]}),
         "ppo 8bit": (ppo, four | {"optimizer": {"precision": "8bit"}}),
         "ppo lora penalty": (
             ppo,

@@ -32,7 +32,6 @@ CASES = (
     "sft scratch",
     "rm",
     "ppo",
-    "ppo ensemble steps",
     "ppo lora penalty",
     "ppo shared filters",
     "ppo groups bfloat16",
