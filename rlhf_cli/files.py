@@ -26,10 +26,7 @@ def cache_root() -> Path:
 
 
 def open_regular(path: str | Path) -> BufferedReader:
-    """A file opened for reading. A named pipe would block forever, so it is refused.
-
-    Raises OSError for a named pipe, a device and whatever else is not a regular file.
-    """
+    """A file opened for reading. Raises OSError for what is not a regular file: a named pipe would block forever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a named pipe must not wait for a writer
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -63,7 +60,7 @@ def digest_file(path: str | Path) -> str:
 
 
 def digest_once(path: str | Path) -> str:
-    """`digest_file`, which reads a file once per process as long as its size and time stamps stay the same."""
+    """`digest_file`, once per process as long as the file's size and time stamps stay the same."""
     stat = Path(path).stat()
     # Without the device's number, which differs between the machines that mount a file system.
     key = f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
@@ -74,12 +71,11 @@ def digest_once(path: str | Path) -> str:
 
 
 def known_digests() -> str:
-    """The digests that `digest_once` has computed in this process, as text for `learn_digests` in another one."""
+    """The digests that `digest_once` has computed, as text for `learn_digests` in another process of the run."""
     return json.dumps(_KNOWN)
 
 
 def learn_digests(text: str) -> None:
-    """Take over digests that another process of the run has computed, so that this one need not read the files."""
     _KNOWN.update(json.loads(text))
 
 
@@ -145,11 +141,10 @@ class JsonLines:
         return clean
 
     def size(self) -> int:
-        """Number of bytes written, those before this object included."""
+        """Bytes of the file."""
         return self._size
 
     def digest(self) -> str:
-        """sha256 of these bytes, in hex."""
         return self._digest.hexdigest()
 
     def close(self) -> None:
@@ -183,7 +178,7 @@ class Tail:
 
 
 def last_row(path: Path) -> dict[str, Any] | None:
-    """The last complete row of a JSONL file that may be growing; None if it has none. Reads only the end."""
+    """The last complete row of a JSONL file that may be growing, read from its end; None if it has none."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -205,7 +200,7 @@ def json_rows(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a JSONL file, one at a time; none without the file. Damaged and incomplete lines are skipped."""
+    """The rows of a JSONL file, none without the file. Damaged lines are skipped."""
     if path.is_file():
         with path.open("rb") as file:
             yield from json_rows(file)

@@ -1,7 +1,7 @@
 """The Hugging Face hub: which paths cannot be on it, and one quick check that it can be reached.
 
 Without a connection huggingface_hub retries every request for half a minute or more. So the first load from the hub
-sends one request with a short time limit. If it fails, the process uses the local cache only, as with HF_HUB_OFFLINE=1.
+sends one request with a short time limit. If it fails, the process uses the local cache only.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ OWN_FOLDERS = ("artifacts", "configs", "data")
 
 def is_local(path: str) -> bool:
     """Whether a path can only be a local one, and not a hub id (`name` or `owner/name`).
-
-    It is local if it starts like a path, has two slashes, is below one of our folders (`artifacts/...`), or if its
-    parent directory exists.
 
     >>> is_local("./gpt2"), is_local("artifacts/nope"), is_local("gpt2"), is_local("openai-community/gpt2")
     (True, True, False, False)
@@ -49,7 +46,7 @@ def require_hub_model(path: str, revision: str | None = None) -> None:
 def is_offline() -> bool:
     """Whether this process uses the local cache only: HF_HUB_OFFLINE is set, or the hub does not answer.
 
-    The first call sends a request and takes at most 6 seconds. If there is no answer, it switches huggingface_hub,
+    The first call sends a request and takes at most 6 seconds. Without an answer it switches huggingface_hub,
     transformers and datasets to the local cache.
     """
     if _set_offline() or _reachable():
@@ -64,11 +61,8 @@ def is_offline() -> bool:
 
 
 def _set_offline() -> bool:
-    """Whether the user chose offline mode."""
-    return any(
-        os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")
-        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    )
+    chosen = (os.environ.get(name, "").upper() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    return any(value in ("1", "ON", "YES", "TRUE") for value in chosen)
 
 
 @cache

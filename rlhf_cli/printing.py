@@ -1,7 +1,6 @@
-"""Printing text that may come from a file or a server: control characters appear as their escapes.
+"""Printing text that may come from a file or a server, and could clear a terminal or hide what follows.
 
-A prompt or a manifest can contain sequences that clear a terminal, change its title or hide what follows. So print by
-`say` or `rlhf_cli.report.progress`; ruff refuses `print` in the package.
+Control characters appear as their escapes. So print by `say` or `rlhf_cli.report.progress`; ruff refuses `print`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """Replace control characters, and characters that cannot be encoded, by their escapes, except those in `keep`.
+    """Replace characters that cannot be printed or encoded by their escapes, except those in `keep`.
 
     >>> print(printable("a\\x1b[2J\\n"), printable("a\\tb", keep="\\t") == "a\\tb")
     a\\x1b[2J\\n True

@@ -18,23 +18,22 @@ def program() -> str:
     `rlhf` if that name is on the PATH and belongs to this Python, else the script beside this Python, such as
     `.venv/bin/rlhf`, else `python -m rlhf_cli`. Under `uv run`, whose PATH ends with the command: `uv run rlhf`.
     """
-    script = Path(sys.executable).with_name("rlhf")
     if "UV_RUN_RECURSION_DEPTH" in os.environ:
         return "uv run rlhf"
-    on_path = shutil.which("rlhf")
-    if on_path is not None and Path(on_path).resolve() == script.resolve():
+    if _leads_to_ours("rlhf"):
         return "rlhf"
-    if script.is_file():
-        return shlex.quote(from_here(script))
-    return f"{python()} -m rlhf_cli"
+    script = Path(sys.executable).with_name("rlhf")
+    return shlex.quote(from_here(script)) if script.is_file() else f"{python()} -m rlhf_cli"
 
 
 def torchrun() -> str:
     """How to call torchrun from this shell: by its name if the PATH leads to this Python's, else as a module."""
-    on_path = shutil.which("torchrun")
-    if on_path is not None and Path(on_path).resolve() == Path(sys.executable).with_name("torchrun").resolve():
-        return "torchrun"
-    return f"{python()} -m torch.distributed.run"
+    return "torchrun" if _leads_to_ours("torchrun") else f"{python()} -m torch.distributed.run"
+
+
+def _leads_to_ours(name: str) -> bool:
+    on_path = shutil.which(name)
+    return on_path is not None and Path(on_path).resolve() == Path(sys.executable).with_name(name).resolve()
 
 
 def python() -> str:
@@ -57,10 +56,7 @@ def command(*arguments: str) -> str:
 
 
 def install_extra(extra: str, package: str) -> str:
-    """The command that installs an extra: from the checkout if this is one, else the package behind the extra.
-
-    `rlhf-cli` itself is on no package index, so `pip install 'rlhf-cli[lora]'` would not find it.
-    """
+    """The command that installs an extra from this checkout or, as `rlhf-cli` is on no package index, its package."""
     checkout = Path(__file__).resolve().parent.parent
     if (checkout / "pyproject.toml").is_file():
         place = from_here(checkout)
@@ -69,7 +65,7 @@ def install_extra(extra: str, package: str) -> str:
 
 
 def import_extra(package: str, extra: str, what: str, error: type[Exception]) -> Any:
-    """The module of an optional package; raises `error`, which says how to install it, if `what` needs it in vain."""
+    """The module of an optional package that `what` needs; raises `error`, which says how to install it."""
     try:
         return importlib.import_module(package)
     except ImportError:
@@ -87,6 +83,6 @@ def set_options(overrides: Sequence[str]) -> list[str]:
 
 
 def from_here(path: Path) -> str:
-    """`path` relative to the working directory where it is inside it, else absolute."""
+    """`path` relative to the working directory if that contains it, else absolute."""
     path = path.absolute()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -41,12 +41,9 @@ NOT_IN_IDENTITY: dict[str, Any] = {
 }
 """Keys that do not affect the result of a run that finishes: where it runs, when it stops, what it prints."""
 MAY_CHANGE = (
-    "config.training.tokens_per_microbatch",
-    "config.ppo.tokens_per_microbatch",
-    "config.training.microbatch_size",
-    "config.ppo.microbatch_size",
-    "config.rollout.max_live_rows",
-    "config.evaluation.max_live_rows",
+    "config.*.tokens_per_microbatch",
+    "config.*.microbatch_size",
+    "config.*.max_live_rows",
     "config.rollout.decoder",
     "config.gradient_checkpointing",
     "config.compile",
