@@ -68,22 +68,16 @@ class StageState:
 NOT_RUN = StageState("not run")
 
 
-def total_steps(root: str | Path, stage: str) -> int | None:
-    """The number of steps of an unfinished stage; None if it has not started to train."""
-    total = read_object(checkpoints_directory(root, stage) / TOTAL).get("total")
-    return total if isinstance(total, int) else None
-
-
 def unfinished_state(root: str | Path, stage: str) -> StageState | None:
     """The state of the unfinished run of a stage; None if there is none."""
     partial, owner = partial_directory(root, stage), owner_of(root, stage)
     if owner is None and not partial.is_dir():
         return None
-    row = last_row(partial / "metrics.jsonl") or {}
-    step = row["step"] if isinstance(row.get("step"), int) else 0
+    step = (last_row(partial / "metrics.jsonl") or {}).get("step", 0)
+    total = read_object(checkpoints_directory(root, stage) / TOTAL).get("total")  # None before it trains
     end = read_object(partial / END) if owner is None else {}
     name = "running" if owner is not None else "failed" if end.get("state") == "failed" else "interrupted"
-    return StageState(name, step, total_steps(root, stage), str(end.get("line", "")), owner)
+    return StageState(name, step, total, end.get("line", ""), owner)
 
 
 def state_of(root: str | Path, stage: str) -> StageState:
