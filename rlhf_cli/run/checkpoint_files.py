@@ -129,15 +129,16 @@ def keep_end(root: str | Path, stage: str, name: str, line: str) -> None:
 
 
 def refuse_links(root: str | Path, stage: str) -> None:
-    """Raise ArtifactError if a folder that a run writes, renames and removes is a symbolic link.
+    """Raise ArtifactError for a symbolic link among the paths that a run writes, truncates, renames or removes.
 
     `root` itself may be a link, for example to a scratch disk, because all of these paths are inside it.
     """
-    for name in (stage_directory, set_aside_directory, partial_directory, checkpoints_directory):
-        directory = name(root, stage)
-        if directory.is_symlink():
+    built = (partial_directory(root, stage), checkpoints_directory(root, stage))
+    inside = (path for directory in built if not directory.is_symlink() for path in directory.rglob("*"))
+    for path in (stage_directory(root, stage), set_aside_directory(root, stage), *built, *inside):
+        if path.is_symlink():
             raise ArtifactError(
-                f"{directory}: is a symbolic link, and a run writes, renames and removes this path. Remove the link "
+                f"{path}: is a symbolic link, and a run writes, renames and removes this path. Remove the link "
                 f"(`{root}` itself may be a link)"
             )
 

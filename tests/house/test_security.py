@@ -422,7 +422,6 @@ def test_a_checkpoint_that_is_or_contains_a_link_is_refused(config: Stage, tmp_p
     if linked != "nothing":
         (checkpoint / linked).rename(tmp_path / "elsewhere")
         (checkpoint / linked).symlink_to(tmp_path / "elsewhere")
-    assert (damage_of(checkpoint) is None) is (linked == "nothing")
     assert resumed_step(config) == (1 if linked == "nothing" else 0)
 
 
