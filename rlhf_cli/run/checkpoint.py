@@ -189,8 +189,6 @@ class CheckpointStore:
 
 NOTHING_WRITTEN: dict[str, Any] = {"sizes": {}, "folders": [], "seconds": 0.0, "held_out": {}}
 """The state before the first checkpoint."""
-NOT_RESTORED = "checkpoints"
-"""Rows about the checkpoints themselves: they are kept when a run is resumed."""
 
 
 class StageFiles:
@@ -224,13 +222,12 @@ class StageFiles:
         if not self.writes:
             return {}, {}
         artifacts.sync_tree(self.directory)
-        rows = {name: file for name, file in self._rows.items() if name != NOT_RESTORED}
-        digests = {f"{name}.jsonl": file.digest() for name, file in rows.items()}
+        digests = {f"{name}.jsonl": file.digest() for name, file in self._rows.items()}
         folders = sorted(path for path in self.directory.iterdir() if path.is_dir())
         for path in (path for folder in folders for path in folder.rglob("*") if path.is_file()):
             digests[path.relative_to(self.directory).as_posix()] = digest_once(path)
         return {}, {
-            "sizes": {name: file.size() for name, file in rows.items()},
+            "sizes": {name: file.size() for name, file in self._rows.items()},
             "digests": digests,
             "folders": [folder.name for folder in folders],
             "seconds": self.seconds(),
@@ -245,8 +242,7 @@ class StageFiles:
             return
         self.started -= numbers["seconds"]
         self.latest = dict(numbers["held_out"])
-        files = {f"{name}.jsonl" for name in (NOT_RESTORED, *numbers["sizes"])}
-        kept = {"config.yaml", MEMBERS, *files, *numbers["folders"]}
+        kept = {"config.yaml", MEMBERS, *(f"{name}.jsonl" for name in numbers["sizes"]), *numbers["folders"]}
         for path in self.directory.iterdir():
             if path.name not in kept:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -325,7 +325,6 @@ class StageRun:
             self._saved_step = step
             self._last_checkpoint = time.monotonic()
             self.speed.count("checkpoint", seconds=self._last_checkpoint - began)
-            self.record("checkpoints", {"step": step, "pause_s": round(self._last_checkpoint - began, 4)})
         if stop is not None:
             if self.world.is_main:
                 self.checkpoints.wait()
@@ -449,7 +448,6 @@ class StageRun:
         if self.trackers is not None:
             self.trackers.close("finished")
         self.files.close()
-        (self.directory / "checkpoints.jsonl").unlink(missing_ok=True)
         try:
             versions = library_versions()
             write_cards(self.stage, self.config, metrics, versions, self.directory)

@@ -161,9 +161,6 @@ def test_the_last_checkpoints_are_kept_until_the_stage_is_finished(config_in, at
     at_step(5, ask_to_stop)
     assert rlhf(arguments).exit_code == 143
     assert [path.name for path in checkpoints(tmp_path, "sft")] == [f"step-0000000{n}" for n in (3, 4, 5)]
-    pauses = read_jsonl(tmp_path / ".sft.partial/checkpoints.jsonl")
-    assert [row["step"] for row in pauses] == [1, 2, 3, 4, 5]
-    assert all(0 <= row["pause_s"] < 10 for row in pauses)
     succeed(arguments)
     assert {path.name for path in tmp_path.iterdir()} == {"sft", "sft.yaml"}
 
