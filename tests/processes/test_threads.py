@@ -20,7 +20,6 @@ from rlhf_cli.processes.microbatches import GradientSum, over_microbatches
 from rlhf_cli.processes.threads import in_threads, use_threads
 from rlhf_cli.rollout import sampling
 from rlhf_cli.rollout.sampling import Sampling, draw_uniforms, sample
-from stages import sft
 from support.forked import Forked
 from support.runs import run_forked
 from support.tiny import CPU, read_jsonl
@@ -268,25 +267,6 @@ def test_a_stage_has_the_bytes_of_one_thread(name, pipeline, run_stage, small_pa
         changes = OPTIONS[name] | inputs | {"threads": count}
         found.append(files_of(run_stage(stage, tmp_path / str(count), **changes)))
     assert all(one == found[0] for one in found[1:])
-
-
-def test_a_run_that_began_on_four_threads_goes_on_with_one(pipeline, run_stage, small_parts, tmp_path, monkeypatch):  # noqa: ARG001
-    options = {"model": {"path": str(pipeline("llama") / "sft")}, "checkpoints": {"every_steps": 1}}
-    whole = files_of(run_stage("sft", tmp_path / "whole", threads=2, **options))
-    steps, accumulate = [], sft._accumulate
-
-    def stops(*given):
-        steps.append(threads.num_threads())
-        if len(steps) == 3:
-            raise KeyboardInterrupt
-        return accumulate(*given)
-
-    monkeypatch.setattr(sft, "_accumulate", stops)
-    with pytest.raises(KeyboardInterrupt):
-        run_stage("sft", tmp_path / "parts", threads=4, **options)
-    resumed = files_of(run_stage("sft", tmp_path / "parts", threads=1, **options))
-    assert steps == [4, 4, 4, 1]
-    assert resumed == whole
 
 
 def test_few_passes_of_a_large_model_use_several_cores_each(monkeypatch):

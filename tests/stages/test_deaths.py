@@ -37,9 +37,7 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("fate", "stage", "work"), [(MEMORY, "rm", "_accumulate"), (KILLED, "ppo", "ask_rewards")]
-)
+@pytest.mark.parametrize(("fate", "stage", "work"), [(MEMORY, "rm", "_accumulate"), (KILLED, "ppo", "ask_rewards")])
 def test_one_line_names_rank_stage_step_and_wait(fate, stage, work, write_config, make_model, tmp_path):
     (tmp_path / "rewards.py").write_text("def score(prompts, responses, rows):\n    return [1.0] * len(responses)\n")
     model = {"path": str(make_model("llama"))}

@@ -362,7 +362,7 @@ def test_changed_data_is_refused(stopped, data, tmp_path):
     ("case", "overrides"),
     [
         ("sft", ["training.num_steps=8", "evaluation.every_steps=3", "evaluation.num_samples=1", "warn_loss_above=9"]),
-        ("rm", ["training.num_steps=8", "checkpoints.every_steps=1", "device=cpu"]),
+        ("rm", ["training.num_steps=8", "checkpoints.every_steps=1", "device=cpu", "threads=2"]),
         ("ppo", ["ppo.num_iterations=5", "evaluation.every_iterations=2", "num_logged_samples=1"]),
     ],
 )
