@@ -34,40 +34,33 @@ def is_large(*models: nn.Module | None, weights: int | None = None) -> bool:
     return any(sum(weight.numel() for weight in model.parameters()) >= least for model in filter(None, models))
 
 
-class _Pool:
-    """The threads of this process. A child of `fork` starts without any."""
-
-    def __init__(self) -> None:
-        self.count: int | None = None
-        """How many passes run at the same time; None until something asks."""
-        self.executor: ThreadPoolExecutor | None = None
-        self.is_worker = threading.local()
-
-    def forget(self) -> None:
-        self.executor = None
-
-    def started(self) -> ThreadPoolExecutor:
-        if self.executor is None:
-            self.executor = ThreadPoolExecutor(num_threads(), "rlhf pass", self._start_worker)
-        return self.executor
-
-    def _start_worker(self) -> None:
-        self.is_worker.yes = True
-        torch.set_num_threads(1)
+_count: int | None = None
+"""How many passes run at the same time; None until something asks."""
+_executor: ThreadPoolExecutor | None = None
+_worker = threading.local()
 
 
-_pool = _Pool()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.forget)
+def _forget() -> None:
+    global _executor
+    _executor = None
+
+
+os.register_at_fork(after_in_child=_forget)  # a child starts without threads
+
+
+def _start_worker() -> None:
+    _worker.yes = True
+    torch.set_num_threads(1)
 
 
 def num_threads() -> int:
     """How many passes run at the same time; 1 within one of them."""
-    if getattr(_pool.is_worker, "yes", False):
+    global _count
+    if getattr(_worker, "yes", False):
         return 1
-    if _pool.count is None:
-        _pool.count = int(os.environ.get("OMP_NUM_THREADS", "0").split(",")[0]) or num_cores()
-    return _pool.count
+    if _count is None:
+        _count = int(os.environ.get("OMP_NUM_THREADS", "0").split(",")[0]) or num_cores()
+    return _count
 
 
 def use_threads(count: int | None) -> None:
@@ -75,10 +68,10 @@ def use_threads(count: int | None) -> None:
 
     None: `OMP_NUM_THREADS`, or the cores that this process may use.
     """
-    if _pool.executor is not None:
-        _pool.executor.shutdown()
-        _pool.executor = None
-    _pool.count = count
+    global _count, _executor
+    if _executor is not None:
+        _executor.shutdown()
+    _executor, _count = None, count
     torch.set_num_threads(1)
 
 
@@ -121,7 +114,9 @@ def in_threads(tasks: Sequence[Callable[[], R]], most: int | None = None, *, wid
         with torch.set_grad_enabled(mode), cores(each):
             return task()
 
-    waiting, executor = deque(tasks[count:]), _pool.started()
+    global _executor
+    executor = _executor = _executor or ThreadPoolExecutor(num_threads(), "rlhf pass", _start_worker)
+    waiting = deque(tasks[count:])
     with cores(1):
         running = deque(executor.submit(compute, task) for task in tasks[:count])
         try:
