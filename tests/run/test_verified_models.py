@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import threading
 from datetime import datetime
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from rlhf_cli.run.identity import identity, imported_files
 from rlhf_cli.run.state import what_changed
 from support.projects import write_project
 from support.setup import config_of
-from support.worlds import in_each_process
 
 
 @pytest.fixture(scope="module")
@@ -257,33 +255,3 @@ def test_a_change_of_a_helper_module_is_a_change_of_the_reward(modules, changed,
     role = "rewards.0" if changed == "reward.py" else f"rewards.0 import {changed}"
     assert artifacts.differences(before, identity(config)) == [f"inputs.{role}"]
     assert what_changed(config, before, tmp_path / "run") == f"stale, changed since: input {role}"
-
-
-# ------------------------------------------------------------------------------------- several processes
-
-
-@pytest.mark.usefixtures("here")
-def test_a_refused_start_ends_every_process_with_one_message(monkeypatch, capsys):
-    """The first process tells the others before it raises; they end silently with the same exit code."""
-    from rlhf_cli.processes import distributed
-    from rlhf_cli.run import launch
-    from rlhf_cli.run.lock import Lock
-    from rlhf_cli.run.stage_run import StageRun
-
-    worlds = {}
-    monkeypatch.setattr(distributed, "start", lambda *_: worlds[threading.get_ident()])
-
-    def enter():
-        with StageRun("sft", load_stage_config("sft", "sft.yaml")):
-            raise AssertionError
-
-    def program(world):
-        worlds[threading.get_ident()] = world
-        return launch.exit_code(enter)
-
-    owner = Lock("run", "sft")
-    owner.acquire()
-    assert in_each_process(2, program) == [2, 2]
-    owner.release()
-    assert capsys.readouterr().err.count("is writing its sft stage") == 1
-    assert read_manifest("run/sft") is not None
