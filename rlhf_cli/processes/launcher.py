@@ -31,8 +31,6 @@ from rlhf_cli.program import command
 
 GRACE_S = 20.0
 """How long the others may take to end by themselves after one has failed, before they are killed."""
-SHORT_GRACE_S = 3.0
-"""The same for a command that has nothing to save, such as `rlhf generate`."""
 POLL_S = 0.05
 
 
@@ -157,5 +155,5 @@ def is_first_worker() -> bool:
 def run_again(arguments: Sequence[str], count: int) -> None:
     """Run this rlhf command in `count` processes. Raises EndedElsewhere with the exit code of a run that failed."""
     again = [sys.executable, "-m", "rlhf_cli", *arguments]
-    if code := run_processes(again, count, command(*arguments), grace_s=SHORT_GRACE_S):
+    if code := run_processes(again, count, command(*arguments)):
         raise EndedElsewhere(code)
