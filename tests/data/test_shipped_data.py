@@ -101,66 +101,39 @@ def test_no_held_out_pair_or_prompt_is_in_the_training_files(files: dict[str, li
     assert [row["prompt"] for name in TESTS for row in files[name] if row["prompt"] in seen] == []
 
 
+SORRY, CLOSE = " I am so sorry, Felix.", " Have a lovely day."
+PICK_UP = " We will pick up the tent from order T5 on Thursday and refund you."
+COLLECT = " A driver collects the tent from order T5 and we refund you."
+REPLACE = " We will replace the tent from order T5 with a new one."
+VAGUE, RUDE = " We will see what can be done.", " That sounds like your own problem."
 # Replies, their gold computed by hand, and the marks that must not be 0.
 # + polite 1, right remedy 1, right slots 1.5, close 0.5, short and ended 1.
 HAND_WORKED = [
     (
-        " I am so sorry, Felix. We will pick up the tent from order T5 on Thursday and refund you."
-        " Please write to us any time.",
+        f"{SORRY}{PICK_UP} Please write to us any time.",
         1 + 1 + 1.5 + 0.5 + 1,
         "polite right exact close concise wellformed",
     ),
-    (
-        " A driver collects the tent from order T5 and we refund you.",
-        1 + 1.5 + 1,
-        "right exact concise wellformed",
-    ),
+    (COLLECT, 1 + 1.5 + 1, "right exact concise wellformed"),
     # The right remedy for the wrong order: the remedy counts, the slots do not, and one sentence has a wrong slot.
-    (
-        " We will pick up the tent from order T6 on Thursday and refund you.",
-        1 + 1 - 0.5,
-        "right concise wellformed",
-    ),
+    (PICK_UP.replace("T5", "T6"), 1 + 1 - 0.5, "right concise wellformed"),
     # A wrong name: no polite opening, and one sentence has a wrong slot.
-    (" I am so sorry, Felix. Have a lovely day.", 1 + 0.5 + 1, "polite close concise wellformed"),
-    (" I am so sorry, Nora. Have a lovely day.", 0.5 + 1 - 0.5, "close concise wellformed"),
-    # A remedy for another issue.
-    (
-        " I am so sorry, Felix. We will replace the tent from order T5 with a new one.",
-        1 + 1 - 0.5,
-        "polite concise wellformed",
-    ),
-    # A right and a wrong remedy: penalties for the wrong remedy and for a second remedy.
-    (
-        " We will pick up the tent from order T5 on Thursday and refund you."
-        " We will replace the tent from order T5 with a new one.",
-        1 + 1.5 + 1 - 0.5 - 0.5,
-        "right exact extra concise wellformed",
-    ),
+    (SORRY + CLOSE, 1 + 0.5 + 1, "polite close concise wellformed"),
+    (SORRY.replace("Felix", "Nora") + CLOSE, 0.5 + 1 - 0.5, "close concise wellformed"),
+    # A remedy for another issue. Then a right and a wrong one: penalties for the wrong one and for a second remedy.
+    (SORRY + REPLACE, 1 + 1 - 0.5, "polite concise wellformed"),
+    (PICK_UP + REPLACE, 1 + 1.5 + 1 - 0.5 - 0.5, "right exact extra concise wellformed"),
     # Two different openings. Then the same close twice, which is both a repetition and a second close.
-    (" I am so sorry, Felix. Happy to help you, Felix.", 1 + 1 - 0.5, "polite extra concise wellformed"),
-    (" Have a lovely day. Have a lovely day.", 0.5 + 1 - 0.5 - 0.5, "close extra concise wellformed"),
+    (f"{SORRY} Happy to help you, Felix.", 1 + 1 - 0.5, "polite extra concise wellformed"),
+    (CLOSE + CLOSE, 0.5 + 1 - 0.5 - 0.5, "close extra concise wellformed"),
     # A vague answer is in the grammar and earns 0. Filler costs 0.5, and each rude sentence costs 1.
-    (" We will see what can be done.", 1, "concise wellformed"),
-    (
-        " It is a busy time of year and the phones ring all day long. We will see what can be done.",
-        1 - 0.5,
-        "filler concise wellformed",
-    ),
-    (
-        " A driver collects the tent from order T5 and we refund you."
-        " That sounds like your own problem. This is really not our fault.",
-        1 + 1.5 + 1 - 1 - 1,
-        "right exact rude concise wellformed",
-    ),
+    (VAGUE, 1, "concise wellformed"),
+    (f" It is a busy time of year and the phones ring all day long.{VAGUE}", 1 - 0.5, "filler concise wellformed"),
+    (f"{COLLECT}{RUDE} This is really not our fault.", 1 + 1.5 + 1 - 1 - 1, "right exact rude concise wellformed"),
     # A negative sum becomes 0.
-    (
-        " That sounds like your own problem. We will replace the tent from order T5 with a new one.",
-        0,
-        "rude concise wellformed",
-    ),
+    (RUDE + REPLACE, 0, "rude concise wellformed"),
     # A sentence that is not in the grammar, because the reply was cut.
-    (" I am so sorry, Felix. We will pick", 1 + 1 - 0.5, "polite concise"),
+    (f"{SORRY} We will pick", 1 + 1 - 0.5, "polite concise"),
     ("", 0, ""),
 ]
 
