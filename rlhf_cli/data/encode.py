@@ -277,10 +277,7 @@ class RowText:
 
 
 def encode_for_classifier(
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
-    max_length: int | None,
-    side: Side = "left",
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_length: int | None, side: Side = "left"
 ) -> list[list[int]]:
     """Encode whole texts with the special tokens that an encoder model expects.
 

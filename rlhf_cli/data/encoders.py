@@ -10,15 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from rlhf_cli.data.encode import (
-    Example,
-    LengthLimits,
-    RowText,
-    Skipped,
-    fit,
-    fit_prompt,
-    require_chat_template,
-)
+from rlhf_cli.data.encode import Example, LengthLimits, RowText, Skipped, fit, fit_prompt, require_chat_template
 from rlhf_cli.data.records import Record
 from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.data.stage_rows import StageRows

@@ -394,7 +394,7 @@ def test_an_error_in_an_alias_is_reported_at_its_key(tmp_path):
         "x.yaml:6: warm.seed: found the text 'x', must be a whole number or auto",
     ]
     assert error_lines(tmp_path, "model: &m m\ndata:\n  train: a\nwarm:\n  num_steps: *m\n") == [
-        "x.yaml:5: warm.num_steps: found the text 'm', must be a whole number",
+        "x.yaml:5: warm.num_steps: found the text 'm', must be a whole number"
     ]
 
 
@@ -485,18 +485,14 @@ def test_overrides_are_reported_after_the_file(tmp_path):
     replaced = "rewards=[{type: function}]"
     assert error_lines(tmp_path, text, replaced) == [f"--set {replaced}: rewards.0.name: required key is missing"]
     assert error_lines(tmp_path, text, "training.seed=x", "rewards.x=1") == [
-        "--set rewards.x=1: rewards has 1 items, 'x' must be an index, at most 1 (which appends)",
+        "--set rewards.x=1: rewards has 1 items, 'x' must be an index, at most 1 (which appends)"
     ], "what cannot be read comes first, alone"
 
 
 # -- writing -----------------------------------------------------------------------------------------------
 def test_dump_reads_back_as_equal(tmp_path):
     config = load(
-        tmp_path,
-        GOOD,
-        "training.dtype=bfloat16",
-        "data.train={path: x}",
-        "rewards=[{type: model, model: no}]",
+        tmp_path, GOOD, "training.dtype=bfloat16", "data.train={path: x}", "rewards=[{type: model, model: no}]"
     )
     text = dump_config(config)
     assert load(tmp_path, text) == config

@@ -85,10 +85,7 @@ EXPECTED: dict[str, list[Seen]] = {
         sees("\n\nSystem: You are a patient teacher.\n\nHuman: Name a lake.\n\nAssistant:"),
         sees("\n\nHuman: Name a sea.\n\nAssistant:"),
     ],
-    "text": [
-        sees("", " The rain fell , and the dog slept."),
-        sees("", "Too short."),
-    ],
+    "text": [sees("", " The rain fell , and the dog slept."), sees("", "Too short.")],
     "labelled": [
         sees("", "A warm and funny film.", [("A warm and funny film.", 1.0)]),
         sees("", "Two long dull hours.", [("Two long dull hours.", 0.0)]),
@@ -607,11 +604,7 @@ def test_unknown_keys_are_refused() -> None:
         (source(format="ranking"), "rm scores", "the format is ranking, rm scores needs rows with"),
         (source(format="preference", weights={"a": 1}), "sft", "preference rows have no grades"),
         (source(weights={"a": 1}), "sft", r"sft with the columns of `weights` \(a\) needs rows with"),
-        (
-            source(keys={"respones": "response"}),
-            "sft",
-            "`keys` maps `respones`, which is not a column of the",
-        ),
+        (source(keys={"respones": "response"}), "sft", "`keys` maps `respones`, which is not a column of the"),
     ],
 )
 def test_settings_that_do_not_apply_are_refused(given: DataSource, purpose: Purpose, message: str) -> None:
@@ -658,11 +651,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("messages", {"messages": []}, "`messages` must be a non-empty list of messages"),
     ("messages", {"messages": [{"role": "user"}]}, "message 1 of `messages` needs a text `role`"),
     ("messages", {"messages": [USER, {"role": "tool", "content": "a"}]}, "message 2 of `messages` has role 'tool'"),
-    (
-        "messages",
-        {"conversations": [{"from": "bing", "value": "a"}]},
-        "has role 'bing', it must be system, user",
-    ),
+    ("messages", {"conversations": [{"from": "bing", "value": "a"}]}, "has role 'bing', it must be system, user"),
     ("messages", {"messages": [USER, {"role": "assistant", "content": ""}]}, "must be the assistant's and not empty"),
     ("messages", {"messages": [SYSTEM]}, "the last message of `messages` must be"),
     ("messages", {"messages": [REPLY]}, "has no prompt, there must be a message before the assistant's"),
@@ -698,22 +687,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("summarize", {"info": {"post": "a"}, "summaries": [1, {"text": "b"}], "choice": 0}, "`text` of summary 0"),
     ("webgpt", {"question": {}, "answer_0": "a", "answer_1": "b"}, "`question` is null"),
     ("pandalm", {"instruction": "a", "response1": "b", "response2": "c", "vote": 3}, "`vote` is 3, it must be one of"),
-    (
-        "pandalm",
-        {"instruction": "a", "response1": "b", "response2": "c"},
-        "every row needs one of vote, annotator1",
-    ),
+    ("pandalm", {"instruction": "a", "response1": "b", "response2": "c"}, "every row needs one of vote, annotator1"),
     ("ultrafeedback", {"instruction": "a", "completions": [{"response": "b"}]}, "completion 1 has no `overall_score`"),
     ("ultrafeedback", {"instruction": "a", "completions": ["b"]}, "`response` of completion 1 is null"),
     ("kto", {"prompt": "a", "completion": "b", "label": "perhaps"}, "`label` is 'perhaps'"),
     ("kto", {"messages": [USER], "label": True}, "the label needs an answer"),
     ("ranking", {"prompt": "a", "answers": ["b"]}, "has 1 answers, a ranking needs at least two"),
     ("ranking", {"prompt": "a", "answers": ["b", ""]}, "`answers 2` is empty"),
-    (
-        "ranking",
-        {"prompt": "a", "answers": ["b", "c"], "scores": [1]},
-        "`scores` has 1 values, it must have one for",
-    ),
+    ("ranking", {"prompt": "a", "answers": ["b", "c"], "scores": [1]}, "`scores` has 1 values, it must have one for"),
     ("scored", {"prompt": "a", "responses": ["b"], "scores": ["x"]}, "`scores 1` is 'x', it must be a number"),
 ]
 

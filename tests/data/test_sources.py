@@ -387,11 +387,7 @@ def test_bad_rows_of_binary_tables(tmp_path: Path, kind: str) -> None:
         ("a.jsonl.gz", b"", "no rows"),
         ("a.parquet", parquet_bytes(TABLE.slice(0, 0)), "no rows"),
         ("a.arrow", arrow_bytes(TABLE.slice(0, 0)), "no rows"),
-        (
-            "a.json",
-            b'{"a": 1}',
-            "contains one JSON object, it must be a list of objects. If it is the only row, put",
-        ),
+        ("a.json", b'{"a": 1}', "contains one JSON object, it must be a list of objects. If it is the only row, put"),
         ("a.json", b'{"n": 1, "data": [{"a": 1}]}', "extract the list: jq '.[\"data\"]'"),
         ("a.json", b'{"a": 1}\n{"a": 2}', "contains several JSON values, as .jsonl files do. Rename it to .jsonl"),
         ("a.json", b'"text"', "contains a JSON string, it must be a list of objects"),
@@ -623,12 +619,7 @@ def test_line_numbers_of_faults_count_from_the_start_of_the_file(
     change=st.none() | st.tuples(st.integers(0, 300), st.integers(0, 3), st.sampled_from(list('[]{}",:0 e-.tnN\\\n'))),
 )
 def test_a_list_read_in_blocks_equals_json_loads(
-    place: Path,
-    items: list[Any],
-    indent: int | None,
-    escape: bool,
-    block: int,
-    change: tuple[int, int, str] | None,
+    place: Path, items: list[Any], indent: int | None, escape: bool, block: int, change: tuple[int, int, str] | None
 ) -> None:
     """For every block boundary and every kind of damage."""
     text = json.dumps(items, indent=indent, ensure_ascii=escape)
