@@ -38,8 +38,6 @@ LocalPath = Annotated[str, EXPANDED]
 REMOVED = {"rollout.engine": "own", "rollout.engine_memory": 0.4, "rollout.max_staleness": 0, "track_model": False}
 """Keys that only earlier versions had, each with the value that means what every run does now. With it a key is
 ignored, so that configs and runs of those versions can be read."""
-FILLED = "filled"
-"""Marks a text field in which `{seed}`, or another key in braces, is replaced by that key's value."""
 
 
 class UnreadError(ValueError):

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rlhf_cli.config.base import FILLED, REMOVED, UnreadError
-from rlhf_cli.config.explain import explain, fields_of
+from rlhf_cli.config.base import REMOVED, UnreadError
+from rlhf_cli.config.explain import explain
+from rlhf_cli.config.stage import Stage
 from rlhf_cli.config.yaml_text import Tree
 from rlhf_cli.printing import did_you_mean
 
@@ -44,7 +45,7 @@ def load_config(path: str | Path, schema: type[M], overrides: Sequence[str] = ()
       the schema's default cannot be changed in part: ``rewards.0.weight=2`` needs ``rewards`` in the file.
     - Setting below a plain value replaces it by a mapping: ``train.path=x`` on ``train: file.jsonl``.
 
-    Text that the schema marks as filled may name other keys in braces: ``artifacts: artifacts/run-{seed}``.
+    A stage's ``artifacts`` may name other keys in braces: ``artifacts/run-{seed}``.
 
     Raises:
         ConfigError: one line for each problem, in the order of the file, of the files it extends, of ``overrides``.
@@ -79,7 +80,7 @@ def _validated(tree: Tree, schema: type[M]) -> M:
         except ValidationError as error:
             if not _without_unread(tree, schema, error):
                 raise tree.error() from None
-    config = _fill(config, tree)
+    config = _filled(config, tree)
     if tree.problems:
         raise tree.error()
     return config
@@ -117,23 +118,21 @@ def config_schema(schema: type[BaseModel]) -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **described}
 
 
-def _fill(config: M, tree: Tree) -> M:
-    """Replace ``{key}`` in the fields marked FILLED by the values of other keys. A problem is noted in ``tree``."""
-    texts = {}
-    for name, field in fields_of(type(config)).items():
-        text = getattr(config, name) if FILLED in field.metadata else ""
-        try:
-            for key in dict.fromkeys(re.findall(r"\{([^{}]*)\}", text)):
-                text = text.replace(f"{{{key}}}", _filling(config, key, name))
-                texts[name] = text
-        except ValueError as error:
-            tree.report_invalid((name,), str(error), at=(name,))
-    return config.model_copy(update=texts) if texts else config
+def _filled(config: M, tree: Tree) -> M:
+    """Replace ``{key}`` in a stage's ``artifacts`` by the values of other keys. A problem is noted in ``tree``."""
+    if not isinstance(config, Stage):
+        return config
+    text, values = config.artifacts, config.model_dump(mode="json", exclude={"artifacts"})
+    try:
+        for key in dict.fromkeys(re.findall(r"\{([^{}]*)\}", text)):
+            text = text.replace(f"{{{key}}}", _filling(values, key))
+    except ValueError as error:
+        tree.report_invalid(("artifacts",), str(error), at=("artifacts",))
+    return config.model_copy(update={"artifacts": text})
 
 
-def _filling(config: BaseModel, key: str, where: str) -> str:
-    """The value of the dotted ``key`` as part of a path; raises ValueError if it has none."""
-    value: Any = config.model_dump(mode="json", exclude={where})
+def _filling(value: Any, key: str) -> str:
+    """The value of the dotted ``key`` in ``value`` as part of a path; raises ValueError if it has none."""
     for part in key.strip().split("."):
         keys = {str(i): item for i, item in enumerate(value)} if isinstance(value, list) else value
         if not isinstance(keys, dict) or part not in keys:

@@ -10,7 +10,6 @@ from pydantic import Field
 
 from rlhf_cli.config.base import (
     EXPANDED,
-    FILLED,
     BelowOne,
     NonNegativeFloat,
     NonNegativeInt,
@@ -134,7 +133,7 @@ class Distributed(Section):
 class Stage(Section):
     """The keys of every stage's file."""
 
-    artifacts: Annotated[str, Field(min_length=1), EXPANDED, FILLED]
+    artifacts: Annotated[str, Field(min_length=1), EXPANDED]
     """The directory of the run; the stage writes `<artifacts>/<stage>/`. Any key in braces is replaced by its
     value: `artifacts/run-{seed}-{optimizer.learning_rate}`. Stages of one run need the same directory."""
     seed: int = 0
