@@ -216,7 +216,7 @@ class RowText:
         found = []
         for row in rows:
             if self.is_chat(row):
-                found.append(self._conversation(row))
+                found.append(self._turns(row.turns, row.where, ended=row.answers[0].ended))
                 continue
             prompt, whole = next(prompts), next(wholes)
             answer = (whole[:-1] if whole[-1:] == [eos] else whole)[len(prompt) :]
@@ -230,9 +230,9 @@ class RowText:
     def _turns(self, messages: Sequence[Message], where: str, *, ended: bool = True) -> tuple[list[int], list[bool]]:
         """(ids, answer mask) of a conversation in the chat template, encoded turn by turn.
 
-        The mask covers every assistant turn and the tokens that end it; the last one ends with its text if it has not
-        `ended`. A conversation that ends before an answer ends with the template's generation prompt, in the same ids
-        that it has when the answer follows.
+        The mask covers every assistant turn and the tokens that end it. A last one ends with EOS, or with its text if
+        it has not `ended`. A conversation that ends before an answer ends with the template's generation prompt, in
+        the same ids that it has when the answer follows.
         """
         require_chat_template(self.tokenizer)
         marks = self.marks
@@ -261,12 +261,7 @@ class RowText:
         for part, (_, kind) in zip(encoded, cuts, strict=True):
             ids += part
             answer_mask += [kind == "answer"] * len(part)
-        return ids, answer_mask
-
-    def _conversation(self, row: Record) -> tuple[list[int], list[bool]]:
-        ended = row.answers[0].ended
-        ids, answer_mask = self._turns(row.turns, row.where, ended=ended)
-        if not ended:
+        if messages[-1].role != "assistant" or not ended:
             return ids, answer_mask
         eos = int(self.tokenizer.eos_token_id)
         before = len(ids) - last_run(answer_mask)
@@ -308,7 +303,7 @@ def chat_text(
     try:
         _require_small_products(template)
         if not is_known:
-            sys.settrace(_TemplateLimit().enter)
+            sys.settrace(_limits())
         text = str(tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generation))
         _rendered.add(template)
         return text
@@ -340,20 +335,16 @@ def _require_small_products(template: str) -> None:
             raise ValueError("it writes or repeats too much")
 
 
-class _TemplateLimit:
-    """Ends a chat template that writes or repeats too much. Its sandbox limits neither."""
+def _limits() -> Any:
+    """A trace function that ends a chat template that writes or repeats too much. Its sandbox limits neither."""
+    num_lines = num_characters = 0
 
-    def __init__(self) -> None:
-        self.num_lines = self.num_characters = 0
-
-    def enter(self, frame: FrameType, _event: str, _argument: Any) -> Any:
-        """Observe the code of templates, and no other."""
-        return self.observe if frame.f_code.co_filename == "<template>" else None
-
-    def observe(self, _frame: FrameType, event: str, argument: Any) -> Any:
-        """Count a line, or a piece of text that is written."""
-        self.num_lines += event == "line"
-        self.num_characters += len(argument) if event == "return" and isinstance(argument, str) else 0
-        if self.num_lines > MOST_TEMPLATE_LINES or self.num_characters > MOST_TEMPLATE_CHARACTERS:
+    def observe(_frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal num_lines, num_characters
+        num_lines += event == "line"
+        num_characters += len(argument) if event == "return" and isinstance(argument, str) else 0
+        if num_lines > MOST_TEMPLATE_LINES or num_characters > MOST_TEMPLATE_CHARACTERS:
             raise ValueError("it writes or repeats too much")
-        return self.observe
+        return observe
+
+    return lambda frame, _event, _argument: observe if frame.f_code.co_filename == "<template>" else None
