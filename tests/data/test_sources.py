@@ -17,6 +17,7 @@ import tempfile
 import time
 import tracemalloc
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,48 @@ from rlhf_cli.data.paths import COMPRESSIONS, KINDS, SUFFIXES, find_files, reaso
 from rlhf_cli.data.read import read_rows
 from rlhf_cli.data.records import BadRow, Row
 from rlhf_cli.errors import DataError
-from support.data_files import PACK, arrow_bytes, csv_bytes, parquet_bytes, zstd
 
 ROWS = [{"prompt": f"quéstion {i}\n", "response": f' "answer", {i}'} for i in range(10)]
 GOOD = b'{"a": "b"}\n'
 TABLE = pyarrow.Table.from_pylist(ROWS)
+
+
+def zstd(content: bytes) -> bytes:
+    return pyarrow.Codec("zstd").compress(content, asbytes=True)
+
+
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstd,
+}
+
+
+def csv_bytes(rows: list[dict[str, Any]], delimiter: str = ",") -> bytes:
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue().encode()
+
+
+def parquet_bytes(table: pyarrow.Table, compression: str = "snappy", rows: int | None = None) -> bytes:
+    """A Parquet file with groups of `rows` rows."""
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(table, file, compression=compression, use_dictionary=False, row_group_size=rows)
+    return file.getvalue()
+
+
+def arrow_bytes(
+    table: pyarrow.Table, new: Callable[..., Any] = pyarrow.ipc.new_stream, rows: int | None = None
+) -> bytes:
+    """An Arrow stream, or file, with batches of `rows` rows."""
+    file = io.BytesIO()
+    with new(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows)
+    return file.getvalue()
 
 
 def file_bytes(kind: str) -> bytes:
