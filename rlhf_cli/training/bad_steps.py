@@ -35,8 +35,8 @@ class BadSteps:
         A bad step that is excused does not count among the consecutive ones.
 
         >>> steps = BadSteps(2)
-        >>> steps.count({"loss": 0.5, "norm": math.inf}), steps.are_too_many
-        ('norm is inf', False)
+        >>> steps.count({"loss": 0.5, "norm": math.inf}), steps.in_a_row
+        ('norm is inf', 1)
         >>> steps.count({"loss": 0.5, "norm": 1.0}), steps.in_a_row, steps.total
         (None, 0, 1)
         """
