@@ -149,7 +149,7 @@ def as_samples(model: RewardModel, records: Sequence[Record], template: str | No
         ids = [ids for ids, _ in encoded]
         cuts = [len(ids) - last_run(answer_mask) for ids, answer_mask in encoded]
     else:
-        ids = encode_for_classifier(model.tokenizer, [text.whole(row, marked=True) for row in rows], None)
+        ids = encode_for_classifier(model.tokenizer, [text.whole(row) for row in rows], None)
         cuts = [0] * len(ids)
     chats = map(text.is_chat, rows)
     return Samples(

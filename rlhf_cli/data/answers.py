@@ -87,7 +87,7 @@ class AnswerEncoder(RowEncoder[T], Generic[T]):
         """The uncut sequence of each row with one answer. An encoder model's sequences have an empty mask."""
         if self.reads_last_token:
             return self.text.answer_ids(rows, start=False)
-        texts = [self.text.whole(row, marked=True) for row in rows]
+        texts = [self.text.whole(row) for row in rows]
         return [(ids, []) for ids in encode_for_classifier(self.tokenizer, texts, None)]
 
     def answer_length(self, row: Record, tokens: Tokens) -> int:
@@ -111,7 +111,7 @@ class AnswerEncoder(RowEncoder[T], Generic[T]):
         if limits.truncation == "drop":
             return Skipped(f"longer than {limits.max_length} tokens", needs=len(ids))
         # The tokenizer cuts, so that its special tokens stay in place.
-        text = self.text.whole(row, marked=True)
+        text = self.text.whole(row)
         return encode_for_classifier(self.tokenizer, [text], limits.max_length, limits.truncation)[0]
 
 

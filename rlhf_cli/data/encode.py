@@ -167,12 +167,12 @@ class RowText:
             return before + row.prompt + after
         return marks.join(marks.join(before, marks.protect(row.prompt)), after)
 
-    def whole(self, row: Record, *, marked: bool = False) -> str:
-        """Prompt and response as one text, for a model that tokenises the two together."""
-        marks = self.marks if marked else None
+    def whole(self, row: Record) -> str:
+        """Prompt and response as one text, for a model that tokenises the two together, to be encoded."""
+        marks = self.marks
         if self.is_chat(row):
             return chat_text(self.tokenizer, row.turns, marks, generation=False)
-        prompt = self.prompt(row, marked=marked)
+        prompt = self.prompt(row, marked=True)
         return prompt + row.response if marks is None else marks.join(prompt, marks.protect(row.response))
 
     # ---------------------------------------------------------------------------------------------- ids
@@ -210,7 +210,7 @@ class RowText:
         """
         eos, special = int(self.tokenizer.eos_token_id), special_tokens_of(self.tokenizer)
         plain = [row for row in rows if not self.is_chat(row)]
-        texts = [self.whole(row, marked=True) for row in plain]
+        texts = [self.whole(row) for row in plain]
         prompts = iter(self.prompt_ids(plain, start=start))
         wholes = iter(special.encode(texts, add_special_tokens=self.template != "chat"))
         found = []
