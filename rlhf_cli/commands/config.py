@@ -86,7 +86,6 @@ class Entry:
     keys: tuple[str, ...]
     """The path in the YAML file. For rewards it includes the type: ("rewards", "http", "url")."""
     section: type[BaseModel]
-    """The section that has the key."""
     field: FieldInfo
 
     @property

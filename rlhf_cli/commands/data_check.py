@@ -200,7 +200,6 @@ class Remarkable:
 
     rows: int = 0
     first: list[str] = field(default_factory=list)
-    """The places of the first rows."""
     example: str | None = None
 
     def add(self, where: str, example: str | None = None) -> None:
@@ -532,7 +531,6 @@ def print_figures(console: Console, found: dict[str, Any]) -> None:
 
 
 def _print_rows(console: Console, sides: dict[str, Any], unit: str, used: str) -> None:
-    """A table of counts with a column for each side."""
     each, several = list(sides.values()), len(sides) > 1
     header = "".join(f"{name:>12}" for name in sides) if several else ""
     console.print(f"\n{'Rows':38}{header}".rstrip(), style="bold")

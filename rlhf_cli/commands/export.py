@@ -83,7 +83,6 @@ class ModelGiven:
     """The model to export."""
 
     path: str
-    """Its directory or hub id."""
     located: StageModel | None = None
     """The stage that it belongs to; None for a model of no run."""
 

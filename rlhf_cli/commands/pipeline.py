@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -87,20 +88,13 @@ def pipeline(
     resume_with = command("pipeline", str(directory), *set_options(overrides), *again)
 
     def run(stages: Sequence[str], own: Mapping[str, Sequence[str]]) -> list[str]:
-        return [
-            stage
-            for stage in stages
-            if run_stage(
-                stage,
-                _loader(stage, stages, display),
-                configs[stage],
-                [*chosen[stage], *own.get(stage, ())],
-                restart=restart,
-                quiet=quiet,
-                resume_with=resume_with,
-                num_processes=nproc,
-            )
-        ]
+        ran = []
+        for number, stage in enumerate(stages, 1):
+            load = partial(_load, stage, f"stage {number} of {len(stages)}, {stage}", display)
+            keys, how = [*chosen[stage], *own.get(stage, ())], {"restart": restart, "quiet": quiet}
+            if run_stage(stage, load, configs[stage], keys, **how, resume_with=resume_with, num_processes=nproc):
+                ran.append(stage)
+        return ran
 
     root = roots.pop()
     ran, done = run(list(configs), {}), [root]
@@ -156,11 +150,6 @@ def _report(root: Path, display: Display) -> None:
     display.note(f"curves, figures and replies, for a browser: {path}")
 
 
-def _loader(stage: str, stages: Sequence[str], display: Display) -> Callable[[], Run]:
-    """A function that says which stage begins, and imports it."""
-
-    def load() -> Run:
-        display.heading(f"stage {stages.index(stage) + 1} of {len(stages)}, {stage}")
-        return load_stage(stage)
-
-    return load
+def _load(stage: str, title: str, display: Display) -> Run:
+    display.heading(title)
+    return load_stage(stage)

@@ -60,9 +60,7 @@ class SweepRun:
     """The name without the seeds."""
     root: Path
     overrides: list[str]
-    """As after `--set` of `rlhf pipeline`."""
     configs: dict[str, Stage] = field(default_factory=dict)
-    """The checked configs of its stages."""
 
 
 def sweep(

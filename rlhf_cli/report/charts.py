@@ -104,7 +104,6 @@ def evaluation_charts(run: RunData) -> list[Chart]:
 
 
 def _reliability(bins: list[dict[str, Any]]) -> Chart | None:
-    """Stated confidence of the reward model against how often it is right."""
     if not bins:
         return None
     rows = [{"stated": bin["confidence"], "true": bin["frequency"], "pairs": bin["count"]} for bin in bins]
@@ -150,7 +149,6 @@ def _histogram(
 
 
 def _lengths(rows: list[dict[str, Any]], run: RunData) -> Chart | None:
-    """Score against length of the replies of SFT and PPO."""
     if not rows:
         return None
     at = {name: number(field, scale={"zero": False}) for name, field in (("x", "tokens"), ("y", "score"))}
@@ -348,7 +346,6 @@ def _on_kl(
 
 
 def _intervals(figure: str, points: Sequence[dict[str, Any]], color: dict[str, Any]) -> list[dict[str, Any]]:
-    """A rule over the interval of each point that has one."""
     rows = [point for point in points if {"low", "high"} <= point.keys()]
     return [_on_kl(figure, rows, "rule", {"strokeWidth": 2}, ends=True, color=color)] if rows else []
 

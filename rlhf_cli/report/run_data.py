@@ -43,7 +43,6 @@ class Curve:
     """Metric -> its name in the legend."""
     note: str
     is_share: bool = False
-    """The values are between 0 and 1."""
     target: str = ""
     """The config key of the value that the metric is steered to."""
 
@@ -91,7 +90,6 @@ class StageData:
     """Name -> (steps, values) of METRICS; values that are not finite are left out."""
     findings: list[Seen]
     evaluations: list[dict[str, Any]]
-    """See `evaluations_of`."""
     samples: list[dict[str, Any]]
     evaluation: dict[str, Any]
     """`<run>/eval/<stage>/evaluation.json` of `rlhf eval`; empty without it, or if it is older than the stage."""
