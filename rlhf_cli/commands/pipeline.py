@@ -87,12 +87,13 @@ def pipeline(
     # Without --restart, which would discard the checkpoints.
     resume_with = command("pipeline", str(directory), *set_options(overrides), *again)
 
+    start = partial(run_stage, restart=restart, quiet=quiet, resume_with=resume_with, num_processes=nproc)
+
     def run(stages: Sequence[str], own: Mapping[str, Sequence[str]]) -> list[str]:
         ran = []
         for number, stage in enumerate(stages, 1):
             load = partial(_load, stage, f"stage {number} of {len(stages)}, {stage}", display)
-            keys, how = [*chosen[stage], *own.get(stage, ())], {"restart": restart, "quiet": quiet}
-            if run_stage(stage, load, configs[stage], keys, **how, resume_with=resume_with, num_processes=nproc):
+            if start(stage, load, configs[stage], [*chosen[stage], *own.get(stage, ())]):
                 ran.append(stage)
         return ran
 
