@@ -7,9 +7,7 @@ import json
 import os
 import re
 import shutil
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from typer.testing import CliRunner, Result
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands import push
+from support.servers import Scripted
 
 TOKEN = "hf_" + "A" * 34
 
@@ -29,58 +28,41 @@ def pushed(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["push", *map(str, arguments)])
 
 
-class Hub:
+class Hub(Scripted):
     """The routes of the hub that an upload of small files needs. `commits` has the files of each commit."""
 
+    path = ""
+
     def __init__(self) -> None:
-        self.calls: list[tuple[str, Any]] = []
         self.commits: list[dict[str, bytes]] = []
         self.status = 200
-        hub = self
+        super().__init__(self.play)
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                answer = json.dumps(hub.answer(self.path, body, self.headers["Authorization"])).encode()
-                self.send_response(hub.status if self.path == "/api/repos/create" else 200)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def answer(self, path: str, body: bytes, authorization: str) -> dict[str, Any]:
-        assert authorization == f"Bearer {TOKEN}"
-        lines = [json.loads(line) for line in body.splitlines()]
-        self.calls.append((path, lines[0]))
+    def play(self, number: int, body: Any) -> tuple[int, dict[str, str], dict[str, Any]]:
+        assert self.headers[number]["Authorization"] == f"Bearer {TOKEN}"
+        path, status = self.paths[number], 200
+        answer: dict[str, Any] = {"errors": [], "warnings": []}  # about the card's metadata
         if path == "/api/repos/create":
-            return {"url": f"{self.url}/me/model"} if self.status == 200 else {"error": "not yours"}
-        if path == "/api/models/me/model/preupload/main":
+            answer = {"url": f"{self.url}/me/model"} if self.status == 200 else {"error": "not yours"}
+            status = self.status
+        elif path == "/api/models/me/model/preupload/main":
             about = {"uploadMode": "regular", "shouldIgnore": False}
-            return {"files": [{"path": file["path"], **about} for file in lines[0]["files"]]}
-        if path == "/api/models/me/model/commit/main":
-            files = [line["value"] for line in lines if line["key"] == "file"]
+            answer = {"files": [{"path": file["path"], **about} for file in body["files"]]}
+        elif path == "/api/models/me/model/commit/main":
+            files = [line["value"] for line in body if line["key"] == "file"]
             self.commits.append({file["path"]: base64.b64decode(file["content"]) for file in files})
-            return {"commitUrl": f"{self.url}/me/model/commit/1", "commitOid": "1", "success": True}
-        return {"errors": [], "warnings": []}  # the card's metadata
+            answer = {"commitUrl": f"{self.url}/me/model/commit/1", "commitOid": "1", "success": True}
+        return status, {"Content-Type": "application/json"}, answer
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    made = Hub()
-    monkeypatch.setattr(constants, "ENDPOINT", made.url)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(push, "is_offline", lambda: False)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
+    with Hub() as made:
+        monkeypatch.setattr(constants, "ENDPOINT", made.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(push, "is_offline", lambda: False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield made
 
 
 @pytest.fixture
@@ -98,7 +80,7 @@ def test_a_dry_run_shows_the_files_and_sends_nothing(finished: Path, hub: Hub) -
     shown = [line.split()[-1] for line in lines if line.startswith("  ")][:-1]
     assert shown == sorted(path.name for path in (finished / "run" / "ppo" / "model").iterdir())
     assert "licence: not named; write `license:` at the top of README.md" in lines
-    assert hub.calls == []
+    assert hub.requests == []
 
 
 def test_the_hub_gets_the_model_and_nothing_else(model: Path, hub: Hub) -> None:
@@ -119,7 +101,7 @@ def test_the_hub_gets_the_model_and_nothing_else(model: Path, hub: Hub) -> None:
     left_out = "not uploaded: .env, checkpoints/, metrics.jsonl, rows.csv, samples.jsonl, token, training_args.bin"
     assert left_out in lines
     assert pushed(model, "me/model", "--yes", "--public").exit_code == 0
-    created = [body["visibility"] for path, body in hub.calls if path == "/api/repos/create"]
+    created = [body["visibility"] for body in hub.requests if "visibility" in body]
     assert created == ["private", "public"]
 
 
@@ -141,7 +123,7 @@ def test_the_hub_gets_the_model_and_nothing_else(model: Path, hub: Hub) -> None:
 def test_a_secret_stops_the_upload_and_is_not_shown(model: Path, hub: Hub, file: str, text: str, found: str) -> None:
     (model / file).write_text(text, encoding="utf-8")
     result = pushed(model, "me/model", "--yes")
-    assert (result.exit_code, result.stdout, hub.calls) == (2, "", [])
+    assert (result.exit_code, result.stdout, hub.requests) == (2, "", [])
     (line,) = result.stderr.splitlines()
     assert found in line
     assert "geheim" not in line
@@ -156,7 +138,7 @@ def test_weights_may_carry_no_secret_and_words_about_tokens_are_none(model: Path
     assert pushed(model, "me/model").exit_code == 0
     save_file({"a": np.zeros(1)}, model / "extra.safetensors", metadata={"note": TOKEN})
     result = pushed(model, "me/model", "--yes")
-    assert (result.exit_code, "contains a Hugging Face token" in result.stderr, hub.calls) == (2, True, [])
+    assert (result.exit_code, "contains a Hugging Face token" in result.stderr, hub.requests) == (2, True, [])
 
 
 @pytest.mark.parametrize(
@@ -177,7 +159,7 @@ def test_a_link_to_another_folder_and_a_pipe_stop_the_upload(
     else:
         (model / name).symlink_to("../private" if kind == "link" else "gone")
     result = pushed(model, "me/model", "--yes")
-    assert (result.exit_code, hub.calls) == (2, [])
+    assert (result.exit_code, hub.requests) == (2, [])
     (line,) = result.stderr.splitlines()
     assert f"{name}: {rule}" in line
 

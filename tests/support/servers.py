@@ -43,7 +43,8 @@ class Scripted:
             disable_nagle_algorithm = True  # else the body waits 40 ms for the client to acknowledge the headers
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                lines = self.rfile.read(int(self.headers["Content-Length"])).splitlines()
+                body = json.loads(lines[0]) if len(lines) == 1 else list(map(json.loads, lines))
                 with lock:
                     number = len(outer.requests)
                     outer.requests.append(body)
