@@ -243,6 +243,8 @@ def _plan_rows(runs: Sequence[SweepRun], sources: Sequence[Path]) -> list[list[s
 
 def _show(runs: Sequence[SweepRun], root: Path, display: Display) -> None:
     """A table of the settings, averaged over their seeds, and the report of all runs."""
+    from rlhf_cli.report.page import write_report
+
     by_setting: dict[str, list[Mapping[str, float]]] = {}
     finished = []
     for run in runs:
@@ -261,7 +263,11 @@ def _show(runs: Sequence[SweepRun], root: Path, display: Display) -> None:
         for setting, several in by_setting.items()
     ]
     display.table("Mean over the seeds, with its 95 % interval", ["", "runs", *columns], rows)
-    _write_report(finished, root / "report.html", display)
+    try:
+        write_report(finished, root / "report.html")
+        display.note(f"report: {root / 'report.html'}")
+    except UserError as error:
+        display.note(str(error))
 
 
 def over_seeds(values: Sequence[float]) -> str:
@@ -278,13 +284,3 @@ def over_seeds(values: Sequence[float]) -> str:
         return str(Figure(mean))
     half = student_quantile(0.975, n - 1) * stdev(values) / n**0.5
     return str(Figure(mean, mean - half, mean + half, n))
-
-
-def _write_report(roots: Sequence[Path], out: Path, display: Display) -> None:
-    from rlhf_cli.report.page import write_report
-
-    try:
-        write_report(roots, out)
-        display.note(f"report: {out}")
-    except UserError as error:
-        display.note(str(error))

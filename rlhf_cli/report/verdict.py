@@ -75,9 +75,9 @@ def _path_verdict(run: RunData) -> str:
     best = max(gold, key=gold.__getitem__)
     if best == last:
         return f"Along the run gold was highest at the end ({gold[last]:.2f})."
+    text = f"gold was highest at iteration {best:g} ({gold[best]:.2f}) and ended at {gold[last]:.2f}"
     if not held:
-        return f"Along the run gold was highest at iteration {best:g} ({gold[best]:.2f}) and ended at {gold[last]:.2f}."
-    text = f"Gold was highest at iteration {best:g} ({gold[best]:.2f}) and ended at {gold[last]:.2f}"
+        return f"Along the run {text}."
     if best in score and last in score:
         text += f", while the score went from {score[best]:.2f} to {score[last]:.2f}"
-    return f"Over-optimisation: {text[0].lower()}{text[1:]}."
+    return f"Over-optimisation: {text}."

@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from rlhf_cli.commands import pipeline
-from rlhf_cli.commands import sweep as module
 from rlhf_cli.commands.sweep import Sweep, members_of, sweep
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.errors import ConfigError, Interrupted, RunError
+from rlhf_cli.report import page
 from rlhf_cli.report.charts import frontier_charts
 from rlhf_cli.report.run_data import read_run
 from rlhf_cli.run import artifacts
@@ -69,7 +69,7 @@ def folder(tmp_path, write_config, make_model, monkeypatch):
     write_config("sft", tmp_path / "base", model={"path": str(make_model("llama"))})
     write_config("rm", tmp_path / "base")
     write_config("ppo", tmp_path / "base")
-    monkeypatch.setattr(module, "_write_report", lambda *_: None)
+    monkeypatch.setattr(page, "write_report", lambda *_: None)
     monkeypatch.setattr(pipeline, "_report", lambda *_: None)
     return tmp_path / "base"
 
