@@ -133,7 +133,7 @@ def export(
 
     from rlhf_cli.evaluation.fidelity import COLUMNS
     from rlhf_cli.evaluation.figures import as_json
-    from rlhf_cli.models.exporting import adapter_directory, require_torchao
+    from rlhf_cli.models.exporting import adapter_directory, load_exported, require_torchao
     from rlhf_cli.models.gguf import require_llama_cpp
     from rlhf_cli.run.model_card import library_versions
     from rlhf_cli.trained.model import TEMPLATE_FILE, prompting_of
@@ -153,9 +153,15 @@ def export(
         parameters, gguf_file = _write(source, folder, out, options, dtype, template)
         if template is not None and gguf_file is None:  # a GGUF file has it inside
             (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
+        found = None
         if check is not None:
             display.note(f"comparing {source.name} on {check.about}")
-        found = _compare(check, folder, gguf_file, display)
+            try:
+                found = check.compare(load_exported(folder, check.model, gguf_file=gguf_file))
+            except ArtifactError as error:
+                if gguf_file is None:
+                    raise
+                display.warn(f"{gguf_file} is not compared with the original ({error})")  # transformers can't read it
         written_as = {"safetensors": "", "adapter": "adapters", "gguf": "GGUF "}[options.format]
         if options.format != "adapter":
             written_as += options.quantize or dtype
@@ -252,21 +258,6 @@ def _check(source: ModelGiven, options: ExportOptions, display: Display) -> Chec
     if not check.about:
         display.note(f"{source.path} is not compared: the run has no held-out rows")
     return check if check.about else None
-
-
-def _compare(check: Check | None, folder: Path, gguf_file: str | None, display: Display) -> Comparison | None:
-    """The figures of both models; None without a check, and for a GGUF file that transformers cannot read."""
-    if check is None:
-        return None
-    from rlhf_cli.models.exporting import load_exported
-
-    try:
-        return check.compare(load_exported(folder, check.model, gguf_file=gguf_file))
-    except ArtifactError as error:
-        if gguf_file is None:
-            raise
-        display.warn(f"{gguf_file} is not compared with the original ({error})")
-        return None
 
 
 def _card(
