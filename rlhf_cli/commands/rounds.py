@@ -117,7 +117,7 @@ class Rounds:
 
     def _write(self, out: Path, number: int, policy: TrainedLanguageModel, display: Display, *, restart: bool) -> None:
         """Sample two replies to each prompt, and label the pairs if there is a source of labels."""
-        from rlhf_cli.commands.generate import Generator, ResponseOptions
+        from rlhf_cli.commands.generate import Generator, ResponseOptions, with_prompt
         from rlhf_cli.data.stage_rows import prompt
         from rlhf_cli.processes import distributed
         from rlhf_cli.trained.model import RewardSet
@@ -126,7 +126,15 @@ class Rounds:
         assert isinstance(config, PPOConfig)
         options = ResponseOptions(seed=derived_seed(config.seed, "round", number), device=config.device)
         judge = None if self.labels is None else RewardSet(named_rewards([self.labels], "", 0))
-        records = _prompts(config, number, self.num_pairs)
+        data = config.data
+        rows_of_prompts = (
+            with_prompt(item)
+            for source in data.train
+            for item in items(source, "ppo", data.on_bad_row, prompt, prompt_words=data.prompt_words)
+        )
+        every = [item for item in rows_of_prompts if isinstance(item, Record)]
+        first = (number - 2) * self.num_pairs  # each round takes the next prompts, and starts over at the end
+        records = [every[(first + n) % len(every)] for n in range(min(self.num_pairs, len(every)))]
 
         def open_model() -> Callable[[Sequence[tuple[int, Record]]], list[Outcome]]:
             generator = Generator(policy, options, judge, distributed.start(config.device).device)
@@ -175,22 +183,6 @@ def _reward(text: str, ppo: PPOConfig) -> Reward:
 
         load_function(reward.function)
     return reward
-
-
-def _prompts(config: PPOConfig, number: int, count: int) -> list[Record]:
-    """The prompts of a round, in the order of the rows: each round takes the next ones, and starts over at the end."""
-    from rlhf_cli.commands.generate import with_prompt
-    from rlhf_cli.data.stage_rows import prompt
-
-    data = config.data
-    rows = (
-        with_prompt(item)
-        for source in data.train
-        for item in items(source, "ppo", data.on_bad_row, prompt, prompt_words=data.prompt_words)
-    )
-    records = [item for item in rows if isinstance(item, Record)]
-    first = (number - 2) * count
-    return [records[(first + n) % len(records)] for n in range(min(count, len(records)))]
 
 
 def _pair(record: Record, *replies: Outcome) -> Outcome:
