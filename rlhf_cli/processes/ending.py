@@ -62,35 +62,30 @@ class Ending:
         # A connection of its own: the process group may wait in the other one.
         self._store = dist.PrefixStore("rlhf ending", store.clone())  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=PATIENCE_S))
-        self._is_ours: bool | None = None
-        """Whether this process prints; None while none has claimed it."""
+        self.is_ours: bool | None = None
+        """Whether this process says why the run ends; None while it knows of none that does."""
         self.is_store_gone = False
         """Whether process 0, which holds the store, has ended without a word, or hangs."""
 
-    @property
-    def is_anothers(self) -> bool:
-        """Whether another process says why the run ends, as far as this one knows."""
-        return self._is_ours is False
-
     def look(self) -> None:
         """Learn whether another process has claimed the line. Raises RuntimeError if the store has gone."""
-        if self._is_ours is None and self._store.check(["claimed"]):
-            self._is_ours = False
+        if self.is_ours is None and self._store.check(["claimed"]):
+            self.is_ours = False
             self._store.set(f"known {self.rank}", "")
 
     def claim(self) -> bool:
         """Whether this process prints why the run ends: it is the first one that asks, or process 0 is gone."""
-        if self._is_ours is None:
+        if self.is_ours is None:
             first = None if self.is_store_gone else in_time(lambda: self._store.add("claimed", 1) == 1, None)
             self.is_store_gone = first is None
-            self._is_ours = self.rank == 1 if first is None else first
-        return self._is_ours
+            self.is_ours = self.rank == 1 if first is None else first
+        return self.is_ours
 
     def leave(self, exit_code: int) -> None:
         """Call it when the line is printed, and before this process ends without one."""
         if self.is_store_gone:
             return
-        if self._is_ours:
+        if self.is_ours:
             in_time(lambda: self._store.set("said", str(exit_code)), None)
         else:
             in_time(self._code_said, None, SAID_S)

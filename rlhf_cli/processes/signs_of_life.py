@@ -183,8 +183,8 @@ class Pulse(threading.Thread):
         if not is_there and (silent or behind):
             silent, behind = [0], []
             self.ending.is_store_gone = True
-        if not silent and (not behind or stop_requested()):
-            return None
+        if self.ending.is_ours or not (silent or (behind and not stop_requested())):
+            return None  # all are well, or the main thread says why the run ends
         if min(set(range(self.size)) - {*silent, *behind}) != self.rank:
             return EndedElsewhere(LOST)  # the first of those that wait reports it
         found = [f"{_name(rank, seen[rank].sign)} gives no sign of life" for rank in silent]
@@ -227,7 +227,7 @@ class Pulse(threading.Thread):
         assert arrival is not None
         while not arrival.is_completed():  # Not `wait`: Python would run no handler of a signal meanwhile.
             time.sleep(min(SLOWEST_POLL_S, 0.001 + (time.monotonic() - began) / 20))
-            if self.ending.is_anothers:
+            if self.ending.is_ours is False:
                 raise EndedElsewhere(LOST)
         arrival.wait()
 
