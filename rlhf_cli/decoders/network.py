@@ -35,11 +35,9 @@ class Layer:
     """One block: ``x += out(attention(qkv(norm_1(x))))``, ``x += feed(norm_2(x))``."""
 
     norm_1: Map
-    qkv: Map
-    """[N, hidden] -> [N, (heads + 2 * kv_heads) * head_dim]: queries, keys, values."""
-    norm_query: Map | None
+    qkv: Map  # [N, hidden] -> [N, (heads + 2 * kv_heads) * head_dim]: queries, keys, values
+    norm_query: Map | None  # of each head, before the rotation (Qwen3)
     norm_key: Map | None
-    """Norms of each head before the rotation (Qwen3)."""
     scaling: float
     out: Map
     norm_2: Map
@@ -50,12 +48,9 @@ class Layer:
 class Network:
     """A model as functions of tensors."""
 
-    weights: NetworkWeights
-    """All that the functions read."""
-    embed: Callable[[Tensor, Tensor], Tensor]
-    """Token ids [N] and their positions [N] -> [N, hidden]."""
-    rotation: Map | None
-    """Positions [N] -> [N, head_dim / 2] complex; None for a model without rotary embeddings."""
+    weights: NetworkWeights  # all that the functions read
+    embed: Callable[[Tensor, Tensor], Tensor]  # token ids [N] and their positions [N] -> [N, hidden]
+    rotation: Map | None  # positions [N] -> [N, head_dim / 2] complex; None without rotary embeddings
     layers: list[Layer]
     norm: Map
     head: Map

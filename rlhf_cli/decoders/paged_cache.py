@@ -36,24 +36,15 @@ class Places(NamedTuple):
     A step computes N rows, of which the first B are live. W is the number of pages of the longest row.
     """
 
-    new_keys: Tensor
-    """Where in the pool the keys of the last page of each live row begin [B, kv_heads * D]."""
-    new_values: Tensor
-    """The first row of D numbers of the last page of each live row in the pool of values [B, kv_heads]."""
-    filled: Tensor
-    """The numbers of the (row, head, page) in [N * heads * W] whose row has such a page."""
-    query: Tensor
-    """For each of these, the number of its query in [N * heads]."""
-    key_rows: Tensor
-    """For each of these, the D rows of PAGE numbers that hold the keys of the page."""
-    key_ends: Tensor
-    """Where the sum of each (row, head, page) begins in `key_rows`, and where the last one ends."""
-    value_rows: Tensor
-    """For each (row, head), the rows of D numbers that hold the values of its pages."""
-    value_ends: Tensor
-    """Where the sum of each (row, head) begins in `value_rows`, and where the last one ends."""
-    token_number: Tensor
-    """[W * PAGE] from 0."""
+    new_keys: Tensor  # where in the pool the keys of the last page of each live row begin [B, kv_heads * D]
+    new_values: Tensor  # the first row of D numbers of that page in the pool of values [B, kv_heads]
+    filled: Tensor  # the numbers of the (row, head, page) in [N * heads * W] whose row has such a page
+    query: Tensor  # for each of these, the number of its query in [N * heads]
+    key_rows: Tensor  # for each of these, the D rows of PAGE numbers that hold the keys of the page
+    key_ends: Tensor  # where the sum of each (row, head, page) begins in `key_rows`, and where the last one ends
+    value_rows: Tensor  # for each (row, head), the rows of D numbers that hold the values of its pages
+    value_ends: Tensor  # where the sum of each (row, head) begins in `value_rows`, and where the last one ends
+    token_number: Tensor  # [W * PAGE] from 0
 
     def at(self, position: Tensor) -> Places:
         """The places of a step whose new tokens have these positions [N]: the first two in the slots of the tokens."""
