@@ -117,7 +117,6 @@ def _rows_at_a_time(logits: Tensor) -> int:
 
 
 def _chunks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors in chunks of rows."""
     yield from zip(*(tensor.split(_rows_at_a_time(logits)) for tensor in (logits, *others)), strict=True)
 
 

@@ -154,7 +154,6 @@ def compile_passes(model: PreTrainedModel, device: torch.device, precision: str)
 
 
 def _compile_forward(module: Any) -> None:
-    """Let the passes of a module with gradients be compiled at their first use."""
     plain = module.forward
     compiled = torch.compile(plain, dynamic=True)
 

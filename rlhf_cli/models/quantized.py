@@ -78,7 +78,6 @@ def _rounded(values: Tensor, quantization: Quantization, library: Any, key: str)
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """A frozen linear layer with this weight [out, in]."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
@@ -98,7 +97,6 @@ def _quantizable(model: PreTrainedModel, key: str) -> list[tuple[Any, str, nn.Li
 
 
 def _quantized(layer: nn.Linear, quantization: Quantization, library: Any, key: str) -> nn.Module:
-    """A layer that computes with the rounded weight."""
     read_deferred(layer)
     # Under autocast the product is in bfloat16 all the same.
     quantized = _autocast_linear()(1, 1, bias=False, compute_dtype=torch.float32, quant_type="nf4")

@@ -164,7 +164,6 @@ def _json(values: dict[str, Any]) -> str:
 def _write_configs(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, dtype: str | None
 ) -> None:
-    """Everything but the weights, as transformers writes it."""
     config = copy.deepcopy(model.config)
     config.dtype = dtype or str(model.dtype).removeprefix("torch.")
     config.architectures = [plain_class(model).__name__]
