@@ -31,7 +31,7 @@ from rlhf_cli.config.models import Quantization
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import digest_once, read_text, stored_dtype
 from rlhf_cli.models.adapters import head_names, import_peft, inject, lora_of
-from rlhf_cli.models.deferred import place_of, take
+from rlhf_cli.models.deferred import take
 from rlhf_cli.processes.sharding import is_first_process, is_sharded, plain_class, whole
 from rlhf_cli.run.artifacts import ADAPTER_CONFIG, MODEL_CONFIG, is_adapter
 
@@ -266,8 +266,7 @@ def attach(model: PreTrainedModel, adapter: AdapterDirectory, *, with_head: bool
             raise ArtifactError(f"{adapter.path}: weight {name} does not fit {adapter.base.path}")
         if not given[name].isfinite().all():
             raise ArtifactError(f"{adapter.path}: weight {name} contains NaN or inf")
-        if place_of(needed[name]) is not None:  # a head that the base has, too
-            needed[name].data = take(needed[name]).float()
+        needed[name].data = take(needed[name]).float()  # a head that the base has, too, may be deferred
         needed[name].copy_(given[name])
     return sorted(adapter.head) if with_head else []
 

@@ -87,8 +87,13 @@ def read_deferred(module: nn.Module) -> None:
 
 
 def take(weight: Tensor) -> Tensor:
-    """The values of a deferred weight, as stored: assign them. Raises ArtifactError if they are not finite."""
-    place: StoredWeight = _places.pop(weight)
+    """The values of a weight; of a deferred one as stored, and then assign them.
+
+    Raises ArtifactError if those are not finite.
+    """
+    place: StoredWeight | None = _places.pop(weight, None)
+    if place is None:
+        return weight.data
     values = place.as_stored()
     if not is_finite(values):
         raise not_finite(f"{place.file}: weight {place.name} contains NaN or inf")

@@ -25,7 +25,7 @@ from transformers import (
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models.adapter_files import WEIGHTS, read_adapter
 from rlhf_cli.models.adapters import head_names, merge_in_place
-from rlhf_cli.models.deferred import is_deferred, place_of, take
+from rlhf_cli.models.deferred import is_deferred, take
 from rlhf_cli.models.forward import PRECISIONS
 from rlhf_cli.models.heads import offer_classifier, scalar_heads
 from rlhf_cli.models.load import (
@@ -62,8 +62,7 @@ def load_model(path: str, dtype: Dtype, *, heads_in_float32: bool = False) -> Pr
     was_deferred = is_deferred(model)
     heads = scalar_heads(model) if heads_in_float32 else {}
     for name, weight in model.named_parameters():
-        given = take(weight) if place_of(weight) is not None else weight.data
-        weight.data = given.to(torch.float32 if name.rpartition(".")[0] in heads else PRECISIONS[dtype])
+        weight.data = take(weight).to(torch.float32 if name.rpartition(".")[0] in heads else PRECISIONS[dtype])
     # `load` has tried out one that was not deferred. A CPU may lack operations in float16.
     if was_deferred and dtype != "float16":
         try_out(model, path)

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_cli.config.models import Lora, Quantization
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.adapter_files import attach, own_generation_config, read_adapter
-from rlhf_cli.models.deferred import is_deferred, place_of, read_deferred, take
+from rlhf_cli.models.deferred import is_deferred, read_deferred, take
 from rlhf_cli.models.forward import compute_dtype
 from rlhf_cli.models.heads import is_encoder, scalar_heads
 from rlhf_cli.models.load import load_policy, stores_int8, take_facts, try_out
@@ -112,7 +112,7 @@ def hold_frozen(
             for weight in module.parameters(recurse=False):
                 if weight.requires_grad or weight.dtype != torch.float32 or id(weight) in skipped:
                     continue
-                given = take(weight) if place_of(weight) is not None else weight.data
+                given = take(weight)
                 may_round = not exact and id(weight) not in tables
                 weight.data = given.to(dtype) if may_round or _is_lossless(given, dtype) else given.float()
         give_float32(model)
