@@ -19,18 +19,11 @@ from rlhf_cli.rollout.sampling import sample
 from support.decoders import PROMPTS, SAMPLINGS, UNIFORMS, made, same
 
 
-def test_auto_takes_the_paged_decoder_where_it_can_and_the_plain_one_elsewhere() -> None:
-    assert isinstance(choose_decoder(made("llama"), 50), PagedDecoder)
+def test_auto_takes_the_paged_decoder_where_it_can_and_a_named_one_is_taken() -> None:
     assert isinstance(choose_decoder(made("gpt_neox"), 50), PlainDecoder)
-    assert decoder_notes(made("llama"), 50) == []
-    (note,) = decoder_notes(made("gpt_neox"), 50)
-    assert "no fast decoder supports the family gpt_neox" in note
-
-
-def test_a_decoder_that_is_named_is_taken() -> None:
-    assert isinstance(choose_decoder(made("llama"), 50, "paged"), PagedDecoder)
-    assert isinstance(choose_decoder(made("llama"), 50, "plain"), PlainDecoder)
-    assert decoder_notes(made("llama"), 50, "paged") == decoder_notes(made("llama"), 50, "plain") == []
+    for name, kind in {"auto": PagedDecoder, "paged": PagedDecoder, "plain": PlainDecoder}.items():
+        assert isinstance(choose_decoder(made("llama"), 50, name), kind)
+        assert decoder_notes(made("llama"), 50, name) == []
 
 
 @pytest.mark.parametrize("call", [choose_decoder, decoder_notes])
