@@ -93,11 +93,11 @@ def file_bytes(kind: str) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 
 
-def read(path: Path, **settings: Any) -> list[Row | BadRow]:
+def read(path: Path | str, **settings: Any) -> list[Row | BadRow]:
     return list(read_rows(DataSource(path=str(path), **settings)))
 
 
-def values(path: Path, **settings: Any) -> list[Any]:
+def values(path: Path | str, **settings: Any) -> list[Any]:
     """Every row's values, or the reason for a bad row."""
     return [row.values if isinstance(row, Row) else row.reason for row in read(path, **settings)]
 
@@ -111,7 +111,7 @@ def write(path: Path, content: bytes) -> Path:
 def refused(path: Path | str, **settings: Any) -> str:
     """The message of the DataError that reading raises."""
     with pytest.raises(DataError) as error:
-        read(Path(path), **settings)
+        read(path, **settings)
     assert str(error.value).isprintable()
     assert len(str(error.value)) < 500 + len(str(path))
     return str(error.value)
@@ -515,24 +515,17 @@ def test_a_truncated_file_gives_its_rows_and_then_an_error(tmp_path: Path, kind:
 def test_missing_files_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for path in (f"{tmp_path}/a.jsonl", "a.JSONL", "./a", "sub/a.csv.zst"):
-        assert f"{path}: no such file (relative to {tmp_path})" in refused_path(path)
-    assert f"{Path.home()}/a: no such file" in refused_path("~/a")
+        assert f"{path}: no such file (relative to {tmp_path})" in refused(path)
+    assert f"{Path.home()}/a: no such file" in refused("~/a")
     assert find_files("org/name") == []
     (tmp_path / "broken.jsonl").symlink_to("nowhere")
-    assert "no such file" in refused_path("broken.jsonl")
+    assert "no such file" in refused("broken.jsonl")
     os.mkfifo(tmp_path / "pipe.jsonl")
-    assert "neither a file nor a folder" in refused_path("pipe.jsonl")
+    assert "neither a file nor a folder" in refused("pipe.jsonl")
     (tmp_path / "round.jsonl").symlink_to("round.jsonl")
-    assert "no such file" in refused_path("round.jsonl")
-    assert "cannot be looked up (File name too long)" in refused_path("/" + "a" * 300 + ".jsonl")
-    assert "cannot be looked up" in refused_path("/**a/*.jsonl") or sys.version_info >= (3, 13)
-
-
-def refused_path(path: str) -> str:
-    with pytest.raises(DataError) as error:
-        list(read_rows(DataSource(path=path)))
-    assert str(error.value).isprintable()
-    return str(error.value)
+    assert "no such file" in refused("round.jsonl")
+    assert "cannot be looked up (File name too long)" in refused("/" + "a" * 300 + ".jsonl")
+    assert "cannot be looked up" in refused("/**a/*.jsonl") or sys.version_info >= (3, 13)
 
 
 def test_files_without_permission_are_reported() -> None:
@@ -784,11 +777,11 @@ def test_datasets_whole_and_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     write(tmp_path / "set/broken/train-2.jsonl", b'{"prompt": \n')
     name = f"{tmp_path}/set"
     a, b, c, d = ({"prompt": letter, "n": n} for n, letter in enumerate("abcd", 1))
-    assert read(Path(name), data_dir="sub", revision="v1") == [
+    assert read(name, data_dir="sub", revision="v1") == [
         Row(row, f"{name}[train] row {n}") for n, row in enumerate((a, b, c), 1)
     ]
-    assert read(Path(name), data_dir="sub", split="test", streaming=True) == [Row(d, f"{name}[test] row 1")]
-    assert values(Path(name), data_dir="sub", streaming=True, limit=2) == [a, b]
+    assert read(name, data_dir="sub", split="test", streaming=True) == [Row(d, f"{name}[test] row 1")]
+    assert values(name, data_dir="sub", streaming=True, limit=2) == [a, b]
     assert [(more["revision"], more["streaming"]) for more in asked] == [("v1", False), (None, True), (None, True)]
     unknown = "neither a local file nor a hub dataset that can be loaded"
     assert f"{name}: {unknown} (ValueError" in refused(name, data_dir="sub", split="nothing")
