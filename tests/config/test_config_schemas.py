@@ -41,15 +41,11 @@ from support.paths import ROOT
 SHIPPED = sorted(ROOT.glob("configs/*/*.yaml"))
 
 
-def stage_of(path: Path) -> str:
-    return next(name for name in STAGES if name in path.stem.split("_"))
-
-
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_shipped_configs_are_valid_dump_back_and_begin_with_the_command_that_runs_them(
     path: Path, tmp_path: Path
 ) -> None:
-    stage = stage_of(path)
+    stage = next(name for name in STAGES if name in path.stem.split("_"))
     config = load_config(path, CONFIGS[stage])
     copy = tmp_path / "copy.yaml"
     copy.write_text(dump_config(config), encoding="utf-8")

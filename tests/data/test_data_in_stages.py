@@ -278,12 +278,6 @@ def test_a_reward_model_reads_a_cut_answer_without_eos(tokenizer: Any, reads_las
     assert (chosen[-1] == eos, rejected[-1] == eos) == (reads_last_token, False)
 
 
-def rlhf(*arguments: object) -> str:
-    result = CliRunner().invoke(app, ["data", *map(str, arguments)])
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
 @pytest.mark.parametrize(
     ("row", "for_", "written"),
     [
@@ -300,9 +294,10 @@ def rlhf(*arguments: object) -> str:
 )
 def test_convert_keeps_which_answers_ended(tmp_path: Path, row: dict[str, Any], for_: str, written: list[Any]) -> None:
     path, out = write_jsonl(tmp_path / "rows.jsonl", [row]), tmp_path / "out.jsonl"
-    output = rlhf("convert", path, "--for", for_, "--out", out)
+    result = CliRunner().invoke(app, ["data", "convert", str(path), "--for", for_, "--out", str(out)])
+    assert result.exit_code == 0, result.output
     assert [line.get("ended") for line in read_jsonl(out)] == written
-    assert ("columns not copied: ended" in output) == (written == [None])
+    assert ("columns not copied: ended" in result.output) == (written == [None])
 
 
 def test_a_comparison_by_a_judge_puts_the_flags_in_the_order_of_the_answers() -> None:
