@@ -614,7 +614,7 @@ def test_a_rerun_with_many_options_gives_the_same_bits(watch, data):
 
 def test_every_option_is_named_in_a_test():
     """An option that no test mentions fails here."""
-    others = ("decoders/test_choose.py", "models/test_freeze.py", "models/test_lora.py", "models/test_nf4.py")
+    others = ("decoders/test_choose.py", "models/test_frozen.py", "models/test_lora.py", "models/test_nf4.py")
     files = [*(TESTS / "ppo").glob("test_ppo_*.py"), *(TESTS / name for name in others)]
     text = "".join(path.read_text("utf-8") for path in files)
     for section in (PPO, Rollout, ValueModel, Lora, Ptx, PPOEvaluation):
