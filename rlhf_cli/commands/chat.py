@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import re
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.cells import cell_len
 
 from rlhf_cli.commands.options import Quantized, WhereToRun, WritingStage
 from rlhf_cli.data.records import Message, turns_of
 from rlhf_cli.errors import ConfigError, DataError, RunError, UserError
-from rlhf_cli.printing import printable, say
+from rlhf_cli.printing import say
 
 if TYPE_CHECKING:
     from rlhf_cli.rollout.speaker import Reply, Speaker
@@ -37,8 +34,6 @@ HELP = """\
 /exit               end, as Ctrl-D does
 Write // for a message that begins with /. End a line with \\ to continue on the
 next one."""
-LONGEST_WORD = 20
-"""Columns after which a word is printed before its end: some languages write without spaces."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +65,22 @@ def chat(
     model = find_model(directory, stage).speaker(start(device).device, quantize)
     interactive = sys.stdin.isatty()
     session = Session(model, settings, interactive=interactive)
-    session.introduce()
-    failed = sum(not session.take(line) for line in (typed() if interactive else piped()))
+    say(f"{model.name}: {type(model.model).__name__}", error=True)
+    say(f"prompts: {model.form.sentence}", error=True)
+    session.show_settings()
+    if interactive:
+        say("/help lists the commands, Ctrl-D ends.", error=True)
+        lines: Iterator[str | None] = typed()
+    else:
+        if hasattr(sys.stdin, "reconfigure"):
+            sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+        lines = (line.rstrip("\n") for line in sys.stdin)
+    failed = sum(not session.take(message) for message in messages(lines))
     if failed and not interactive:
         raise ConfigError(f"{failed} line{'s' if failed > 1 else ''} of the input failed, as printed above")
 
 
 class Session:
-    """A conversation with a model."""
-
     def __init__(self, model: Speaker, settings: ChatSettings, *, interactive: bool):
         self.model, self.settings, self.interactive = model, settings, interactive
         self.system: list[Message] = []
@@ -86,22 +88,14 @@ class Session:
         self.last: Reply | None = None
         self.num_replies = 0
         self.commands: dict[str, Callable[[str], object]] = {
-            "regenerate": lambda _: self.regenerate(),
-            "clear": lambda _: self.clear(),
+            "regenerate": self.regenerate,
+            "clear": self.clear,
             "system": self.set_system,
             "set": self.set_value,
-            "history": lambda _: self.show_history(),
+            "history": self.show_history,
             "save": self.save,
             "help": lambda _: say(HELP, error=True),
         }
-
-    def introduce(self) -> None:
-        """Say who answers, how it is prompted, and how it draws."""
-        say(f"{self.model.name}: {type(self.model.model).__name__}", error=True)
-        say(f"prompts: {self.model.form.sentence}", error=True)
-        self.show_settings()
-        if self.interactive:
-            say("/help lists the commands, Ctrl-D ends.", error=True)
 
     def take(self, line: str) -> bool:
         """Answer a message or follow a command; returns whether that succeeded. An error is printed as one line."""
@@ -112,7 +106,9 @@ class Session:
                     raise ConfigError(f"/{name}: no such command. /help lists them; write // for a message with /")
                 self.commands[name](argument.strip())
             else:
-                self.ask(line[1:] if line.startswith("//") else line)
+                message = Message("user", line[1:] if line.startswith("//") else line)
+                reply = self.answer([*self.history, message])
+                self.history += [message, Message("assistant", reply.text)]  # unchanged if the reply failed
         except (UserError, RunError) as error:
             say(f"error: {error}", error=True)
             return False
@@ -124,13 +120,7 @@ class Session:
 
     # -------------------------------------------------------------------------------------- replies
 
-    def ask(self, text: str) -> None:
-        """Reply to a message. The conversation grows only if the reply does not fail."""
-        message = Message("user", text)
-        reply = self.answer([*self.history, message])
-        self.history += [message, Message("assistant", reply.text)]
-
-    def regenerate(self) -> None:
+    def regenerate(self, _: str) -> None:
         """Replace the last reply. It stays if the new one fails."""
         if self.last is None:
             raise DataError("/regenerate: there is no reply yet")
@@ -138,11 +128,18 @@ class Session:
 
     def answer(self, history: Sequence[Message]) -> Reply:
         """The reply to a conversation, printed while it grows."""
-        words = Words(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
+        printed = 0
+
+        def grow(text: str) -> None:
+            nonlocal printed
+            say(text[printed:], end="", flush=True)
+            printed = max(printed, len(text))
+
         try:
-            reply = self.reply([*self.system, *history], words.grow, keep_partial=self.interactive)
+            reply = self.reply([*self.system, *history], grow)
         finally:
-            words.end()
+            if printed:
+                say("", flush=True)
         if not reply.text:
             say("(the reply is empty)", error=True)
         elif not reply.response.ended:
@@ -151,13 +148,8 @@ class Session:
         self.last = reply
         return reply
 
-    def reply(
-        self, messages: Sequence[Message], on_text: Callable[[str], None], *, keep_partial: bool = False
-    ) -> Reply:
-        """The next reply of the session; see `Speaker.stream`.
-
-        Raises DataError for a conversation that does not fit, or that the chat template refuses.
-        """
+    def reply(self, messages: Sequence[Message], on_text: Callable[[str], None]) -> Reply:
+        """The next reply. Raises DataError for a conversation that does not fit, or that the chat template refuses."""
         from rlhf_cli.rollout.sampling import draw_uniforms
 
         model, settings = self.model, self.settings
@@ -165,12 +157,11 @@ class Session:
         room = model.room(ids, "Shorten the message, or start over with /clear")
         longest = settings.max_new_tokens or model.max_new_tokens
         uniforms = draw_uniforms(settings.seed, "chat", self.num_replies, 1, longest)[:, :room]
-        return model.at(settings.temperature).stream(ids, uniforms, on_text, keep_partial=keep_partial)
+        return model.at(settings.temperature).stream(ids, uniforms, on_text, keep_partial=self.interactive)
 
     # ------------------------------------------------------------------------------------- commands
 
-    def clear(self) -> None:
-        """Start over."""
+    def clear(self, _: str) -> None:
         self.history, self.last = [], None
         say("cleared", error=True)
 
@@ -184,7 +175,6 @@ class Session:
         say("system message set" if text else "system message removed", error=True)
 
     def set_value(self, argument: str) -> None:
-        """`/set NAME VALUE`."""
         name, _, value = argument.partition(" ")
         match name:
             case "":
@@ -200,14 +190,12 @@ class Session:
         self.show_settings()
 
     def show_settings(self) -> None:
-        """Print how replies are drawn."""
         settings, own = self.settings, self.model
         temperature = own.sampling.temperature if settings.temperature is None else settings.temperature
         longest = settings.max_new_tokens or own.max_new_tokens
         say(f"temperature {temperature:g}, at most {longest} new tokens, seed {settings.seed}", error=True)
 
-    def show_history(self) -> None:
-        """Print the conversation."""
+    def show_history(self, _: str) -> None:
         for message in [*self.system, *self.history]:
             say(f"{message.role}: {message.content}")
 
@@ -236,30 +224,19 @@ class Session:
 # ------------------------------------------------------------------------------------------- input
 
 
-def typed() -> Iterator[str]:
-    """The messages of a terminal, with editing and earlier lines by the arrow keys."""
+def typed() -> Iterator[str | None]:
+    """The lines of a terminal, with editing and earlier lines by the arrow keys; None for Ctrl-C."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (input() uses it)
-
-    def lines() -> Iterator[str | None]:
-        while True:
-            try:
-                yield input("> ")
-            except KeyboardInterrupt:
-                say("\nCtrl-D ends the conversation", error=True)
-                yield None
-            except EOFError:
-                say("", error=True)
-                return
-
-    return messages(lines())
-
-
-def piped() -> Iterator[str]:
-    """The messages of a pipe."""
-    if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
-    return messages(line.rstrip("\n") for line in sys.stdin)
+    while True:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:
+            say("\nCtrl-D ends the conversation", error=True)
+            yield None
+        except EOFError:
+            say("", error=True)
+            return
 
 
 def messages(lines: Iterable[str | None]) -> Iterator[str]:
@@ -301,45 +278,3 @@ def _whole_number(name: str, value: str, *, least: int) -> int:
     if not value.isdecimal() or int(value) < least:
         raise ConfigError(f"/set {name}: {value!r} is not a whole number of at least {least}")
     return int(value)
-
-
-class Words:
-    """Prints a growing text word by word, so that no word is broken at the right edge of the terminal."""
-
-    def __init__(self, width: int | None):
-        """width: columns of the terminal; None does not break lines."""
-        self.width = width
-        self.taken = 0
-        self.word = ""
-        self.column = 0
-
-    def grow(self, text: str) -> None:
-        """The whole text so far."""
-        pieces = re.findall(r"\S+|\s", self.word + text[self.taken :])
-        self.taken = max(self.taken, len(text))
-        is_open = pieces and not pieces[-1].isspace() and cell_len(pieces[-1]) < LONGEST_WORD
-        self.word = pieces.pop() if is_open else ""
-        for piece in pieces:
-            self._put(piece)
-
-    def end(self) -> None:
-        """The text is complete."""
-        if self.word:
-            self._put(self.word)
-        if self.taken:
-            say("", flush=True)
-
-    def _put(self, piece: str) -> None:
-        if piece == "\n":
-            self.column = 0
-            say("")
-            return
-        piece = piece.replace("\t", "    ")
-        cells = cell_len(printable(piece))
-        if self.width is not None and self.column and self.column + cells > self.width:
-            say("")
-            self.column = 0
-            if piece.isspace():
-                return
-        say(piece, end="", flush=True)
-        self.column += cells

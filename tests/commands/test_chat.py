@@ -14,11 +14,10 @@ from jinja2 import TemplateError
 from typer.testing import CliRunner, Result
 
 from rlhf_cli.cli import app
-from rlhf_cli.commands.chat import Words
+from rlhf_cli.commands import chat as chat_command
 from rlhf_cli.data import encode
 from rlhf_cli.data.records import Message
 from rlhf_cli.models.load import load_tokenizer
-from rlhf_cli.models.quantized import Int8Linear
 from rlhf_cli.printing import printable
 from rlhf_cli.rollout import speaker
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
@@ -94,7 +93,7 @@ def test_the_form_of_prompts_is_that_of_the_stage(
 def test_a_conversation_is_read_as_its_form_says(chat_model: Path, form: PromptForm, text: str) -> None:
     tokenizer = load_tokenizer(str(chat_model))
     ids = form.encode(tokenizer, ASKED)
-    assert form.row_text(tokenizer, form.row(ASKED)) == text
+    assert form.rows(tokenizer).prompt(form.row(ASKED)) == text
     assert ids == tokenizer(text, add_special_tokens=form.kind != "chat")["input_ids"]
 
 
@@ -124,12 +123,8 @@ def test_a_template_that_rewrites_earlier_turns_is_answered(chat_model: Path) ->
 
 
 def test_the_model_reads_the_earlier_turns(chat_model: Path, read_prompts: list[list[int]]) -> None:
-    result = chat(
-        chat_model,
-        "--max-new-tokens",
-        6,
-        lines="/system be kind\nthe tent\nthe lamp\n/regenerate\n/clear\n/system\nthe map\n",
-    )
+    lines = "/system be kind\nthe tent\nthe lamp\n/regenerate\n/clear\n/system\nthe map\n"
+    result = chat(chat_model, "--max-new-tokens", 6, lines=lines)
     assert result.exit_code == 0, result.output
     assert "prompts: the tokenizer's chat template" in result.stderr
     texts = [load_tokenizer(str(chat_model)).decode(ids) for ids in read_prompts]
@@ -168,31 +163,18 @@ def test_ctrl_c_keeps_what_was_written(chat_model: Path, monkeypatch: pytest.Mon
     talk = session(speaker_at(chat_model), interactive=True, max_new_tokens=30)
     assert talk.take("the tent")
     before = list(talk.history)
-    seen: list[str] = []
-    grow = Words.grow
+    printed: list[str] = []
 
-    def interrupted(self: Words, text: str) -> None:
-        grow(self, text)
-        seen.append(text)
-        if len(seen) == 8:
+    def interrupted(text: str, **_: object) -> None:
+        printed.append(text)
+        if len(printed) == 8:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Words, "grow", interrupted)
+    monkeypatch.setattr(chat_command, "say", interrupted)
     assert talk.take("the lamp")
-    assert talk.history == [*before, Message("user", "the lamp"), Message("assistant", seen[-1])]
-    assert seen[-1]
-
-
-def test_lines_break_between_words(capsys: pytest.CaptureFixture[str]) -> None:
-    text = "the tent " * 30 + "\n\nlamp " + "x" * 200
-    words = Words(80)
-    for end in range(0, len(text) + 3, 3):
-        words.grow(text[:end])
-    words.end()
-    printed = capsys.readouterr().out
-    assert printed.split() == [*("the tent " * 30).split(), "lamp", *printed.split()[61:]]
-    assert "".join(printed.split()[61:]) == "x" * 200
-    assert all(len(line) <= 80 for line in printed.splitlines())
+    shown = "".join(printed[:8])
+    assert talk.history == [*before, Message("user", "the lamp"), Message("assistant", shown)]
+    assert shown
 
 
 # ------------------------------------------------------------------------------------ commands, errors
@@ -236,14 +218,8 @@ def test_a_full_disk_leaves_no_half_file_and_the_conversation(
     open_file = Path.open
 
     def full(self: Path, *arguments: Any, **options: Any) -> Any:
-        file = open_file(self, *arguments, **options)
-        file.write("half")
-
-        def fail(text: str) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), text)
-
-        file.write = fail
-        return file
+        open_file(self, *arguments, **options).write("half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", full)
@@ -318,39 +294,36 @@ def test_a_quantized_model_answers_with_its_rounded_weights(chat_model: Path) ->
     result = chat(chat_model, "--quantize", "int8", "--max-new-tokens", "3", "--temperature", "0", lines="hi\n")
     assert result.exit_code == 0, result.output
     model = speaker_at(chat_model, quantization="int8")
-    layers = [m for m in model.model.modules() if isinstance(m, Int8Linear)]
-    assert len(layers) == 14
     assert result.stdout.strip() == reply(model, [Message("user", "hi")], temperature=0.0, max_new_tokens=3).text
-    error = one_error(chat(chat_model, "--quantize", "nf4", lines="hi\n"))
-    assert "--quantize nf4: no layer of this LlamaForCausalLM can be quantized" in error
 
 
-@pytest.mark.parametrize(
-    ("template", "says"),
-    [
-        ("{{ '' }}", "the prompt has no token"),
-        ("{{ 'x' * 99999 * 9999 }}", "it writes or repeats too much"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x", "too much"),
-    ],
-)
-def test_a_template_that_writes_nothing_or_without_end_is_one_line(
-    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, says: str
+PATTERN = {"type": "Split", "pattern": {"Regex": "(a|aa|a*)*(a|aa)+$"}, "behavior": "Isolated", "invert": False}
+HOSTILE = {
+    "a text without end": ("chat_template.jinja", "{{ 'x' * 99999 * 9999 }}", "it writes or repeats too much"),
+    "a loop without end": (
+        "chat_template.jinja",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x",
+        "it writes or repeats too much",
+    ),
+    "a pattern that gives up": ("tokenizer.json", {"pre_tokenizer": PATTERN}, "error: the tokenizer fails on a text ("),
+    "a config wider than its weights": (
+        "config.json",
+        {"hidden_size": 10**7},
+        "config.json has a hidden size of 10000000, and the largest size of a stored weight is",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_model_that_would_never_answer_is_one_line(
+    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(encode, "MOST_TEMPLATE_LINES", 50_000)
     monkeypatch.setattr(encode, "MOST_TEMPLATE_CHARACTERS", 50_000)
-    model = Path(shutil.copytree(chat_model, tmp_path / "model"))
-    (model / "chat_template.jinja").write_text(template)
-    result = CliRunner().invoke(app, ["chat", str(model)], input="hi\n")
+    file, change, says = HOSTILE[name]
+    path = shutil.copytree(chat_model, tmp_path / "model") / file
+    path.write_text(change if isinstance(change, str) else json.dumps({**json.loads(path.read_text()), **change}))
+    result = chat(path.parent, lines="a" * 40 + "b\n")
     assert (result.exit_code, result.stdout) == (2, "")
     assert says in result.stderr
     assert isinstance(result.exception, SystemExit)
-
-
-def test_a_pattern_of_the_tokenizer_that_gives_up_on_a_text_is_one_line(chat_model: Path, tmp_path: Path) -> None:
-    model = Path(shutil.copytree(chat_model, tmp_path / "model"))
-    path = model / "tokenizer.json"
-    pattern = {"type": "Split", "pattern": {"Regex": "(a|aa|a*)*(a|aa)+$"}, "behavior": "Isolated", "invert": False}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "pre_tokenizer": pattern}))
-    result = CliRunner().invoke(app, ["chat", str(model)], input="a" * 40 + "b\n")
-    assert isinstance(result.exception, SystemExit), result.exception
-    assert "error: the tokenizer fails on a text (" in result.stderr
