@@ -11,8 +11,9 @@ import argparse
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
-from rlhf_cli.commands.label import Labelling, Shown, pairs_of
+from rlhf_cli.commands.label import Labelling, pairs_of
 from rlhf_cli.commands.output import Output
 from rlhf_cli.config.data import DataSource
 
@@ -20,11 +21,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "data" / "support"))
 from gold import judge_one  # type: ignore[import-not-found]
 
 
-def key(pair: Shown, error: float, rng: random.Random) -> str:
+def key(pair: dict[str, Any], error: float, rng: random.Random) -> str:
     """The key for a pair."""
     if rng.random() < error:
         return rng.choice("12t")
-    first, second = (judge_one(pair.prompt, reply)["gold"] for reply in pair.replies)
+    first, second = (judge_one(pair["prompt"], reply)["gold"] for reply in pair["replies"])
     return "t" if first == second else "1" if first > second else "2"
 
 

@@ -1,15 +1,14 @@
 """`rlhf data generate`: a language model writes prompts, demonstrations, several answers to a prompt, or dialogues.
 
-`rlhf_cli.commands.output` describes the files and how an interrupted run resumes. Nothing here imports torch before it
-is needed.
+`rlhf_cli.commands.output` describes the files and how an interrupted run resumes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Annotated, Any, Literal
 
 import typer
@@ -86,13 +85,14 @@ def data_generate(
     ] = 0.7,
 ) -> None:
     """Let a language model write prompts, demonstrations, several answers per prompt, or dialogues."""
-    # prompts: --num new prompts, from answers to the template with --seeds random prompts of the source.
-    # demonstrations: one response to each of the first --num prompts of the source; samples: --samples responses.
-    # dialogues: --turns responses to each, with messages between them that the user's model writes.
     source = reading.source(path)
-    user = writer.for_user(user_model, user_server, user_api_key_env)
+    user = writer
+    if user_model is not None:
+        user = replace(writer, model=user_model, server=user_server, api_key_env=user_api_key_env)
+    elif user_server is not None or user_api_key_env is not None:
+        raise ConfigError("--user-model: is missing. Give the model's name on the --user-server")
     text = read_template(template, [PLACEHOLDERS.get(task, "prompt")]) or TEMPLATES.get(task)
-    if user is not None and task != "dialogues":
+    if user_model is not None and task != "dialogues":
         raise ConfigError(f"--user-model: does nothing with --task {task}. Remove it, or give --task dialogues")
     refuse_own_output(source, output.out)
     num_answers = samples if task == "samples" else 1
@@ -102,7 +102,7 @@ def data_generate(
             raise ConfigError("--num: is missing. Say how many prompts to write")
         settings |= {"num_seeds": seeds, "similarity": similarity}
     elif task == "dialogues":
-        settings |= {"num_turns": turns, "user": (user or writer).settings()}
+        settings |= {"num_turns": turns, "user": user.settings()}
     else:
         settings |= {"num_answers": num_answers}
     origin = {"model": writer.model, "temperature": writer.temperature, "seed": writer.seed}
@@ -111,14 +111,16 @@ def data_generate(
     def read() -> Iterator[Record | Dropped]:
         return islice(items(source, "ppo", reading.on_bad_row, _require_prompt), output.num)
 
-    def start() -> Callable[[Sequence[tuple[int, Record]]], list[Outcome]]:
+    def open_models() -> tuple[Writer, Writer]:
         model = writer.open()
+        return model, model if user == writer else user.open()
+
+    def answer(models: tuple[Writer, Writer], numbered: Sequence[tuple[int, Record]]) -> list[Outcome]:
         if task != "dialogues":
-            return lambda numbered: _answers(model, numbered, task, text, num_answers, origin)
+            return _answers(models[0], numbered, task, text, num_answers, origin)
         assert text is not None
-        other = model if user is None else user.open()
-        about = {"model": writer.model, "user_model": (user or writer).model, **origin}
-        return lambda numbered: write_dialogues(model, other, numbered, turns, text, about)
+        about = {"model": writer.model, "user_model": user.model, **origin}
+        return write_dialogues(*models, numbered, turns, text, about)
 
     with Output(output.out, settings, restart=output.restart) as rows:
         if task == "prompts":
@@ -127,22 +129,16 @@ def data_generate(
             found = (item for item in items(source, "ppo", reading.on_bad_row) if not isinstance(item, Dropped))
             write_prompts(rows, list(found), output.num, writer, text, seeds, similarity, display)
         else:
-            each_item(rows, read, start, display, chunk=writer.chunk, only_missing=writer.server is not None)
-        _report(rows, writer, num_answers, display)
-
-
-def _report(output: Output, writer: WriterOptions, num_answers: int, display: Display) -> None:
-    """Print how many rows there are, and how many answers were cut, lost or dropped; raises RunError without a row."""
-    num_cut = num_lost = 0
-    for row in output.rows():
-        ended = row.get("ended", True)
-        ended = ended if isinstance(ended, list) else [ended]
-        num_cut += ended.count(False)
-        num_lost += num_answers - len(ended)
-    cut = f", {num_cut} answers cut at {writer.max_new_tokens} tokens (their `ended` is false)" if num_cut else ""
-    lost = f", {num_lost} answers missing in rows with others (they were empty or refused)" if num_lost else ""
-    display.note(f"{output.path}: {output.num_rows} rows{cut}{lost}{output.summary_of_dropped()}")
-    output.require_rows()
+            each_item(
+                rows, read, open_models, answer, display, chunk=writer.chunk, only_missing=writer.server is not None
+            )
+        ended = [row.get("ended", True) for row in rows.rows()]
+        each = [one for some in ended for one in (some if isinstance(some, list) else [some])]
+        num_cut, num_lost = each.count(False), num_answers * len(ended) - len(each)
+        cut = f", {num_cut} answers cut at {writer.max_new_tokens} tokens (their `ended` is false)" if num_cut else ""
+        lost = f", {num_lost} answers missing in rows with others (they were empty or refused)" if num_lost else ""
+        display.note(f"{rows.path}: {rows.num_rows} rows{cut}{lost}{rows.summary_of_dropped()}")
+        rows.require_rows()
 
 
 def _require_prompt(record: Record) -> None:
@@ -158,14 +154,11 @@ def _answers(
     num_answers: int,
     origin: dict[str, Any],
 ) -> list[Outcome]:
-    """A row for each prompt, with `num_answers` answers."""
-
-    def messages(record: Record) -> tuple[Message, ...]:
-        if template is not None:
-            return (Message("user", fill(template, prompt=record.prompt)),)
-        return record.messages or (Message("user", record.prompt),)
-
-    requests = [Request(messages(record), (n, k)) for n, record in numbered for k in range(num_answers)]
+    requests = []
+    for n, record in numbered:
+        own = record.messages or (Message("user", record.prompt),)
+        asked = own if template is None else (Message("user", fill(template, prompt=record.prompt)),)
+        requests += [Request(asked, (n, k)) for k in range(num_answers)]
     answers = iter(writer.write(requests))
     return [_row(record, list(islice(answers, num_answers)), task, origin) for _, record in numbered]
 
@@ -213,6 +206,10 @@ def write_prompts(
     resumes, a local model repeats the last chunk of rounds, so that the same prompts are compared with the same set.
     A server gives different answers each time, so it is asked for the next chunk.
     """
+    import torch
+
+    from rlhf_cli.seeding import generator
+
     # A seed is on one line: a prompt, the last message of a conversation, or a whole text.
     texts = [one.messages[-1].content if one.messages else one.prompt or one.key for one in records]
     seeds = [" ".join(text.split()) for text in texts]
@@ -220,19 +217,23 @@ def write_prompts(
         raise DataError("the source has no readable prompt; at least one is needed as a seed")
     if output.num_rows >= num:
         return
-    last = output.last("round")
+
+    def request(number: int) -> Request:
+        order = torch.randperm(len(seeds), generator=generator(options.seed, "seed prompts", number)).tolist()
+        chosen = "\n".join(f"{place}. {seeds[i]}" for place, i in enumerate(order[:num_seeds], 1))
+        return Request.of(fill(template, seeds=chosen, num=str(NUM_ASKED)), number)
+
+    last = max((line.number("round") for line in chain(output.rows(), output.drops())), default=-1)
     start = (last // options.chunk + (1 if options.server else 0)) * options.chunk if last >= 0 else 0
     output.cut_from("round", start)
-    known = KnownPrompts(similarity)
-    for text in (*seeds, *(row["prompt"] for row in output.rows())):
-        known.add(text)
+    known = [(words(text), text) for text in (*seeds, *(row["prompt"] for row in output.rows()))]
     writer = options.open()
     origin = {"model": options.model, "temperature": options.temperature, "seed": options.seed}
     fruitless = 0
     display.begin(num, "prompt", output.num_rows)
     while output.num_rows < num:
         rounds, before = range(start, start + options.chunk), output.num_rows
-        answers = writer.write([_request(n, seeds, template, num_seeds, options.seed) for n in rounds])
+        answers = writer.write([request(n) for n in rounds])
         output.refuse_all_failed(answers)
         for n, answer in zip(rounds, answers, strict=True):
             if isinstance(answer, Failure):
@@ -244,10 +245,10 @@ def write_prompts(
             for text in texts:
                 if output.num_rows == num:
                     break
-                if (other := known.similar(text)) is not None:
+                if (other := near_duplicate(text, known, similarity)) is not None:
                     output.write(Dropped("too similar to another"), {"round": n, "prompt": text, "other": other})
                     continue
-                known.add(text)
+                known.append((words(text), text))
                 output.write({"prompt": text, **origin, "round": n}, {})
         fruitless = 0 if output.num_rows > before else fruitless + 1
         if fruitless == MAX_FRUITLESS:
@@ -261,21 +262,9 @@ def write_prompts(
     display.end()
 
 
-def _request(number: int, seeds: list[str], template: str, num_seeds: int, seed: int) -> Request:
-    """The request of a round: the template with seed prompts that are drawn from (seed, round)."""
-    import torch
-
-    from rlhf_cli.seeding import generator
-
-    order = torch.randperm(len(seeds), generator=generator(seed, "seed prompts", number)).tolist()
-    chosen = "\n".join(f"{place}. {seeds[i]}" for place, i in enumerate(order[:num_seeds], 1))
-    return Request.of(fill(template, seeds=chosen, num=str(NUM_ASKED)), number)
-
-
 def prompts_in(answer: str, *, ended: bool = True) -> list[str]:
-    """The prompts in an answer, one per line. If any line has a list mark, only lines with one count.
-
-    The last line of an answer that was cut is incomplete and is dropped.
+    """The prompts in an answer, one per line, without the last line of an answer that was cut. If any line has a list
+    mark, only lines with one count.
 
     >>> prompts_in("Sure!\\n1. Write a poem.\\n2) Name two rivers.")
     ['Write a poem.', 'Name two rivers.']
@@ -289,25 +278,13 @@ def prompts_in(answer: str, *, ended: bool = True) -> list[str]:
     return [line for line in marked or lines if line]
 
 
-class KnownPrompts:
-    """A set of prompts that finds near-duplicates.
+def near_duplicate(text: str, known: Iterable[tuple[frozenset[str], str]], threshold: float) -> str | None:
+    """The first known prompt, given with its `words`, that a text nearly duplicates; None without one.
 
-    A and B are near-duplicates if the Jaccard similarity of their sets of `words`, |A and B| / |A or B|, is
-    at least `threshold`. Order and repetition do not count.
+    Near-duplicates have sets of words of a Jaccard similarity |A and B| / |A or B| of at least `threshold`.
     """
-
-    def __init__(self, threshold: float):
-        self.threshold = threshold
-        self._known: list[tuple[frozenset[str], str]] = []
-
-    def add(self, text: str) -> None:
-        """Compare later prompts with this one too."""
-        self._known.append((words(text), text))
-
-    def similar(self, text: str) -> str | None:
-        """The first known prompt that `text` nearly duplicates, or None."""
-        own, least = words(text), self.threshold - ROUNDING
-        return next((text for other, text in self._known if len(own & other) >= least * len(own | other)), None)
+    own, least = words(text), threshold - ROUNDING
+    return next((other for its, other in known if len(own & its) >= least * len(own | its)), None)
 
 
 # ------------------------------------------------------------------------------------------- dialogues
@@ -324,15 +301,12 @@ class _Dialogue:
 
     number: int
     messages: list[Message]
-    num_given: int = field(init=False)
+    num_given: int
     """Messages from the source. A dialogue without a further one has no answer."""
     ended: bool = True
     """False if its last answer was cut."""
     failure: Failure | None = None
     is_open: bool = True
-
-    def __post_init__(self) -> None:
-        self.num_given = len(self.messages)
 
     def take(self, role: str, answer: Written | Failure) -> None:
         """Add what a model wrote in this role, or end the dialogue behind its last whole exchange."""
@@ -357,9 +331,8 @@ class _Dialogue:
         has_answer = len(self.messages) > self.num_given
         if self.failure is not None and (self.failure.fatal or not has_answer):
             return self.failure
-        if not has_answer:
-            return Dropped("empty answers")
-        return {"messages": turns_of(self.messages), "ended": self.ended, **origin}
+        row = {"messages": turns_of(self.messages), "ended": self.ended, **origin}
+        return row if has_answer else Dropped("empty answers")
 
 
 def write_dialogues(
@@ -370,11 +343,9 @@ def write_dialogues(
     template: str,
     origin: dict[str, Any],
 ) -> list[Outcome]:
-    """A row of `messages` for each record: its prompt, then up to `num_turns` answers with messages of `user` between.
-
-    Every dialogue ends with an answer, and every row with the columns of `origin`.
-    """
-    dialogues = [_Dialogue(n, list(r.messages or (Message("user", r.prompt),))) for n, r in numbered]
+    """A row for each record: its prompt, then up to `num_turns` answers with messages of `user` between them."""
+    given = [(n, list(record.messages or (Message("user", record.prompt),))) for n, record in numbered]
+    dialogues = [_Dialogue(n, messages, len(messages)) for n, messages in given]
     for turn in range(num_turns):
         for role in ("user", "assistant") if turn else ("assistant",):
             still_open = [dialogue for dialogue in dialogues if dialogue.is_open]

@@ -135,21 +135,14 @@ def data_score(
     def read() -> Iterator[Record | Dropped]:
         return islice(items(source, "sft", reading.on_bad_row, judge.check), output.num)
 
-    def start() -> Callable[[Sequence[tuple[int, Record]]], list[Outcome]]:
-        model = writer.open()
-
-        def answer(numbered: Sequence[tuple[int, Record]]) -> list[Outcome]:
-            questions = [judge.questions(n, record) for n, record in numbered]
-            answers = iter(ask(model, [q for some in questions for q in some], judge.parse, attempts))
-            return [
-                judge.outcome(record, [next(answers) for _ in some])
-                for (_, record), some in zip(numbered, questions, strict=True)
-            ]
-
-        return answer
+    def answer(model: Writer, numbered: Sequence[tuple[int, Record]]) -> list[Outcome]:
+        questions = [judge.questions(n, record) for n, record in numbered]
+        answers = iter(ask(model, [q for some in questions for q in some], judge.parse, attempts))
+        each = zip(numbered, questions, strict=True)
+        return [judge.outcome(record, [next(answers) for _ in some]) for (_, record), some in each]
 
     with Output(output.out, {**settings, **writer.settings()}, restart=output.restart) as rows:
-        each_item(rows, read, start, display, chunk=writer.chunk, only_missing=writer.server is not None)
+        each_item(rows, read, writer.open, answer, display, chunk=writer.chunk, only_missing=writer.server is not None)
         display.note(f"{rows.path}: {rows.num_rows} rows{rows.summary_of_dropped()}")
         judge.report(rows, display)
         rows.require_rows()
@@ -253,6 +246,18 @@ def number_in(answer: str, lowest: float, highest: float) -> float | None:
 # ------------------------------------------------------------------------------------------- one of two
 
 
+def letter_in(answer: str) -> Verdict | None:
+    """Which of A and B an answer names, if exactly one of the two letters occurs as a word; else None.
+
+    >>> letter_in("A"), letter_in("[[B]]"), letter_in("A is shorter, but B is right")
+    ('first', 'second', None)
+    """
+    letters = set(LETTER.findall(answer))
+    if len(letters) != 1:
+        return None
+    return "first" if letters == {"A"} else "second"
+
+
 class _Comparison:
     def __init__(self, template: str, ties: Ties, judge: str):
         self.template, self.ties, self.judge = template, ties, judge
@@ -268,8 +273,7 @@ class _Comparison:
         orders = [fill(self.template, prompt=record.prompt.strip(), a=a, b=b) for a, b in (texts, texts[::-1])]
         return [Request.of(text, number, n) for n, text in enumerate(orders)]
 
-    def parse(self, answer: str) -> Verdict | None:
-        return letter_in(answer)
+    parse = staticmethod(letter_in)
 
     def outcome(self, record: Record, answers: list[Any]) -> Outcome:
         if not answers:
@@ -304,33 +308,19 @@ class _Comparison:
         if total == 0:
             return
         first, second = seen["first", "first"], seen["second", "second"]
-        wins = sum(number * pair.count("first") for pair, number in seen.items()) / (2 * total)
+        same = total - first - second
         lines = [
-            ("same answer both times", f"{total - first - second} ({(total - first - second) / total:.1%})"),
+            ("same answer both times", f"{same} ({same / total:.1%})"),
             ("ties, always the first position", f"{first} ({first / total:.1%})"),
             ("ties, always the second position", f"{second} ({second / total:.1%})"),
-            ("wins of the first position", f"{wins:.1%} (50% without position bias)"),
+            # A pair without a tie gives each position one win.
+            ("wins of the first position", f"{(first + same / 2) / total:.1%} (50% without position bias)"),
         ]
         if ranked:
-            lines.append(
-                ("agrees with the input rows", f"{agree} of {ranked} rows without ties ({agree / ranked:.1%})")
-            )
-        display.block(f"{total} pairs compared by {self.judge}, ties {TIES[self.ties]}", lines)
-
-
-TIES: dict[Ties, str] = {"drop": "dropped", "keep": "kept with scores of 0.5"}
-
-
-def letter_in(answer: str) -> Verdict | None:
-    """Which of A and B an answer names, if exactly one of the two letters occurs as a word; else None.
-
-    >>> letter_in("A"), letter_in("[[B]]"), letter_in("A is shorter, but B is right")
-    ('first', 'second', None)
-    """
-    letters = set(LETTER.findall(answer))
-    if len(letters) != 1:
-        return None
-    return "first" if letters == {"A"} else "second"
+            share = f"{agree} of {ranked} rows without ties ({agree / ranked:.1%})"
+            lines.append(("agrees with the input rows", share))
+        ties = "dropped" if self.ties == "drop" else "kept with scores of 0.5"
+        display.block(f"{total} pairs compared by {self.judge}, ties {ties}", lines)
 
 
 def _unusable(answers: Sequence[Any], *, enough: bool) -> Dropped | Failure | None:

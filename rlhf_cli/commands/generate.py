@@ -1,14 +1,13 @@
 """`rlhf generate`: what a trained model answers to the prompts of a file.
 
 `rlhf_cli.commands.output` describes the files and how an interrupted run resumes. Row n draws from (seed, n) alone, so
-a reply does not depend on the other rows, and `--shard` divides a file among processes. Nothing here imports torch
-before it is needed.
+a reply does not depend on the other rows, and `--shard` divides a file among processes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -40,9 +39,11 @@ from rlhf_cli.commands.output import (
     refuse_own_output,
     with_columns,
 )
+from rlhf_cli.config.rewards import ModelReward, NamedReward
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.processes.launcher import is_first_worker, is_worker, run_again
 from rlhf_cli.report.progress import Display
+from rlhf_cli.run.artifacts import reward_model_stage
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from rlhf_cli.config.ppo import Rollout
     from rlhf_cli.data.encoders import PromptRow
     from rlhf_cli.data.records import Record
-    from rlhf_cli.processes.distributed import World
     from rlhf_cli.rewards.base import RewardSource
     from rlhf_cli.trained.model import RewardSet, TrainedLanguageModel
 
@@ -93,7 +93,6 @@ class ResponseOptions:
                 raise ConfigError(f"{option}: does nothing at --temperature 0. Remove one of them")
 
     def rollout(self, model: TrainedLanguageModel) -> Rollout:
-        """The model's own rollout with the options that were given."""
         own = model.rollout()
         given = {"temperature": self.temperature or None, "top_k": self.top_k, "top_p": self.top_p}
         given["max_new_tokens"] = self.max_new_tokens
@@ -102,8 +101,7 @@ class ResponseOptions:
         return own.model_copy(update={**changes, "min_new_tokens": shortest})
 
     def takes_what_fits(self, model: TrainedLanguageModel) -> bool:
-        """Whether a response also ends at the model's last position. Otherwise a prompt that leaves less room than the
-        maximum length is refused."""
+        """Whether a response may end at the model's last position, or a prompt must leave room for the longest."""
         return model.run is None and self.max_new_tokens is None
 
     def rewards(self, model: TrainedLanguageModel, directory: str) -> RewardSet | None:
@@ -111,7 +109,8 @@ class ResponseOptions:
         from rlhf_cli.trained.model import RewardSet
 
         if self.reward_model is not None:
-            return RewardSet.of_model(self.reward_model, "--reward-model")
+            path = reward_model_stage(self.reward_model)
+            return RewardSet([NamedReward("--reward-model", path, ModelReward(type="reward_model", path=path))])
         if self.best_of == 1:
             return None
         rewards = model.rewards()
@@ -124,9 +123,7 @@ class Generator:
     """A loaded language model that responds to numbered prompts.
 
     Response k to the prompt with number n is drawn from the uniforms of (seed, n, k), so it does not depend on the
-    other prompts, except for rounding.
-
-    Raises ArtifactError for a directory without a language model, and ConfigError for rewards that do not fit it.
+    other prompts, except for rounding. Raises ConfigError for rewards that do not fit the model.
     """
 
     def __init__(
@@ -140,9 +137,8 @@ class Generator:
             self.rewards, _ = rewards.load(speaker.tokenizer, device, source.precision)
 
     def respond(self, numbered: Sequence[tuple[int, Record]]) -> list[Outcome]:
-        """The columns `response`, `ended` and `score` of each prompt, or why it has none. The numbers identify draws.
-
-        Raises RewardError if a score cannot be computed, RunError if a score is NaN.
+        """For each prompt `response`, `ended` and, with rewards, `score` of the (first) sample with the highest score,
+        or why it has none. The numbers identify draws. Raises RunError if a score is NaN.
         """
         from rlhf_cli.data.encoders import PromptRow
         from rlhf_cli.rollout.speaker import PromptRefused
@@ -157,14 +153,16 @@ class Generator:
             except PromptRefused as error:
                 refused[number] = Dropped(error.reason, {"detail": str(error)})
                 continue
-            rows += [PromptRow(speaker.form.row_text(speaker.tokenizer, prompt), ids, prompt)] * count
+            rows += [PromptRow(speaker.form.rows(speaker.tokenizer).prompt(prompt), ids, prompt)] * count
             counters += [(number, k) for k in range(count)]
         found = self._drawn(rows, counters) if rows else []
-        best = iter(_best(found[first : first + count]) for first in range(0, len(found), count))
+        if count > 1 and any(math.isnan(response["score"]) for response in found):
+            raise RunError("a score is NaN, so there is no best response. Check the rewards")
+        samples = (found[first : first + count] for first in range(0, len(found), count))
+        best = (max(some, key=lambda response: response.get("score", 0.0)) for some in samples)
         return [refused[number] if number in refused else next(best) for number, _ in numbered]
 
     def _drawn(self, rows: Sequence[PromptRow], counters: Sequence[tuple[int, int]]) -> list[OutputRow]:
-        """A response to each prompt, with its score if there are rewards."""
         import torch
 
         from rlhf_cli.rewards.base import samples_of, total_score
@@ -188,15 +186,6 @@ class Generator:
         return found
 
 
-def _best(responses: Sequence[OutputRow]) -> OutputRow:
-    """The response with the highest score; the first of equal ones."""
-    if len(responses) == 1:
-        return responses[0]
-    if any(math.isnan(response["score"]) for response in responses):
-        raise RunError("a score is NaN, so there is no best response. Check the rewards")
-    return max(responses, key=lambda response: response["score"])
-
-
 def generate(
     context: typer.Context,
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or that of any language model.")],
@@ -215,8 +204,7 @@ def generate(
     nproc: NumProcesses = 1,
 ) -> None:
     """Let a trained model respond to the prompts of a file."""
-    # Each row has the columns of its prompt, `response`, `ended` and, if rewards chose among several, `score`. With
-    # --compare it also has `base_response`, ... of that model. Of several processes the first one writes.
+    # With --compare a row also has `base_response`, ... of that model. Of several processes the first one writes.
     if nproc > 1 and not is_worker():
         run_again(["generate", *context.meta[ARGUMENTS]], nproc)
         return
@@ -240,28 +228,17 @@ def generate(
         rows = items(source, "ppo", reading.on_bad_row, prompt, prompt_words=prompt_words)
         return islice(map(with_prompt, islice(rows, output.num)), number, None, count)
 
-    def start() -> Callable[[Sequence[tuple[int, Record]]], list[Outcome]]:
+    def open_models() -> dict[str, Generator]:
         from rlhf_cli.processes import distributed
 
         device = distributed.start(options.device).device
-        generators = {prefix: Generator(model, options, rewards, device) for prefix, model in models.items()}
+        return {prefix: Generator(model, options, rewards, device) for prefix, model in models.items()}
 
-        def answer(numbered: Sequence[tuple[int, Record]]) -> list[Outcome]:
-            prompts = [(n * count + number, prompt(record)) for n, record in numbered]
-            found = {prefix: generator.respond(prompts) for prefix, generator in generators.items()}
-            return [
-                _row(record, {prefix: outcomes[n] for prefix, outcomes in found.items()})
-                for n, (_, record) in enumerate(numbered)
-            ]
-
-        return answer
-
-    def join() -> World:
-        from rlhf_cli.processes import distributed
-
-        world = distributed.start(options.device)
-        distributed.at_step("generate")
-        return world
+    def answer(generators: dict[str, Generator], numbered: Sequence[tuple[int, Record]]) -> list[Outcome]:
+        prompts = [(n * count + number, prompt(record)) for n, record in numbered]
+        found = [generator.respond(prompts) for generator in generators.values()]
+        each = zip(numbered, *found, strict=True)
+        return [_row(record, dict(zip(generators, own, strict=True))) for (_, record), *own in each]
 
     settings = {"data": data_digest(source), "shard": f"{number + 1}/{count}", **_settings(models, options, rewards)}
     is_main = nproc == 1 or is_first_worker()
@@ -269,13 +246,19 @@ def generate(
     rows = Output(output.out, settings, restart=output.restart, keep_dropped=False) if is_main else None
     chunk = max(1, options.batch_size // options.best_of)
     with rows or nullcontext():
-        each_item(rows, read, start, display, chunk=chunk, join=join if nproc > 1 else None)
+        shared_on = options.device if nproc > 1 else None
+        each_item(rows, read, open_models, answer, display, chunk=chunk, shared_on=shared_on)
         if nproc > 1:
             from rlhf_cli.processes import distributed
 
             distributed.stop()
         if rows is not None:
-            _report(rows, options, model, display)
+            num_cut = sum(row["ended"] is False for row in rows.rows())
+            where = f"{options.rollout(model).max_new_tokens} tokens"
+            where += " or at the model's last position" if options.takes_what_fits(model) else ""
+            cut = f", {num_cut} responses cut at {where} (their `ended` is false)" if num_cut else ""
+            display.note(f"{rows.path}: {rows.num_rows} rows{cut}{rows.summary_of_dropped()}")
+            rows.require_rows()
 
 
 def _settings(
@@ -298,16 +281,6 @@ def _settings(
     }
 
 
-def _report(output: Output, options: ResponseOptions, model: TrainedLanguageModel, display: Display) -> None:
-    """Say what was written. Raises RunError if that is nothing."""
-    num_cut = sum(row["ended"] is False for row in output.rows())
-    where = f"{options.rollout(model).max_new_tokens} tokens"
-    where += " or at the model's last position" if options.takes_what_fits(model) else ""
-    cut = f", {num_cut} responses cut at {where} (their `ended` is false)" if num_cut else ""
-    display.note(f"{output.path}: {output.num_rows} rows{cut}{output.summary_of_dropped()}")
-    output.require_rows()
-
-
 def with_prompt(item: Record | Dropped) -> Record | Dropped:
     """A row of plain text with its text as the prompt, unless its first words are the prompt already."""
     if isinstance(item, Dropped) or item.prompt or item.messages:
@@ -316,7 +289,6 @@ def with_prompt(item: Record | Dropped) -> Record | Dropped:
 
 
 def _row(record: Record, found: dict[str, Outcome]) -> Outcome:
-    """The columns of a row, or why it has none: a prompt that one of the models cannot take."""
     columns: dict[str, Any] = {"prompt": prompt_column(record)}
     for prefix, outcome in found.items():
         if not isinstance(outcome, dict):

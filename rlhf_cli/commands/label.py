@@ -1,10 +1,6 @@
 """`rlhf label`: a person says on a local page which of two replies is better.
 
-    pairs_of(source)     the pairs of replies in a file of any format
-    Labelling            their order, the current pair, and the answers in the files of --out
-
-`rlhf_cli.commands.output` describes the files. A tie and a skipped pair are lines of the file of dropped items. Nothing
-here imports torch.
+`rlhf_cli.commands.output` describes the files. A tie and a skipped pair are lines of the file of dropped items.
 """
 
 from __future__ import annotations
@@ -12,19 +8,26 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import secrets
+import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from rlhf_cli.algorithms.counts import cohen_kappa, wilson_interval
 from rlhf_cli.commands.options import SOURCE_HELP, OnBadRow, RestartOut, SourceOptions
 from rlhf_cli.commands.output import (
     Dropped,
     Line,
+    Outcome,
     Output,
     data_digest,
     items,
@@ -33,9 +36,11 @@ from rlhf_cli.commands.output import (
     refuse_own_output,
     text_of,
 )
+from rlhf_cli.commands.serving import Server, bind
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.paths import COMPRESSIONS, find_files
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
+from rlhf_cli.files import json_object
 from rlhf_cli.printing import say
 from rlhf_cli.program import command
 
@@ -87,8 +92,6 @@ def label(
         raise DataError(f"{source.path}: no pair to label")
     settings = {"data": data_digest(source), "seed": seed, "labeller": labeller}
     with Output(out, settings, restart=restart) as output:
-        from rlhf_cli.commands.label_page import serve
-
         labelling = Labelling(pairs, output, seed, labeller, num)
         serve(labelling, port)
         for line in labelling.summary():
@@ -101,10 +104,7 @@ def label(
 
 
 def default_out(source: DataSource, labeller: str | None) -> Path:
-    """Where the answers go without --out: `replies.labels.jsonl` beside `replies.jsonl`.
-
-    With a labeller it is `replies.labels.NAME.jsonl`. Raises ConfigError for a source of several files.
-    """
+    """Where the answers go without --out: `replies.labels.jsonl` or `replies.labels.NAME.jsonl` beside them."""
     files = find_files(source.path)
     if len(files) != 1 or Path(source.path) != Path(files[0]):
         raise ConfigError(f"--out: is missing. {source.path} is not a single file, so say where the answers go")
@@ -121,8 +121,6 @@ def default_out(source: DataSource, labeller: str | None) -> Path:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One of the two replies of a pair."""
-
     text: str
     column: str
     """The column that it comes from. The labeller does not see it."""
@@ -131,8 +129,6 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two different replies to one prompt."""
-
     prompt: str
     """As it is shown; a conversation is a transcript."""
     prompt_column: str | list[dict[str, str]]
@@ -143,9 +139,9 @@ class Pair:
 def pairs_of(source: DataSource, on_bad_row: OnBadRow) -> tuple[list[Pair], Counter[str]]:
     """The pairs of a source, and why others are not shown.
 
-    A row of `rlhf generate --compare` gives the responses of both models, a row of several answers the first with the
-    second, the third with the fourth, and so on. Pairs of equal or blank replies are not shown: they teach nothing, and
-    `rlhf rm` refuses a blank answer. Raises DataError for rows that cannot be read or have a single reply.
+    A row of several answers gives the first with the second, the third with the fourth, and so on. Pairs of equal or
+    blank replies are not shown: they teach nothing, and `rlhf rm` refuses a blank answer. Raises DataError for rows
+    that cannot be read or have a single reply.
     """
     pairs: list[Pair] = []
     unseen = Counter[str]()
@@ -198,16 +194,6 @@ def _digest(*parts: str | int | None) -> bytes:
 # ------------------------------------------------------------------------------------------- answers
 
 
-@dataclass(frozen=True)
-class Shown:
-    """What the labeller sees."""
-
-    number: int
-    """From 0, in the shuffled order."""
-    prompt: str
-    replies: tuple[str, str]
-
-
 class Labelling:
     """The answers of one labeller. The next pair follows from the number of lines in the files of `output`.
 
@@ -218,8 +204,8 @@ class Labelling:
 
     def __init__(self, pairs: Sequence[Pair], output: Output, seed: int, labeller: str | None, num: int | None = None):
         order = sorted(range(len(pairs)), key=lambda n: _digest("order", seed, n))[:num]
-        self.pairs = [pairs[n] for n in order]
-        self.swapped = [_digest("side", seed, labeller, n)[0] % 2 == 1 for n in order]
+        swapped = {n for n in order if _digest("side", seed, labeller, n)[0] % 2 == 1}
+        self.pairs = [replace(pairs[n], replies=pairs[n].replies[::-1]) if n in swapped else pairs[n] for n in order]
         self.output, self.labeller = output, labeller
         numbers = [line.number("number") for lines in (output.rows(), output.drops()) for line in map(_checked, lines)]
         last = max(numbers, default=-1)
@@ -231,7 +217,6 @@ class Labelling:
 
     @property
     def done(self) -> int:
-        """Number of pairs with an answer."""
         return self.output.num_rows + self.output.num_dropped
 
     @property
@@ -240,17 +225,12 @@ class Labelling:
         return max(len(self.pairs), self.done)
 
     @property
-    def current(self) -> Shown | None:
-        """The next pair; None if every pair has an answer."""
+    def current(self) -> dict[str, Any] | None:
+        """What the labeller sees of the next pair: its number, prompt and replies; None if every pair has an answer."""
         if self.done >= len(self.pairs):
             return None
         pair = self.pairs[self.done]
-        first, second = self._sides(self.done)
-        return Shown(self.done, pair.prompt, (first.text, second.text))
-
-    def _sides(self, number: int) -> tuple[Candidate, Candidate]:
-        first, second = self.pairs[number].replies
-        return (second, first) if self.swapped[number] else (first, second)
+        return {"number": self.done, "prompt": pair.prompt, "replies": [reply.text for reply in pair.replies]}
 
     def take(self, key: str) -> bool:
         """Write the answer of a key to the current pair, or take back the last one; False if there is none.
@@ -269,23 +249,21 @@ class Labelling:
         self.output.sync()
         return True
 
-    def _outcome(self, number: int, key: str) -> dict[str, Any] | Dropped:
-        pair, sides = self.pairs[number], self._sides(number)
-        about: dict[str, Any] = {"where": pair.where, "number": number}
-        if self.labeller is not None:
-            about["labeller"] = self.labeller
+    def _outcome(self, number: int, key: str) -> Outcome:
+        pair = self.pairs[number]
+        labeller = {} if self.labeller is None else {"labeller": self.labeller}
+        about: dict[str, Any] = {"where": pair.where, "number": number, **labeller}
         if key in REASONS:
-            columns = [reply.column for reply in sides]
-            digest = pair_digest(pair.prompt, [reply.text for reply in sides])
+            columns = [reply.column for reply in pair.replies]
+            digest = pair_digest(pair.prompt, [reply.text for reply in pair.replies])
             return Dropped(REASONS[key], {**about, "pair": digest, "columns": columns})
-        chosen, rejected = sides if key == "1" else sides[::-1]
+        chosen, rejected = pair.replies if key == "1" else pair.replies[::-1]
         row: dict[str, Any] = {"prompt": pair.prompt_column, "chosen": chosen.text, "rejected": rejected.text}
         if not (chosen.ended and rejected.ended):
             row["ended"] = [chosen.ended, rejected.ended]
         return {**row, "chosen_column": chosen.column, "rejected_column": rejected.column, "side": int(key), **about}
 
     def counts(self) -> dict[str, int]:
-        """Preferences, ties and skipped pairs."""
         reasons = Counter(drop["reason"] for drop in self.output.drops())
         return {"preferences": self.output.num_rows, "ties": reasons[TIE], "skipped": reasons[SKIPPED]}
 
@@ -334,15 +312,92 @@ def rate(successes: float, n: int) -> str:
     return f"{successes:g} of {n} ({100 * successes / n:.1f} %, 95 % interval {low} to {high})"
 
 
+# ------------------------------------------------------------------------------------------- the page
+
+#    GET  /TOKEN/         the page, one HTML file
+#    GET  /TOKEN/state    the current pair
+#    POST /TOKEN/answer   {"done": number of answers that the page knows of, "key": "1"}  ->  the next pair
+#
+# TOKEN is random, so that other users of the machine cannot read or answer.
+
+MAX_BODY_BYTES = 1024
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+POLICY = (
+    "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class Page(Server):
+    def __init__(self, labelling: Labelling, port: int):
+        self.labelling, self.token = labelling, secrets.token_urlsafe(16)
+        self.ended = threading.Event()
+        self.error: ArtifactError | None = None
+        """Why answers cannot be written any more."""
+        place = f"/{self.token}/"
+        routes = [
+            Route(place, page),
+            Route(f"{place}state", self.show),
+            Route(f"{place}answer", self.answer, methods=["POST"]),
+        ]
+        super().__init__(bind(None, port), routes, None, lambda text: {"error": text})
+
+    async def show(self, _request: Request) -> Response:
+        return self.state()
+
+    async def answer(self, request: Request) -> Response:
+        """Take a key, if the page knows of all answers; else only send it the current pair."""
+        body = json_object(await self.read(request, MAX_BODY_BYTES)) or {}
+        key, done = body.get("key"), body.get("done")
+        if not isinstance(key, str) or key not in KEYS:
+            return self.state(400, error="no such key")
+        if key == "q":
+            self.ended.set()
+            return self.state(ended=True)
+        if done != self.labelling.done:
+            return self.state(409, error="another window has answered this pair")
+        try:
+            taken = self.labelling.take(key)
+        except ArtifactError as error:
+            self.error = error
+            self.ended.set()
+            return JSONResponse({"error": str(error), "ended": True}, 507, HEADERS)
+        return self.state() if taken else self.state(400, error="no such answer here")
+
+    def state(self, status: int = 200, **more: Any) -> Response:
+        labelling = self.labelling
+        pair = labelling.current or {"number": None, "prompt": "", "replies": ["", ""]}
+        state = {**pair, "done": labelling.done, "total": labelling.total, "counts": labelling.counts()}
+        return JSONResponse({"state": state, **more}, status, HEADERS)
+
+
+async def page(_request: Request) -> Response:
+    """The HTML file. Only its own script and style run, by a nonce."""
+    nonce = secrets.token_urlsafe(16)
+    text = (resources.files("rlhf_cli.commands") / "label_page.html").read_text(encoding="utf-8")
+    headers = {**HEADERS, "Content-Security-Policy": POLICY.format(nonce=nonce)}
+    return Response(text.replace("NONCE", nonce), media_type="text/html", headers=headers)
+
+
+def serve(labelling: Labelling, port: int) -> None:
+    """Serve the page until its `q`, SIGINT or SIGTERM. Raises ArtifactError when an answer cannot be written."""
+    server = Page(labelling, port)
+    line = f"label: open {server.url}/{server.token}/ in a browser on this machine; Ctrl-C ends"
+    server.run_until_signal(line, server.ended)
+    if server.error is not None:
+        raise server.error
+
+
 # ------------------------------------------------------------------------------------------- agreement
 
 
 def show_agreement(first: Path, second: Path) -> None:
-    """Print the agreement on the pairs that both files have.
-
-    Each file has rows that say which of two answers is better, by `rlhf label`, a judge, or a data set.
-    Raises DataError for files that cannot be read and for two files without a common pair.
-    """
+    """Print the agreement on the pairs that both files have: rows of `rlhf label`, a judge, or a data set."""
     a, b = labels_in(first), labels_in(second)
     common = [pair for pair in a if pair in b]
     both = [(a[pair], b[pair]) for pair in common if SKIPPED not in (a[pair], b[pair])]
@@ -351,14 +406,10 @@ def show_agreement(first: Path, second: Path) -> None:
     names = sorted({label for labels in both for label in labels}, key=[*"12", TIE].index)
     table = [[both.count((i, j)) for j in names] for i in names]
     kappa, low, high = cohen_kappa(table)
+    known = f"{kappa:.2f} (95 % interval {low:.2f} to {high:.2f}; 0 is chance, 1 is full agreement)"
     say(f"{len(both)} pairs have an answer in both files")
     say(f"  same answer       {rate(sum(i == j for i, j in both), len(both))}")
-    if math.isnan(kappa):
-        say("  Cohen's kappa     not defined: every answer is the same")
-    else:
-        say(
-            f"  Cohen's kappa     {kappa:.2f} (95 % interval {low:.2f} to {high:.2f}; 0 is chance, 1 is full agreement)"
-        )
+    say(f"  Cohen's kappa     {'not defined: every answer is the same' if math.isnan(kappa) else known}")
     ties = [labels.count(TIE) for labels in both]
     opposite = sum(i != j and TIE not in (i, j) for i, j in both)
     for name, count in {"opposite": opposite, "tie in one": ties.count(1), "tie in both": ties.count(2)}.items():
@@ -377,27 +428,19 @@ def labels_in(path: Path) -> dict[str, str]:
     digests. If a pair occurs several times, its first answer counts.
     """
     labels: dict[str, str] = {}
-    for pair, label in _answers(path):
-        labels.setdefault(pair, label)
+    dropped, has_rows = path.with_name(path.name + ".dropped"), True
+    if dropped.is_file():
+        has_rows = not path.is_file() or path.stat().st_size > 0
+        for drop in read_lines(dropped):
+            if isinstance(drop.get("pair"), str) and drop["reason"] in (TIE, SKIPPED):
+                labels.setdefault(drop["pair"], drop["reason"])
+    for item in items(DataSource(path=str(path)), "rm pairs", "error") if has_rows else ():
+        assert not isinstance(item, Dropped)
+        if (label := _label(item)) is not None:
+            labels.setdefault(pair_digest(item.prompt, item.texts), label)
     if not labels:
         raise DataError(f"{path}: has no row with two answers of which one is better")
     return labels
-
-
-def _answers(path: Path) -> Iterator[tuple[str, str]]:
-    """(digest of the pair, its label) of the rows, and of the ties and skipped pairs beside them."""
-    dropped = path.with_name(path.name + ".dropped")
-    if dropped.is_file():
-        for drop in read_lines(dropped):
-            if isinstance(drop.get("pair"), str) and drop["reason"] in (TIE, SKIPPED):
-                yield drop["pair"], drop["reason"]
-        if path.is_file() and path.stat().st_size == 0:
-            return
-    for item in items(DataSource(path=str(path)), "rm pairs", "error"):
-        assert not isinstance(item, Dropped)
-        label = _label(item)
-        if label is not None:
-            yield pair_digest(item.prompt, [answer.text for answer in item.answers]), label
 
 
 def _label(record: Record) -> str | None:

@@ -20,9 +20,8 @@ class LocalWriter:
     """A Hugging Face directory or a finished stage that writes answers.
 
     Messages are rendered with the tokenizer's chat template. Without a template, a single message is used as it is
-    and several become a transcript. Special tokens in messages are plain text unless `keep_special` is set. The
-    uniforms of an answer are seeded by (seed, its counters), so an answer does not depend on the batch it is sampled
-    in, except for rounding.
+    and several become a transcript. The uniforms of an answer are seeded by (seed, its counters), so an answer does
+    not depend on the batch it is sampled in, except for rounding.
 
     Raises ArtifactError for a directory without a language model.
     """
@@ -46,21 +45,19 @@ class LocalWriter:
     def _batch(self, requests: Sequence[Request]) -> list[Written | Failure]:
         import torch
 
-        encoded = [self._encode(request) for request in requests]
-        possible = [(ids, request) for ids, request in zip(encoded, requests, strict=True) if isinstance(ids, list)]
         columns, seed = self.options.max_new_tokens, self.options.seed
-        draws = [torch.rand(columns, generator=generator(seed, "writer", *request.counters)) for _, request in possible]
-        prompts = [ids for ids, _ in possible]
-        responses = iter(self.speaker.respond(prompts, torch.stack(draws)) if possible else [])
-        return [
-            ids if isinstance(ids, Failure) else Written(self.speaker.text(one := next(responses)), one.ended)
-            for ids in encoded
-        ]
-
-    def _encode(self, request: Request) -> list[int] | Failure:
-        messages = request.messages
-        text = messages[0].content if len(messages) == 1 else transcript(messages)
-        try:
-            return self.speaker.encode(Record(text, "a prompt", messages=messages))
-        except PromptRefused as error:
-            return Failure(str(error))
+        answers: list[Written | Failure | None] = []
+        prompts, draws = [], []
+        for request in requests:
+            messages = request.messages
+            text = messages[0].content if len(messages) == 1 else transcript(messages)
+            try:
+                prompts.append(self.speaker.encode(Record(text, "a prompt", messages=messages)))
+            except PromptRefused as error:
+                answers.append(Failure(str(error)))
+                continue
+            draws.append(torch.rand(columns, generator=generator(seed, "writer", *request.counters)))
+            answers.append(None)
+        responses = self.speaker.respond(prompts, torch.stack(draws)) if prompts else []
+        written = (Written(self.speaker.text(response), response.ended) for response in responses)
+        return [answer or next(written) for answer in answers]

@@ -16,7 +16,7 @@ import fnmatch
 import hashlib
 import json
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -40,14 +40,13 @@ from rlhf_cli.run.checkpoint_files import write_text
 if TYPE_CHECKING:
     from rlhf_cli.processes.distributed import World
 
+M = TypeVar("M")
 T = TypeVar("T")
 OutputRow = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """An item without a row."""
-
     reason: str
     """A few words, the same for items of the same kind, so that they can be counted."""
     columns: dict[str, Any] = field(default_factory=dict)
@@ -95,38 +94,42 @@ def require_answer(record: Record) -> None:
 def each_item(
     output: Output | None,
     read: Callable[[], Iterator[Record | Dropped]],
-    start: Callable[[], Callable[[Sequence[tuple[int, Record]]], list[Outcome]]],
+    open_model: Callable[[], M],
+    answer: Callable[[M, Sequence[tuple[int, Record]]], list[Outcome]],
     display: Display,
     *,
     chunk: int,
     only_missing: bool = False,
-    join: Callable[[], World] | None = None,
+    shared_on: str | None = None,
 ) -> None:
     """Write a line for each item that has none yet, in chunks that begin at multiples of `chunk`.
 
-    All items are read once before the model is asked, so that a bad row costs nothing. `start` loads the model and
-    returns a function that turns records with their numbers into outcomes. A started chunk is answered as a whole, so
-    that a local model sees the same batches and gives the same bits; with `only_missing` just the rows without a line,
-    because the answers of a server cost and would differ anyway.
+    `answer` turns records with their numbers into outcomes. A started chunk is answered as a whole, so that a local
+    model sees the same batches and gives the same bits; with `only_missing` just the rows without a line, because the
+    answers of a server cost and would differ anyway.
 
-    With `join`, which meets other processes, each of them answers a chunk at the same time as the others, and the first
-    one, which alone has an `output`, writes them. So the lines do not depend on the number of processes.
+    With `shared_on`, a device, several processes share the work: each answers a chunk at the same time as the others,
+    and the first one, which alone has an `output`, writes them. So the lines do not depend on their number.
     """
-    total = sum(1 for _ in read())
-    world = join() if join is not None else None
+    total = sum(1 for _ in read())  # reads every row before the model is asked, so that a bad row costs nothing
     done = output.num_rows + output.num_dropped if output is not None else 0
+    world: World | None = None
     rank, size = 0, 1
-    if world is not None:
+    if shared_on is not None:
+        from rlhf_cli.processes import distributed
+
+        world = distributed.start(shared_on)
+        distributed.at_step("generate")
         rank, size, done = world.rank, world.size, world.gather(done)[0]
     if done >= total:
         return
-    answer = start()
+    model = open_model()
     display.begin(total, "row", done)
 
     def answered(numbered: Sequence[tuple[int, Record | Dropped]]) -> list[Outcome]:
         first = done if only_missing else 0
         records = [(n, item) for n, item in numbered if n >= first and not isinstance(item, Dropped)]
-        found = dict(zip((n for n, _ in records), answer(records), strict=True))
+        found = dict(zip((n for n, _ in records), answer(model, records), strict=True))
         return [item if isinstance(item, Dropped) else found[n] for n, item in numbered if n >= done]
 
     unfinished = (some for some in batched(enumerate(read()), chunk) if some[-1][0] >= done)
@@ -136,9 +139,13 @@ def each_item(
             world.barrier("the responses")  # one chunk may take much longer than another
         everyone = [outcomes] if world is None else world.gather(outcomes)
         for numbered, outcomes in zip(together, everyone, strict=False):
-            if output is not None:
-                output.write_chunk([item for n, item in numbered if n >= done], outcomes)
-                display.step(output.num_rows + output.num_dropped, [f"dropped {output.num_dropped}"])
+            if output is None:
+                continue
+            pairs = list(zip([item for n, item in numbered if n >= done], outcomes, strict=True))
+            output.refuse_all_failed([outcome for item, outcome in pairs if not isinstance(item, Dropped)])
+            for item, outcome in pairs:
+                output.write(outcome, {} if isinstance(item, Dropped) else {"where": item.where})
+            display.step(output.num_rows + output.num_dropped, [f"dropped {output.num_dropped}"])
     if world is not None:
         world.barrier("the last rows")
     display.end()
@@ -200,20 +207,18 @@ def with_columns(record: Record, new: dict[str, Any]) -> OutputRow:
 
 
 def json_line(values: dict[str, Any], indent: int | None = None) -> bytes:
-    """The values as one line of JSON, or as several with an indent."""
-    try:
-        line = json.dumps(values, ensure_ascii=False, default=str, indent=indent).encode()
-    except UnicodeEncodeError:  # a lone surrogate in a column of the input row
-        line = json.dumps(values, default=str, indent=indent).encode()
-    return line + b"\n"
+    """The values as one line of JSON, or as several with an indent. A lone surrogate, which a row may hold, is escaped.
+
+    >>> print(json_line({"half a character": "\\ud800"}).decode(), end="")
+    {"half a character": "\\ud800"}
+    """
+    text = json.dumps(values, ensure_ascii=False, default=str, indent=indent)
+    return text.encode(errors="backslashreplace") + b"\n"
 
 
 @contextlib.contextmanager
 def new_file(out: Path) -> Iterator[BinaryIO]:
-    """A file to write. It is on the disk and has the name `out` when the block succeeds; otherwise nothing is left.
-
-    Raises ArtifactError if it cannot be written.
-    """
+    """A file to write. It is on the disk and has the name `out` when the block succeeds; otherwise nothing is left."""
     beside = out.with_name(f".{out.name}.writing")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -234,9 +239,17 @@ def new_file(out: Path) -> Iterator[BinaryIO]:
 
 
 class Line(dict[str, Any]):
-    """A row or a dropped item, which may have been edited by hand. Raises ArtifactError for a key that it lacks."""
+    """A row or a dropped item, which may have been edited by hand.
 
-    where = ""
+    Raises ArtifactError for a text that is not a JSON object, and for a key that it lacks.
+    """
+
+    def __init__(self, text: bytes, path: Path, number: int):
+        self.where = f"{path}:{number}"
+        value = json_object(text)
+        if value is None:
+            raise self.error("is not a JSON object")
+        super().__init__(value)
 
     def __missing__(self, key: str) -> Any:
         raise self.error(f"has no `{key}`")
@@ -248,28 +261,17 @@ class Line(dict[str, Any]):
         )
 
     def number(self, key: str) -> int:
-        """The whole number under a key. Raises ArtifactError if it is none."""
         value = self[key]
         if type(value) is not int:
             raise self.error(f"`{key}` is not a whole number")
         return value
 
 
-def parsed(line: bytes, path: Path, number: int) -> Line:
-    """A line as the object that it holds. Raises ArtifactError if it is none."""
-    value = json_object(line)
-    parsed = Line(value or {})
-    parsed.where = f"{path}:{number}"
-    if value is None:
-        raise parsed.error("is not a JSON object")
-    return parsed
-
-
 def read_lines(path: Path) -> Iterator[Line]:
     """The lines of a file. Raises ArtifactError for one that is not a JSON object."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            yield parsed(line, path, number)
+            yield Line(line, path, number)
 
 
 # ------------------------------------------------------------------------------------------- files
@@ -278,8 +280,7 @@ def read_lines(path: Path) -> Iterator[Line]:
 class Output:
     """The rows and dropped items of one run, one line each; a later run with the same settings resumes them.
 
-    Nothing changes on the disk before the first line, so a run that is refused until then leaves no file and no folder
-    behind, and with `restart` the rows from before.
+    A run that is refused before its first line leaves no file behind and, with `restart`, the rows from before.
 
     Raises ArtifactError for files that another program made or is writing, links, and files that cannot be written.
     Raises ConfigError when the settings differ from those of the existing rows, unless `restart` discards them. Without
@@ -293,19 +294,16 @@ class Output:
         self.settings = json.loads(json.dumps(settings))
         self.num_rows = self.num_dropped = 0
         self._files: list[BinaryIO] = []
-        self._new: list[Path] = []
-        """The files and folders that did not exist before."""
         self._is_started = False
 
     def __enter__(self) -> Output:
         try:
             with self._writing():
-                self._new = [folder for folder in self.path.parents if not folder.exists()]
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._files = [self._open(self.path), self._open(self.dropped_path)]
+                self._open(self.path)
+                self._open(self.dropped_path)
                 self._is_started = self._resumes()
-                if self._is_started:
-                    self.num_rows, self.num_dropped = map(cut_incomplete_line, self._files)
+                self.cut_from()
         except BaseException:
             self._close()
             raise
@@ -322,17 +320,14 @@ class Output:
                 f"interrupted: {self.num_rows} rows are in {self.path}. Run the same command to resume", 130
             ) from None
 
-    def _open(self, path: Path) -> BinaryIO:
-        is_new = not os.path.lexists(path)
+    def _open(self, path: Path) -> None:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644), "r+b")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # on the file itself: no lock file beside the rows
         except BlockingIOError:
             file.close()
             raise ArtifactError(f"{path}: another process is writing it. Wait for it, or give another --out") from None
-        if is_new:
-            self._new.insert(0, path)
-        return file
+        self._files.append(file)
 
     def _resumes(self) -> bool:
         """Whether there are lines to resume; False if there are none or they are to be discarded."""
@@ -348,21 +343,16 @@ class Output:
         changed = differences(before, self.settings)
         if self.restart or (no_rows and (no_drops or (changed and not self.keep_dropped))):
             return False
-        if changed:
-            raise ConfigError(
-                f"{self.path}: was made with other settings: {self._changes(before, changed)}. Restore them, give "
-                "another --out, or pass --restart to start over"
-            )
-        return True
-
-    def _changes(self, before: dict[str, Any], changed: list[str]) -> str:
+        if not changed:
+            return True
         shown = []
         for key in changed:
-            old, new = (_at(values, key) for values in (before, self.settings))
-            short = all(isinstance(v, int | float | None) or (isinstance(v, str) and len(v) < 60) for v in (old, new))
-            texts = [json.dumps(value, ensure_ascii=False) for value in (old, new)]
-            shown.append(f"{key} ({texts[0]}, now {texts[1]})" if short else key)
-        return ", ".join(shown)
+            old, new = (_text_at(values, key) for values in (before, self.settings))
+            shown.append(f"{key} ({old}, now {new})" if old and new else key)
+        raise ConfigError(
+            f"{self.path}: was made with other settings: {', '.join(shown)}. Restore them, give another --out, or pass "
+            "--restart to start over"
+        )
 
     def _start(self) -> None:
         """Discard the rows of an earlier run, and write the settings, unless rows are being resumed."""
@@ -376,18 +366,8 @@ class Output:
             write_text(self.settings_path, json_line(self.settings, indent=2).decode())
         self._is_started = True
 
-    def write_chunk(self, items: Sequence[Record | Dropped], outcomes: Sequence[Outcome]) -> None:
-        """Write the lines of some items. Raises RunError if the very first ones all failed, see `refuse_all_failed`."""
-        pairs = list(zip(items, outcomes, strict=True))
-        self.refuse_all_failed([outcome for item, outcome in pairs if not isinstance(item, Dropped)])
-        for item, outcome in pairs:
-            self.write(outcome, {} if isinstance(item, Dropped) else {"where": item.where})
-
     def write(self, outcome: Outcome, about: dict[str, Any]) -> None:
-        """Write a row, or why there is none together with `about`, which identifies the item.
-
-        Raises RunError for a Failure that ends the run.
-        """
+        """Write a row, or why there is none and what identifies the item; raises RunError for a fatal Failure."""
         if isinstance(outcome, dict):
             self._line(0, outcome)
             self.num_rows += 1
@@ -410,31 +390,28 @@ class Output:
             raise RunError(f"{self.path}: none of the first {len(failures)} rows was answered: {failures[0].reason}")
 
     def rows(self) -> Iterator[Line]:
-        """The rows written so far."""
         return read_lines(self.path) if self._is_started else iter(())
 
     def drops(self) -> Iterator[Line]:
-        """The dropped items written so far."""
         return read_lines(self.dropped_path) if self._is_started else iter(())
 
-    def last(self, key: str) -> int:
-        """The largest whole number under `key` in the last row and the last dropped item; -1 without lines."""
-        lasts = (line for lines in (self.rows(), self.drops()) for line in deque(lines, maxlen=1))
-        return max((line.number(key) for line in lasts), default=-1)
-
-    def cut_from(self, key: str, value: int) -> None:
-        """Remove all lines from the first one whose `key` is `value` or more. The values of `key` never decrease."""
+    def cut_from(self, key: str | None = None, value: int = 0) -> None:
+        """Remove an incomplete last line, which a killed run may leave, and all lines from the first one whose `key`,
+        which never decreases, is `value` or more.
+        """
         if not self._is_started:
             return
+        counts = []
         for path, file in zip((self.path, self.dropped_path), self._files, strict=True):
             file.seek(0)
-            end = 0
-            for number, line in enumerate(file, 1):
-                if parsed(line, path, number).number(key) >= value:
+            count = end = 0
+            for line in file:
+                if not line.endswith(b"\n") or (key is not None and Line(line, path, count + 1).number(key) >= value):
                     break
-                end += len(line)
+                count, end = count + 1, end + len(line)
             file.truncate(end)
-        self.num_rows, self.num_dropped = map(cut_incomplete_line, self._files)
+            counts.append(count)
+        self.num_rows, self.num_dropped = counts
 
     def sync(self) -> None:
         """Wait until all lines are on the disk, where a power failure does not lose them."""
@@ -475,29 +452,16 @@ class Output:
             ) from None
 
     def _close(self) -> None:
-        if not self._is_started:
-            for path in self._new:  # files before their folders
-                with contextlib.suppress(OSError):
-                    path.rmdir() if path.is_dir() else path.unlink()
-        for file in self._files:
+        for path, file in zip((self.path, self.dropped_path), self._files, strict=False):
             with contextlib.suppress(OSError):  # a full disk was reported when the line was written
+                if not self._is_started and os.fstat(file.fileno()).st_size == 0:
+                    path.unlink()
                 file.close()
 
 
-def cut_incomplete_line(file: BinaryIO) -> int:
-    """Cut off an incomplete last line, which a killed run may leave; returns the number of lines."""
-    file.seek(0)
-    count = end = 0
-    for line in file:
-        if not line.endswith(b"\n"):
-            break
-        count, end = count + 1, end + len(line)
-    file.truncate(end)
-    return count
-
-
-def _at(values: dict[str, Any], dotted: str) -> Any:
-    value: Any = values
+def _text_at(value: Any, dotted: str) -> str:
+    """The value of a dotted key as JSON; "" if it is long, or a list or mapping."""
     for key in dotted.split("."):
         value = value.get(key) if isinstance(value, dict) else None
-    return value
+    text = json.dumps(value, ensure_ascii=False)
+    return "" if len(text) > 60 or text[0] in "[{" else text

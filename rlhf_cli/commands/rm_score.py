@@ -42,9 +42,7 @@ if TYPE_CHECKING:
     from rlhf_cli.rewards.models import RewardModel
 
 CHUNK = 256
-"""Rows scored at a time."""
 NUM_SHOWN = 3
-"""Pairs that are shown side by side."""
 
 
 def rm_score(
@@ -62,8 +60,6 @@ def rm_score(
     SOURCE - scores what you type. Type a line per answer; a tab separates the prompt before it. The score of each line
     follows it.
     """
-    # A pair gets the columns `chosen_score` and `rejected_score`, one answer `score`, several answers `scores`. Without
-    # --out the summary goes to stderr.
     if path == "-":
         given: dict[str, object] = {"--out": out, "--num": num, "--set": reading.overrides}
         given |= {"--format": reading.format, "--keys": reading.keys}
@@ -96,10 +92,7 @@ def rm_score(
 
 
 def _score_typed(options: RewardModelOptions, *, quiet: bool) -> None:
-    """Score each line of standard input, a prompt and an answer with a tab between, or an answer alone.
-
-    A terminal shows the score below the line; a pipe gets a JSON line with prompt, response and score for each.
-    """
+    """Score each line of standard input: below the line on a terminal, in a JSON line with its text in a pipe."""
     display = Display("score", quiet=quiet, console=Console(soft_wrap=True, stderr=True))
     model, template, notes = _load(options)
     is_terminal = sys.stdin.isatty()
@@ -142,7 +135,6 @@ def as_samples(model: RewardModel, records: Sequence[Record], template: str | No
     from rlhf_cli.rewards.base import Samples
 
     text = RowText(model.tokenizer, template, model.keep_special)
-    pairs = [(record, answer) for record in records for answer in record.answers]
     rows = [row for record in records for row in record.each()]
     if reads_last_token(model.model):
         encoded = text.answer_ids(rows, start=False)
@@ -151,17 +143,16 @@ def as_samples(model: RewardModel, records: Sequence[Record], template: str | No
     else:
         ids = encode_for_classifier(model.tokenizer, [text.whole(row) for row in rows], None)
         cuts = [0] * len(ids)
-    chats = map(text.is_chat, rows)
     return Samples(
         prompts=list(map(text.prompt, rows)),
-        responses=[text_of(r, a.text) if is_chat else a.text for is_chat, (r, a) in zip(chats, pairs, strict=True)],
+        responses=[text_of(row, row.response) if text.is_chat(row) else row.response for row in rows],
         prompt_ids=[each[:cut] for each, cut in zip(ids, cuts, strict=True)],
         response_ids=[each[cut:] for each, cut in zip(ids, cuts, strict=True)],
-        ended=[answer.ended for _, answer in pairs],
-        rows=[record.columns for record, _ in pairs],
-        where=[record.where for record, _ in pairs],
-        own_prompts=[record.prompt for record, _ in pairs],
-        messages=[record.messages for record, _ in pairs],
+        ended=[row.answers[0].ended for row in rows],
+        rows=[row.columns for row in rows],
+        where=[row.where for row in rows],
+        own_prompts=[row.prompt for row in rows],
+        messages=[row.messages for row in rows],
     )
 
 
@@ -180,8 +171,6 @@ def scored_row(record: Record, scores: Sequence[float]) -> OutputRow:
 
 
 class _Summary:
-    """What the scores of a file say about the model."""
-
     def __init__(self) -> None:
         self.num_rows = self.num_bad_rows = 0
         self.scores: list[float] = []
@@ -195,7 +184,6 @@ class _Summary:
         self.shown: list[tuple[str, dict[str, str]]] = []
 
     def add(self, record: Record, scores: Sequence[float], ids: Sequence[list[int]]) -> None:
-        """Count a row with the scores and token ids of its answers."""
         from rlhf_cli.algorithms.counts import longer_wins
         from rlhf_cli.evaluation.agreement import gold_gap
 
@@ -203,8 +191,11 @@ class _Summary:
         self.scores += scores
         ranked = ranking(record)
         if ranked is None:
-            if len(scores) == 1 and (target := _target(record)) is not None:
-                self.targets.append((scores[0], target))
+            # The score or label of the row, whatever its format.
+            columns = (record.answers[0].score, record.columns.get("score"), record.columns.get("label"))
+            targets = [float(value) for value in columns if isinstance(value, int | float) and math.isfinite(value)]
+            if len(scores) == 1 and targets:
+                self.targets.append((scores[0], targets[0]))
             return
         number = {answer.text: n for n, answer in reversed(list(enumerate(record.answers)))}
         order = [number[text] for text in ranked.texts]
@@ -213,14 +204,11 @@ class _Summary:
         self.longer.append(longer_wins([len(ids[n]) for n in order]))
         self.gold.append(gold_gap(ranked))
         if len(self.shown) < NUM_SHOWN:
-            sides = {
-                f"{side} ({scores[n]:+.2f})": record.answers[n].text
-                for side, n in (("good", order[0]), ("bad", order[-1]))
-            }
-            self.shown.append((record.prompt, sides))
+            sides = {"good": order[0], "bad": order[-1]}
+            texts = {f"{side} ({scores[n]:+.2f})": record.answers[n].text for side, n in sides.items()}
+            self.shown.append((record.prompt, texts))
 
     def show(self, display: Display, report: str) -> None:
-        """Print pairs side by side, the accuracy on pairs, and the agreement with scores."""
         import torch
 
         from rlhf_cli.algorithms.statistics import pearson, spearman
@@ -235,11 +223,9 @@ class _Summary:
             display.warn(f"{self.num_bad_rows} rows cannot be read and have no scores")
         if not self.scores:
             raise DataError("no row has a score. Check the file with `rlhf data check`")
-        spread = statistics.pstdev(self.scores)
-        mean = statistics.fmean(self.scores)
-        display.note(
-            f"{len(self.scores):,} answers of {self.num_rows:,} rows: mean {mean:.3f}, standard deviation {spread:.3f}"
-        )
+        mean, spread = statistics.fmean(self.scores), statistics.pstdev(self.scores)
+        counts = f"{len(self.scores):,} answers of {self.num_rows:,} rows"
+        display.note(f"{counts}: mean {mean:.3f}, standard deviation {spread:.3f}")
         if self.sizes:
             margin, accuracy = margins_of(torch.tensor(self.of_rankings), self.sizes)
             figures = ranking_figures(margin, accuracy, self.longer, self.gold)
@@ -250,10 +236,3 @@ class _Summary:
                 f"{len(targets):,} rows have a score or label: correlation {pearson(scores, targets):.3f}, "
                 f"of ranks {spearman(scores, targets):.3f}"
             )
-
-
-def _target(record: Record) -> float | None:
-    """The score or label that the row of one answer has, whatever its format; None without one."""
-    columns = (record.answers[0].score, record.columns.get("score"), record.columns.get("label"))
-    numbers = (float(value) for value in columns if isinstance(value, int | float) and math.isfinite(value))
-    return next(numbers, None)

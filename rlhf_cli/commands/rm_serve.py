@@ -3,9 +3,8 @@
     POST /get_reward (or /)  {"query": [text, ...], "prompts": [...], "ended": [...]}  ->  {"rewards": [number, ...]}
     GET  /health             {"status": "ok"}
 
-`type: http` of a PPO config posts to it (docs/rewards.md), and so do OpenRLHF's clients. Starlette routes, uvicorn
-speaks HTTP, one thread runs the model. The server is meant for your own machines. To expose it to others, put a
-proxy with TLS and rate limits in front of it.
+`type: http` of a PPO config posts to it (docs/rewards.md), and so do OpenRLHF's clients. The server is meant for your
+own machines. To expose it to others, put a proxy with TLS and rate limits in front of it.
 """
 
 from __future__ import annotations
@@ -17,15 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from rlhf_cli.commands.options import Device, Host, TokenEnv
-from rlhf_cli.commands.serving import JSONLine, Refused, Server, bind, required_token
+from rlhf_cli.commands.serving import Server, bind, json_line
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.errors import ConfigError, RewardError
 from rlhf_cli.printing import is_utf8, say
+from rlhf_cli.rewards.http_client import key_from_environment
 from rlhf_cli.run.artifacts import reward_model_stage
 
 if TYPE_CHECKING:
@@ -46,8 +47,6 @@ MAX_CHARACTERS = 4_000_000
 
 @dataclass(frozen=True)
 class RewardModelOptions:
-    """Which reward model, and how it scores."""
-
     model: Annotated[str, typer.Argument(help="A model directory, a finished rm stage, or a run's directory.")]
     raw: Annotated[bool, typer.Option("--raw", help="Return scores without normalisation.")] = False
     label: Annotated[
@@ -69,15 +68,14 @@ class RewardModelOptions:
         from rlhf_cli.processes import distributed
         from rlhf_cli.rewards.models import load_reward_source
 
-        template = self.template
-        response_only = template is not None and template != "chat" and "{prompt}" not in template
+        response_only = self.template not in (None, "chat") and "{prompt}" not in str(self.template)
         try:
             reward = ModelReward(
                 type="reward_model",
                 path=path,
                 label=self.label,
                 output="probability" if self.probability else "logit",
-                template=template,
+                template=self.template,
                 reads="response" if response_only else "prompt_and_response",
                 normalize=not self.raw,
             )
@@ -93,8 +91,6 @@ class RewardModelOptions:
 
 @dataclass(frozen=True)
 class RewardServerOptions(RewardModelOptions):
-    """A reward model, and where it is served."""
-
     host: Host = "127.0.0.1"
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 chooses a free port.")] = 5000
     token_env: TokenEnv = None
@@ -105,21 +101,18 @@ class RewardServerOptions(RewardModelOptions):
 
 
 class RewardServer(Server):
-    """The endpoint of one reward model, bound to its port."""
-
     def __init__(self, listener: socket.socket, source: RewardModel, *, token: str | None, max_batch: int):
         self.source, self.max_batch = source, max_batch
         routes = [Route(path, self.get_reward, methods=["POST"]) for path in ("/", "/get_reward")]
         super().__init__(listener, routes, token, lambda text: {"error": text}, max_waiting=MAX_WAITING)
 
     async def get_reward(self, request: Request) -> Response:
-        """Score the texts of a request."""
         texts = parse_request(await self.read(request, MAX_BODY_BYTES), self.max_batch)
         try:
             rewards = await self.until_left(request, self.model.run(lambda _: self.rewards(*texts)))
         except RewardError as error:
-            raise Refused(500, str(error)) from None
-        return JSONLine({"rewards": rewards})
+            raise HTTPException(500, str(error)) from None
+        return json_line({"rewards": rewards})
 
     def rewards(self, queries: list[str], prompts: list[str], ended: list[bool]) -> list[float]:
         """The model's scores. A query is a prompt with its response; without its prompt it counts as a response."""
@@ -129,14 +122,13 @@ class RewardServer(Server):
             return []
         pairs = [(p, q[len(p) :]) if q.startswith(p) else ("", q) for p, q in zip(prompts, queries, strict=True)]
         before, responses = map(list, zip(*pairs, strict=True))
-        scores: list[float] = self.source.score(
-            Samples(before, responses, [], [], ended, [{} for _ in queries])
-        ).tolist()
+        samples = Samples(before, responses, [], [], ended, [{} for _ in queries])
+        scores: list[float] = self.source.score(samples).tolist()
         return scores
 
 
 def parse_request(body: bytes, max_batch: int) -> tuple[list[str], list[str], list[bool]]:
-    """(queries, prompts, whether each response ended) from a request's body; raises Refused.
+    """(queries, prompts, whether each response ended) from a request's body; raises HTTPException.
 
     >>> parse_request(b'{"query": ["Hi! Hello."], "prompts": ["Hi!"]}', 8)
     (['Hi! Hello.'], ['Hi!'], [True])
@@ -144,20 +136,20 @@ def parse_request(body: bytes, max_batch: int) -> tuple[list[str], list[str], li
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
-        raise Refused(400, "the body is not JSON") from None
+        raise HTTPException(400, "the body is not JSON") from None
     if not isinstance(value, dict) or "query" not in value:
-        raise Refused(400, 'the body must be an object with a list "query"')
+        raise HTTPException(400, 'the body must be an object with a list "query"')
     queries = value["query"]
     if not isinstance(queries, list):
-        raise Refused(400, '"query" must be a list of texts')
+        raise HTTPException(400, '"query" must be a list of texts')
     if len(queries) > max_batch:
-        raise Refused(413, f"{len(queries)} texts, at most {max_batch} are scored per request. Send fewer")
+        raise HTTPException(413, f"{len(queries)} texts, at most {max_batch} are scored per request. Send fewer")
 
     def checked(key: str, default: Any, is_valid: Callable[[Any], bool], name: str) -> list[Any]:
         items = value.get(key)
         items = [default] * len(queries) if items is None else items
         if not isinstance(items, list) or len(items) != len(queries) or not all(map(is_valid, items)):
-            raise Refused(400, f'"{key}" must be a list of {name}, one for each item of "query"')
+            raise HTTPException(400, f'"{key}" must be a list of {name}, one for each item of "query"')
         return items
 
     def is_text(item: Any) -> bool:
@@ -166,10 +158,12 @@ def parse_request(body: bytes, max_batch: int) -> tuple[list[str], list[str], li
     texts, prompts = checked("query", None, is_text, "texts"), checked("prompts", "", is_text, "texts")
     longest = max(map(len, (*texts, *prompts)), default=0)
     if longest > MAX_TEXT_LENGTH:
-        raise Refused(413, f"a text has {longest} characters, at most {MAX_TEXT_LENGTH} are read. Shorten it")
+        raise HTTPException(413, f"a text has {longest} characters, at most {MAX_TEXT_LENGTH} are read. Shorten it")
     total = sum(map(len, (*texts, *prompts)))
     if total > MAX_CHARACTERS:
-        raise Refused(413, f"the texts have {total} characters, at most {MAX_CHARACTERS} are read. Send fewer texts")
+        raise HTTPException(
+            413, f"the texts have {total} characters, at most {MAX_CHARACTERS} are read. Send fewer texts"
+        )
     return texts, prompts, checked("ended", True, lambda item: isinstance(item, bool), "true and false")
 
 
@@ -177,16 +171,13 @@ def parse_request(body: bytes, max_batch: int) -> tuple[list[str], list[str], li
 
 
 def start(options: RewardServerOptions) -> RewardServer:
-    """Load the reward model and bind its port.
-
-    Raises ConfigError for a host that others can reach without a token, and for a port that cannot be bound.
-    """
-    token = required_token(options.host, options.token_env)
+    """Bind the port and load the reward model; raises ConfigError as `bind` does."""
+    token = key_from_environment(options.token_env, "--token-env")
+    listener = bind(options.host, options.port, token)
     source, notes = options.load(reward_model_stage(options.model), None, keep_special=options.keep_special)
     source.prompts_are_rendered = True
     for note in notes:
         say(note, error=True)
-    listener = bind(options.host, options.port)
     return RewardServer(listener, source, token=token, max_batch=options.max_batch)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,15 +136,13 @@ class Rounds:
         first = (number - 2) * self.num_pairs  # each round takes the next prompts, and starts over at the end
         records = [every[(first + n) % len(every)] for n in range(min(self.num_pairs, len(every)))]
 
-        def open_model() -> Callable[[Sequence[tuple[int, Record]]], list[Outcome]]:
-            generator = Generator(policy, options, judge, distributed.start(config.device).device)
+        def open_model() -> Generator:
+            return Generator(policy, options, judge, distributed.start(config.device).device)
 
-            def pairs(numbered: Sequence[tuple[int, Record]]) -> list[Outcome]:
-                # A reply is drawn from the number of its prompt, so the second one gets another number.
-                replies = [generator.respond([(2 * n + k, prompt(record)) for n, record in numbered]) for k in (0, 1)]
-                return [_pair(record, *both) for (_, record), *both in zip(numbered, *replies, strict=True)]
-
-            return pairs
+        def pairs(generator: Generator, numbered: Sequence[tuple[int, Record]]) -> list[Outcome]:
+            # A reply is drawn from the number of its prompt, so the second one gets another number.
+            replies = [generator.respond([(2 * n + k, prompt(record)) for n, record in numbered]) for k in (0, 1)]
+            return [_pair(record, *both) for (_, record), *both in zip(numbered, *replies, strict=True)]
 
         settings = {
             "model": policy.digest(),
@@ -156,7 +154,7 @@ class Rounds:
         }
         try:
             with Output(out, settings, restart=restart) as rows:
-                each_item(rows, lambda: iter(records), open_model, display, chunk=options.batch_size)
+                each_item(rows, lambda: iter(records), open_model, pairs, display, chunk=options.batch_size)
                 display.note(f"{out}: {rows.num_rows} pairs{rows.summary_of_dropped()}")
                 rows.require_rows()
         except ConfigError as error:

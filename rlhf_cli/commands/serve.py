@@ -21,17 +21,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from rlhf_cli.commands.options import Device, Host, Quantized, StageOfRun, TokenEnv
-from rlhf_cli.commands.serving import JSONLine, Put, Refused, Server, bind, required_token
+from rlhf_cli.commands.serving import Put, Server, bind, json_line
 from rlhf_cli.data.records import Message, Record
 from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.printing import say
 from rlhf_cli.program import command
+from rlhf_cli.rewards.http_client import key_from_environment
 from rlhf_cli.trained.locate import StageModel, locate
 
 if TYPE_CHECKING:
@@ -40,10 +42,8 @@ if TYPE_CHECKING:
 MAX_WAITING = 128
 """Requests that wait for the model. Further ones are answered 503."""
 MAX_BODY_BYTES = 4 * 2**20
-MAX_CHARACTERS = 1_000_000
-"""Characters of a prompt, and less for a short model: tokenising is as slow as the model itself beyond that."""
 CHARACTERS_PER_TOKEN = 16
-"""Text of more characters for each position cannot fit."""
+"""A prompt with more characters for each position of the model cannot fit, and tokenising it would take long."""
 MAX_NEW_TOKENS = 1_000_000
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -81,8 +81,8 @@ def serve_command(
     located = locate(directory, stage, ("ppo", "sft", "rm"))
     if located is not None and located.stage == "rm":
         raise ConfigError(f"{directory}: a reward model has other routes. Run: {command('rm', 'serve', directory)}")
-    token = required_token(host, token_env)
-    bind(host, port).close()  # a port that is taken is found before the model is loaded
+    token = key_from_environment(token_env, "--token-env")
+    listener = bind(host, port, token)  # before the model is loaded, which takes longer
     from rlhf_cli.processes.distributed import start
     from rlhf_cli.trained.model import find_model
 
@@ -93,30 +93,21 @@ def serve_command(
         say("use /v1/completions with the prompt as text; the model was not trained on chats", error=True)
     if stops := speaker.sampling.stop_strings:
         say(f"stop strings of the run: {json.dumps(list(stops))}", error=True)
-    server = ChatAPI(bind(host, port), name, speaker, token)
+    server = ChatAPI(listener, name, speaker, token)
     server.run_until_signal(f"serving {name} at {server.url}/v1")
     say("stopped", flush=True)
 
 
 def name_of(directory: str, located: StageModel | None) -> str:
-    """The name of a model in requests: run and stage, or the directory's name. It has no @ and no colon.
-
-    >>> name_of("gpt2", None), name_of("my:model", None)
-    ('gpt2', 'my-model')
-    """
+    """The name of a model in requests: run and stage, or the directory's name. It has no @ and no colon."""
     if located is not None:
-        name = f"{located.root.resolve().name}-{located.name}"
+        name = f"{located.root.resolve().name}-{located.name}".replace("/", "-")
     else:
         name = Path(directory).resolve().name if Path(directory).is_dir() else directory
-    return re.sub(r"[@:\s]", "-", name.replace("/", "-") if located is not None else name)
+    return re.sub(r"[@:\s]", "-", name)
 
 
 # -------------------------------------------------------------------------------------------- requests
-
-
-def _without_nulls(value: Any) -> Any:
-    """A client's message without the fields that it repeats from an answer and that say nothing."""
-    return {k: v for k, v in value.items() if v is not None or k == "content"} if isinstance(value, dict) else value
 
 
 class _Strict(BaseModel):
@@ -131,6 +122,12 @@ class _Part(_Strict):
 class _Turn(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[_Part]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        """Clients send back an answer with fields that are null."""
+        return {k: v for k, v in value.items() if v is not None or k == "content"} if isinstance(value, dict) else value
 
     def message(self) -> Message:
         text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
@@ -160,7 +157,6 @@ class _Ask(_Strict):
     stream_options: _StreamOptions = _StreamOptions()
 
     def drawn(self, speaker: Speaker) -> Speaker:
-        """The speaker, which draws as the request says."""
         given = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p} if self.temperature != 0 else {}
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         speaker = speaker.at(self.temperature)
@@ -169,7 +165,7 @@ class _Ask(_Strict):
 
 
 class _ChatAsk(_Ask):
-    messages: list[Annotated[_Turn, BeforeValidator(_without_nulls)]] = Field(min_length=1, max_length=1000)
+    messages: list[_Turn] = Field(min_length=1, max_length=1000)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS)
 
     @property
@@ -177,11 +173,10 @@ class _ChatAsk(_Ask):
         return sum(len(turn.message().content) for turn in self.messages)
 
     def ids(self, speaker: Speaker) -> list[int]:
-        """The prompt's tokens."""
         if speaker.form.kind == "single":
-            raise Refused(400, "the model was not trained on chats. Send its prompt as text to /v1/completions")
+            raise HTTPException(400, "the model was not trained on chats. Send its prompt as text to /v1/completions")
         if self.messages[-1].role == "assistant":
-            raise Refused(400, "messages: the last one is the assistant's. End with the user's")
+            raise HTTPException(400, "messages: the last one is the assistant's. End with the user's")
         return speaker.form.encode(speaker.tokenizer, [turn.message() for turn in self.messages])
 
 
@@ -202,41 +197,36 @@ Ask = _ChatAsk | _TextAsk
 
 
 def parse(body: bytes, kind: type[Ask], name: str) -> Ask:
-    """A request to the model with this name. Raises Refused."""
     try:
         value = json.loads(body)
         json.dumps(value, ensure_ascii=False).encode()  # half a character cannot be tokenised
     except (ValueError, RecursionError):
-        raise Refused(400, "the body is not JSON") from None
+        raise HTTPException(400, "the body is not JSON") from None
     if not isinstance(value, dict):
-        raise Refused(400, "the body must be a JSON object")
-    kept = {}
-    for field, given in value.items():
-        if given is None and field not in ("prompt", "messages"):
-            continue
-        if field not in ABOUT_THE_CALLER and given not in WITHOUT_EFFECT.get(field, ()):
-            kept[field] = given
+        raise HTTPException(400, "the body must be a JSON object")
+    for field, given in list(value.items()):
+        says_nothing = given is None and field not in ("prompt", "messages")
+        if says_nothing or field in ABOUT_THE_CALLER or given in WITHOUT_EFFECT.get(field, ()):
+            del value[field]
     try:
-        ask = kind.model_validate(kept)
+        ask = kind.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part not in ("str", "list[_Part]"))
         if first["type"] == "extra_forbidden":
-            raise Refused(400, f"{where[:200]} is not supported by this server. Remove the field") from None
-        raise Refused(400, f"{where[:200]}: {first['msg']}") from None
+            raise HTTPException(400, f"{where[:200]} is not supported by this server. Remove the field") from None
+        raise HTTPException(400, f"{where[:200]}: {first['msg']}") from None
     if ask.model not in (None, name):
-        raise Refused(400, f"model: this server has {name} and no other")
+        raise HTTPException(400, f"model: this server has {name} and no other")
     return ask
 
 
 class ChatAPI(Server):
-    """The server of one loaded model under a name."""
-
     def __init__(self, listener: socket.socket, name: str, speaker: Speaker, token: str | None):
         from rlhf_cli.models.forward import positions
 
         self.name, self.speaker, self.started = name, speaker, int(time.time())
-        self.max_characters = min(MAX_CHARACTERS, CHARACTERS_PER_TOKEN * positions(speaker.model))
+        self.max_characters = CHARACTERS_PER_TOKEN * positions(speaker.model)
         self.seed, self.num_requests = secrets.randbits(62), 0
         """What a request without a seed draws from."""
         routes = [
@@ -244,43 +234,36 @@ class ChatAPI(Server):
             Route("/v1/completions", partial(self.answer, kind=_TextAsk), methods=["POST"]),
             Route("/v1/models", self.models),
         ]
-
-        def error(text: str) -> dict[str, Any]:
-            return {"error": {"message": text, "type": "invalid_request_error"}}
-
-        super().__init__(listener, routes, token, error, max_waiting=MAX_WAITING)
+        super().__init__(listener, routes, token, _error, max_waiting=MAX_WAITING)
 
     async def models(self, _request: Request) -> Response:
-        """The list of the only model."""
         model = {"id": self.name, "object": "model", "created": self.started, "owned_by": "rlhf"}
-        return JSONLine({"object": "list", "data": [model]})
+        return json_line({"object": "list", "data": [model]})
 
     async def answer(self, request: Request, *, kind: type[Ask]) -> Response:
         """The reply to a conversation, or the text that follows a prompt."""
         ask = parse(await self.read(request, MAX_BODY_BYTES), kind, self.name)
+        rule = f"at most {self.max_characters} are read. Shorten it"
         if ask.num_characters > self.max_characters:
-            rule = f"at most {self.max_characters} are read. Shorten it"
-            raise Refused(400, f"the prompt has {ask.num_characters} characters, {rule}")
-        self.num_requests += 1
-        number = self.num_requests
+            raise HTTPException(400, f"the prompt has {ask.num_characters} characters, {rule}")
+        number = self.num_requests = self.num_requests + 1
         if ask.stream:
             pieces = self.model.stream(lambda put: self.speak(ask, number, put))
             await self.until_left(request, anext(pieces))  # a prompt that is refused begins no stream
             return StreamingResponse(self._events(ask, pieces), media_type="text/event-stream")
         answer = self.model.run(lambda put: self.speak(ask, number, put))
         length, reply = await self.until_left(request, answer)
-        return JSONLine({**self._choice(ask, reply.text, reply), "usage": _usage(length, reply)})
+        return json_line({**self._choice(ask, reply.text, reply), "usage": _usage(length, reply)})
 
     def speak(self, ask: Ask, number: int, put: Put) -> tuple[int, Reply]:
-        """Put "" once the prompt is read, then the text so far each time it grows; returns the prompt's length and the
-        reply."""
+        """Put "" once the prompt is read, then the growing text; returns the prompt's length and the reply."""
         from rlhf_cli.rollout.sampling import draw_uniforms
 
         try:
             ids = ask.ids(self.speaker)
             room = self.speaker.room(ids)
         except DataError as error:
-            raise Refused(400, str(error)) from None
+            raise HTTPException(400, str(error)) from None
         put("")
         given = ask.max_tokens or getattr(ask, "max_completion_tokens", None) or self.speaker.max_new_tokens
         seed, number = (ask.seed, 0) if ask.seed is not None else (self.seed, number)
@@ -290,7 +273,6 @@ class ChatAPI(Server):
     # ---------------------------------------------------------------------------------------- answers
 
     async def _events(self, ask: Ask, pieces: AsyncIterator[Any]) -> AsyncIterator[str]:
-        """The server-sent events of a stream."""
         made = self._choice(ask, "", None)
         if isinstance(ask, _ChatAsk):
             made["choices"][0]["delta"]["role"] = "assistant"
@@ -308,7 +290,7 @@ class ChatAPI(Server):
         except Exception as error:
             traceback.print_exception(error)
             # The head is sent, so the error is an event.
-            yield _event({"error": {"message": f"the model failed ({type(error).__name__})", "type": "server_error"}})
+            yield _event(_error(f"the model failed ({type(error).__name__})", "server_error"))
         finally:
             await pieces.aclose()  # type: ignore[attr-defined]
 
@@ -324,6 +306,10 @@ class ChatAPI(Server):
             kind, choice["message"] = "chat.completion", {"role": "assistant", "content": text}
         about = {"id": f"rlhf-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": self.name}
         return {**about, "choices": [choice]}
+
+
+def _error(text: str, kind: str = "invalid_request_error") -> dict[str, Any]:
+    return {"error": {"message": text, "type": kind}}
 
 
 def _usage(prompt_tokens: int, reply: Reply) -> dict[str, int]:

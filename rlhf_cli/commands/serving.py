@@ -1,7 +1,7 @@
 """What the servers of this program share: who may ask, the limits of a request, and one thread for the model.
 
-uvicorn speaks HTTP and limits the connections, Starlette routes. Here are the limits that neither has: the size of a
-body and the time in which it must arrive, and the requests that wait for the model.
+uvicorn limits the connections. Here are the limits that it has not: the size of a body and the time in which it must
+arrive, and the requests that wait for the model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -25,11 +25,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.printing import say
-from rlhf_cli.rewards.http_client import is_loopback, key_from_environment
+from rlhf_cli.rewards.http_client import is_loopback
 
 MAX_CONNECTIONS = 512
 """A request that comes while so many connections are open is answered 503."""
@@ -45,21 +45,8 @@ Put = Callable[[Any], None]
 """Sends on a piece of a result. Raises Left if nobody waits for it any more."""
 
 
-class Refused(Exception):
-    """What is wrong with a request, on one line, and the status to answer."""
-
-    def __init__(self, status: int, message: str, headers: dict[str, str] | None = None):
-        super().__init__(message)
-        self.status, self.headers = status, headers
-
-
-class JSONLine(Response):
-    """An answer of one line of JSON."""
-
-    media_type = "application/json"
-
-    def __init__(self, value: Any, status: int = 200, headers: dict[str, str] | None = None):
-        super().__init__(json.dumps(value).encode() + b"\n", status, headers)
+def json_line(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(json.dumps(value) + "\n", status, headers, "application/json")
 
 
 class Server:
@@ -84,8 +71,11 @@ class Server:
         self._error, self._expected = error, None if token is None else f"Bearer {token}".encode()
         self._routes = Starlette(
             routes=[Route("/health", _health), *routes],
-            exception_handlers=dict.fromkeys((Refused, HTTPException, ClientDisconnect), self._refused)
-            | {Exception: self._failed},
+            exception_handlers={
+                HTTPException: self._refused,
+                ClientDisconnect: self._refused,
+                Exception: self._failed,
+            },
         )
         config = uvicorn.Config(
             self.app,
@@ -105,14 +95,13 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
         host = self.listener.getsockname()[0]
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def run(self) -> None:
         """Serve until `stop`, then finish the running requests."""
         self._uvicorn.run(sockets=[self.listener])
-        self.model.stop()
+        self.model.jobs.put(None)
 
     def stop(self) -> None:
         """Let `run` return; may be called from another thread."""
@@ -132,37 +121,33 @@ class Server:
         thread.join()
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application."""
-        refusal = self._refusal(scope["path"], dict(scope["headers"]))
-        await (refusal or self._routes)(scope, receive, send)
-
-    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Response | None:
-        """What a request gets that has not the token or, without one, comes from elsewhere. /health needs no token."""
+        """The ASGI application: the routes, for a request that has the token or, without one, comes from here."""
+        headers = dict(scope["headers"])
+        answer: ASGIApp = self._routes
         if self._expected is None:
             host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
-            if _is_here(f"//{host}") and (b"origin" not in headers or _is_here(origin)):
-                return None
-            problem = "the Host or the Origin header names another machine. Start the server with --token-env"
-            return JSONLine(self._error(problem), 403)
-        if path == "/health" or hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
-            return None
-        message = "the token is missing or wrong. Send it as Authorization: Bearer TOKEN"
-        error = {"message": message, "type": "invalid_request_error", "code": "invalid_api_key"}
-        return JSONLine({"error": error}, 401, {"WWW-Authenticate": "Bearer"})
+            if not _is_here(f"//{host}") or (b"origin" in headers and not _is_here(origin)):
+                problem = "the Host or the Origin header names another machine. Start the server with --token-env"
+                answer = json_line(self._error(problem), 403)
+        elif scope["path"] != "/health" and not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
+            message = "the token is missing or wrong. Send it as Authorization: Bearer TOKEN"
+            error = {"message": message, "type": "invalid_request_error", "code": "invalid_api_key"}
+            answer = json_line({"error": error}, 401, {"WWW-Authenticate": "Bearer"})
+        await answer(scope, receive, send)
 
     async def read(self, request: Request, most: int) -> bytes:
-        """The body of a request, of at most this many bytes. Raises Refused."""
+        """The body of a request, of at most this many bytes. Raises HTTPException."""
         length = request.headers.get("Content-Length", "")
         if not length or "Transfer-Encoding" in request.headers:
-            raise Refused(411, "a Content-Length is required")
+            raise HTTPException(411, "a Content-Length is required")
         if int(length) > most:  # h11 accepts digits only
-            raise Refused(413, f"the body has {length} bytes, at most {most} are read. Send less at a time")
+            raise HTTPException(413, f"the body has {length} bytes, at most {most} are read. Send less at a time")
         try:
             async with asyncio.timeout(BODY_S):
                 return await request.body()
         except TimeoutError:
             message = f"the body came too slowly. It must arrive within {BODY_S:g} s"
-            raise Refused(408, message, {"Connection": "close"}) from None
+            raise HTTPException(408, message, {"Connection": "close"}) from None
 
     @staticmethod
     async def until_left(request: Request, answer: Awaitable[T]) -> T:
@@ -185,16 +170,14 @@ class Server:
     # ------------------------------------------------------------------------------------------- errors
 
     async def _refused(self, _request: Request, error: Exception) -> Response:
-        if isinstance(error, HTTPException):
-            error = Refused(error.status_code, "unknown path or method", dict(error.headers or {}))
-        if not isinstance(error, Refused):  # the client left
+        if not isinstance(error, HTTPException):  # the client left
             return Response(status_code=400)
-        return JSONLine(self._error(str(error)), error.status, error.headers)
+        return json_line(self._error(error.detail), error.status_code, error.headers)
 
     async def _failed(self, _request: Request, error: Exception) -> Response:
         # For example out of memory: the next request may be smaller, so the server continues.
         traceback.print_exception(error)
-        return JSONLine(self._error(f"the model failed ({type(error).__name__}); see the server's log"), 500)
+        return json_line(self._error(f"the model failed ({type(error).__name__}); see the server's log"), 500)
 
 
 class Left(Exception):
@@ -207,17 +190,17 @@ class ModelThread:
     def __init__(self, max_waiting: int) -> None:
         self.max_waiting, self.num_waiting = max_waiting, 0
         """Requests that may wait for the model or use it, and those that do."""
-        self._jobs: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None]
-        self._jobs = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None]
+        self.jobs = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
 
     async def stream(self, work: Callable[[Put], Any]) -> AsyncIterator[Any]:
         """What `work` puts, as it grows, and at last its result. It waits behind the work of others.
 
-        Raises Refused if too much waits. What was not begun is dropped when the iteration ends early.
+        Raises HTTPException if too many wait. What was not begun is dropped when the iteration ends early.
         """
         if self.num_waiting >= self.max_waiting:
-            raise Refused(503, f"{self.num_waiting} requests are waiting", {"Retry-After": "1"})
+            raise HTTPException(503, f"{self.num_waiting} requests are waiting", {"Retry-After": "1"})
         loop, left = asyncio.get_running_loop(), threading.Event()
         pieces: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -230,7 +213,7 @@ class ModelThread:
         result = asyncio.wrap_future(job)
         result.add_done_callback(pieces.put_nowait)
         self.num_waiting += 1
-        self._jobs.put((job, lambda: work(put)))
+        self.jobs.put((job, lambda: work(put)))
         try:
             while (piece := await pieces.get()) is not result:
                 yield piece
@@ -241,16 +224,11 @@ class ModelThread:
             result.cancel()
 
     async def run(self, work: Callable[[Put], T]) -> T:
-        """The result of `work`, as `stream` gives it at last."""
         result: T = [piece async for piece in self.stream(work)][-1]
         return result
 
-    def stop(self) -> None:
-        """Let the thread end behind the work that waits."""
-        self._jobs.put(None)
-
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self.jobs.get()) is not None:
             future, work = job
             if not future.set_running_or_notify_cancel():  # its client left
                 continue
@@ -261,7 +239,7 @@ class ModelThread:
 
 
 async def _health(_request: Request) -> Response:
-    return JSONLine({"status": "ok"})
+    return json_line({"status": "ok"})
 
 
 def _is_here(url: str) -> bool:
@@ -276,26 +254,17 @@ def _is_here(url: str) -> bool:
         return False
 
 
-def required_token(host: str, variable: str | None) -> str | None:
-    """The token in an environment variable, or None without one.
+def bind(host: str | None, port: int, token: str | None = None) -> socket.socket:
+    """A socket that listens there; None is this machine alone, of a command without --host.
 
-    Raises ConfigError for a variable that is not set, and for a host that others can reach without a token.
+    Raises ConfigError for a host that others can reach without a token, and for one that cannot be bound.
     """
-    token = key_from_environment(variable, "--token-env") if variable is not None else None
-    if token is None and not is_loopback(host):
+    place = host or "127.0.0.1"
+    if token is None and not is_loopback(place):
         raise ConfigError(
             f"--host {host}: other machines could use this model without a token. Name the environment variable with "
             "a token in --token-env, or use --host 127.0.0.1"
         )
-    return token
-
-
-def bind(host: str | None, port: int) -> socket.socket:
-    """A socket that listens there; None is this machine alone, of a command without --host.
-
-    Raises ConfigError for a port that is taken and for another machine's address.
-    """
-    place = host or "127.0.0.1"
     try:
         listener = socket.create_server((place, port), family=socket.AF_INET6 if ":" in place else socket.AF_INET)
         # Connections inherit it: one whose client has vanished is closed, and does not count any more.

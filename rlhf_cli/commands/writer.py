@@ -5,21 +5,20 @@ A model on a server is asked here, one on this machine in `local_writer`. Import
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import typer
 
 from rlhf_cli.commands.options import Device, Seed, TopP
+from rlhf_cli.config.rewards import check_url
 from rlhf_cli.data.records import Message, turns_of
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.files import read_text
-from rlhf_cli.rewards.chat_client import OF_DATA, OptionNames, Written, check_base_url, completion_in, completions_url
-from rlhf_cli.rewards.concurrency import for_each
+from rlhf_cli.rewards.chat_client import OF_DATA, OptionNames, Written, completion_in, completions_url
 from rlhf_cli.rewards.http_client import JSONClient, NoAnswer, key_from_environment
 from rlhf_cli.run.artifacts import fingerprint, model_directory
 from rlhf_cli.seeding import derived_seed
@@ -100,29 +99,14 @@ class WriterOptions:
         sees the same batches and gives the same bits."""
         return 4 * self.concurrency if self.server else self.batch_size
 
-    def for_user(self, model: str | None, server: str | None, api_key_env: str | None) -> WriterOptions | None:
-        """The options of the model that plays the user of a dialogue; None if this model plays both.
-
-        Raises ConfigError for a server without a model.
-        """
-        if model is None and (server is not None or api_key_env is not None):
-            raise ConfigError("--user-model: is missing. Give the model's name on the --user-server")
-        return None if model is None else replace(self, model=model, server=server, api_key_env=api_key_env)
-
     def settings(self) -> dict[str, Any]:
         """Everything that decides the text. The server's address does not: a resumed job may use another one."""
         if self.server:
             model = {"name": self.model}
         else:
             model = {"path": self.model, "digest": fingerprint(model_directory(self.model))}
-        return {
-            "model": model,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "max_new_tokens": self.max_new_tokens,
-            "seed": self.seed,
-            **({"keep_special": True} if self.keep_special else {}),
-        }
+        drawing = {name: getattr(self, name) for name in ("temperature", "top_p", "max_new_tokens", "seed")}
+        return {"model": model, **drawing, **({"keep_special": True} if self.keep_special else {})}
 
     def open(self) -> Writer:
         """The writer. A local model is loaded now; a server is contacted at the first request."""
@@ -139,20 +123,26 @@ class ServerWriter:
     """A model behind an OpenAI-compatible `chat/completions` endpoint.
 
     At most `options.concurrency` requests are under way; `rlhf_cli.rewards.http_client` says how they are retried and
-    limited. After a request that used up its retries, or a status that no retry can mend, nothing more is sent, and
-    every missing answer is a fatal Failure.
+    limited. After a request that used up its retries, or a status that no retry can mend, no other request is begun,
+    and every missing answer is a fatal Failure.
 
     Raises ConfigError for an unusable URL or key.
     """
 
     def __init__(self, options: WriterOptions, names: OptionNames = OF_DATA):
         self.options, self.names = options, names
+        self._fatal: Failure | None = None
         assert options.server is not None
-        check_base_url(options.server, names)
-        variable = options.api_key_env
+        if "?" in options.server or "#" in options.server:
+            advice = f"a base URL has neither. Give a key with {names.key} NAME"
+            raise ConfigError(f"{names.server}: contains a ? or a #, {advice}")
+        try:
+            check_url(options.server)
+        except ValueError as error:
+            raise ConfigError(f"{names.server}: {str(error).replace('api_key_env', f'{names.key} NAME')}") from None
         self._client = JSONClient(
             completions_url(options.server),
-            key=None if variable is None else key_from_environment(variable, names.key),
+            key=key_from_environment(options.api_key_env, names.key),
             timeout_s=options.timeout_s,
             retries=options.retries,
             backoff_s=options.backoff_s,
@@ -162,13 +152,12 @@ class ServerWriter:
 
     def write(self, requests: Sequence[Request]) -> list[Written | Failure]:
         """One answer for each request, in order; a Failure for a request that the server refuses."""
-        return asyncio.run(self._write(requests))
-
-    async def _write(self, requests: Sequence[Request]) -> list[Written | Failure]:
-        async with self._client:
-            return await for_each(requests, self._answer, self.options.concurrency)
+        self._fatal = None
+        return self._client.for_each(requests, self._answer, self.options.concurrency)
 
     async def _answer(self, request: Request) -> Written | Failure:
+        if self._fatal is not None:
+            return self._fatal
         options = self.options
         body = {
             "model": options.model,
@@ -185,10 +174,9 @@ class ServerWriter:
         except NoAnswer as error:
             if error.status in REFUSED:
                 return Failure(str(error))
-            return Failure(self._client.stop(f"{error}. {self._hint(error.status)}"), fatal=True)
-        if written is None:
-            return Failure(f"{self._client.url} sent an answer without text")
-        return written
+            self._fatal = self._fatal or Failure(f"{error}. {self._hint(error.status)}", fatal=True)
+            return self._fatal
+        return written or Failure(f"{self._client.url} sent an answer without text")
 
     def _hint(self, status: int | None) -> str:
         if status in (401, 403):

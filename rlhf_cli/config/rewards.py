@@ -194,7 +194,8 @@ SECRET = re.compile(
 """The names of query parameters that carry secrets, such as api_key, accessToken and X-Amz-Signature."""
 
 
-def _check_url(url: str) -> str:
+def check_url(url: str) -> str:
+    """The URL of a server. Raises ValueError for one that is invalid or may contain a secret."""
     try:
         parts = urlsplit(url)
         wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
@@ -216,7 +217,7 @@ def _check_url(url: str) -> str:
 class ServerReward(AnyReward):
     """The keys of a source that asks a server."""
 
-    url: Annotated[str, AfterValidator(_check_url)]
+    url: Annotated[str, AfterValidator(check_url)]
     """The address that texts are posted to, for example `http://127.0.0.1:5000/get_reward`; for `rubric` the base URL
     of the server, for example `http://127.0.0.1:8000/v1`."""
     api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None

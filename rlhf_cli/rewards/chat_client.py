@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-import httpx2
-
-from rlhf_cli.errors import ConfigError
 from rlhf_cli.rewards.http_client import Malformed
 
 
@@ -31,8 +28,6 @@ OF_DATA = OptionNames()
 
 @dataclass(frozen=True)
 class Written:
-    """An answer."""
-
     text: str
     ended: bool
     """False when the answer was cut at `max_new_tokens`."""
@@ -81,21 +76,3 @@ def completions_url(base_url: str) -> str:
     if not path.endswith("/chat/completions"):
         path += "/chat/completions" if path.endswith("/v1") else "/v1/chat/completions"
     return urlunsplit(parts._replace(path=path))
-
-
-def check_base_url(url: str, names: OptionNames = OF_DATA) -> None:
-    """Raise ConfigError, without the URL, for one that is invalid or may contain a secret."""
-    option, key = names.server, names.key
-    example = "Give one like http://localhost:8000/v1"
-    try:
-        parts = urlsplit(url)
-        parts.port  # noqa: B018 (raises for an invalid port)
-        httpx2.URL(url)
-    except (ValueError, httpx2.InvalidURL):
-        raise ConfigError(f"{option}: is not a URL. {example}") from None
-    if parts.username is not None or parts.password is not None:
-        raise ConfigError(f"{option}: contains a user or a password, which messages would show. Use {key} NAME")
-    if parts.scheme not in ("http", "https") or not parts.hostname or any(c.isspace() for c in url):
-        raise ConfigError(f"{option}: is not an http or https URL. {example}")
-    if parts.query or parts.fragment:
-        raise ConfigError(f"{option}: contains a ? or a #, a base URL has neither. Give a key with {key} NAME")

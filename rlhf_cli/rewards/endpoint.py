@@ -9,11 +9,10 @@ ignore it. `rlhf_cli.rewards.http_client` says how requests are retried and limi
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -22,7 +21,6 @@ from rlhf_cli.config.rewards import HTTPReward, ServerReward
 from rlhf_cli.data.batches import chunks
 from rlhf_cli.processes.signals import stop_requested
 from rlhf_cli.rewards.base import RewardSource, Samples, failure, finite, shown
-from rlhf_cli.rewards.concurrency import for_each
 from rlhf_cli.rewards.http_client import (
     JSONClient,
     Malformed,
@@ -38,10 +36,19 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class ServerSource(RewardSource):
-    """A source that asks a server."""
-
     config: ServerReward
     token: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def load(cls, reward: ServerReward, name: str, key: str) -> tuple[Self, list[str]]:
+        """The source for one entry of `rewards`, and notes for the user.
+
+        Raises ConfigError when the environment does not hold its token.
+        """
+        token, parts, notes = key_from_environment(reward.api_key_env, f"{key}.api_key_env"), urlsplit(reward.url), []
+        if token is not None and parts.scheme == "http" and not is_loopback(parts.hostname or ""):
+            notes.append(f"{key}: the token is sent unencrypted to {without_secrets(reward.url)}. Use https")
+        return cls(name=name, weight=reward.share, on_error=reward.on_error, config=reward, token=token), notes
 
     def client(self, url: str, *, retry_malformed: bool = False) -> JSONClient:
         """A client for the requests of one batch."""
@@ -75,39 +82,31 @@ class Endpoint(ServerSource):
     config: HTTPReward
 
     def score(self, samples: Samples) -> torch.Tensor:
-        """The server's scores, [B] float32."""
-        scores = [math.nan] * len(samples.responses)
-        asyncio.run(self._request_all(samples, scores))
+        config, scores = self.config, [math.nan] * len(samples.responses)
+        client = self.client(config.url)
+
+        async def request(rows: Sequence[int]) -> None:
+            column = config.label_column
+            body = {
+                "query": [samples.prompts[i] + samples.responses[i] for i in rows],
+                "prompts": [samples.prompts[i] for i in rows],
+                "labels": ["" if column is None else samples.rows[i].get(column) for i in rows],
+                "ended": [samples.ended[i] for i in rows],
+            }
+            asked = client.ask(body, lambda answer: rewards_in(answer, len(rows)))
+            rewards = await self.answered(samples, rows, asked)
+            if rewards is None:
+                return
+            for row, reward in zip(rows, rewards, strict=True):
+                try:
+                    scores[row] = finite(reward)
+                except ValueError:
+                    value = client.quote(repr(reward))
+                    problem = f"{without_secrets(config.url)} returned {value}, it must be a finite number"
+                    self.fail(samples, [row], problem)
+
+        client.for_each(list(chunks(range(len(scores)), config.batch_size)), request, config.concurrency)
         return torch.tensor(scores)
-
-    async def _request_all(self, samples: Samples, scores: list[float]) -> None:
-        """Fill `scores`, a batch of rows in each request."""
-        config = self.config
-        async with self.client(config.url) as client:
-
-            async def request(rows: Sequence[int]) -> None:
-                asked = client.ask(self._body(samples, rows), lambda answer: rewards_in(answer, len(rows)))
-                rewards = await self.answered(samples, rows, asked)
-                if rewards is None:
-                    return
-                for row, reward in zip(rows, rewards, strict=True):
-                    try:
-                        scores[row] = finite(reward)
-                    except ValueError:
-                        value = client.quote(repr(reward))
-                        problem = f"{without_secrets(config.url)} returned {value}, it must be a finite number"
-                        self.fail(samples, [row], problem)
-
-            await for_each(list(chunks(range(len(scores)), config.batch_size)), request, config.concurrency)
-
-    def _body(self, samples: Samples, rows: Sequence[int]) -> dict[str, Any]:
-        column = self.config.label_column
-        return {
-            "query": [samples.prompts[i] + samples.responses[i] for i in rows],
-            "prompts": [samples.prompts[i] for i in rows],
-            "labels": ["" if column is None else samples.rows[i].get(column) for i in rows],
-            "ended": [samples.ended[i] for i in rows],
-        }
 
     @property
     def reads_a_column(self) -> bool:
@@ -132,22 +131,3 @@ def rewards_in(answer: Any, num_texts: int) -> list[Any]:
     if len(rewards) != num_texts:
         raise Malformed(f"has {len(rewards)} rewards for {num_texts} texts")
     return rewards
-
-
-def load_endpoint(reward: HTTPReward, name: str, key: str) -> tuple[Endpoint, list[str]]:
-    """The source for one entry of `rewards`, and notes for the user.
-
-    Raises ConfigError when the environment does not hold its token.
-    """
-    token, notes = token_of(reward, key)
-    return Endpoint(name=name, weight=reward.share, on_error=reward.on_error, config=reward, token=token), notes
-
-
-def token_of(reward: ServerReward, key: str) -> tuple[str | None, list[str]]:
-    """The token for a server from the environment, None if it needs none, and notes for the user."""
-    notes = []
-    token = key_from_environment(reward.api_key_env, f"{key}.api_key_env") if reward.api_key_env is not None else None
-    parts = urlsplit(reward.url)
-    if token is not None and parts.scheme == "http" and not is_loopback(parts.hostname or ""):
-        notes.append(f"{key}: the token is sent unencrypted to {without_secrets(reward.url)}. Use https")
-    return token, notes

@@ -2,27 +2,22 @@
 
 - A request has one time limit, from connecting to the last byte of the answer.
 - Connection errors, time-outs and status 408, 429 and 5xx are retried, with a wait that doubles each time.
-- Retry-After pauses every request of the client. A server that asks for a very long pause is given up.
-- A pause that the user would notice is printed, and a signal that asks the run to stop ends it.
+- Retry-After pauses every request of the client. A signal that asks the run to stop ends a pause.
 - Redirects are not followed: they would carry texts and the key to a host that the user did not name.
-- Answers are limited in size, counted after decompression.
-- The API key comes from the environment and appears in no message, also where the server repeats it.
+- The API key appears in no message, also where the server repeats it.
 - Proxies of the environment are used, except for servers on this machine.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import datetime
 import email.utils
 import ipaddress
-import itertools
 import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import quote, quote_plus, urlsplit
@@ -31,6 +26,7 @@ import httpx2
 
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.printing import say
+from rlhf_cli.rewards.concurrency import for_each
 
 LONGEST_BACKOFF_S = 60.0
 LONGEST_WAIT_S = 600.0
@@ -43,6 +39,7 @@ MAX_ANSWER_BYTES = 16 * 1024 * 1024
 MAX_QUOTED = 200
 """Characters of a server's answer that a message quotes."""
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -50,10 +47,9 @@ class NoAnswer(Exception):
     """The server gave no usable answer. The text names the URL and the problem."""
 
     def __init__(self, text: str, status: int | None = None, *, transient: bool = False):
+        """transient: whether another attempt may help."""
         super().__init__(text)
-        self.status = status
-        self.transient = transient
-        """Whether another attempt may help."""
+        self.status, self.transient = status, transient
 
 
 class StopRequestedError(NoAnswer):
@@ -66,7 +62,7 @@ class Malformed(Exception):
 
 @dataclass
 class JSONClient:
-    """Posts JSON to one URL and parses the answer. Use as `async with client:` around calls of `ask`."""
+    """Posts JSON to one URL and parses the answer: `for_each` runs functions that call `ask`."""
 
     url: str
     _: KW_ONLY
@@ -85,23 +81,24 @@ class JSONClient:
     _printed_until: float = field(default=0.0, init=False)
     """The end of the last pause that was printed, on the monotonic clock."""
 
-    async def __aenter__(self) -> JSONClient:
+    def for_each(self, items: Iterable[S], work: Callable[[S], Awaitable[T]], concurrency: int) -> list[T]:
+        """The results of `work(item)` for every item, in order; see `rlhf_cli.rewards.concurrency`."""
         headers = {"Content-Type": "application/json"}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
-        self._stop_reason = ""
-        self._stopped = asyncio.Event()
-        self._http = httpx2.AsyncClient(
+        http = httpx2.AsyncClient(
             headers=headers,
             timeout=None,  # `_attempt` limits the whole request
-            limits=httpx2.Limits(max_connections=None),  # the caller limits concurrency
+            limits=httpx2.Limits(max_connections=None),  # `concurrency` limits them
             follow_redirects=False,
             trust_env=not is_loopback(urlsplit(self.url).hostname or ""),
         )
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
+        async def run() -> list[T]:
+            async with http as self._http:
+                return await for_each(items, work, concurrency)
+
+        return asyncio.run(run())
 
     async def ask(self, body: dict[str, Any], parse: Callable[[Any], T]) -> T:
         """Post `body` and return `parse` of the answer's JSON; raises NoAnswer when the retries are used up.
@@ -109,31 +106,23 @@ class JSONClient:
         `parse` raises Malformed for JSON that it cannot use.
         """
         content, url = json.dumps(body, default=str).encode(), without_secrets(self.url)
-        started, wait, reason = time.monotonic(), 0.0, url
-        # Not a library's retries: the pause is shared by all requests of the client, and Retry-After and the status
-        # decide about each attempt, so that only this `for` would be left to it.
-        for attempt in itertools.count():
+        started, wait, reason, attempt = time.monotonic(), 0.0, url, 0
+        while True:  # not a library's retries: all requests of the client share the pause that Retry-After asks for
             await self._pause(wait, reason)
             wait = min(self.backoff_s * 2.0 ** min(attempt, 60), LONGEST_BACKOFF_S)
+            attempt += 1
             try:
                 return await self._attempt(content, parse)
             except NoAnswer as problem:
                 reason = f"{url} {problem}"
-                if not problem.transient or attempt == self.retries:
-                    tries = f", after {attempt + 1} attempts in {time.monotonic() - started:.0f} s" if attempt else ""
+                if not problem.transient or attempt > self.retries:
+                    tries = f", after {attempt} attempts in {time.monotonic() - started:.0f} s" if attempt > 1 else ""
                     raise NoAnswer(f"{reason}{tries}", problem.status) from None
-        raise AssertionError("the loop ends with an answer or an error")
-
-    def stop(self, reason: str) -> str:
-        """Send nothing more: requests under way continue, all others raise NoAnswer. Returns the first reason given."""
-        self._stop_reason = self._stop_reason or reason
-        self._stopped.set()
-        return self._stop_reason
 
     async def _pause(self, seconds: float, reason: str) -> None:
-        """Wait at least `seconds`, and until the server's Retry-After has passed; raises after `stop` or a signal."""
+        """Wait at least `seconds`, and until the server's Retry-After has passed; raises after a signal."""
         until = time.monotonic() + seconds
-        while not self._stopped.is_set():
+        while True:
             until = max(until, self._not_before)
             left = until - time.monotonic()
             if left <= 0:
@@ -143,16 +132,18 @@ class JSONClient:
             if left >= PRINTED_WAIT_S and until > self._printed_until + 1:  # once for all requests of the client
                 self._printed_until = until
                 say(f"{reason}; trying again in {left:.0f} s", error=True)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopped.wait(), min(left, POLL_S))
-        raise NoAnswer(self._stop_reason)
+            await asyncio.sleep(min(left, POLL_S))
 
     async def _attempt(self, content: bytes, parse: Callable[[Any], T]) -> T:
         """Send one request; raises NoAnswer with the problem alone, without the URL."""
-        clock = asyncio.timeout(self.timeout_s)
+        clock, answer = asyncio.timeout(self.timeout_s), bytearray()
         try:
-            async with clock:
-                response, answer = await self._post(content)
+            async with clock, self._http.stream("POST", self.url, content=content) as response:
+                async for piece in response.aiter_bytes():  # decompressed
+                    answer += piece
+                    if len(answer) > MAX_ANSWER_BYTES:
+                        text = f"answered {response.status_code} with more than {MAX_ANSWER_BYTES} bytes"
+                        raise NoAnswer(text, response.status_code)
         except (TimeoutError, httpx2.HTTPError) as error:
             text = f"sent no valid HTTP answer ({self.quote(str(error)) or type(error).__name__})"
             if isinstance(error, httpx2.ConnectError):
@@ -162,32 +153,19 @@ class JSONClient:
             raise NoAnswer(text, transient=True) from None
         except httpx2.InvalidURL as error:
             raise NoAnswer(f"is not a valid URL ({self.quote(str(error))})") from None
-        if response.is_success:
-            return self._parsed(answer, parse, response.status_code)
-        raise self._refusal(response, answer)
-
-    async def _post(self, content: bytes) -> tuple[httpx2.Response, bytes]:
-        async with self._http.stream("POST", self.url, content=content) as response:
-            answer = bytearray()
-            async for piece in response.aiter_bytes():  # decompressed
-                answer += piece
-                if len(answer) > MAX_ANSWER_BYTES:
-                    text = f"answered {response.status_code} with more than {MAX_ANSWER_BYTES} bytes"
-                    raise NoAnswer(text, response.status_code)
-        return response, bytes(answer)
-
-    def _parsed(self, answer: bytes, parse: Callable[[Any], T], status: int) -> T:
-        problem = "is not JSON"
+        if not response.is_success:
+            raise self._refusal(response, bytes(answer))
         try:
             value = json.loads(answer)
         except (ValueError, RecursionError):
-            pass
+            problem = "is not JSON"
         else:
             try:
                 return parse(value)
             except Malformed as error:
                 problem = str(error)
-        text = f"answered {status}, but the answer {problem}: {self.quote(answer)!r}"
+        status = response.status_code
+        text = f"answered {status}, but the answer {problem}: {self.quote(bytes(answer))!r}"
         raise NoAnswer(text, status, transient=self.retry_malformed)
 
     def _refusal(self, response: httpx2.Response, answer: bytes) -> NoAnswer:
@@ -200,9 +178,8 @@ class JSONClient:
         transient = status in (408, 429) or status >= 500
         wait = retry_after(response.headers.get("Retry-After")) if transient else 0.0
         if wait > LONGEST_WAIT_S:
-            transient = False
-            text += f", and asks for a pause of {wait:.0f} s (Retry-After)"
-        self._not_before = max(self._not_before, time.monotonic() + min(wait, LONGEST_WAIT_S))
+            return NoAnswer(f"{text}, and asks for a pause of {wait:.0f} s (Retry-After)", status)
+        self._not_before = max(self._not_before, time.monotonic() + wait)
         return NoAnswer(text, status, transient=transient)
 
     def quote(self, text: str | bytes) -> str:
@@ -226,12 +203,13 @@ def without_key(text: str, key: str) -> str:
     return re.sub("|".join(map(re.escape, longest_first)), "***", text, flags=re.IGNORECASE)
 
 
-def key_from_environment(variable: str, option: str) -> str:
-    """The API key or token in an environment variable.
+def key_from_environment(variable: str | None, option: str) -> str | None:
+    """The API key or token in the environment variable that `option` names; None if it names none.
 
-    Raises ConfigError, which never shows the value, for a missing one and one that no header can carry. `option` is
-    the option or config key that named the variable.
+    Raises ConfigError, which never shows the value, for a missing one and one that no header can carry.
     """
+    if variable is None:
+        return None
     key = os.environ.get(variable, "").strip()
     what = "token" if "token" in option else "key"
     if not key:
@@ -244,23 +222,17 @@ def key_from_environment(variable: str, option: str) -> str:
     return key
 
 
-def retry_after(value: str | None, now: datetime.datetime | None = None) -> float:
+def retry_after(value: str | None) -> float:
     """Seconds that a Retry-After header asks to wait (RFC 9110, section 10.2.3: a number or a date); else 0.
 
     >>> retry_after("7"), retry_after("soon"), retry_after(None)
     (7.0, 0.0, 0.0)
-    >>> noon = datetime.datetime(2026, 1, 1, 12, tzinfo=datetime.UTC)
-    >>> retry_after("Thu, 01 Jan 2026 12:00:30 GMT", noon)
-    30.0
     """
     text = (value or "").strip()
     if text.isascii() and text.isdigit():
         return float(text[:9])
     try:
-        date = email.utils.parsedate_to_datetime(text)
-        if date.tzinfo is None:
-            date = date.replace(tzinfo=datetime.UTC)
-        return max(0.0, (date - (now or datetime.datetime.now(datetime.UTC))).total_seconds())
+        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
     except (ValueError, OverflowError):
         return 0.0
 

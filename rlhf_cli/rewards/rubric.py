@@ -8,7 +8,6 @@ criterion: a judge that repeats grades out of the response is refused.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import math
@@ -21,11 +20,11 @@ from typing import Any, ClassVar
 import torch
 
 from rlhf_cli.config.rewards import RubricReward
+from rlhf_cli.data.records import turns_of
 from rlhf_cli.files import rows_of
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.chat_client import completion_in, completions_url, usage_in
-from rlhf_cli.rewards.concurrency import for_each
-from rlhf_cli.rewards.endpoint import ServerSource, token_of
+from rlhf_cli.rewards.endpoint import ServerSource
 from rlhf_cli.rewards.http_client import JSONClient, NoAnswer
 
 SYSTEM = """\
@@ -60,12 +59,14 @@ class Rubric(ServerSource):
     num_requests: int = 0
     num_kept: int = 0
     """Scores that needed no request."""
-    num_without_usage: int = 0
-    """Answers of a server that does not count tokens."""
+    counts_tokens: bool = True
+    """False once an answer did not say what it cost."""
+
+    def __post_init__(self) -> None:
+        self.part_names = tuple(criterion.name for criterion in self.config.criteria)
 
     def report(self) -> str:
-        """One line about the requests, their tokens, and failed scores."""
-        cost = f"{self.num_tokens:,} tokens" if not self.num_without_usage else "the server counts no tokens"
+        cost = f"{self.num_tokens:,} tokens" if self.counts_tokens else "the server counts no tokens"
         text = f"{self.name}: {self.num_requests:,} requests, {cost}; {self.num_kept:,} scores were known already"
         return "; ".join(line for line in (text if self.num_requests else "", super().report()) if line)
 
@@ -86,36 +87,29 @@ class Rubric(ServerSource):
             if digest not in self.grades:
                 rows.setdefault(digest, []).append(i)
         self.num_kept += len(each) - len(rows)
-        asyncio.run(self._judge_all(samples, each, rows))
-        unknown = [math.nan] * len(self.config.criteria)
+        client = self.client(completions_url(self.config.url), retry_malformed=True)
+
+        async def judge(item: tuple[str, list[int]]) -> None:
+            digest, own = item
+            grades = await self.answered(samples, own, self._judge(client, each[own[0]], digest))
+            if grades is None:
+                return
+            self.grades[digest] = grades
+            if self.kept is not None:
+                with self.kept.open("a", encoding="utf-8") as file:
+                    # A line break first: a killed run may have left half a line.
+                    file.write("\n" + json.dumps({digest: grades}))
+
+        client.for_each(list(rows.items()), judge, self.config.concurrency)
+        unknown = [math.nan] * len(self.part_names)
         grades = torch.tensor([self.grades.get(digest, unknown) for digest in digests]).view(-1, len(unknown))
         weights = torch.tensor([criterion.weight for criterion in self.config.criteria])
         self.parts = dict(zip(self.part_names, grades.unbind(1), strict=True))
         return grades @ weights / weights.sum()
 
-    async def _judge_all(self, samples: Samples, each: Sequence[Any], rows: dict[str, list[int]]) -> None:
-        """Fill `grades` for the texts of `rows`, one request for each."""
-        async with self.client(completions_url(self.config.url), retry_malformed=True) as client:
-
-            async def judge(item: tuple[str, list[int]]) -> None:
-                digest, own = item
-                grades = await self.answered(samples, own, self._judge(client, each[own[0]], digest))
-                if grades is not None:
-                    self.grades[digest] = grades
-                    self._keep(digest)
-
-            await for_each(list(rows.items()), judge, self.config.concurrency)
-
-    def _keep(self, digest: str) -> None:
-        if self.kept is not None:
-            with self.kept.open("a", encoding="utf-8") as file:
-                # A line break first: a killed run may have left half a line.
-                file.write("\n" + json.dumps({digest: self.grades[digest]}))
-
     async def _judge(self, client: JSONClient, text: Any, digest: str) -> list[float]:
         """The grades of one text; raises NoAnswer if no attempt gave valid ones."""
-        config, check, problem = self.config, digest[:8], ""
-        names = [criterion.name for criterion in config.criteria]
+        config, check, problem, names = self.config, digest[:8], "", self.part_names
         example = json.dumps({"check": check, "grades": dict.fromkeys(names, config.scale)})
         criteria = "\n".join(f"- {one.name}: {one.question}" for one in config.criteria)
         system = SYSTEM.format(scale=config.scale, criteria=criteria, example=example)
@@ -136,7 +130,7 @@ class Rubric(ServerSource):
             request = body | {"messages": messages + again, "seed": seed}
             usage, written = await client.ask(request, lambda answer: (usage_in(answer), completion_in(answer)))
             self.num_requests += 1
-            self.num_without_usage += usage is None
+            self.counts_tokens = self.counts_tokens and usage is not None
             self.num_tokens = (self.num_tokens or 0) + (usage or 0)
             try:
                 grades = grades_in(written.text if written else "", check, names, config.scale)
@@ -195,8 +189,7 @@ def _conversation(samples: Samples, row: int) -> dict[str, Any]:
     """The text to grade: what was asked, as its row has it, and the reply."""
     messages = samples.messages[row] if samples.messages else ()
     own = samples.own_prompts[row] if samples.own_prompts else samples.prompts[row]
-    turns = [{"role": m.role, "content": m.content} for m in messages] or own
-    return {"conversation": turns, "reply": samples.responses[row]}
+    return {"conversation": turns_of(messages) or own, "reply": samples.responses[row]}
 
 
 def _digest(config: RubricReward, conversation: Any) -> str:
@@ -214,13 +207,3 @@ def _response_format(names: Sequence[str], scale: float) -> dict[str, Any]:
     grades = required({name: {"type": "number", "minimum": 0, "maximum": scale} for name in names})
     schema = required({"check": {"type": "string"}, "grades": grades})
     return {"type": "json_schema", "json_schema": {"name": "grades", "strict": True, "schema": schema}}
-
-
-def load_rubric(reward: RubricReward, name: str, key: str) -> tuple[Rubric, list[str]]:
-    """The source for one entry of `rewards`, and notes for the user."""
-    token, notes = token_of(reward, key)
-    names = tuple(criterion.name for criterion in reward.criteria)
-    source = Rubric(
-        name=name, weight=reward.share, on_error=reward.on_error, config=reward, token=token, part_names=names
-    )
-    return source, notes

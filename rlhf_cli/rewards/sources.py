@@ -71,13 +71,13 @@ def load_rewards(
 
                 source = load_function_reward(reward, name, key)
             case HTTPReward():
-                from rlhf_cli.rewards.endpoint import load_endpoint
+                from rlhf_cli.rewards.endpoint import Endpoint
 
-                source, lines = load_endpoint(reward, name, key)
+                source, lines = Endpoint.load(reward, name, key)
             case RubricReward():
-                from rlhf_cli.rewards.rubric import load_rubric
+                from rlhf_cli.rewards.rubric import Rubric
 
-                source, lines = load_rubric(reward, name, key)
+                source, lines = Rubric.load(reward, name, key)
             case LengthReward() | RegexReward() | AnswerReward() | RepetitionReward() | JSONReward():
                 from rlhf_cli.rewards.rules import RuleSource
 

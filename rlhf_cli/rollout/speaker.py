@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
@@ -17,7 +16,6 @@ from rlhf_cli.data.encode import RowText, chat_text
 from rlhf_cli.data.records import ASSISTANT, SPEAKERS, Message, Record, transcript
 from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.errors import DataError
-from rlhf_cli.files import read_text
 from rlhf_cli.models.forward import autocast, positions
 from rlhf_cli.processes.sharding import device_of
 from rlhf_cli.rollout.sampling import Response, Sampling, response_text, sample, sampling_of
@@ -35,20 +33,15 @@ class PromptForm:
     """What begins a transcript: HH-RLHF has an empty line before its first turn."""
     keep_special: bool = False
 
-    def _rows(self, tokenizer: PreTrainedTokenizerBase) -> RowText:
+    def rows(self, tokenizer: PreTrainedTokenizerBase) -> RowText:
         """How rows are read. A prompt without messages is a user's message for a chat model."""
         return RowText(tokenizer, "chat" if self.kind == "chat" else self.template, self.keep_special)
 
     def encode_row(self, tokenizer: PreTrainedTokenizerBase, row: Record) -> list[int]:
         """The ids that the reply to a row follows. Raises DataError if the chat template refuses the conversation."""
-        return self._rows(tokenizer).prompt_ids([row])[0]
-
-    def row_text(self, tokenizer: PreTrainedTokenizerBase, row: Record) -> str:
-        """The prompt of a row as text, as the rewards read it."""
-        return self._rows(tokenizer).prompt(row)
+        return self.rows(tokenizer).prompt_ids([row])[0]
 
     def row(self, messages: Sequence[Message]) -> Record:
-        """The conversation as a row of prompts."""
         text = messages[-1].content if self.kind == "single" else transcript(messages)
         if self.kind == "transcript":
             text = self.lead + text.lstrip("\n")
@@ -63,13 +56,13 @@ class PromptForm:
                 raise
         # Some templates shorten earlier turns, for example their reasoning. Training needs the tokens of each turn, and
         # a reply does not.
-        text = chat_text(tokenizer, messages, self._rows(tokenizer).marks, generation=True)
+        text = chat_text(tokenizer, messages, self.rows(tokenizer).marks, generation=True)
         return special_tokens_of(tokenizer).encode([text], add_special_tokens=False)[0]
 
     def chat_template(self, tokenizer: PreTrainedTokenizerBase) -> str | None:
-        """A chat template that writes conversations as this form does, for servers. None for single messages."""
+        """A template that writes a transcript as this form does, for programs that have the model alone; else None."""
         if self.kind != "transcript":
-            return str(tokenizer.chat_template) if self.kind == "chat" else None
+            return None
         around = self.template if self.template not in (None, "chat") else "{prompt}"
         before, _, after = str(around).partition("{prompt}")
         # A rendered template gets no special tokens, so the one that begins each text is written into it.
@@ -87,7 +80,6 @@ class PromptForm:
 
     @property
     def sentence(self) -> str:
-        """How the model is prompted, for the user."""
         around = "" if self.template in (None, "chat") else f", in data.prompt_template {json.dumps(self.template)}"
         match self.kind:
             case "chat":
@@ -134,15 +126,6 @@ def prompt_form(
     return PromptForm("single", template, keep_special=keep_special)
 
 
-def logged_prompts(directory: Path) -> list[str]:
-    """The prompts in a stage's samples.jsonl; [] if it has none."""
-    try:
-        rows: list[Any] = [json.loads(line) for line in read_text(directory / "samples.jsonl").splitlines()]
-    except (OSError, ValueError, RecursionError):
-        return []
-    return [row["prompt"] for row in rows if isinstance(row, dict) and isinstance(row.get("prompt"), str)]
-
-
 # ------------------------------------------------------------------------------------------------------------ the model
 
 NOT_YET_TEXT = "\ufffd"
@@ -159,8 +142,6 @@ class PromptRefused(DataError):
 
 @dataclass(frozen=True)
 class Reply:
-    """A response and its text."""
-
     text: str
     response: Response
     """Not `ended` if it reached the maximum length or was interrupted."""
@@ -168,13 +149,10 @@ class Reply:
 
 @dataclass(frozen=True)
 class Speaker:
-    """A language model that replies."""
-
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
     max_new_tokens: int
-    """Longest reply."""
     precision: str = "float32"
     form: PromptForm = AS_IT_IS
     name: str = ""
@@ -215,7 +193,7 @@ class Speaker:
 
     @property
     def longest_prompt(self) -> int:
-        """Maximum tokens of a prompt that leaves room for the longest reply."""
+        """Maximum tokens of a prompt with room for the longest reply behind it."""
         return positions(self.model) - self.max_new_tokens
 
     def fitting(self, rows: Iterable[Record]) -> Iterator[tuple[Record, list[int]]]:
@@ -237,10 +215,8 @@ class Speaker:
         return most - len(ids)
 
     def encode(self, row: Record, *, takes_what_fits: bool = False) -> list[int]:
-        """The ids that the reply to a row follows.
-
-        Raises PromptRefused for a row that the chat template refuses, and for one that leaves no room: for the longest
-        reply or, with `takes_what_fits`, for any.
+        """The ids that the reply to a row follows. Raises PromptRefused for a row that the chat template refuses, and
+        for one that leaves no room for the longest reply or, with `takes_what_fits`, for any.
         """
         try:
             ids = self.form.encode_row(self.tokenizer, row)
@@ -258,27 +234,10 @@ class Speaker:
 
     # ------------------------------------------------------------------------------------------- replies
 
-    def respond(
-        self,
-        prompts: Sequence[Sequence[int]],
-        uniforms: Tensor,
-        *,
-        limits: Sequence[int] | None = None,
-        max_live_rows: int | None = None,
-        on_tokens: Callable[[Tensor], None] | None = None,
-    ) -> list[Response]:
-        """A response to each prompt, drawn in the model's precision. It takes the arguments of `sample`."""
+    def respond(self, prompts: Sequence[Sequence[int]], uniforms: Tensor, **options: Any) -> list[Response]:
+        """A response to each prompt, drawn in the model's precision. `options` are those of `sample`."""
         with autocast(device_of(self.model), self.precision):
-            return sample(
-                self.model,
-                prompts,
-                uniforms,
-                self.sampling,
-                self.tokenizer,
-                limits=limits,
-                max_live_rows=max_live_rows,
-                on_tokens=on_tokens,
-            )
+            return sample(self.model, prompts, uniforms, self.sampling, self.tokenizer, **options)
 
     def text(self, response: Response) -> str:
         """The response as users and reward models read it."""

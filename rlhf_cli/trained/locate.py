@@ -17,17 +17,13 @@ MODEL = "model"
 
 @dataclass(frozen=True)
 class StageModel:
-    """A model of a finished stage."""
-
     root: Path
-    """The run's directory."""
     stage: str
     folder: str = MODEL
     """The model's folder in the stage's directory. Others are best_model, ema_model, value_model, members/1."""
 
     @property
     def path(self) -> str:
-        """The model's directory."""
         return str(stage_directory(self.root, self.stage) / self.folder)
 
     @property
@@ -44,19 +40,16 @@ def is_model(path: Path) -> bool:
 def locate(
     directory: str | Path, stage: str | None = None, default: Sequence[str] = ("ppo", "sft")
 ) -> StageModel | None:
-    """The model of a stage that a directory stands for, or None if it is a model outside of any run, or a hub id.
+    """The model that a run, one of its stages, or a model of a stage stands for; None for a model outside of any run,
+    and for a hub id.
 
-    Args:
-        directory: a run, one of its stages, or a model of a stage.
-        stage: the stage to use, instead of the directory's own.
-        default: of a run, the first of these that is finished is used.
-
-    Raises ArtifactError if the stage is not finished, or none of `default` is.
+    `stage` is used instead of the directory's own; for a run without it, the first finished one of `default`. Raises
+    ArtifactError if that stage is not finished, or none of `default` is.
     """
     path = Path(directory)
     if not path.is_dir():
         return None
-    whole = path.resolve()
+    root, whole = path, path.resolve()
     places = [(whole, MODEL), (whole.parent, whole.name)]
     if whole.parent.name == MEMBERS:
         places.append((whole.parent.parent, f"{MEMBERS}/{whole.name}"))
@@ -64,18 +57,16 @@ def locate(
         manifest = read_manifest(folder)
         if manifest is None or manifest.stage != folder.name or (folder != whole and not is_model(whole)):
             continue
+        root = Path(from_here(folder.parent))
         if stage is None or stage == folder.name:
-            return StageModel(Path(from_here(folder.parent)), folder.name, name)
-        return _finished(Path(from_here(folder.parent)), stage)
-    if is_model(path):
-        return None
-    finished = [name for name in default if read_manifest(stage_directory(path, name)) is not None]
-    return _finished(path, stage or (finished or [default[-1]])[0])
-
-
-def _finished(root: Path, stage: str) -> StageModel:
-    if read_manifest(stage_directory(root, stage)) is None:
-        any_is = any(read_manifest(stage_directory(root, name)) is not None for name in STAGES)
-        what = f"stage {stage} is not finished" if any_is else "no stage is finished"
+            return StageModel(root, folder.name, name)
+        break
+    else:
+        if is_model(path):
+            return None
+    finished = [name for name in STAGES if read_manifest(stage_directory(root, name)) is not None]
+    stage = stage or next((name for name in default if name in finished), default[-1])
+    if stage not in finished:
+        what = f"stage {stage} is not finished" if finished else "no stage is finished"
         raise ArtifactError(f"{root}: {what}. `{command('status', str(root))}` shows what is there")
     return StageModel(root, stage)

@@ -1,13 +1,9 @@
-"""A language model that was trained: where it is, how its prompts were written, how it draws, and what scores it.
-
-`rlhf chat`, `generate`, `serve`, `export` and `push` find their models and rewards here.
-"""
+"""A language model that was trained: where it is, how its prompts were written, how it draws, and what scores it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,13 +14,14 @@ from rlhf_cli.config.rewards import OWN_REWARD_MODEL, ModelReward, NamedReward
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.encode import require_eos
 from rlhf_cli.errors import ArtifactError, ConfigError
+from rlhf_cli.files import rows_of
 from rlhf_cli.models.adapter_files import read_adapter
 from rlhf_cli.models.frozen import frozen_policy
 from rlhf_cli.models.load import check_directory, check_vocabulary, load_tokenizer, prepare
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.sources import load_rewards
-from rlhf_cli.rollout.speaker import PromptForm, Speaker, logged_prompts, prompt_form
-from rlhf_cli.run.artifacts import fingerprint, model_directory, reward_model_stage, stage_directory
+from rlhf_cli.rollout.speaker import PromptForm, Speaker, prompt_form
+from rlhf_cli.run.artifacts import fingerprint, model_directory, stage_directory
 from rlhf_cli.trained.locate import MODEL, StageModel, locate
 from rlhf_cli.trained.run import Run, open_run
 
@@ -52,39 +49,27 @@ class TrainedLanguageModel:
 
     @property
     def template(self) -> str | None:
-        """`data.prompt_template` of the stage."""
         return self.config.data.prompt_template if self.config is not None else None
 
     @property
-    def keep_special(self) -> bool:
-        """Whether special tokens in a prompt are read as special, not as plain text."""
-        return self.config is not None and self.config.data.special_tokens == "keep"
-
-    @property
-    def stage_directory(self) -> Path | None:
-        """The directory of the stage whose prompts it gets."""
-        if self.run is None:
-            return None
-        return stage_directory(self.run.root, "ppo" if isinstance(self.config, PPOConfig) else "sft")
-
-    @property
     def precision(self) -> str:
-        """What the forward passes compute in."""
         return self.config.precision if self.config is not None else "auto"
 
     def form(self, tokenizer: PreTrainedTokenizerBase) -> PromptForm:
-        """The form of the model's prompts, as its stage wrote them."""
-        logged = logged_prompts(self.stage_directory) if self.stage_directory is not None else []
-        return prompt_form(tokenizer, self.template, logged, keep_special=self.keep_special)
+        if self.run is None or self.config is None:
+            return prompt_form(tokenizer, None, [])
+        stage = "ppo" if isinstance(self.config, PPOConfig) else "sft"
+        samples = rows_of(stage_directory(self.run.root, stage) / "samples.jsonl")
+        logged = [row["prompt"] for row in samples if isinstance(row.get("prompt"), str)]
+        return prompt_form(tokenizer, self.template, logged, keep_special=self.config.data.special_tokens == "keep")
 
     def speaker(
         self, device: torch.device, quantization: Quantize | None = None, rollout: Rollout | None = None
     ) -> Speaker:
         """The model on the device, prompted as in its run, which draws as `rollout` says, or else as in its run.
 
-        It has merged adapters, and is held for its passes or quantized. Raises ConfigError for a model that cannot be
-        quantized here, ArtifactError for a directory without a language model and for a tokenizer of another model or
-        without EOS.
+        Raises ConfigError for a model that cannot be quantized here, ArtifactError for a directory without a language
+        model and for a tokenizer of another model or without EOS.
         """
         tokenizer = load_tokenizer(self.path, self.revision)
         require_eos(tokenizer, self.path)
@@ -95,10 +80,31 @@ class TrainedLanguageModel:
         return Speaker.of(rollout or self.rollout(), model, tokenizer, self.precision, form, self.name)
 
     def rollout(self) -> Rollout:
-        """How responses are drawn: as in PPO, as the samples of SFT without it, else as generation_config.json says."""
-        if self.run is None:
-            return _rollout_outside(self.path, self.revision)
-        return self.run.rollout()
+        """How responses are drawn: as in PPO, or as the samples of SFT without it.
+
+        Outside of a run the temperature and the filters are those of generation_config.json, where it has them.
+        """
+        if self.run is not None:
+            return self.run.rollout()
+        check_directory(self.path, self.revision, weights=False)
+        adapter = read_adapter(self.path)
+        sources = [(self.path, self.revision)]
+        if adapter is not None:
+            sources.append((adapter.base.path, adapter.base.revision))
+        config = GenerationConfig()
+        for source, revision in sources:
+            try:
+                config = GenerationConfig.from_pretrained(source, revision=revision or "main")
+                break
+            except (OSError, ValueError):  # There is none. `load_policy` reports one that cannot be used.
+                continue
+        changes = {
+            "temperature": config.temperature or 1.0,
+            "top_k": config.top_k or None,
+            "top_p": config.top_p if config.top_p and config.top_p < 1 else None,
+            "min_p": config.min_p or None,
+        }
+        return Rollout(max_new_tokens=NEW_TOKENS).model_copy(update=changes)
 
     def rewards(self) -> RewardSet | None:
         """The rewards of the run's PPO stage, or else its reward model; None without both."""
@@ -111,11 +117,9 @@ class TrainedLanguageModel:
         return None
 
     def compared(self, name: str) -> TrainedLanguageModel:
-        """The `sft` stage of the same run, or `base`, the model that the run started from. The base model gets the
-        prompts of this one.
+        """The `sft` stage of the same run, or `base`, the model that it started from, with the prompts of this one.
 
-        Raises ConfigError for a model outside of any run and for a base of random weights, ArtifactError for a stage
-        that is not finished.
+        Raises ConfigError without a run and for a base of random weights, ArtifactError without the stage.
         """
         if self.run is None:
             raise ConfigError(f"--compare: {self.name} is a model and not a run. Give a run's directory")
@@ -139,8 +143,7 @@ class TrainedLanguageModel:
 def find_model(directory: str, stage: str | None = None) -> TrainedLanguageModel:
     """The language model that a directory stands for: of a run its `stage`, or the last finished one of SFT and PPO.
 
-    Raises ArtifactError for a stage that is not finished or that writes no text, ConfigError for a stage of a
-    directory that is no run.
+    Raises ArtifactError for a stage that is not finished or writes no text, ConfigError for a stage without a run.
     """
     located = locate(directory, stage)
     if located is not None:
@@ -152,7 +155,6 @@ def find_model(directory: str, stage: str | None = None) -> TrainedLanguageModel
 
 
 def _of_run(run: Run, located: StageModel | None) -> TrainedLanguageModel:
-    """The language model of a finished stage."""
     assert located is not None
     config = {"sft": run.sft, "ppo": run.ppo}.get(located.stage)
     if config is None:
@@ -161,43 +163,17 @@ def _of_run(run: Run, located: StageModel | None) -> TrainedLanguageModel:
     return TrainedLanguageModel(located.name, located.path, None, run, config)
 
 
-def _rollout_outside(path: str, revision: str | None) -> Rollout:
-    """The temperature and the filters of a model's generation_config.json, where it has them."""
-    check_directory(path, revision, weights=False)
-    adapter = read_adapter(path)
-    sources = [(path, revision)]
-    if adapter is not None:
-        sources.append((adapter.base.path, adapter.base.revision))
-    config = GenerationConfig()
-    for source, its_revision in sources:
-        try:
-            config = GenerationConfig.from_pretrained(source, revision=its_revision or "main")
-            break
-        except (OSError, ValueError):  # There is none. `load_policy` reports one that cannot be used.
-            continue
-    changes = {
-        "temperature": config.temperature or 1.0,
-        "top_k": config.top_k or None,
-        "top_p": config.top_p if config.top_p and config.top_p < 1 else None,
-        "min_p": config.min_p or None,
-    }
-    return Rollout(max_new_tokens=NEW_TOKENS).model_copy(update=changes)
-
-
 # ------------------------------------------------------------------------------- for those without the run
 
 
 @dataclass(frozen=True)
 class Prompting:
-    """How a model is prompted."""
-
     sentence: str
     chat_template: str | None
     """A template that writes conversations as in training; None if the tokenizer's own does, or none can."""
 
     @property
     def section(self) -> str:
-        """The section of the model card."""
         text = f"{HEADING}\n\nPrompts: {self.sentence}."
         if self.chat_template is not None:
             text += f" The chat template in `{TEMPLATE_FILE}` writes the messages of a chat in this way."
@@ -205,17 +181,14 @@ class Prompting:
 
 
 def prompting_of(located: StageModel | None) -> Prompting | None:
-    """How a language model of a run is prompted; None for other models.
-
-    A transcript gets a chat template: without it, a program that has the model alone sends bare text.
-    """
+    """How a language model of a run is prompted; None for other models."""
     if located is None or located.stage == "rm" or located.folder == "value_model":
         return None
     trained = find_model(located.path)
     tokenizer = load_tokenizer(trained.path, trained.revision)
     form = trained.form(tokenizer)
     sentence = form.sentence.removeprefix("no chat template; ")
-    return Prompting(sentence, form.chat_template(tokenizer) if form.kind == "transcript" else None)
+    return Prompting(sentence, form.chat_template(tokenizer))
 
 
 # -------------------------------------------------------------------------------------------- rewards
@@ -223,18 +196,10 @@ def prompting_of(located: StageModel | None) -> Prompting | None:
 
 @dataclass(frozen=True)
 class RewardSet:
-    """The rewards that score responses."""
-
     rewards: Sequence[NamedReward]
     root: str = ""
     """The run's directory, where a reward model without a path is."""
     keep_special: bool = False
-
-    @classmethod
-    def of_model(cls, directory: str, key: str) -> RewardSet:
-        """A single reward model, given with the option `key`: a model, a finished rm stage, or a run with one."""
-        path = reward_model_stage(directory)
-        return cls([NamedReward(key, path, ModelReward(type="reward_model", path=path))])
 
     def load(
         self, tokenizer: PreTrainedTokenizerBase, device: torch.device, precision: str
@@ -247,13 +212,9 @@ class RewardSet:
 
     def settings(self) -> dict[str, Any]:
         """Everything that decides the scores, to compare with an earlier run."""
-        paths = [
-            reward.path or str(stage_directory(self.root, "rm"))
-            for _, _, reward, _ in self.rewards
-            if isinstance(reward, ModelReward)
-        ]
-        rewards = [
-            reward.model_dump(mode="json") | ({} if ensemble is None else {"ensemble": list(ensemble)})
-            for _, _, reward, ensemble in self.rewards
-        ]
-        return {"rewards": rewards, "digests": [fingerprint(path) for path in paths]}
+        rewards, digests = [], []
+        for _, _, reward, ensemble in self.rewards:
+            rewards.append(reward.model_dump(mode="json") | ({} if ensemble is None else {"ensemble": list(ensemble)}))
+            if isinstance(reward, ModelReward):
+                digests.append(fingerprint(reward.path or str(stage_directory(self.root, "rm"))))
+        return {"rewards": rewards, "digests": digests}

@@ -1,4 +1,4 @@
-"""A run that is evaluated: its finished stages, with their configs and models."""
+"""A run of finished stages, with their configs and models."""
 
 from __future__ import annotations
 
@@ -48,15 +48,12 @@ class Run:
 
     @property
     def stages(self) -> list[str]:
-        """The finished stages that are measured, in order."""
         return [stage for stage in STAGES if stage in self.measured and getattr(self, stage) is not None]
 
     def is_finished(self, stage: str) -> bool:
-        """Whether a stage is finished, evaluated or not."""
         return read_manifest(stage_directory(self.root, stage)) is not None
 
     def model_path(self, stage: str) -> str:
-        """The model directory of a stage."""
         return str(stage_directory(self.root, stage) / "model")
 
     def rollout(self) -> Rollout:
@@ -102,11 +99,7 @@ def _seen_from(base: Path, value: Any) -> Any:
 
 
 def open_run(root: Path, *, stage: str | None, device: torch.device, seed: int) -> Run:
-    """The run at `root`, of which `stage` alone is measured, or every finished stage.
-
-    Raises ArtifactError if nothing is finished there, or if that stage is not; ConfigError for a config of another
-    version of rlhf.
-    """
+    """The run at `root`; `stage` alone is measured, or every finished stage. Raises ArtifactError without it."""
     if not root.is_dir():
         raise ArtifactError(f"{root}: no such directory. Give the `artifacts` directory of your configs")
     finished = [name for name in STAGES if read_manifest(stage_directory(root, name)) is not None]

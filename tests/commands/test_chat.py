@@ -306,11 +306,6 @@ HOSTILE = {
         "it writes or repeats too much",
     ),
     "a pattern that gives up": ("tokenizer.json", {"pre_tokenizer": PATTERN}, "error: the tokenizer fails on a text ("),
-    "a config wider than its weights": (
-        "config.json",
-        {"hidden_size": 10**7},
-        "config.json has a hidden size of 10000000, and the largest size of a stored weight is",
-    ),
 }
 
 

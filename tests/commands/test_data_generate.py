@@ -12,24 +12,23 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
+from rlhf_cli.commands import data_generate as module
 from rlhf_cli.commands import output
-from rlhf_cli.commands.data_generate import KnownPrompts, data_generate, prompts_in
+from rlhf_cli.commands.data_generate import data_generate, near_duplicate, prompts_in
 from rlhf_cli.commands.local_writer import LocalWriter
 from rlhf_cli.commands.writer import WriterOptions, Written
-from rlhf_cli.config.data import DataSource
-from rlhf_cli.data.formats import read_record, recognise
-from rlhf_cli.data.records import Row
 from rlhf_cli.data.stage_rows import demonstration, ranking
 from rlhf_cli.data.words import words
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
 from support.servers import KEY, Call, ChatServer, Reply, ask, completion
 from support.tiny import WORDS, read_jsonl, write_jsonl
-from support.writers import contents, failing_after, local, remote, run_command
+from support.writers import contents, failing_after, local, read_back, remote, run_command
 
 
 @pytest.fixture(scope="module")
@@ -70,17 +69,12 @@ def test_samples_are_k_draws_and_not_a_ranking_until_scored(make_model: Any, pro
         assert len(row["responses"]) == len(set(row["responses"])) == len(row["ended"]) == 3
         assert row["scores"] == [None] * 3
         assert (row["temperature"], row["seed"]) == (1.0, 0)
-        source = DataSource(path=str(out))
-        read = Row(row, "out:1")
-        record = read_record(read, recognise(read, source, "rm pairs"), source)
-        assert [answer.text for answer in record.answers] == row["responses"]
+    for record, row in zip(read_back(out, "rm pairs"), rows, strict=True):
+        assert list(record.texts) == row["responses"]
         assert ranking(record) is None, "not scored yet"
 
 
-def test_conversations_stay_conversations_and_the_template_makes_one_message(
-    chat_model: Path,
-    tmp_path: Path,
-) -> None:
+def test_conversations_stay_conversations_and_the_template_makes_one_message(chat_model: Path, tmp_path: Path) -> None:
     turns = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "the tent is late"}]
     source = write_jsonl(tmp_path / "chats.jsonl", [{"messages": turns}])
     with ChatServer() as server:
@@ -88,15 +82,14 @@ def test_conversations_stay_conversations_and_the_template_makes_one_message(
         template = tmp_path / "template.txt"
         template.write_text("Answer as a pirate: {prompt} {unknown}")
         run(source, "demonstrations", tmp_path / "b.jsonl", remote(server), template=template)
-    assert server.bodies[0]["messages"] == turns
+    assert server.requests[0]["messages"] == turns
     text = "\n\nSystem: be kind\n\nHuman: the tent is late\n\nAssistant:"
-    assert server.bodies[1]["messages"] == [{"role": "user", "content": f"Answer as a pirate: {text} {{unknown}}"}]
+    assert server.requests[1]["messages"] == [{"role": "user", "content": f"Answer as a pirate: {text} {{unknown}}"}]
     [row] = read_jsonl(tmp_path / "a.jsonl")
     assert row["prompt"] == turns
     assert row["response"] == "echo the tent is late"
-    source_of_it = DataSource(path="a.jsonl")
-    read = Row(row, "a.jsonl:1")
-    learned = demonstration(read_record(read, recognise(read, source_of_it, "sft"), source_of_it))
+    [record] = read_back(tmp_path / "a.jsonl", "sft")
+    learned = demonstration(record)
     assert learned is not None
     assert [m.content for m in learned.turns] == ["be kind", "the tent is late", "echo the tent is late"]
 
@@ -105,11 +98,11 @@ def test_conversations_stay_conversations_and_the_template_makes_one_message(
 
 
 def test_empty_and_refused_answers_are_dropped_with_their_rows_and_reasons(prompts: Path, tmp_path: Path) -> None:
+    special = {1: (200, {}, completion(" \n")), 2: (400, {}, b"too long"), 3: (200, {}, completion(None))}
+
     def answer(call: Call) -> Reply:
         number = int(call.text.split()[-2])
-        return {1: (200, {}, completion(" \n")), 2: (400, {}, b"too long"), 3: (200, {}, completion(None))}.get(
-            number, (200, {}, completion(f"answer {number}"))
-        )
+        return special.get(number, (200, {}, completion(f"answer {number}")))
 
     out = tmp_path / "out.jsonl"
     with ChatServer(answer) as server:
@@ -125,11 +118,10 @@ def test_empty_and_refused_answers_are_dropped_with_their_rows_and_reasons(promp
 
 def test_a_sample_that_is_empty_or_refused_leaves_the_others(prompts: Path, tmp_path: Path) -> None:
     counters = itertools.count()
+    some = [(200, {}, completion("one")), (200, {}, completion("")), (400, {}, b""), (200, {}, completion("two"))]
 
     def answer(_: Call) -> Reply:
-        return [(200, {}, completion("one")), (200, {}, completion("")), (400, {}, b""), (200, {}, completion("two"))][
-            next(counters) % 4
-        ]
+        return some[next(counters) % 4]
 
     out = tmp_path / "out.jsonl"
     with ChatServer(answer) as server:
@@ -170,11 +162,11 @@ def test_bad_rows_are_reported_before_the_model_is_asked(tmp_path: Path) -> None
     with ChatServer() as server:
         with pytest.raises(DataError, match=r"rows.jsonl:2: `prompt` is a number"):
             run(source, "demonstrations", out, remote(server))
-        assert server.bodies == []
+        assert server.requests == []
         texts = write_jsonl(tmp_path / "texts.jsonl", [{"text": "a story"}])
         with pytest.raises(DataError, match=r"texts.jsonl:1: the row has no prompt"):
             run(texts, "demonstrations", tmp_path / "out" / "texts.jsonl", remote(server))
-        assert server.bodies == []
+        assert server.requests == []
         run(source, "demonstrations", out, remote(server), on_bad_row="skip")
     assert [row["response"] for row in read_jsonl(out)] == ["echo a", "echo b"]
     dropped = read_jsonl(out.with_name("out.jsonl.dropped"))
@@ -200,26 +192,20 @@ def test_new_prompts_come_from_answers_and_near_duplicates_do_not(tmp_path: Path
         completion("1. Draw a cat\n2. Cook an eg", "length"),
     ]
     out = tmp_path / "out" / "new.jsonl"
-    writer = None
     with ChatServer(lambda call: (200, {}, answers[min(call.number, 3)])) as server:
-        writer = remote(server, concurrency=1)
-        run(source, "prompts", out, writer, num=4, seeds=2)
+        run(source, "prompts", out, remote(server, concurrency=1), num=4, seeds=2)
     assert [(row["prompt"], row["round"]) for row in read_jsonl(out)] == [
         ("Explain how a kettle works", 0),
         ("List the colours of a rainbow", 1),
         ("I would rather not.", 2),
         ("Draw a cat", 3),
     ]
-    assert read_jsonl(out.with_name("new.jsonl.dropped")) == [
-        {"reason": "too similar to another", "round": 0, "prompt": "write a poem, about THE sea!", "other": seeds[1]},
-        {
-            "reason": "too similar to another",
-            "round": 1,
-            "prompt": "Explain how a kettle works today",
-            "other": "Explain how a kettle works",
-        },
+    names = ("reason", "round", "prompt", "other")
+    assert [tuple(drop[name] for name in names) for drop in read_jsonl(out.with_name("new.jsonl.dropped"))] == [
+        ("too similar to another", 0, "write a poem, about THE sea!", seeds[1]),
+        ("too similar to another", 1, "Explain how a kettle works today", "Explain how a kettle works"),
     ]
-    shown = [body["messages"][0]["content"] for body in server.bodies]
+    shown = [body["messages"][0]["content"] for body in server.requests]
     for text in shown:
         lines = [line for line in text.splitlines() if line[:2] in ("1.", "2.", "3.")]
         assert len(lines) == 2
@@ -237,10 +223,8 @@ def test_new_prompts_come_from_answers_and_near_duplicates_do_not(tmp_path: Path
     ],
 )
 def test_near_duplicates_in_scripts_without_spaces(known: str, near: str, far: str) -> None:
-    prompts = KnownPrompts(0.7)
-    prompts.add(known)
-    assert prompts.similar(near) == known
-    assert prompts.similar(far) is None
+    assert near_duplicate(near, [(words(known), known)], 0.7) == known
+    assert near_duplicate(far, [(words(known), known)], 0.7) is None
 
 
 def test_other_scripts_are_still_compared_by_words() -> None:
@@ -250,22 +234,15 @@ def test_other_scripts_are_still_compared_by_words() -> None:
 
 
 def test_similarity_is_the_fraction_of_common_words() -> None:
-    for threshold, is_known in ((0.61, False), (0.6, True), (0.01, True)):  # three of five words are common
-        known = KnownPrompts(threshold)
-        known.add("radio")
-        known.add("The tent, tent is LATE")
-        assert known.similar("is the tent broken?") == ("The tent, tent is LATE" if is_known else None)
+    known = [(words(text), text) for text in ("radio", "The tent, tent is LATE")]
+    for threshold, found in ((0.61, None), (0.6, "The tent, tent is LATE"), (0.01, "The tent, tent is LATE")):
+        assert near_duplicate("is the tent broken?", known, threshold) == found, "three of five words are common"
     assert words("¡¡!!") == frozenset({"¡¡!!"})
 
 
 def test_a_list_in_an_answer_is_read_line_by_line() -> None:
-    assert prompts_in("Sure, here:\n\n 1. One thing\n2) Another\n3: third\n- fourth\n* fifth\nBye") == [
-        "One thing",
-        "Another",
-        "third",
-        "fourth",
-        "fifth",
-    ]
+    text = "Sure, here:\n\n 1. One thing\n2) Another\n3: third\n- fourth\n* fifth\nBye"
+    assert prompts_in(text) == ["One thing", "Another", "third", "fourth", "fifth"]
     assert prompts_in("What is 3.5 times 2?\nName 10. Now.") == ["What is 3.5 times 2?", "Name 10. Now."]
     assert prompts_in("1.\n2.  ") == []
     assert prompts_in("") == prompts_in("half", ended=False) == []
@@ -276,7 +253,7 @@ def test_a_model_without_new_prompts_ends_the_run(tmp_path: Path) -> None:
     with ChatServer(lambda _: (200, {}, numbered("Name a river", "Name a city"))) as server:
         with pytest.raises(RunError, match=r"no new prompt in the last 40 answers; 1 of 5 are written"):
             run(source, "prompts", tmp_path / "out" / "new.jsonl", remote(server, concurrency=1), num=5)
-    assert len(server.bodies) == 44
+    assert len(server.requests) == 44
 
 
 # --------------------------------------------------------------------------------------------- resume
@@ -299,8 +276,7 @@ def test_killed_at_any_line_and_resumed_gives_the_same_bytes(
     texts[4] = texts[5] = texts[9] = "lamp " * 130
     rows = [json.dumps({"prompt": text}) for text in texts]
     rows[7] = "{broken"
-    if task == "prompts":
-        rows = [row for n, row in enumerate(rows) if n in (0, 1, 2)]
+    rows = rows[:3] if task == "prompts" else rows
     source = tmp_path / "rows.jsonl"
     source.write_text("\n".join(rows) + "\n")
     template = tmp_path / "template.txt"
@@ -308,9 +284,7 @@ def test_killed_at_any_line_and_resumed_gives_the_same_bytes(
     writer = local(make_model("llama"), max_new_tokens=16)
     settings = {**TASKS[task], "template": template}
     # A random model writes no lists, and never the same twice.
-    monkeypatch.setattr(
-        "rlhf_cli.commands.data_generate.prompts_in", lambda answer, **_: re.findall(r"[a-z]", answer)[:2]
-    )
+    monkeypatch.setattr(module, "prompts_in", lambda answer, **_: re.findall(r"[a-z]", answer)[:2])
 
     whole = tmp_path / "whole" / "out.jsonl"
     run(source, task, whole, writer, **settings)
@@ -337,10 +311,7 @@ def test_a_finished_file_is_unchanged_and_more_rows_are_appended(
     run(prompts, "demonstrations", out, writer)
     assert contents(out) == contents(whole)
 
-    def no_model(_self: WriterOptions) -> None:
-        raise AssertionError("a finished file needs no model")
-
-    monkeypatch.setattr(WriterOptions, "open", no_model)
+    monkeypatch.setattr(WriterOptions, "open", mock.Mock(side_effect=AssertionError("a finished file needs no model")))
     run(prompts, "demonstrations", out, writer)
     run(prompts, "demonstrations", out, writer, num=3)
     assert contents(out) == contents(whole)
@@ -359,17 +330,9 @@ def test_a_server_that_dies_and_comes_back_gives_every_row_once(prompts: Path, t
         assert rows[: len(written)] == written
         assert [row["prompt"] for row in rows] == [row["prompt"] for row in read_jsonl(prompts)]
         assert [row["response"][0] for row in rows] == ["x"] * len(written) + ["y"] * (21 - len(written))
-        assert len(server.bodies) == 21 - len(written), "what was answered is not paid for again"
+        assert len(server.requests) == 21 - len(written), "what was answered is not paid for again"
         run(prompts, "demonstrations", out, remote(server))
-        assert len(server.bodies) == 21 - len(written)
-
-
-def test_an_unreachable_server_is_reported_with_the_next_row(prompts: Path, tmp_path: Path) -> None:
-    with ChatServer() as server:
-        gone = remote(server, retries=0)
-    with pytest.raises(RunError, match=r"^\S+prompts.jsonl:1: http\S+ cannot be reached"):
-        run(prompts, "demonstrations", tmp_path / "out.jsonl", gone)
-    assert not list(tmp_path.glob("out.jsonl*"))
+        assert len(server.requests) == 21 - len(written)
 
 
 def test_new_prompts_from_a_server_resume_with_new_answers(tmp_path: Path) -> None:
@@ -483,10 +446,9 @@ def test_two_writers_of_one_file_are_refused(prompts: Path, tmp_path: Path) -> N
         thread = threading.Thread(target=run, args=(prompts, "demonstrations", out, remote(server)))
         thread.start()
         assert inside.wait(120)
-        with pytest.raises(ArtifactError, match="another process is writing it"):
-            run(prompts, "demonstrations", out, remote(server))
-        with pytest.raises(ArtifactError, match="another process is writing it"):
-            run(prompts, "demonstrations", out, remote(server), restart=True)
+        for restart in (False, True):
+            with pytest.raises(ArtifactError, match="another process is writing it"):
+                run(prompts, "demonstrations", out, remote(server), restart=restart)
         resumed_step.set()
         thread.join()
     assert len(read_jsonl(out)) == 21
@@ -519,11 +481,8 @@ def test_an_interrupted_restart_leaves_no_settings(
     out, writer = tmp_path / "out.jsonl", local(make_model("llama"))
     run(prompts, "demonstrations", out, writer, num=3)
 
-    def killed(_path: Path, _text: str) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(output, "write_text", killed)
+        patch.setattr(output, "write_text", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(Interrupted):
             run(prompts, "demonstrations", out, local(make_model("llama"), seed=1), num=3, restart=True)
     assert contents(out) == (b"", b"")
@@ -552,7 +511,7 @@ def test_the_command_reports_its_result(prompts: Path, tmp_path: Path, monkeypat
         f"generate: {out}: 4 rows, 4 answers cut at 9 tokens (their `ended` is false); "
         "1 dropped (1 no answer), see out.jsonl.dropped"
     )
-    assert server.bodies[0]["temperature"] == 0.5
+    assert server.requests[0]["temperature"] == 0.5
     assert refused.exit_code == 2
     assert refused.output.startswith("error: ")
     everything = done.output + refused.output + "".join(p.read_text() for p in tmp_path.iterdir())

@@ -12,14 +12,11 @@ from typer.testing import CliRunner
 from rlhf_cli.cli import app
 from rlhf_cli.commands.data_generate import data_generate
 from rlhf_cli.commands.writer import WriterOptions
-from rlhf_cli.config.data import DataSource
-from rlhf_cli.data.formats import read_record, recognise
-from rlhf_cli.data.records import Row
 from rlhf_cli.data.stage_rows import demonstration
 from rlhf_cli.errors import ConfigError, RunError
 from support.servers import Call, ChatServer, Reply, completion
 from support.tiny import read_jsonl, write_jsonl
-from support.writers import contents, failing_after, local, remote, run_command
+from support.writers import contents, failing_after, local, read_back, remote, run_command
 
 
 @pytest.fixture
@@ -61,23 +58,23 @@ def test_two_models_talk_in_turn_and_each_sees_the_whole_dialogue(source: Path, 
     ]
     assert all(row["ended"] for row in rows)
     assert {(row["model"], row["user_model"]) for row in rows} == {("judge-7b", "judge-7b")}
-    assert [message["content"] for message in assistant.bodies[-1]["messages"]] == [
+    assert [message["content"] for message in assistant.requests[-1]["messages"]] == [
         text for _, text in turns(rows[1])[:-1]
     ]
-    (message,) = user.bodies[-1]["messages"]
+    (message,) = user.requests[-1]["messages"]
     assert "Person: My lamp is broken.\n\nAssistant: answer to 1\n\nPerson: remark 1" in message["content"]
-    assert len({body["seed"] for body in [*assistant.bodies, *user.bodies]}) == 10, "every message is a draw of its own"
+    assert len({body["seed"] for body in [*assistant.requests, *user.requests]}) == 10, (
+        "every message is a draw of its own"
+    )
 
 
 def test_sft_learns_every_answer_of_a_dialogue(source: Path, tmp_path: Path, chat_model: Path) -> None:
     out = tmp_path / "dialogues.jsonl"
     with ChatServer(answers) as assistant, ChatServer(asks) as user:
         run(source, out, remote(assistant), user=user, turns=2)
-    written, own = DataSource(path=str(out)), read_jsonl(out)[0]
-    row = Row(own, f"{out}:1")
-    learned = demonstration(read_record(row, recognise(row, written, "sft"), written))
+    learned = demonstration(read_back(out, "sft")[0])
     assert learned is not None
-    assert [(m.role, m.content) for m in learned.turns] == turns(own)
+    assert [(m.role, m.content) for m in learned.turns] == turns(read_jsonl(out)[0])
     arguments = ["data", "show", str(out), "--for", "sft", "--tokenizer", str(chat_model)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
+import signal
 import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +22,18 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
+from rlhf_cli.commands import generate as module
 from rlhf_cli.commands.generate import Generator, ResponseOptions, generate
 from rlhf_cli.data.records import Record
 from rlhf_cli.errors import ArtifactError, ConfigError, RunError, UserError
-from rlhf_cli.models import frozen
 from rlhf_cli.models.load import load_tokenizer
-from rlhf_cli.trained.model import TrainedLanguageModel, find_model
+from rlhf_cli.processes import distributed, launcher
+from rlhf_cli.processes.distributed import World
+from rlhf_cli.trained.model import find_model
 from support.paths import ROOT
 from support.tiny import CPU, read_jsonl, write_jsonl
-from support.writers import run_command
+from support.worlds import in_each_process
+from support.writers import contents, failing_after, run_command
 
 
 def write(directory: Path | str, source: Path, out: Path, **settings: Any) -> list[Any]:
@@ -152,26 +161,14 @@ def test_the_default_length_takes_what_fits_and_a_given_length_is_refused(tmp_pa
         write(model, prompts, tmp_path / "given.jsonl", max_new_tokens=256)
 
 
-def test_weights_are_held_in_the_format_of_the_passes_and_no_response_changes(
-    run: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_held_in_the_format_of_the_passes(run: Path) -> None:
+    """tests/models/test_frozen.py compares what they compute."""
     trained = find_model(str(run))
     assert trained.config is not None
     in_16_bits = replace(trained, config=trained.config.model_copy(update={"precision": "bfloat16"}))
-    numbered = [(n, Record(row["prompt"], "here")) for n, row in enumerate(read_jsonl(prompts))]
-
-    def generator(model: TrainedLanguageModel) -> Generator:
-        return Generator(model, ResponseOptions(max_new_tokens=8), None, CPU)
-
-    held = generator(in_16_bits)
-    layers = [module for module in held.speaker.model.modules() if isinstance(module, torch.nn.Linear)]
+    layers = [module for module in in_16_bits.speaker(CPU).model.modules() if isinstance(module, torch.nn.Linear)]
     assert {layer.weight.dtype for layer in layers} == {torch.bfloat16}
-    assert {p.dtype for p in generator(trained).speaker.model.parameters()} == {torch.float32}
-    monkeypatch.setattr(frozen, "is_held", lambda *_: False)
-    monkeypatch.setattr(frozen, "hold_frozen", lambda *_, **__: None)
-    plain = generator(in_16_bits)
-    assert {p.dtype for p in plain.speaker.model.parameters()} == {torch.float32}
-    assert held.respond(numbered) == plain.respond(numbered)
+    assert {p.dtype for p in trained.speaker(CPU).model.parameters()} == {torch.float32}
 
 
 def test_compared_models_write_what_they_write_alone(run: Path, prompts: Path, tmp_path: Path, make_model: Any) -> None:
@@ -187,9 +184,7 @@ def test_compared_models_write_what_they_write_alone(run: Path, prompts: Path, t
 def test_best_of_n_is_the_sample_with_the_highest_score(run: Path, prompts: Path, tmp_path: Path) -> None:
     rows = write(run, prompts, tmp_path / "best.jsonl", batch_size=8, best_of=4)
     scores = [row["score"] for row in rows]
-    firsts = write(
-        run, prompts, tmp_path / "first.jsonl", batch_size=64, reward_model=str(run)
-    )  # the first of the four samples, scored
+    firsts = write(run, prompts, tmp_path / "first.jsonl", batch_size=64, reward_model=str(run))  # of the four, scored
     assert all(best >= row["score"] for best, row in zip(scores, firsts, strict=True))
     assert any(best > row["score"] for best, row in zip(scores, firsts, strict=True))
     again = write(run, prompts, tmp_path / "again.jsonl", best_of=4, reward_model=str(run / "rm"))
@@ -265,14 +260,14 @@ def test_a_quantized_model_responds_and_another_does_not_continue_its_rows(
 
 
 def test_a_refused_run_leaves_nothing_behind(run: Path, prompts: Path, tmp_path: Path) -> None:
-    """The model is loaded before anything is written, and rows from before outlive a refused --restart."""
+    """Rows from before outlive a refused --restart."""
     model = Path(shutil.copytree(run / "sft/model", tmp_path / "model"))
     out = tmp_path / "new/folder/out.jsonl"
     weights = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(weights[:-8])
     with pytest.raises(ArtifactError, match="cannot load a model"):
         write(model, prompts, out, max_new_tokens=8)
-    assert not (tmp_path / "new").exists()
+    assert not list(out.parent.iterdir())
 
     (model / "model.safetensors").write_bytes(weights)
     write(model, prompts, out, max_new_tokens=8)
@@ -283,9 +278,100 @@ def test_a_refused_run_leaves_nothing_behind(run: Path, prompts: Path, tmp_path:
         write(model, prompts, out, max_new_tokens=8, restart=True)
     assert {file.name: file.read_bytes() for file in out.parent.iterdir()} == before
 
-    empty = tmp_path / "empty.jsonl"
-    empty.touch()
-    with pytest.raises(ArtifactError, match="cannot load a model"):
-        write(model, prompts, empty, max_new_tokens=8)
-    assert empty.is_file()
-    assert not list(tmp_path.glob("empty.jsonl.*"))
+
+# ------------------------------------------------------------------------------------- several processes
+
+RLHF = (sys.executable, "-m", "rlhf_cli")
+
+
+def write_in(size: int, run: Path, prompts: Path, out: Path, **choice: Any) -> tuple[bytes, bytes]:
+    """Generate in `size` processes; returns the bytes of the rows and of the dropped items."""
+    options = ResponseOptions(device="cpu", batch_size=2, **choice)
+    worlds: dict[int, World] = {}
+
+    def program(world: World) -> None:
+        worlds[threading.get_ident()] = world
+        run_command(functools.partial(generate, None, str(run)), prompts, out, options=options, nproc=size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "start", lambda *_: worlds[threading.get_ident()])
+        patch.setattr(module, "is_worker", lambda: True)
+        patch.setattr(module, "is_first_worker", lambda: worlds[threading.get_ident()].is_main)
+        in_each_process(size, program)
+    return contents(out)
+
+
+@pytest.mark.parametrize("choice", [{"seed": 3}, {"temperature": 0.0}])
+def test_the_rows_are_those_of_one_process(run: Path, prompts: Path, tmp_path: Path, choice: dict[str, Any]) -> None:
+    alone = write_in(1, run, prompts, tmp_path / "1.jsonl", **choice)
+    assert len(alone[0].splitlines()) == 8
+    for size in (2, 3):
+        assert write_in(size, run, prompts, tmp_path / f"{size}.jsonl", **choice) == alone
+    assert write_in(2, run, prompts, tmp_path / "2.jsonl", **choice) == alone, "nothing is left to do"
+
+
+def test_another_number_of_processes_resumes_a_run_that_was_killed(
+    run: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, out = write_in(1, run, prompts, tmp_path / "alone.jsonl"), tmp_path / "out.jsonl"
+    with failing_after(monkeypatch, 3):
+        write_in(3, run, prompts, out)
+    assert contents(out) != alone
+    assert write_in(2, run, prompts, out) == alone
+
+
+def test_a_process_that_fails_leaves_whole_rows_from_the_beginning(
+    run: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, out = write_in(1, run, prompts, tmp_path / "alone.jsonl"), tmp_path / "out.jsonl"
+    respond = Generator.respond
+
+    def fail(self: Generator, numbered: Sequence[Any]) -> Any:
+        if any(number == 7 for number, _ in numbered):
+            raise RunError("a score is NaN")
+        return respond(self, numbered)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Generator, "respond", fail)
+        with pytest.raises(RunError, match="a score is NaN"):
+            write_in(2, run, prompts, out)
+    assert alone[0].startswith(out.read_bytes())
+    assert len(read_jsonl(out)) == 4
+    assert write_in(2, run, prompts, out) == alone
+
+
+def test_the_command_starts_itself_with_the_same_options(
+    run: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+
+    def run_processes(command: Sequence[str], count: int, resume_command: str, *, grace_s: float) -> int:  # noqa: ARG001
+        started.append((command, count, resume_command))
+        return 7
+
+    monkeypatch.setattr(launcher, "run_processes", run_processes)
+    arguments = ["generate", str(run), "--prompts", str(prompts), "--out", str(tmp_path / "out"), "--nproc", "2"]
+    assert CliRunner().invoke(app, arguments).exit_code == 7
+    ((words, count, _),) = started
+    assert (words, count) == ([*RLHF, *arguments], 2)
+
+
+@pytest.mark.slow
+def test_two_real_processes_write_the_bytes_of_one_after_a_kill(run: Path, prompts: Path, tmp_path: Path) -> None:
+    many = write_jsonl(tmp_path / "many.jsonl", read_jsonl(prompts) * 40)
+    alone, out = write_in(1, run, many, tmp_path / "alone.jsonl"), tmp_path / "out.jsonl"
+    arguments = ["generate", str(run), "--prompts", str(many), "--out", str(out), "--device", "cpu"]
+    command = [*RLHF, *arguments, "--batch-size", "2", "--quiet", "--nproc", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not (out.exists() and out.stat().st_size > 0):
+            time.sleep(0.05)
+        workers = subprocess.run(["ps", "--ppid", str(process.pid), "-o", "pid="], capture_output=True, check=True)
+        os.kill(int(sorted(workers.stdout.split(), key=int)[-1]), signal.SIGKILL)
+        assert process.stderr is not None
+        error = process.stderr.read()
+    assert process.returncode == 1
+    assert "error: generate: process 1 of 2 was ended by SIGKILL" in error
+    assert len(error.splitlines()) == 1
+    assert alone[0].startswith(out.read_bytes())
+    assert write_in(2, run, many, out) == alone

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rlhf_cli.cli import app
-from rlhf_cli.commands import label_page
+from rlhf_cli.commands import label as label_command
 from rlhf_cli.commands.init import Template
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.stage import STAGES
@@ -203,7 +203,7 @@ def test_the_bilingual_prompts_are_answered_and_labelled_as_the_template_says(
     prompts = [row["prompt"] for row in read_jsonl(ran / "with space/data/prompts.jsonl")]
     assert [row["prompt"] for row in map(json.loads, text.splitlines())] == prompts
     assert "天空是什么颜色？" in text
-    monkeypatch.setattr(label_page, "serve", lambda labelling, _port: [labelling.take("1") for _ in range(6)])
+    monkeypatch.setattr(label_command, "serve", lambda labelling, _port: [labelling.take("1") for _ in range(6)])
     monkeypatch.chdir(ran)
     labelled = CliRunner().invoke(app, shlex.split(label))
     assert labelled.exit_code == 0, labelled.output

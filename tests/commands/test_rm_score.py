@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
-from support.tiny import encoder, read_jsonl, write_jsonl
+from support.tiny import read_jsonl, write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -77,28 +77,19 @@ def test_rows_of_every_kind_are_scored(rm, tmp_path):
     assert all(isinstance(found[name][0]["score"], float) for name in ("text", "messages"))
 
 
-def test_a_classifier_with_labels_scores_text(word_piece, tmp_path):
-    encoder(tmp_path / "two", word_piece, 2, id2label={0: "bad", 1: "good"}, label2id={"bad": 0, "good": 1})
-    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "we will", "response": " send it"}])
-    good, bad = (
-        rows_of(score(tmp_path / "two", rows, "--label", label, "--probability"))[0]["score"]
-        for label in ("good", "bad")
-    )
-    assert good + bad == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize(
-    ("row", "arguments", "message"),
+    ("stage", "row", "arguments", "message"),
     [
-        ({"prompt": "a"}, [], "found the keys prompt"),
-        ({"prompt": "a", "response": " b"}, ["--out", "x.txt"], "must end in .jsonl"),
-        ({"prompt": "a", "response": " b"}, ["--label", "x"], "a label does not apply"),
-        ({"prompt": "a", "response": " b"}, ["--limit", "3"], "Write --set limit=VALUE"),
+        ("rm", {"prompt": "a"}, [], "found the keys prompt"),
+        ("rm", {"prompt": "a", "response": " b"}, ["--out", "x.txt"], "must end in .jsonl"),
+        ("rm", {"prompt": "a", "response": " b"}, ["--label", "x"], "a label does not apply"),
+        ("rm", {"prompt": "a", "response": " b"}, ["--limit", "3"], "Write --set limit=VALUE"),
+        ("sft/model", {"prompt": "a", "response": " b"}, [], "score.weight"),
     ],
 )
-def test_what_cannot_be_scored_is_refused_in_one_line(rm, tmp_path, row, arguments, message):
+def test_what_cannot_be_scored_is_refused_in_one_line(rm, tmp_path, stage, row, arguments, message):
     path = write_jsonl(tmp_path / "rows.jsonl", [row])
-    result = CliRunner().invoke(app, ["rm", "score", str(rm), str(path), *arguments])
+    result = CliRunner().invoke(app, ["rm", "score", str(rm.parent / stage), str(path), *arguments])
     assert result.exit_code == 2
     assert message in result.output
     assert result.output.strip().count("\n") == 0
@@ -109,12 +100,6 @@ def test_a_bad_row_is_counted_and_skipped(rm, tmp_path):
     result = score(rm, write_jsonl(tmp_path / "rows.jsonl", rows), "--on-bad-row", "skip")
     assert len(rows_of(result)) == 1
     assert "1 rows cannot be read and have no scores" in result.stderr
-
-
-def test_a_language_model_is_refused(make_model, data):
-    result = CliRunner().invoke(app, ["rm", "score", str(make_model("llama")), str(data["preferences"])])
-    assert result.exit_code == 2
-    assert "score.weight" in result.output
 
 
 def test_typed_lines_have_the_scores_of_a_file(rm, tmp_path):

@@ -10,9 +10,8 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -29,7 +28,7 @@ from rlhf_cli.rewards.http_client import JSONClient
 from rlhf_cli.run.artifacts import digest_file
 from support import crash
 from support.rewards import batch, source_of
-from support.tiny import encoder, merged, read_jsonl
+from support.tiny import encoder, read_jsonl
 
 GUARD_S = 120
 """A wait that takes longer than this hangs."""
@@ -179,7 +178,6 @@ BAD = {
     "no JSON": (b"{", 400, "the body is not JSON"),
     "no UTF-8": (b'{"query": ["\xff"]}', 400, "the body is not JSON"),
     "deep": (b'{"query": ' + b"[" * 100_000, 400, "the body is not JSON"),
-    "list": ([1], 400, "must be an object"),
     "no query": ({"texts": ["a"]}, 400, "an object with a list"),
     "query is text": ({"query": "a"}, 400, '"query" must be a list of texts'),
     "a number among texts": ({"query": ["a", 1]}, 400, '"query" must be a list of texts, one for each'),
@@ -207,7 +205,6 @@ def test_a_bad_request_gets_an_error_and_the_server_continues(small, name):
 
 BYTES = {
     "no HTTP": (b"hello\r\n\r\n", 400),
-    "PUT": (b"PUT / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n", 405),
     "no length": (b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 411),
     "chunks": (b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 411),
     "huge length": (b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99999999999\r\n\r\n", 413),
@@ -227,14 +224,12 @@ def test_invalid_http_is_refused_and_the_server_continues(small, name, capfd):
     assert "Traceback" not in err, err
 
 
-@pytest.mark.parametrize(
-    "named", [{"Host": "example.org"}, {"Host": "a:5000"}, {"Origin": "http://a"}, {"Origin": "null"}]
-)
-def test_a_page_of_another_site_cannot_ask(small, named):
+def test_a_page_of_another_site_cannot_ask(small):
     """Its name may point to this machine."""
-    status, answer, _ = ask(small.port, QUERY, headers=named)
-    assert status == 403
-    assert answer["error"].startswith("the Host or the Origin header names another machine")
+    for named in ({"Host": "example.org"}, {"Host": "a:5000"}, {"Origin": "http://a"}, {"Origin": "null"}):
+        status, answer, _ = ask(small.port, QUERY, headers=named)
+        assert status == 403, named
+        assert answer["error"].startswith("the Host or the Origin header names another machine")
     for own in ("localhost", "[::1]:80", "127.0.0.1:9"):
         assert ask(small.port, QUERY, headers={"Host": own, "Origin": f"http://{own}"})[0] == 200
 
@@ -304,10 +299,6 @@ def test_stopping_waits_for_the_model_only_for_a_limited_time(reward_model, monk
         asks.join(GUARD_S)
 
 
-def test_health(small):
-    assert ask(small.port, method="GET", path="/health")[:2] == (200, {"status": "ok"})
-
-
 def test_a_failing_model_is_status_500_and_the_server_continues(reward_model, capfd):
     with served(reward_model) as at:
         model = at.server.source.model
@@ -328,25 +319,10 @@ def test_concurrent_requests_get_their_own_scores(reward_model):
     texts = [f"tent {'lamp ' * (i % 5)}{i}" for i in range(30)]
     with served(reward_model) as at:
         one_by_one = [ask(at.port, {"query": [text]})[1]["rewards"][0] for text in texts]
-        found = {}
-        threads = [
-            threading.Thread(target=lambda i=i: found.update({i: ask(at.port, {"query": [texts[i]]})[1]["rewards"][0]}))
-            for i in range(30)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert [found[i] for i in range(30)] == pytest.approx(one_by_one, abs=1e-5)
+        with ThreadPoolExecutor(30) as pool:
+            found = list(pool.map(lambda text: ask(at.port, {"query": [text]})[1]["rewards"][0], texts))
+    assert found == pytest.approx(one_by_one, abs=1e-5)
     assert len({round(score, 4) for score in one_by_one}) > 20
-
-
-def refuses_connections(port):
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=GUARD_S).close()
-    except ConnectionRefusedError:
-        return True
-    return False
 
 
 def until(condition):
@@ -362,38 +338,29 @@ def test_requests_beyond_the_limit_get_503_and_are_retried(reward_model, monkeyp
     monkeypatch.setattr(JSONClient, "_refusal", lambda *given: (refusal(*given), is_refused.set())[0])
     monkeypatch.setattr(rm_serve, "MAX_WAITING", 2)
     with served(reward_model) as at:
-        found, retried = [], []
-        with busy_model(at.server):
-            threads = [threading.Thread(target=lambda: found.append(ask(at.port, QUERY)[0])) for _ in range(2)]
-            for thread in threads:
-                thread.start()
+        with ThreadPoolExecutor(3) as pool, busy_model(at.server):
+            waiting = [pool.submit(ask, at.port, QUERY) for _ in range(2)]
             until(lambda: at.server.model.num_waiting == 2)
             status, answer, headers = ask(at.port, QUERY)
             assert (status, headers["Retry-After"]) == (503, "1")
             assert "2 requests are waiting" in answer["error"]
             source = source_of({"type": "http", "url": at.url, "backoff_s": 0.05})
-            asks = threading.Thread(target=lambda: retried.append(source.score(batch(["a"]))))
-            asks.start()
+            retried = pool.submit(source.score, batch(["a"]))
             assert is_refused.wait(GUARD_S)
-        for thread in (*threads, asks):
-            thread.join()
-    assert found == [200, 200]
-    assert retried[0].isfinite().all()
+    assert [one.result()[0] for one in waiting] == [200, 200]
+    assert retried.result().isfinite().all()
 
 
 def test_running_requests_are_answered_before_the_server_stops(reward_model):
-    with served(reward_model) as at:
-        found = []
+    with served(reward_model) as at, ThreadPoolExecutor(1) as pool:
         with busy_model(at.server):
-            asks = threading.Thread(target=lambda: found.append(ask(at.port, QUERY)[0]))
-            asks.start()
+            asked = pool.submit(ask, at.port, QUERY)
             until(lambda: at.server.model.num_waiting == 1)
             at.server.stop()
             time.sleep(0.5)
             assert at.thread.is_alive()
         at.thread.join(GUARD_S)
-        asks.join(GUARD_S)
-        assert found == [200]
+        assert asked.result()[0] == 200
         with pytest.raises(ConnectionRefusedError):
             ask(at.port, QUERY)
 
@@ -418,9 +385,7 @@ def test_requests_need_the_token(reward_model, monkeypatch):
 
 
 REFUSED = {
-    "elsewhere without a token": (["--host", "0.0.0.0"], "other machines could use this model without a token"),
-    "everywhere": (["--host", "::"], "other machines could use this model without a token"),
-    "a name": (["--host", "example.org"], "other machines could use this model without a token"),
+    "elsewhere without a token": (["--host", "::"], "other machines could use this model without a token"),
     "no such token": (["--token-env", "RLHF_NO_TOKEN"], "the environment variable RLHF_NO_TOKEN is not set"),
     "no such address": (["--host", "127.0.0.1.2", "--token-env", "HOME"], "cannot be bound"),
     "bad template": (["--template", "x"], "--template: must be `chat` or contain"),
@@ -441,64 +406,45 @@ def test_settings_that_cannot_be_served_are_refused_in_one_line(reward_model, na
 
 
 def test_a_port_in_use_and_a_missing_model_are_refused(reward_model, small, tmp_path):
-    result = CliRunner().invoke(app, ["rm", "serve", str(reward_model), "--port", str(small.port)])
-    assert result.exit_code == 2
-    assert "Address already in use" in result.stderr
-    for path in (tmp_path, reward_model.parent / "sft", "/nowhere/at/all"):
-        assert CliRunner().invoke(app, ["rm", "serve", str(path)]).exit_code == 2
+    for path, port in ((reward_model, small.port), (tmp_path, 0), (reward_model.parent / "sft", 0), ("/nowhere", 0)):
+        result = CliRunner().invoke(app, ["rm", "serve", str(path), "--port", str(port)])
+        assert result.exit_code == 2, path
+        assert ("Address already in use" in result.stderr) == (port > 0)
 
 
 # ------------------------------------------------------------------------------------- command line
 
 
-@contextmanager
-def process(model, *arguments, **environment):
-    """`rlhf rm serve` in its own process; the result has a `url`."""
-    with TemporaryDirectory() as folder:
-        running = crash.Attempt(["rm", "serve", str(model), *arguments], Path(folder, "log"), **environment)
-        try:
-            crash.wait_for(lambda: re.search("^(serving|error:) .*\n", running.output, re.M))
-            lines = [line for line in running.output.splitlines() if line.startswith("serving ")]
-            assert lines, running.output
-            url = lines[0].split()[-1]
-            yield SimpleNamespace(process=running, url=url, port=urlsplit(url).port)
-        finally:
-            crash.end_all()
-
-
-def test_a_signal_stops_the_server_with_exit_code_0(reward_model):
+def test_a_signal_stops_the_server_with_exit_code_0(reward_model, tmp_path):
     wanted, config = plain_scores(reward_model / "model", TEXTS[:2], [True, True])
-    with process(reward_model, "--port", "0", "--token-env", "TOKEN", TOKEN="s3cret") as at:
-        headers = {"Authorization": "Bearer s3cret"}
-        assert ask(at.port, {"query": TEXTS[:2]})[0] == 401
-        answer = ask(at.port, {"query": TEXTS[:2]}, headers=headers)[1]["rewards"]
+    arguments = ["rm", "serve", str(reward_model), "--port", "0", "--token-env", "TOKEN"]
+    running = crash.Attempt(arguments, tmp_path / "log", TOKEN="s3cret")
+    try:
+        crash.wait_for(lambda: re.search("^(serving|error:) .*\n", running.output, re.M))
+        port = urlsplit(running.output.split()[-1]).port
+        assert ask(port, {"query": TEXTS[:2]})[0] == 401
+        answer = ask(port, {"query": TEXTS[:2]}, headers={"Authorization": "Bearer s3cret"})[1]["rewards"]
         assert answer == pytest.approx([(w - config.score_mean) / config.score_std for w in wanted], abs=1e-4)
-        at.process.send(signal.SIGTERM)
-        code, output = at.process.wait(GUARD_S), at.process.output
-    assert code == 0
-    assert "\nstopped\n" in output
-    assert "s3cret" not in output
-    assert "Traceback" not in output
+        running.send(signal.SIGTERM)
+        assert running.wait(GUARD_S) == 0
+    finally:
+        crash.end_all()
+    assert running.output.endswith("\nstopped\n")
+    assert "s3cret" not in running.output
+    assert "Traceback" not in running.output
 
 
 # ------------------------------------------------------------------------------- a server that goes away
 
 
-LATER = {
-    "ppo": {"num_iterations": 4},
-    "data": {"test": None, "test_fraction": 0.0},
-}
-
-
 def weights(root):
-    return {path.name: digest_file(path) for path in sorted(root.glob("ppo/*/*.safetensors"))} | {
-        path.parent.name: digest_file(path) for path in sorted(root.glob("ppo/*/model.safetensors"))
-    }
+    return {path.relative_to(root): digest_file(path) for path in root.glob("ppo/*/*.safetensors")}
 
 
 def test_a_run_whose_server_stopped_resumes_to_the_same_bytes(reward_model, make_model, write_config, tmp_path):
     """The server answers twice and stops. The run ends with one line, and the same command finishes it."""
-    changes = merged(LATER, {"policy": {"path": str(make_model("llama"))}})
+    changes = {"policy": {"path": str(make_model("llama"))}, "ppo": {"num_iterations": 4}}
+    changes["data"] = {"test": None, "test_fraction": 0.0}
     with served(reward_model) as at:
         port = at.port
         reward = {"type": "http", "url": at.url, "retries": 1, "backoff_s": 0.05, "name": "remote"}
@@ -513,7 +459,7 @@ def test_a_run_whose_server_stopped_resumes_to_the_same_bytes(reward_model, make
             calls.append(1)
             if len(calls) == 2:
                 at.server.stop()
-                until(lambda: refuses_connections(port))  # it still answers this request
+                until(lambda: socket.socket().connect_ex(("127.0.0.1", port)))  # it still answers this request
             return score(samples)
 
         at.server.source.score = mortal

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import re
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -276,18 +275,6 @@ def test_names_are_those_of_run_and_stage(finished: Path, tmp_path: Path, monkey
 # ------------------------------------------------------------------------------------- the real server
 
 
-@contextlib.contextmanager
-def served(*arguments: object, log: Path, **environment: str) -> Iterator[str]:
-    """`rlhf serve` in its own process; yields its URL."""
-    running = crash.Attempt(["serve", *map(str, arguments), "--port", "0"], log, **environment)
-    try:
-        crash.wait_for(lambda: re.search("^(serving|error:) .*\n", running.output, re.M))
-        (url,) = re.findall(r"^serving .* at (\S+)$", running.output, re.M) or [running.output]
-        yield url
-    finally:
-        crash.end_all()
-
-
 @pytest.mark.slow
 def test_the_real_server_answers_100_requests_at_the_same_time_and_survives_killed_clients(
     finished: Path, tmp_path: Path
@@ -297,7 +284,11 @@ def test_the_real_server_answers_100_requests_at_the_same_time_and_survives_kill
     arguments = ["generate", str(run), "--prompts", str(prompts), "--out", str(out), "--temperature", "0"]
     assert CliRunner().invoke(app, arguments).exit_code == 0
     wanted = [row["response"] for row in read_jsonl(out)]
-    with served(run, "--token-env", "TOKEN", log=tmp_path / "log", TOKEN="s3cret") as url:
+    command = ["serve", str(run), "--port", "0", "--token-env", "TOKEN"]
+    running = crash.Attempt(command, tmp_path / "log", TOKEN="s3cret")
+    try:
+        crash.wait_for(lambda: re.search("^(serving|error:) .*\n", running.output, re.M))
+        url = running.output.split()[-1]
         client = openai.OpenAI(base_url=url, api_key="s3cret", max_retries=0)
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=url, api_key="wrong", max_retries=0).models.list()
@@ -317,4 +308,6 @@ def test_the_real_server_answers_100_requests_at_the_same_time_and_survives_kill
                 assert b"200 OK" in killed.recv(100)
         stream = client.completions.create(model="run-ppo", prompt=rows[0]["prompt"], temperature=0, stream=True)
         assert "".join(chunk.choices[0].text for chunk in stream) == wanted[0]
-    assert "Traceback" not in (tmp_path / "log").read_text(encoding="utf-8")
+    finally:
+        crash.end_all()
+    assert "Traceback" not in running.output

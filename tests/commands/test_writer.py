@@ -135,21 +135,18 @@ def test_the_request_to_a_server_and_the_result_of_its_answer(monkeypatch: pytes
         writer.write([Request(turns, (5, 3))])
     assert server.paths[0] == "/v1/chat/completions"
     seed = derived_seed(3, "writer", 5, 2) >> 32
-    assert (
-        server.bodies[0]
-        == server.bodies[1]
-        == {
-            "model": "some-model",
-            "messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}],
-            "temperature": 0.5,
-            "top_p": 0.9,
-            "max_tokens": 7,
-            "seed": seed,
-            "stream": False,
-        }
-    )
+    assert server.requests[0] == server.requests[1]
+    assert server.requests[0] == {
+        "model": "some-model",
+        "messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}],
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "max_tokens": 7,
+        "seed": seed,
+        "stream": False,
+    }
     assert 0 <= seed < 2**31
-    assert server.bodies[2]["seed"] != seed
+    assert server.requests[2]["seed"] != seed
     assert server.headers[0]["authorization"] == f"Bearer {KEY}"
 
 
@@ -169,44 +166,31 @@ def test_answers_keep_the_order_of_requests_and_concurrency_is_limited() -> None
     assert server.most == 3
 
 
-NO_CHOICE = "answered 200, but the answer has no choices[0].message: "
-REPLIES = {  # those of every server are in tests/rewards/test_endpoint.py
-    (500, b"boom"): "answered 500: 'boom'",
-    (200, b"<html>hello</html>"): "answered 200, but the answer is not JSON: ",
-    (200, b"{}"): NO_CHOICE,
-    (200, b'{"choices": []}'): NO_CHOICE,
-    (200, b'{"choices": [null]}'): NO_CHOICE,
-    (200, b'{"choices": [{"message": "hello"}]}'): NO_CHOICE,
-    (200, completion(["a"])): "answered 200, but the answer has a list in choices[0].message.content",
+BAD_ANSWERS = {  # those of every server are in tests/rewards/test_endpoint.py
+    b"<html>hello</html>": "is not JSON: ",
+    b"{}": "has no choices[0].message: ",
+    b'{"choices": []}': "has no choices[0].message: ",
+    b'{"choices": [null]}': "has no choices[0].message: ",
+    b'{"choices": [{"message": "hello"}]}': "has no choices[0].message: ",
+    completion(["a"]): "has a list in choices[0].message.content",
 }
 
 
-@pytest.mark.parametrize(("status", "body"), REPLIES)
-def test_transient_failures_are_retried_and_then_reported(status: int, body: bytes) -> None:
-    reply, said = (status, {}, body), REPLIES[status, body]
-    with ChatServer(lambda call: reply if call.number < 2 else (200, {}, completion("fine"))) as server:
-        assert server_writer(server).write([ask("hi")]) == [Written("fine", True)]
-        assert len(server.bodies) == 3
-        assert server.bodies[0] == server.bodies[2]
-    with ChatServer(lambda _: reply) as server:
-        [failure] = server_writer(server).write([ask("hi")])
+@pytest.mark.parametrize("body", BAD_ANSWERS)
+def test_bad_answers_are_retried_and_then_reported(body: bytes) -> None:
+    """A writer that gave up can be used again."""
+    with ChatServer(lambda call: (200, {}, body if call.number < 5 else completion("fine"))) as server:
+        writer = server_writer(server)
+        [failure] = writer.write([ask("hi")])
+        assert writer.write([ask("hi")]) == [Written("fine", True)]
     assert isinstance(failure, Failure)
     assert failure.fatal
-    assert failure.reason.startswith(f"{server.url}/chat/completions {said}"), failure.reason
+    assert failure.reason.startswith(f"{server.url}/chat/completions answered 200, but the answer {BAD_ANSWERS[body]}")
     assert re.search(
         r", after 3 attempts in \d+ s\. Rows written so far are kept; run the same command to resume$", failure.reason
     )
-    assert "\n" not in failure.reason
-    assert len(server.bodies) == 3
-
-
-def test_a_silent_server_is_reported_with_the_option_of_its_time_limit() -> None:
-    test_is_over = threading.Event()
-    with ChatServer(lambda _: test_is_over.wait(120) and None) as server:
-        [failure] = server_writer(server, timeout_s=0.2, retries=1).write([ask("hi")])
-        test_is_over.set()
-    assert isinstance(failure, Failure)
-    assert f"{server.url}/chat/completions did not answer within 0.2 s (--timeout), after 2 attempts" in failure.reason
+    assert len(server.requests) == 6
+    assert server.requests[0] == server.requests[5]
 
 
 def test_retry_after_pauses_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +221,7 @@ def test_a_very_long_retry_after_ends_the_run() -> None:
     assert isinstance(failure, Failure)
     assert failure.fatal
     assert "answered 429: 'quota', and asks for a pause of 7200 s (Retry-After). Rows written" in failure.reason
-    assert len(server.bodies) == 1
+    assert len(server.requests) == 1
 
 
 def test_an_odd_retry_after_asks_for_no_pause() -> None:
@@ -250,22 +234,12 @@ def test_an_odd_retry_after_asks_for_no_pause() -> None:
 
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_a_refused_request_fails_alone(status: int) -> None:
-    def refuse(call: Call) -> Reply:
-        if call.text == "long":
-            return status, {}, b'{"error": "too long"}'
-        return 200, {}, completion("fine")
-
-    with ChatServer(refuse) as server:
+    refused = (status, {}, b'{"error": "too long"}')
+    with ChatServer(lambda call: refused if call.text == "long" else (200, {}, completion("fine"))) as server:
         answers = server_writer(server).write([ask("short"), ask("long"), ask("short")])
     reason = f'{server.url}/chat/completions answered {status}: \'{{"error": "too long"}}\''
     assert answers == [Written("fine", True), Failure(reason), Written("fine", True)]
-    assert len(server.bodies) == 3
-
-
-def test_an_answer_without_text_fails_alone() -> None:
-    with ChatServer(lambda _: (200, {}, completion(None))) as server:
-        [failure] = server_writer(server).write([ask("hi")])
-    assert failure == Failure(f"{server.url}/chat/completions sent an answer without text")
+    assert len(server.requests) == 3
 
 
 @pytest.mark.parametrize(
@@ -283,22 +257,13 @@ def test_a_permanent_error_stops_further_requests(status: int, hint: str, monkey
     with ChatServer(lambda _: (status, {}, echo)) as server:
         writer = server_writer(server, api_key_env="MY_KEY", concurrency=2)
         answers = writer.write([ask(str(n)) for n in range(50)])
-    assert len(server.bodies) <= 2
+    assert len(server.requests) <= 2
     assert all(isinstance(answer, Failure) and answer.fatal for answer in answers)
-    for answer in answers:
-        assert answer == answers[0]
     [reason] = {answer.reason for answer in answers if isinstance(answer, Failure)}
     assert reason.startswith(f"{server.url}/chat/completions answered {status}: 'wrong key: Bearer *** [31mred [0m'")
     assert reason.endswith(hint)
     assert KEY not in reason
     assert reason.isprintable()
-
-
-def test_a_writer_that_gave_up_can_be_used_again() -> None:
-    with ChatServer(lambda call: (500, {}, b"") if call.number < 3 else (200, {}, completion("back"))) as server:
-        writer = server_writer(server, retries=2)
-        assert isinstance(writer.write([ask("hi")])[0], Failure)
-        assert writer.write([ask("hi")]) == [Written("back", True)]
 
 
 @pytest.mark.parametrize(
@@ -308,10 +273,10 @@ def test_a_writer_that_gave_up_can_be_used_again() -> None:
         ("http://hidden@127.0.0.1/v1", "contains a user or a password"),
         ("http://127.0.0.1/v1?key=hidden", "contains a ? or a #"),
         ("http://127.0.0.1/v1#hidden", "contains a ? or a #"),
-        ("hidden/model", "is not an http or https URL"),
-        ("http://[::1", "is not a URL"),
-        ("http://127.0.0.1:hidden/v1", "is not a URL"),
-        ("http://a hidden/v1", "is not"),
+        ("hidden/model", "must be http://host:port/path or https://..."),
+        ("http://[::1", "must be http"),
+        ("http://127.0.0.1:hidden/v1", "must be http"),
+        ("http://a hidden/v1", "must be http"),
     ],
 )
 def test_invalid_urls_are_refused_without_showing_them(url: str, said: str) -> None:
@@ -329,7 +294,7 @@ def test_a_bug_is_raised_instead_of_becoming_a_failure(monkeypatch: pytest.Monke
     with ChatServer() as server:
         with pytest.raises(KeyError, match="ours"):
             server_writer(server, concurrency=2).write([ask(str(n)) for n in range(20)])
-    assert len(server.bodies) <= 4
+    assert len(server.requests) <= 4
 
 
 # ------------------------------------------------------------------------------------ transformers serve

@@ -216,7 +216,7 @@ def test_the_judge_reads_the_replies_that_are_written(evaluated, server):
         longer.append(0.5 if sft == ppo or len(sft) == len(ppo) else float(len(ppo) > len(sft)))
         assert row["judge"] == longer[-1]
     assert found["win_rate"]["judge"]["value"] == pytest.approx(sum(longer) / len(longer))
-    assert server.bodies[0]["model"] == "longest"
+    assert server.requests[0]["model"] == "longest"
     assert found["judge"]["name"] == "longest"
 
 

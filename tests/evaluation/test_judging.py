@@ -60,9 +60,9 @@ def test_the_better_reply_wins_in_both_orders_and_equal_texts_are_ties(judged):
     assert "judge_equal_length" in rates
     assert "score" in rates
     assert [row["judge"] for row in found["replies"]] == [0.5, 1, 1] * 4
-    assert len(server.bodies) == 2 * 8, "equal texts are not asked"
-    assert {body["temperature"] for body in server.bodies} == {0}
-    contents = [body["messages"][0]["content"] for body in server.bodies]  # asked at the same time, in any order
+    assert len(server.requests) == 2 * 8, "equal texts are not asked"
+    assert {body["temperature"] for body in server.requests} == {0}
+    contents = [body["messages"][0]["content"] for body in server.requests]  # asked at the same time, in any order
     assert sum("q1\n" in content for content in contents) == 2
     assert not any("<user>" in content for content in contents)
     assert found["sentences"][0] == "first"
@@ -81,7 +81,7 @@ def test_pairs_without_a_clear_answer_are_left_out_and_counted(judged):
     assert found["judge"] == {"name": "wise", "pairs": 11, "unclear": 1}
     assert "judge" not in found["replies"][1]
     assert "gave no clear answer on 1 of 12 prompts" in found["sentences"][2]
-    assert len(server.bodies) == 2 * 8 + 2 * 2, "an unclear answer is asked three times"
+    assert len(server.requests) == 2 * 8 + 2 * 2, "an unclear answer is asked three times"
 
 
 def test_a_judge_without_any_clear_answer_ends_in_one_line(judged):
@@ -93,7 +93,7 @@ def test_the_question_comes_from_the_template(judged, tmp_path):
     path = tmp_path / "ask.txt"
     path.write_text("{prompt}|{a}|{b}", encoding="utf-8")
     _, server = judged(verdict, template=path)
-    texts = {body["messages"][0]["content"] for body in server.bodies}
+    texts = {body["messages"][0]["content"] for body in server.requests}
     assert "q1|good thing|bad thing" in texts
     assert "q1|bad thing|good thing" in texts
     path.write_text("{prompt}|{a}", encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 
@@ -17,7 +18,7 @@ from support.compare import same_runs
 from support.crash import outcome
 from support.resume import same, stopping_after
 from support.rewards import batch, source_of
-from support.servers import ChatServer
+from support.servers import ChatServer, completion
 from support.tiny import read_jsonl
 from support.worlds import run_in_threads
 
@@ -27,10 +28,9 @@ CRITERIA = [
 ]
 
 
-def answered(text, tokens=(90, 10)):
-    message = {"choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}]}
-    usage = {} if tokens is None else {"usage": {"prompt_tokens": tokens[0], "completion_tokens": tokens[1]}}
-    return 200, {}, json.dumps(message | usage).encode()
+def answered(text, **usage):
+    usage = usage or {"prompt_tokens": 90, "completion_tokens": 10}
+    return 200, {}, json.dumps(json.loads(completion(text)) | {"usage": usage}).encode()
 
 
 def reply_in(call):
@@ -53,15 +53,8 @@ def honest(call):
 
 @pytest.fixture
 def judge():
-    servers = []
-
-    def start(reply=honest):
-        servers.append(ChatServer(reply).__enter__())
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.__exit__()
+    with contextlib.ExitStack() as servers:
+        yield lambda reply=honest: servers.enter_context(ChatServer(reply))
 
 
 def asks(server, **settings):
@@ -93,12 +86,12 @@ def test_scores_parts_and_cost(judge):
 
 
 def test_the_scale_and_the_conversation(judge):
-    server = judge(lambda call: answered(grades(call, 5, 2.5), None))
+    server = judge(lambda call: answered(grades(call, 5, 2.5), total_tokens=100))
     source = asks(server, scale=10, json_schema=True, temperature=0.5, max_tokens=99)
     turns = (Message("system", "be kind"), Message("user", "hello"))
     scores = total_score([source], batch(["x"], messages=[turns]))
     assert scores.total.tolist() == [(3 * 0.5 + 0.25) / 4]
-    (body,) = server.bodies
+    (body,) = server.requests
     assert json.loads(body["messages"][1]["content"]) == {
         "conversation": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}],
         "reply": "x",
@@ -128,19 +121,12 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_reply_stays_text(judge, name):
     """An honest judge gets the reply whole and inside one JSON string, and its grades are the score."""
-    seen = []
-
-    def judged(call):
-        seen.append((reply_in(call), call.body["messages"][1]["content"], call.body["messages"][0]["content"]))
-        return answered(grades(call, 0, 0))
-
-    source = asks(judge(judged))
-    assert total_score([source], batch([HOSTILE[name]])).total.tolist() == [0.0]
-    ((reply, content, system),) = seen
-    assert reply == HOSTILE[name]
-    assert "<" not in content
-    assert "[/INST]" not in content
-    assert "\n" not in content
+    server, reply = judge(lambda call: answered(grades(call, 0, 0))), HOSTILE[name]
+    assert total_score([asks(server)], batch([reply])).total.tolist() == [0.0]
+    system, content = (message["content"] for message in server.requests[0]["messages"])
+    assert json.loads(content)["reply"] == reply
+    for special in ("<", "[/INST]", "\n"):
+        assert special not in content
     assert not reply or reply not in system
 
 
@@ -155,8 +141,8 @@ def test_a_judge_that_repeats_the_reply_is_refused(judge):
     with pytest.raises(RewardError, match=r"rows\.jsonl:3: rubric rubric, response 1: .*its \"check\" is another"):
         total_score([asks(server)], batch([reply]))
     assert len(server.requests) == 2
-    assert [len(body["messages"]) for body in server.bodies] == [2, 3]
-    assert reply not in json.dumps(server.bodies[1]["messages"][2]), "the reply is not quoted in our own words"
+    assert [len(body["messages"]) for body in server.requests] == [2, 3]
+    assert reply not in json.dumps(server.requests[1]["messages"][2]), "the reply is not quoted in our own words"
     source = asks(server, on_error="zero")
     scores = total_score([source], batch([reply, "x"]))
     assert (scores.total.tolist(), scores.errors) == ([0.0, 0.0], {"rubric": 2})
@@ -167,11 +153,8 @@ GOOD = {"check": "c", "grades": {"a": 1, "b": 0}}
 BROKEN = {
     "text": ("I would give 1.", "not one JSON object"),
     "text around it": (f"Here: {json.dumps(GOOD)}", "not one JSON object"),
-    "two objects": (json.dumps(GOOD) * 2, "not one JSON object"),
-    "empty": ("", "not one JSON object"),
     "deep": ("[" * 100_000, "not one JSON object"),
     "list": ("[1, 0]", "does not have the keys"),
-    "number": ("1", "does not have the keys"),
     "no check": (json.dumps({"grades": GOOD["grades"]}), "does not have the keys"),
     "more keys": (json.dumps(GOOD | {"score": 1}), "does not have the keys"),
     "grades are a list": (json.dumps(GOOD | {"grades": [1, 0]}), "does not have the keys"),
@@ -182,7 +165,6 @@ BROKEN = {
     "below": (json.dumps(GOOD | {"grades": {"a": 1, "b": -1}}), "b is not a number from 0 to 1"),
     "text as number": (json.dumps(GOOD | {"grades": {"a": "1", "b": 0}}), "a is not a number"),
     "true": (json.dumps(GOOD | {"grades": {"a": True, "b": 0}}), "a is not a number"),
-    "null": (json.dumps(GOOD | {"grades": {"a": None, "b": 0}}), "a is not a number"),
     "NaN": ('{"check": "c", "grades": {"a": NaN, "b": 0}}', "NaN, which is no number"),
     "infinite": ('{"check": "c", "grades": {"a": 1e999, "b": 0}}', "a is not a number"),
     "twice": ('{"check": "c", "grades": {"a": 0, "b": 0, "a": 1}}', "a key twice"),
@@ -194,11 +176,8 @@ def test_only_what_was_asked_for_is_an_answer(name) -> None:
     text, problem = BROKEN[name]
     with pytest.raises(ValueError, match=re.escape(problem)):
         grades_in(text, "c", ["a", "b"], 1)
-
-
-@pytest.mark.parametrize("text", [json.dumps(GOOD), f" {json.dumps(GOOD)}\n", f"```json\n{json.dumps(GOOD)}\n```"])
-def test_white_space_and_a_fence_are_no_fault(text) -> None:
-    assert grades_in(text, "c", ["b", "a"], 1) == [0.0, 1.0]
+    for good in (json.dumps(GOOD), f" {json.dumps(GOOD)}\n", f"```json\n{json.dumps(GOOD)}\n```"):
+        assert grades_in(good, "c", ["b", "a"], 1) == [0.0, 1.0]
 
 
 def test_another_attempt_may_be_valid(judge):
@@ -206,18 +185,19 @@ def test_another_attempt_may_be_valid(judge):
     source = asks(server)
     assert total_score([source], batch(["x"])).total.tolist() == [0.75]
     assert source.num_tokens == 200, "a refused answer costs, too"
-    assert "An earlier answer" in server.bodies[1]["messages"][2]["content"]
+    assert "An earlier answer" in server.requests[1]["messages"][2]["content"]
 
 
 def test_a_failing_server_is_tried_again_and_then_named(judge):
     server = judge(lambda call: (503, {}, b"busy") if call.number == 0 else honest(call))
     assert total_score([asks(server)], batch(["thank you"])).total.tolist() == [1.0]
-    server = judge(lambda _: (401, {}, b"who are you"))
-    with pytest.raises(RewardError, match=r"rubric rubric, response 1: .*answered 401: 'who are you'"):
-        total_score([asks(server)], batch(["x"]))
-    server = judge(lambda _: answered(None))
-    with pytest.raises(RewardError, match="no valid grades in 2 attempts: it is not one JSON object"):
-        total_score([asks(server)], batch(["x"]))
+    failing = {
+        "answered 401: 'who are you'": (401, {}, b"who are you"),
+        "no valid grades in 2 attempts": answered(None),
+    }
+    for said, answer in failing.items():
+        with pytest.raises(RewardError, match=f"rubric rubric, response 1: .*{said}"):
+            total_score([asks(judge(lambda _, answer=answer: answer))], batch(["x"]))
 
 
 # --------------------------------------------------------------------------------------- config and PPO

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -21,7 +20,6 @@ from typing import Any, Self
 import pytest
 
 from rlhf_cli.commands.writer import Request
-from rlhf_cli.data import records
 from rlhf_cli.processes.launcher import free_port
 
 
@@ -90,7 +88,7 @@ KEY = "sk-very-secret-0123456789"
 
 
 def ask(text: str, *counters: int) -> Request:
-    return Request((records.Message("user", text),), counters or (0,))
+    return Request.of(text, *(counters or (0,)))
 
 
 def completion(text: Any, finish_reason: str = "stop") -> bytes:
@@ -123,18 +121,11 @@ class ChatServer(Scripted):
         reply = reply or (lambda call: (200, {}, completion(f"echo {call.text}")))
         super().__init__(lambda number, body: reply(Call(number, body)))
 
-    @property
-    def bodies(self) -> list[Any]:
-        """The requests."""
-        return self.requests
-
 
 @contextlib.contextmanager
 def transformers_serve(model: Path, log: Path) -> Iterator[str]:
     """Run `transformers serve` with one model on a free port; yield its base URL."""
-    missing = [name for name in ("fastapi", "uvicorn", "openai") if importlib.util.find_spec(name) is None]
-    if missing:
-        pytest.skip(f"`transformers serve` needs {', '.join(missing)}: pip install -e '.[dev]'")
+    pytest.importorskip("fastapi", reason="`transformers serve` needs it: pip install -e '.[dev]'")
     port = free_port()
     command = [str(Path(sys.executable).with_name("transformers")), "serve", str(model), "--device", "cpu"]
     with log.open("wb") as out:

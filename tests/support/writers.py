@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from rlhf_cli.commands.options import OutputOptions, SourceOptions
-from rlhf_cli.commands.output import Output
+from rlhf_cli.commands.output import Output, items
 from rlhf_cli.commands.writer import WriterOptions
+from rlhf_cli.config.data import DataSource
+from rlhf_cli.data.formats import Purpose
+from rlhf_cli.data.records import Record
 from support.servers import ChatServer
 
 
@@ -31,6 +34,12 @@ def local(model: Path, **settings: Any) -> WriterOptions:
 def remote(server: ChatServer, **settings: Any) -> WriterOptions:
     fast = {"concurrency": 2, "backoff_s": 0.01, "retries": 1, "timeout_s": 60.0}
     return WriterOptions("judge-7b", server.url, **{**fast, **settings})
+
+
+def read_back(out: Path, purpose: Purpose, **source: Any) -> list[Record]:
+    """The rows of a file as a stage reads them."""
+    found = items(DataSource(path=str(out), **source), purpose, "error")
+    return [row for row in found if isinstance(row, Record)]
 
 
 def contents(out: Path) -> tuple[bytes, bytes]:
