@@ -5,7 +5,6 @@ The judge is a language model that is asked with a template. `rlhf_cli.commands.
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 from collections import Counter
@@ -77,9 +76,6 @@ Answer with the letter A or B and nothing else.
 NUMBER = re.compile(r"(?<![\w.,−])(?<!\d-)-?[0-9]++(?:[.,][0-9]++)*+(?![\w%])")
 """Numbers with sign and separators: 4, 3.5, -1, 1,000, 4,5; not the digits of GPT4, 5th or 80%."""
 LETTER = re.compile(r"\b[AB]\b")
-BINS = 10
-WIDTH = 30
-"""Bars of the histogram, and characters of the longest bar."""
 
 
 @dataclass(frozen=True)
@@ -198,32 +194,19 @@ class _Scoring:
         return with_columns(record, {"prompt": prompt_column(record), **columns, "judge": self.judge})
 
     def report(self, output: Output, display: Display) -> None:
-        lowest, width = self.lowest, self.highest - self.lowest
-        if is_whole := lowest.is_integer() and width.is_integer() and width <= 2 * BINS:  # a bar for each integer
-            names = [f"{lowest + n:g}" for n in range(int(width) + 1)]
-        else:
-            step = width / BINS
-            names = [f"{lowest + n * step:.4g} to {lowest + (n + 1) * step:.4g}" for n in range(BINS)]
-        bins, count, total, missing = Counter[int](), 0, 0.0, 0
+        values: list[float | None] = []
         both: list[tuple[float, float]] = []
         for row in output.rows():
-            for value in row["scores"] if "scores" in row else [row["score"]]:
-                if value is None:
-                    missing += 1
-                    continue
-                place = math.floor(value - lowest + 0.5) if is_whole else int((value - lowest) / width * BINS)
-                bins[min(place, len(names) - 1)] += 1
-                count, total = count + 1, total + value
+            values += row["scores"] if "scores" in row else [row["score"]]
             before = row.get("score_before")
             if "score" in row and isinstance(before, int | float):
                 both.append((row["score"], before))
-        if count == 0:
+        scores = [value for value in values if value is not None]
+        if not scores:
             return
+        missing = len(values) - len(scores)
         without = f", {missing} answers without a score (null)" if missing else ""
-        largest = max(bins.values())
-        bars = [f"{'#' * math.ceil(bins[n] / largest * WIDTH):{WIDTH}} {bins[n]}" for n in range(len(names))]
-        lines = list(zip(names, bars, strict=True))
-        display.block(f"{count} scores by {self.judge}, mean {total / count:.3f}{without}", lines)
+        display.note(f"{len(scores)} scores by {self.judge}, mean {statistics.fmean(scores):.3f}{without}")
         if len({a for a, _ in both}) > 1 and len({b for _, b in both}) > 1:
             r = statistics.correlation([a for a, _ in both], [b for _, b in both])
             display.note(f"correlation with the {len(both)} scores of the input rows: {r:.2f}")

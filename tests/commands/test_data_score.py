@@ -306,12 +306,6 @@ def test_the_report_has_counts_and_mean(tmp_path: Path) -> None:
     tail = f"""\
 score: {out}: 7 rows; 1 dropped (1 no clear answer), see out.jsonl.dropped
 score: 7 scores by judge-7b, mean 2.414
-  0  ###############                1
-  1  ############################## 2
-  2  ###############                1
-  3  ###############                1
-  4                                 0
-  5  ############################## 2
 """
     assert output.endswith(tail), output
     assert again == tail, "a finished run prints the same and sends nothing"
