@@ -47,10 +47,8 @@ Below is a conversation between a person and an assistant.
 Write what the person says next: a question or a remark that follows from the conversation, in the words of someone \
 who needs help. Write only this one message, and nothing else.
 """
-PLACEHOLDERS: dict[str, str] = {"prompts": "seeds", "dialogues": "dialogue"}
-"""What a template must contain for a task; `prompt` for the others."""
-TEMPLATES: dict[str, str] = {"prompts": PROMPTS_TEMPLATE, "dialogues": USER_TEMPLATE}
-"""The built-in templates. The other tasks ask with the prompt itself."""
+TEMPLATES = {"prompts": ("seeds", PROMPTS_TEMPLATE), "dialogues": ("dialogue", USER_TEMPLATE)}
+"""What a template must contain for a task, and the built-in one. The other tasks ask with the prompt itself."""
 
 
 def data_generate(
@@ -91,7 +89,8 @@ def data_generate(
         user = replace(writer, model=user_model, server=user_server, api_key_env=user_api_key_env)
     elif user_server is not None or user_api_key_env is not None:
         raise ConfigError("--user-model: is missing. Give the model's name on the --user-server")
-    text = read_template(template, [PLACEHOLDERS.get(task, "prompt")]) or TEMPLATES.get(task)
+    placeholder, built_in = TEMPLATES.get(task, ("prompt", None))
+    text = read_template(template, [placeholder]) or built_in
     if user_model is not None and task != "dialogues":
         raise ConfigError(f"--user-model: does nothing with --task {task}. Remove it, or give --task dialogues")
     refuse_own_output(source, output.out)

@@ -454,7 +454,7 @@ class Output:
     def _close(self) -> None:
         for path, file in zip((self.path, self.dropped_path), self._files, strict=False):
             with contextlib.suppress(OSError):  # a full disk was reported when the line was written
-                if not self._is_started and os.fstat(file.fileno()).st_size == 0:
+                if not self.settings_path.exists() and os.fstat(file.fileno()).st_size == 0:
                     path.unlink()
                 file.close()
 
