@@ -345,7 +345,7 @@ def test_the_command_starts_itself_with_the_same_options(
 ) -> None:
     started: list[Any] = []
 
-    def run_processes(command: Sequence[str], count: int, resume_command: str, *, grace_s: float) -> int:  # noqa: ARG001
+    def run_processes(command: Sequence[str], count: int, resume_command: str) -> int:
         started.append((command, count, resume_command))
         return 7
 
@@ -371,7 +371,8 @@ def test_two_real_processes_write_the_bytes_of_one_after_a_kill(run: Path, promp
         assert process.stderr is not None
         error = process.stderr.read()
     assert process.returncode == 1
-    assert "error: generate: process 1 of 2 was ended by SIGKILL" in error
+    assert error.startswith("error: generate: process 0 waited for the "), error
+    assert "of all 2 processes, but process 1 (last seen at generate) ended without a message" in error
     assert len(error.splitlines()) == 1
     assert alone[0].startswith(out.read_bytes())
     assert write_in(2, run, many, out) == alone
