@@ -21,7 +21,6 @@ from rlhf_cli.config.rewards import FunctionReward
 from rlhf_cli.data.batches import chunks
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.processes.signals import is_interrupt
-from rlhf_cli.rewards import guard
 from rlhf_cli.rewards.base import RewardSource, Samples, finite, shown
 from rlhf_cli.rewards.concurrency import for_each
 from rlhf_cli.rewards.guard import user_code
@@ -141,8 +140,7 @@ def raised(error: BaseException) -> str:
     """
     if is_interrupt(error):
         raise error
-    last = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != guard.__file__][-1]
-    text = message_of(error)
+    last, text = traceback.extract_tb(error.__traceback__)[-1], message_of(error)
     return f"raised {type(error).__name__}{f': {text}' if text else ''} ({Path(last.filename).name}:{last.lineno})"
 
 

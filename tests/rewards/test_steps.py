@@ -16,7 +16,6 @@ from transformers import (
     GPT2Config,
     GPT2ForTokenClassification,
     LlamaConfig,
-    LlamaForCausalLM,
     LlamaForTokenClassification,
 )
 
@@ -26,7 +25,7 @@ from rlhf_cli.errors import ArtifactError, ConfigError, RewardError
 from rlhf_cli.rewards.base import Samples, total_score
 from rlhf_cli.rewards.process_reward import split_steps, step_scores, token_ends
 from rlhf_cli.rewards.sources import load_rewards
-from support.tiny import CPU, character_tokenizer, random_ids, read_jsonl
+from support.tiny import CPU, character_tokenizer, random_ids
 
 LETTERS = ["<e>", *"abcdefgh.;? QA:\n"]
 
@@ -230,51 +229,7 @@ def test_a_score_that_is_no_number_stops_or_counts(tmp_path):
     assert model is not None
 
 
-# --------------------------------------------------------------------------------------- in PPO
-
-
-@pytest.fixture(scope="module")
-def guesses(tmp_path_factory):
-    """A policy that writes chains of four steps, each a letter at random."""
-    folder, tokenizer = tmp_path_factory.mktemp("guesses"), character_tokenizer(["</s>", *reversed(LETTERS[1:])])
-    letters = torch.tensor(tokenizer.convert_tokens_to_ids(list(CHAIN)))
-    marker, begin = tokenizer.convert_tokens_to_ids([";", "Q"])
-    draw = torch.Generator().manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, eos_token_id=0, pad_token_id=0))
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    for _ in range(60):
-        ids = torch.full((32, 10), marker)
-        ids[:, 0], ids[:, 1::2], ids[:, 9] = begin, letters[torch.randint(4, (32, 5), generator=draw)], 0
-        loss = model(ids, labels=ids).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def test_ppo_learns_the_best_steps(chain, guesses, run_stage, tmp_path):
-    """One of 256 chains is best, and a response is rewarded at the end of each step."""
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "Q"}\n')
-    steps = {"separator": ";", "average": False}
-    changes = {
-        "policy": {"path": str(guesses)},
-        "rewards": [{"type": "reward_model", "path": str(chain), "output": "probability", "steps": steps}],
-        "data": {"train": str(prompts), "test": str(prompts)},
-        "rollout": {"max_new_tokens": 9},
-        "ppo": {"num_iterations": 20, "rollout_batch_size": 96, "minibatch_size": 96, "kl_coef": 0.01},
-        "optimizer": {"learning_rate": 5e-3},
-        "num_logged_samples": 96,
-    }
-    ppo = run_stage("ppo", tmp_path, **changes)
-    samples = read_jsonl(ppo / "samples.jsonl")
-    best = [sum(row["step"] == n and row["response"] == "a;b;c;d;" for row in samples) / 96 for n in (1, 20)]
-    assert best[0] < 0.05
-    assert best[1] > 0.5
+# --------------------------------------------------------------------------------------- refused
 
 
 @pytest.mark.parametrize(
