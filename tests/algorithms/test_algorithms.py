@@ -62,26 +62,15 @@ def test_without_a_real_token_the_sum_is_0():
     assert masked_sum(torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.bool)) == 0
 
 
-def whiten_by_loops(x, mask, shift_mean, bessel, eps):
-    tokens = [float(x[index]) for index in real_tokens(mask)]
-    mean = sum(tokens) / len(tokens)
-    variance = sum((token - mean) ** 2 for token in tokens) / (len(tokens) - (1 if bessel else 0))
-    result = torch.zeros(x.shape, dtype=torch.float64)
-    for index in real_tokens(mask):
-        result[index] = (float(x[index]) - mean) / math.sqrt(variance + eps) + (0 if shift_mean else mean)
-    return result
-
-
 @pytest.mark.parametrize("garbage", GARBAGE)
-@pytest.mark.parametrize("bessel", [True, False])
 @pytest.mark.parametrize("shift_mean", [True, False])
-def test_masked_whiten(shift_mean, bessel, garbage):
+def test_masked_whiten(shift_mean, garbage):
     batch, mask = response_batch(["x"])
-    x = 3 * batch["x"] + 7
-    expected = whiten_by_loops(x, mask, shift_mean, bessel, eps=0.01)
-    wide, wide_mask = padded_with({"x": x}, mask, garbage)
-    whitened = masked_whiten(wide["x"], wide_mask, shift_mean=shift_mean, bessel=bessel, eps=0.01)
-    close(whitened[:, : x.shape[1]], expected)
+    tokens = 3 * batch["x"][mask] + 7
+    expected = (tokens - tokens.mean()) / (tokens.var() + 0.01).sqrt() + (0 if shift_mean else tokens.mean())
+    wide, wide_mask = padded_with({"x": 3 * batch["x"] + 7}, mask, garbage)
+    whitened = masked_whiten(wide["x"], wide_mask, shift_mean=shift_mean, eps=0.01)
+    close(whitened[wide_mask], expected)
     assert (whitened[~wide_mask] == 0).all()
 
 

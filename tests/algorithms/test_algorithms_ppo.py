@@ -9,7 +9,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from rlhf_cli.algorithms.advantages import broadcast_to_tokens, gae, group_advantages, reward_to_go, token_rewards
+from rlhf_cli.algorithms.advantages import gae, group_advantages, reward_to_go, token_rewards
 from rlhf_cli.algorithms.kl import (
     adaptive_kl_coef,
     kl_estimate,
@@ -18,20 +18,18 @@ from rlhf_cli.algorithms.kl import (
     sequence_k2_loss,
 )
 from rlhf_cli.algorithms.losses import (
-    entropy_bonus,
     loss_weights,
     penalty_loss,
     policy_loss,
     truncated_importance,
 )
 from rlhf_cli.algorithms.score_transforms import Moments, merge, moments_of, overlong_penalty
-from rlhf_cli.tensor_ops import length_mask, token_entropy
+from rlhf_cli.tensor_ops import length_mask
 from support.formulas import (
     GARBAGE,
     LENGTHS,
     close,
     draw,
-    finite_differences,
     gae_by_sums,
     gradient_of,
     padded_with,
@@ -81,11 +79,6 @@ def logits():
 @pytest.fixture
 def ref_logits():
     return draw(NUM_STATES, V, seed=12)
-
-
-@pytest.fixture
-def score():
-    return draw(len(IDS), seed=13)
 
 
 def test_the_enumerated_responses_have_probability_1_in_total(logits):
@@ -162,76 +155,6 @@ def test_the_gradient_of_the_sequence_k2_is_that_of_the_kl_of_whole_responses(lo
     close(gradient_of(loss, logits), gradient_of(lambda logits: sequence_kl(logits, ref_logits), logits))
 
 
-def test_the_policy_gradient_is_that_of_the_expected_score_with_any_baseline(logits, score):
-    expected = gradient_of(lambda logits: -(probabilities(logits) * score).sum(), logits)
-    for baseline in (0.0, 3.0):
-
-        def loss(logits, baseline=baseline):
-            logprobs, advantages = logprobs_of(logits), broadcast_to_tokens(score - baseline, MASK)
-            weights = expected_weights(logits)
-            return policy_loss(logprobs, logprobs.detach(), advantages, MASK, clip_range=0.2, weights=weights)[0]
-
-        close(gradient_of(loss, logits), expected)
-
-
-@pytest.mark.parametrize("gae_lambda", [0.0, 0.7, 1.0])
-def test_the_policy_gradient_with_gae_and_exact_values_is_that_of_score_minus_kl(logits, ref_logits, score, gae_lambda):
-    kl_coef = 0.3
-    kl = kl_estimate(logprobs_of(logits), logprobs_of(ref_logits), estimator="k1")
-    rewards = token_rewards(score, kl, MASK, kl_coef=kl_coef)
-    to_go, p = reward_to_go(rewards, MASK, gamma=1.0), expected_weights(logits)
-    values = torch.zeros(NUM_STATES, dtype=torch.float64)
-    values.index_put_((STATES[MASK],), (p * to_go)[MASK], accumulate=True)
-    values /= expected_visits(logits)
-    advantages, _ = gae(rewards, values[STATES], MASK, gamma=1.0, gae_lambda=gae_lambda)
-
-    def loss(logits):
-        logprobs = logprobs_of(logits)
-        return policy_loss(logprobs, logprobs.detach(), advantages, MASK, clip_range=0.2, weights=p)[0]
-
-    def objective(logits):
-        return -(probabilities(logits) * score).sum() + kl_coef * sequence_kl(logits, ref_logits)
-
-    close(gradient_of(loss, logits), gradient_of(objective, logits))
-
-
-def best_logits(ref_logits, score, kl_coef):
-    """Logits of the policy ref_policy * exp(score / kl_coef) / Z, by a sum over all responses through each token."""
-    weights = probabilities(ref_logits) * (score / kl_coef).exp()
-    logits = torch.zeros(NUM_STATES, V, dtype=torch.float64)
-    logits.index_put_((STATES[MASK], IDS[MASK]), weights.unsqueeze(-1).expand(MASK.shape)[MASK], accumulate=True)
-    return logits.log()
-
-
-@pytest.mark.parametrize("kl_in", ["reward", "sequence_k2", "k1", "k2", "k3", "full"])
-def test_only_kl_in_the_reward_and_sequence_k2_have_the_exact_optimum(ref_logits, score, kl_in):
-    kl_coef = 0.5
-    best = best_logits(ref_logits, score, kl_coef)
-    expected = probabilities(ref_logits) * (score / kl_coef).exp()
-    close(probabilities(best), expected / expected.sum())
-
-    def loss(logits):
-        logprobs, ref_logprobs, weights = logprobs_of(logits), logprobs_of(ref_logits), expected_weights(logits)
-        kl = kl_estimate(logprobs, ref_logprobs, estimator="k1")
-        rewards = token_rewards(score, kl, MASK, kl_coef=kl_coef if kl_in == "reward" else 0.0)
-        advantages = reward_to_go(rewards, MASK, gamma=1.0)
-        total = policy_loss(logprobs, logprobs.detach(), advantages, MASK, clip_range=0.2, weights=weights)[0]
-        if kl_in == "sequence_k2":
-            total = total + kl_coef * sequence_k2_loss(logprobs, ref_logprobs, MASK, weights=weights)[0]
-        elif kl_in == "full":
-            total = total + kl_coef * kl_loss(kl_full(logits, ref_logits)[STATES], MASK, weights=weights)[0]
-        elif kl_in != "reward":
-            kl = kl_estimate(logprobs, ref_logprobs, estimator=kl_in)
-            total = total + kl_coef * kl_loss(kl, MASK, weights=weights)[0]
-        return total
-
-    slope = gradient_of(loss, best).abs().max()
-    if kl_in in ("reward", "sequence_k2"):
-        assert slope < 1e-12
-    else:
-        assert slope > 0.01
-
-
 def test_the_kl_penalty_and_its_gradient_are_unbiased_on_samples_of_the_old_policy(logits):
     old = logits + draw(NUM_STATES, V, seed=14)
     weights, no_advantages = expected_weights(old), torch.zeros(MASK.shape, dtype=torch.float64)
@@ -264,20 +187,6 @@ def test_without_a_cap_the_decoupled_objective_is_that_of_the_new_policy():
     corrected = advantages * truncated_importance(logprobs, behavior, mask, cap=math.inf)
     loss, _ = policy_loss(new, logprobs, corrected, mask, clip_range=100.0, weights=behavior.exp())
     close(loss, -(new.exp() * advantages).sum())
-
-
-# ---- terms added to the policy loss
-
-
-def test_a_step_along_the_gradient_of_the_bonus_raises_the_entropy():
-    logits, mask = draw(2, 4, 5, seed=1), length_mask([4, 2])
-
-    def bonus(logits):
-        return entropy_bonus(token_entropy(logits), mask)[0]
-
-    step = gradient_of(bonus, logits)
-    assert bonus(logits + 0.1 * step) > bonus(logits)
-    close(step, finite_differences(bonus, logits), 1e-7)
 
 
 # ---- weights of tokens

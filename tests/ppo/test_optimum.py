@@ -12,21 +12,26 @@ the other responses equals the mean of all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from rlhf_cli.algorithms.advantages import broadcast_to_tokens, gae, reward_to_go, token_rewards
-from rlhf_cli.algorithms.kl import kl_estimate, kl_full, kl_loss, sequence_k2_loss
-from rlhf_cli.algorithms.losses import entropy_bonus, loss_weights, penalty_loss, policy_loss, value_loss
+from rlhf_cli.algorithms.advantages import broadcast_to_tokens, reward_to_go
+from rlhf_cli.algorithms.kl import kl_full
+from rlhf_cli.algorithms.losses import Weighting, loss_weights, value_loss
+from rlhf_cli.config.ppo import PPO
 from rlhf_cli.config.rewards import Limit
 from rlhf_cli.ppo.scores import Limits
+from rlhf_cli.ppo.update import KLCoefs
+from rlhf_cli.processes.distributed import ALONE
+from rlhf_cli.rollout.rollout import TokenScores
 from rlhf_cli.tensor_ops import token_entropy, token_logprobs
+from stages import ppo as stage
 from support.optimum_task import (
-    Task,
     backwards,
     chances,
     entropy_rule,
@@ -44,83 +49,60 @@ BETA = 0.3
 PI_STAR = kl_regularised(TASK, BETA)
 NEAR, FAR = 0.01, 0.03
 """Total variation distances. A correct run ends within NEAR of its optimum, a run with a bug farther away than FAR."""
-KlInLoss = Literal["k1", "k2", "k3", "full", "k2_sequence"]
+NUM_UPDATES = 160
 
 
-@dataclass(frozen=True)
-class Algorithm:
-    """The options of a run. They have the names of the config keys where such keys exist."""
-
-    advantage_estimator: Literal["gae", "monte_carlo", "reinforce", "rloo", "grpo", "dr_grpo"] = "gae"
-    gamma: float = 1.0
-    gae_lambda: float = 0.95
-    whiten_advantages: bool = False
-    kl_coef: float = BETA
-    kl_in_reward: Literal["k1", "k2", "k3", "abs"] | None = "k1"
-    kl_in_loss: KlInLoss | None = None
-    objective: Literal["clip", "penalty"] = "clip"
-    dual_clip: float | None = None
-    loss_aggregation: Literal["token", "sequence", "constant"] = "token"
-    entropy_coef: float = 0.0
-    ppo_epochs: int = 1
+def algorithm(estimator: str = "gae", **keys: Any) -> PPO:
+    """The section `ppo` of a config."""
+    common = {"advantage_estimator": estimator, "kl_coef": BETA, "whiten_advantages": False, "ppo_epochs": 1}
+    return PPO.model_validate(common | keys)
 
 
-def train(
-    options: Algorithm,
-    task: Task = TASK,
-    *,
-    num_updates: int = 160,
-    score_of: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
-    """Train on TASK with the steps of stages/ppo.py; return pi(y|x) [B] of the trained policy.
+def train(ppo: PPO, score_of: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Train on TASK with the functions of stages/ppo.py; return pi(y|x) [B] of the trained policy.
 
     `score_of` gives the score of an update, from pi(y|x); None: the task's.
     """
-    mask = task.mask
+    mask, config = TASK.mask, SimpleNamespace(ppo=ppo, ptx=None)
     logits = TASK.ref_logits.clone().requires_grad_()
     values = torch.zeros(len(TASK.states), dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.Adam([logits, values], lr=0.1, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 - update / num_updates)
-    ref_logits = TASK.ref_logits[task.state]
-    ref_logprobs = token_logprobs(ref_logits, task.token)
-
-    for _ in range(num_updates // options.ppo_epochs):
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 - update / NUM_UPDATES)
+    ref_logits = TASK.ref_logits[TASK.state]
+    batch: Any = SimpleNamespace(response_mask=mask, kl_full=None, pad=lambda x: x)
+    batch.ref_logprobs = token_logprobs(ref_logits, TASK.token)
+    for _ in range(NUM_UPDATES // ppo.ppo_epochs):
         # 1. Rollout: every response, weighted by its probability under the policy.
         with torch.no_grad():
             chance = chances(TASK, logits)
-            logprobs = token_logprobs(logits[task.state], task.token)
-            old_values = values[task.state]
+            batch.logprobs = token_logprobs(logits[TASK.state], TASK.token)
+            old_values = values[TASK.state]
 
-        # 2, 3. Score and token rewards.
-        kl = kl_estimate(logprobs, ref_logprobs, estimator=options.kl_in_reward or "k1")
-        score = task.score if score_of is None else score_of(chance)
-        rewards = token_rewards(score, kl, mask, kl_coef=options.kl_coef if options.kl_in_reward else 0.0)
-
-        # 4. Advantages.
-        advantages, returns = advantages_and_returns(options, mask, rewards, old_values, chance)
-        if options.whiten_advantages:
-            advantages = whiten(advantages, chance.unsqueeze(1) * mask)
+        # 2 to 4. Score, token rewards, advantages.
+        score = TASK.score if score_of is None else score_of(chance)
+        rewards = stage._token_rewards(batch, score, None, config, ALONE, kl_coef=ppo.kl_coef)
+        batch.advantages, returns = advantages_and_returns(ppo, rewards, old_values, chance)
 
         # 5. Update. A mean over samples becomes a sum over all responses with weights pi(y|x).
         weights = chance.unsqueeze(1) * loss_weights(
             mask,
-            aggregation=options.loss_aggregation,
+            aggregation=ppo.loss_aggregation,
             num_tokens=(chance.unsqueeze(1) * mask).sum(),
             num_sequences=TASK.num_prompts,
             max_new_tokens=mask.shape[1],
             dtype=torch.float64,
         )
-        for _ in range(options.ppo_epochs):
-            new_logits = logits[task.state]
-            new_logprobs = token_logprobs(new_logits, task.token)
-            loss = policy_term(options, new_logprobs, logprobs, advantages, mask, weights)
-            if options.kl_in_loss:
-                loss = loss + options.kl_coef * kl_term(
-                    options.kl_in_loss, new_logits, ref_logits, task.token, mask, weights
-                )
-            if options.entropy_coef:
-                loss = loss - options.entropy_coef * entropy_bonus(token_entropy(new_logits), mask, weights=weights)[0]
-            error, _ = value_loss(values[task.state], old_values, returns, mask, value_clip_range=None, weights=weights)
+        weighting = Weighting(weights=weights, num_tokens=1.0)
+        for _ in range(ppo.ppo_epochs):
+            new_logits = logits[TASK.state]
+            new = TokenScores(
+                token_logprobs(new_logits, TASK.token),
+                entropy=token_entropy(new_logits) if ppo.entropy_coef else None,
+                kl_full=kl_full(new_logits, ref_logits),
+            )
+            coefs = KLCoefs(ppo.kl_coef, policy_kl_coef=1.0)
+            loss, _ = stage._policy_terms(batch, new, new.logprobs, config, coefs, weighting)
+            error, _ = value_loss(values[TASK.state], old_values, returns, mask, value_clip_range=None, **weighting)
             optimizer.zero_grad()
             (loss + error).backward()
             optimizer.step()
@@ -128,46 +110,24 @@ def train(
     return chances(TASK, logits.detach())
 
 
-def advantages_and_returns(
-    options: Algorithm, mask: Tensor, rewards: Tensor, values: Tensor, chance: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Both [B, R]. Every run trains values on the returns, but only gae and monte_carlo read the values."""
-    to_go = reward_to_go(rewards, mask, gamma=options.gamma)
-    if options.advantage_estimator == "gae":
-        return gae(rewards, values, mask, gamma=options.gamma, gae_lambda=options.gae_lambda)
-    if options.advantage_estimator == "monte_carlo":
-        return torch.where(mask, to_go - values, 0), to_go
-    if options.advantage_estimator == "reinforce":
-        return to_go, to_go
-    # rloo, grpo and dr_grpo subtract the mean of an infinite group; grpo also divides by its standard deviation.
-    total = rewards.sum(1)
-    deviation = total - mean_of_prompt(TASK, total, chance)
-    if options.advantage_estimator == "grpo":
-        deviation = deviation / (mean_of_prompt(TASK, deviation.square(), chance).sqrt() + 1e-6)
-    return broadcast_to_tokens(deviation, mask), to_go
+def advantages_and_returns(ppo: PPO, rewards: Tensor, values: Tensor, chance: Tensor) -> tuple[Tensor, Tensor]:
+    """Both [B, R]. Whitening and groups are those of infinitely many samples."""
+    mask = TASK.mask
+    if ppo.advantage_estimator in ("rloo", "grpo", "dr_grpo"):
+        total = rewards.sum(1)
+        deviation = total - mean_of_prompt(TASK, total, chance)
+        if ppo.advantage_estimator == "grpo":
+            deviation = deviation / (mean_of_prompt(TASK, deviation.square(), chance).sqrt() + 1e-6)
+        return broadcast_to_tokens(deviation, mask), reward_to_go(rewards, mask, gamma=1.0)
+    config: Any = SimpleNamespace(ppo=ppo.model_copy(update={"whiten_advantages": False}))
+    advantages, returns = stage._advantages(rewards, values, mask, config, ALONE)
+    return whiten(advantages, chance.unsqueeze(1) * mask) if ppo.whitens_advantages else advantages, returns
 
 
 def whiten(x: Tensor, weight: Tensor) -> Tensor:
     """The limit of `masked_whiten` for infinitely many samples."""
     deviation = x - (weight * x).sum() / weight.sum()
     return deviation / ((weight * deviation.square()).sum() / weight.sum() + 1e-8).sqrt()
-
-
-def policy_term(
-    options: Algorithm, new_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor
-) -> Tensor:
-    batch = (new_logprobs, logprobs, advantages, mask)
-    if options.objective == "penalty":
-        return penalty_loss(*batch, policy_kl_coef=1.0, weights=weights)[0]
-    return policy_loss(*batch, clip_range=0.2, dual_clip=options.dual_clip, weights=weights)[0]
-
-
-def kl_term(kind: KlInLoss, logits: Tensor, ref_logits: Tensor, token: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
-    logprobs, ref_logprobs = token_logprobs(logits, token), token_logprobs(ref_logits, token)
-    if kind == "k2_sequence":
-        return sequence_k2_loss(logprobs, ref_logprobs, mask, weights=weights)[0]
-    kl = kl_full(logits, ref_logits) if kind == "full" else kl_estimate(logprobs, ref_logprobs, estimator=kind)
-    return kl_loss(kl, mask, weights=weights)[0]
 
 
 def distance(p: Tensor, q: Tensor) -> float:
@@ -193,26 +153,26 @@ def test_pi_star_from_whole_responses_equals_pi_star_token_by_token():
 @pytest.mark.parametrize(
     "algorithm",
     [
-        pytest.param(Algorithm(), id="gae"),
-        pytest.param(Algorithm(whiten_advantages=True), id="gae, whitened"),
-        pytest.param(Algorithm(gae_lambda=1.0), id="gae, lambda 1"),
-        pytest.param(Algorithm(gae_lambda=1.0, whiten_advantages=True), id="gae, lambda 1, whitened"),
-        pytest.param(Algorithm(gae_lambda=0.0), id="gae, lambda 0"),
-        pytest.param(Algorithm(ppo_epochs=4), id="gae, 4 epochs"),
-        pytest.param(Algorithm(ppo_epochs=4, whiten_advantages=True), id="gae, 4 epochs, whitened"),
-        pytest.param(Algorithm(ppo_epochs=4, dual_clip=1.1, whiten_advantages=True), id="gae, 4 epochs, dual clip"),
-        pytest.param(Algorithm(ppo_epochs=4, objective="penalty", whiten_advantages=True), id="gae, penalty"),
-        pytest.param(Algorithm(loss_aggregation="sequence"), id="gae, sequence mean"),
-        pytest.param(Algorithm(loss_aggregation="constant"), id="gae, constant divisor"),
-        pytest.param(Algorithm("monte_carlo"), id="monte_carlo"),
-        pytest.param(Algorithm("reinforce"), id="reinforce"),
-        pytest.param(Algorithm("reinforce", whiten_advantages=True), id="reinforce_pp"),
-        pytest.param(Algorithm("rloo"), id="rloo"),
-        pytest.param(Algorithm("rloo", ppo_epochs=4), id="rloo, 4 epochs"),
-        pytest.param(Algorithm("rloo", loss_aggregation="sequence"), id="rloo, sequence mean"),
-        pytest.param(Algorithm("grpo"), id="grpo, KL in the reward"),
-        pytest.param(Algorithm("rloo", kl_in_reward=None, kl_in_loss="k2_sequence"), id="k2 of the sequence as a loss"),
-        pytest.param(Algorithm(kl_in_reward=None, kl_in_loss="k2_sequence"), id="gae, k2 of the sequence as a loss"),
+        pytest.param(algorithm(), id="gae"),
+        pytest.param(algorithm(whiten_advantages=True), id="gae, whitened"),
+        pytest.param(algorithm(gae_lambda=1.0), id="gae, lambda 1"),
+        pytest.param(algorithm(gae_lambda=1.0, whiten_advantages=True), id="gae, lambda 1, whitened"),
+        pytest.param(algorithm(gae_lambda=0.0), id="gae, lambda 0"),
+        pytest.param(algorithm(ppo_epochs=4), id="gae, 4 epochs"),
+        pytest.param(algorithm(ppo_epochs=4, whiten_advantages=True), id="gae, 4 epochs, whitened"),
+        pytest.param(algorithm(ppo_epochs=4, dual_clip=1.1, whiten_advantages=True), id="gae, 4 epochs, dual clip"),
+        pytest.param(algorithm(ppo_epochs=4, objective="penalty", whiten_advantages=True), id="gae, penalty"),
+        pytest.param(algorithm(loss_aggregation="sequence"), id="gae, sequence mean"),
+        pytest.param(algorithm(loss_aggregation="constant"), id="gae, constant divisor"),
+        pytest.param(algorithm("monte_carlo"), id="monte_carlo"),
+        pytest.param(algorithm("reinforce"), id="reinforce"),
+        pytest.param(algorithm("reinforce", whiten_advantages=True), id="reinforce_pp"),
+        pytest.param(algorithm("rloo"), id="rloo"),
+        pytest.param(algorithm("rloo", ppo_epochs=4), id="rloo, 4 epochs"),
+        pytest.param(algorithm("rloo", loss_aggregation="sequence"), id="rloo, sequence mean"),
+        pytest.param(algorithm("grpo"), id="grpo, KL in the reward"),
+        pytest.param(algorithm("rloo", kl_in="loss"), id="k2 of the sequence as a loss"),
+        pytest.param(algorithm(kl_in="loss"), id="gae, k2 of the sequence as a loss"),
     ],
 )
 def test_training_ends_at_pi_star(algorithm):
@@ -222,8 +182,8 @@ def test_training_ends_at_pi_star(algorithm):
 # ---- training to another optimum than pi*
 
 
-def kl_loss_of(kind: KlInLoss, estimator: Any = "dr_grpo", kl_coef: float = BETA, **choices: Any) -> Algorithm:
-    return Algorithm(estimator, kl_in_reward=None, kl_in_loss=kind, kl_coef=kl_coef, **choices)
+def kl_loss_of(kind: str, estimator: str = "dr_grpo", **keys: Any) -> PPO:
+    return algorithm(estimator, kl_in="loss", kl_estimator=kind, **keys)
 
 
 @pytest.mark.parametrize(
@@ -238,12 +198,12 @@ def kl_loss_of(kind: KlInLoss, estimator: Any = "dr_grpo", kl_coef: float = BETA
             backwards(TASK, token_k3_rule(BETA)),
             id="k3 as a loss, constant divisor",
         ),
-        pytest.param(Algorithm(entropy_coef=0.1), backwards(TASK, entropy_rule(BETA, 0.1)), id="gae, entropy bonus"),
+        pytest.param(algorithm(entropy_coef=0.1), backwards(TASK, entropy_rule(BETA, 0.1)), id="gae, entropy bonus"),
         pytest.param(
-            Algorithm("rloo", entropy_coef=0.1), backwards(TASK, entropy_rule(BETA, 0.1)), id="rloo, entropy bonus"
+            algorithm("rloo", entropy_coef=0.1), backwards(TASK, entropy_rule(BETA, 0.1)), id="rloo, entropy bonus"
         ),
         pytest.param(
-            Algorithm("rloo", entropy_coef=-0.1), backwards(TASK, entropy_rule(BETA, -0.1)), id="rloo, entropy cost"
+            algorithm("rloo", entropy_coef=-0.1), backwards(TASK, entropy_rule(BETA, -0.1)), id="rloo, entropy cost"
         ),
     ],
 )
@@ -281,7 +241,7 @@ def test_a_limit_ends_at_the_constrained_optimum(side: str, whiten: bool) -> Non
         limits.adapt({"reward/c": ((chance * found).sum() / TASK.num_prompts).item(), "policy/grad_norm": 1.0})
         return score
 
-    learned = train(Algorithm(whiten_advantages=whiten), score_of=score_of)
+    learned = train(algorithm(whiten_advantages=whiten), score_of=score_of)
     assert limits.lambdas["c"] == pytest.approx(high, rel=0.05)
     assert mean_cost(learned) == pytest.approx(beyond, abs=0.02)
     assert distance(learned, policy(high)) < NEAR

@@ -439,12 +439,6 @@ def test_evaluations_during_the_run(watch, judged):
     assert abs(rows[0]["kl"]) > 1e-3
 
 
-def test_only_the_end_is_evaluated_by_default(watch, judged):
-    run = watch(**judged([0.0, 1.0], every_iterations=None))
-    assert not (run.stage_dir / "evaluations.jsonl").exists()
-    assert json.loads((run.stage_dir / "evaluation.json").read_text())["ppo"]["craft"] == 1.0
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -7,7 +7,6 @@ of the project).
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 import statistics
@@ -41,10 +40,9 @@ from support.oracles import (
     numbers,
     padded,
     plain_copy,
-    weighted_scores,
 )
 from support.paths import OF_THE_MACHINE, TESTS
-from support.setup import config_of, learning, reward_calls, weights_of
+from support.setup import config_of, learning, reward_calls
 from support.tiny import STOP, encoder, merged, read_jsonl, write_jsonl
 
 # --------------------------------------------------------------------------------- rewards
@@ -140,21 +138,6 @@ def test_equal_scores_are_shifted_but_not_scaled(watch, tmp_path):
     run = watch(rewards=rewards, ppo=ppo)
     assert [row["objective/score"] for row in run.metrics] == [7.5, 7.5]
     assert [row["objective/reward"] for row in run.metrics] == [0.0, 0.0]
-
-
-def test_held_out_replies_are_scored_by_dense_rewards_too(watch, functions, data):
-    """The score of a reply includes the sum of its dense rewards."""
-    rewards = [
-        {"type": "function", "function": f"{functions}:letters", "weight": 2.0},
-        {"type": "function", "function": f"{functions}:tokens", "per_token": True, "weight": 0.5},
-    ]
-    test = {"test": {"path": str(data["prompts"]), "limit": 5}}
-    run = watch(rewards=rewards, data=test, ppo={"num_iterations": 1})
-    evaluation = json.loads((run.stage_dir / "evaluation.json").read_text())
-    for side, call in (("sft", 0), ("ppo", 2)):
-        sparse, dense = weighted_scores(run.setup.config, run.setup, call)
-        expected = [a + sum(b) for a, b in zip(sparse, dense, strict=True)]
-        assert [example[side]["score"] for example in evaluation["examples"]] == pytest.approx(expected, abs=1e-5)
 
 
 # -------------------------------------------------------------------------------------------- sampling
@@ -326,36 +309,15 @@ def test_a_minibatch_above_max_ratio_is_skipped(watch, monkeypatch):
 
 
 @torch.no_grad()
-def after_update_kl(run, i):
-    """KL(old, new) per token of iteration i, from plain forward passes of the policies before and after its update."""
-    rollout = run.rollouts[i]
-    rollout_args = (rollout.prompts, rollout.responses, run.setup.sampling)
-    old, new = (numbers(chosen(distributions(plain_copy(run.models[j].policy), *rollout_args))) for j in (i, i + 1))
-    terms = [math.exp(b - a) - 1 - (b - a) for x, y in zip(old, new, strict=True) for a, b in zip(x, y, strict=True)]
-    return statistics.fmean(terms)
-
-
-def test_policy_kl_coef_follows_its_target(watch):
-    """[33] It doubles above 1.5 times the target, halves below target / 1.5, and otherwise does not change."""
-
-    def run_with(target):
-        ppo = {"objective": "penalty", "policy_kl_coef": 0.5, "policy_kl_target": target, "num_iterations": 3}
-        return watch(str(target), ppo=ppo)
-
-    halved = run_with(1e3)
-    first = halved.metrics[0]["policy/kl_after_update"]
-    assert first == pytest.approx(after_update_kl(halved, 0), rel=1e-3)
-    assert first > 1e-4
-    assert [row["policy/policy_kl_coef"] for row in halved.metrics] == [0.5, 0.25, 0.125]
-    doubled = run_with(first / 1.6)
-    assert [row["policy/policy_kl_coef"] for row in doubled.metrics][:2] == [0.5, 1.0]
-    for target in (first / 1.4, first * 1.4):
-        unchanged = run_with(target)
-        assert [row["policy/policy_kl_coef"] for row in unchanged.metrics][:2] == [0.5, 0.5]
-        second = unchanged.metrics[1]["policy/kl_after_update"]
-        assert second == pytest.approx(after_update_kl(unchanged, 1), rel=1e-3)
-        factor = 0.5 if second < target / 1.5 else 2.0 if second > 1.5 * target else 1.0
-        assert unchanged.metrics[2]["policy/policy_kl_coef"] == 0.5 * factor
+def test_the_kl_after_an_update_is_that_of_the_policies_before_and_after_it(watch):
+    """KL(old, new) per token, from plain forward passes."""
+    run = watch(ppo={"objective": "penalty", "policy_kl_target": 1e3, "num_iterations": 2})
+    texts = (run.rollouts[0].prompts, run.rollouts[0].responses, run.setup.sampling)
+    old, new = (numbers(chosen(distributions(plain_copy(models.policy), *texts))) for models in run.models)
+    gaps = [b - a for x, y in zip(old, new, strict=True) for a, b in zip(x, y, strict=True)]
+    expected = statistics.fmean(math.exp(gap) - 1 - gap for gap in gaps)
+    assert run.metrics[0]["policy/kl_after_update"] == pytest.approx(expected, rel=1e-3)
+    assert expected > 1e-4
 
 
 def test_each_learning_rate_follows_its_own_number_of_steps(watch):
@@ -375,21 +337,6 @@ def test_each_learning_rate_follows_its_own_number_of_steps(watch):
     assert [row["value/learning_rate"] for row in run.metrics] == pytest.approx(expected, rel=1e-6)
     by_default = watch("default", ppo={"num_iterations": 1})
     assert by_default.metrics[0]["value/learning_rate"] == by_default.metrics[0]["policy/learning_rate"] == 5e-3
-
-
-@pytest.mark.parametrize("init", ["policy", "shared"])
-def test_the_policy_does_not_change_during_the_value_warm_up(watch, make_model, init):
-    start_weights = weights_of(load_policy(str(make_model("llama"))))
-    run = watch(value_model={"init": init, "warmup_iterations": 1}, ppo={"num_iterations": 2, "entropy_coef": 0.1})
-    for name, weight in start_weights.items():
-        assert torch.equal(run.after[0][name], weight), name
-    assert any(not torch.equal(run.after[1][name], weight) for name, weight in start_weights.items())
-    heads = [m.value_head.weight if init == "shared" else m.value_model.score.weight for m in run.models]
-    assert heads[0].abs().max() == 0
-    assert heads[1].abs().max() > 1e-3
-    assert [which for which, _ in run.moves] == ["value"] * 2 + ["policy", "value"] * 2
-    assert "policy/grad_norm" not in run.metrics[0]
-    assert run.metrics[1]["objective/kl"] == pytest.approx(0.0, abs=1e-5)
 
 
 def test_initial_weights_of_the_value_model(start, pipeline):

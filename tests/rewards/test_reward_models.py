@@ -227,16 +227,6 @@ def test_policy_tokens_are_cut_like_text(chat_reward_model, tokenizer, facts, ke
     assert scores.cut == {"rm": 1 if keeps(list(range(9))) != list(range(9)) else 0}
 
 
-def test_policy_tokens_keep_their_bos(chat_reward_model, tokenizer):
-    """The prompts of `batch` are the token 7."""
-    path = trained_at(chat_reward_model(None), rlhf_max_length=5, rlhf_truncation="left")
-    source = load_model(path, tokenizer)[0]
-    source.tokenizer.bos_token = source.tokenizer.convert_ids_to_tokens(7)
-    (score,) = total_score([source], batch(["x"], ids=[[9, 8, 7, 6, 5, 4]], ended=False)).total.tolist()
-    (wanted,) = score_sequences(load_reward_model(str(path)), [[7, 7, 6, 5, 4]], "float32").tolist()
-    assert score == pytest.approx(wanted, abs=1e-5)
-
-
 def test_bos_is_kept_when_the_beginning_is_cut():
     """The RM stage cuts the same way."""
     from rlhf_cli.data.encode import LengthLimits, fit

@@ -132,16 +132,6 @@ def test_a_planted_bias_leaves_the_scores(runs, biased, tmp_path):
         assert abs(found["rm/length_accuracy"] - 0.5) < 0.1, "the held-out labels do not depend on the length"
 
 
-def test_eval_reads_the_corrected_scores(runs):
-    found = []
-    for root in runs:
-        assert CliRunner().invoke(app, ["eval", str(root), "--stage", "rm"]).exit_code == 0
-        figures = json.loads((root / "eval/rm/evaluation.json").read_text())["figures"]
-        found.append(figures["score_length_correlation"]["value"])
-    assert found[0] > 0.4
-    assert abs(found[1]) < 0.05
-
-
 def test_ppo_reads_the_corrected_score_and_other_libraries_the_logit(runs):
     path = str(runs[1] / "rm/model")
     rewards = named_rewards([ModelReward(type="reward_model", path=path)], "none", 0.1)
