@@ -150,11 +150,6 @@ def policy_inputs(x):
     return x["logprobs"], x["old_logprobs"], x["advantages"], x["mask"]
 
 
-def check_policy_loss(x):
-    loss, _ = policy_loss(*policy_inputs(x), clip_range=x["clip_eps"])
-    return {"loss": loss, "grad_logprobs": gradient(loss, x["logprobs"])}
-
-
 def weights_of(mask, aggregation, max_new_tokens=1):
     """`loss_weights` of a minibatch with this mask."""
     return loss_weights(
@@ -167,25 +162,20 @@ def weights_of(mask, aggregation, max_new_tokens=1):
     )
 
 
-def check_aggregated_policy_loss(aggregation):
+def check_policy_loss(aggregation=None):
     def check(x):
-        weights = weights_of(x["mask"], aggregation, x.get("constant", 1))
-        loss, _ = policy_loss(*policy_inputs(x), clip_range=x["clip_eps"], weights=weights)
-        return {"loss": loss, "grad_logprobs": gradient(loss, x["logprobs"])}
+        weights = weights_of(x["mask"], aggregation, x.get("constant", 1)) if aggregation else None
+        low, high = x.get("clip_low", x.get("clip_eps")), x.get("clip_high")
+        clips = {"clip_range": low, "clip_range_high": high, "dual_clip": x.get("dual_clip")}
+        loss, stats = policy_loss(*policy_inputs(x), **clips, weights=weights)
+        return {
+            "loss": loss,
+            "grad_logprobs": gradient(loss, x["logprobs"]),
+            "capped_fraction": stats["policy/dual_clip_fraction"],
+            "clip_fraction": stats["policy/clip_fraction"],
+        }
 
     return check
-
-
-def check_dual_clip(x):
-    loss, stats = policy_loss(*policy_inputs(x), clip_range=x["clip_eps"], dual_clip=x["dual_clip"])
-    fraction = stats["policy/dual_clip_fraction"]
-    return {"loss": loss, "grad_logprobs": gradient(loss, x["logprobs"]), "capped_fraction": fraction}
-
-
-def check_asymmetric_clip(x):
-    loss, stats = policy_loss(*policy_inputs(x), clip_range=x["clip_low"], clip_range_high=x["clip_high"])
-    fraction = stats["policy/clip_fraction"]
-    return {"loss": loss, "grad_logprobs": gradient(loss, x["logprobs"]), "clip_fraction": fraction}
 
 
 def check_policy_loss_with_entropy_and_kl(x):
@@ -214,18 +204,14 @@ def check_ptx(x):
     }
 
 
-def check_adaptive_kl(x):
-    kl_coef, coefs = x["init"], []
-    for kl in x["kls"]:
-        kl_coef = adaptive_kl_coef(kl_coef, kl, target=x["target"], horizon=x["horizon"], num_episodes=x["n_steps"])
-        coefs.append(kl_coef)
-    return {"betas": torch.tensor(coefs, dtype=torch.float64)}
-
-
-def check_adaptive_policy_kl(x):
+def check_adaptive(x):
+    """Of the KL in the reward, by a horizon, or of PPO-penalty's KL, by factors of 2."""
     coef, coefs = x["init"], []
     for kl in x["kls"]:
-        coef = adaptive_policy_kl_coef(coef, kl, target=x["target"])
+        if "horizon" in x:
+            coef = adaptive_kl_coef(coef, kl, target=x["target"], horizon=x["horizon"], num_episodes=x["n_steps"])
+        else:
+            coef = adaptive_policy_kl_coef(coef, kl, target=x["target"])
         coefs.append(coef)
     return {"betas": torch.tensor(coefs, dtype=torch.float64)}
 
@@ -247,28 +233,17 @@ def check_group(kind):
     return check
 
 
-def check_reinforce_pp(bessel):
+def check_reinforce_pp(bessel, baseline=False):
     def check(x):
-        if "token_rewards" in x:
-            rewards = x["token_rewards"]
-        else:
-            rewards = token_rewards(x["scores"], x["kl"], x["mask"], kl_coef=x["kl_coef"])
-        returns = reward_to_go(rewards, x["mask"], gamma=x["gamma"])
-        return {"returns": returns, "advantages": masked_whiten(returns, x["mask"], bessel=bessel)}
+        rewards, score, mask = x.get("token_rewards"), x.get("scores"), x["mask"]
+        if baseline:
+            score = group_advantages(score, samples_per_prompt=group_size(x), baseline="dr_grpo")
+        if rewards is None:
+            rewards = token_rewards(score, x.get("kl", 0.0 * mask), mask, kl_coef=x.get("kl_coef", 0.0))
+        returns = reward_to_go(rewards, mask, gamma=x.get("gamma", 1.0))
+        return {"returns": returns, "advantages": masked_whiten(returns, mask, bessel=bessel)}
 
     return check
-
-
-def check_reinforce_pp_baseline_with_kl(x):
-    score = group_advantages(x["scores"], samples_per_prompt=group_size(x), baseline="dr_grpo")
-    rewards = token_rewards(score, x["kl"], x["mask"], kl_coef=x["kl_coef"])
-    returns = reward_to_go(rewards, x["mask"], gamma=x["gamma"])
-    return {"returns": returns, "advantages": masked_whiten(returns, x["mask"], bessel=False)}
-
-
-def check_reinforce_pp_baseline(x):
-    score = group_advantages(x["scores"], samples_per_prompt=group_size(x), baseline="dr_grpo")
-    return {"advantages": masked_whiten(broadcast_to_tokens(score, x["mask"]), x["mask"])}
 
 
 def check_ema(x):
@@ -325,18 +300,15 @@ def check_approx_kl(x):
     return {"approx_kl": policy_loss(*policy_inputs(x), clip_range=0.2)[1]["policy/approx_kl"]}
 
 
-def check_value_loss(x):
-    loss, stats = value_loss(x["values"], x["old_values"], x["returns"], x["mask"], value_clip_range=x.get("clip_eps"))
-    result = {"loss": loss, "grad_values": gradient(loss, x["values"])}
-    return result | ({"clip_fraction": stats["value/clip_fraction"]} if "clip_eps" in x else {})
+def check_value_loss(aggregation=None):
+    def check(x):
+        weights = weights_of(x["mask"], aggregation) if aggregation else None
+        tensors = (x[name] for name in ("values", "old_values", "returns", "mask"))
+        loss, stats = value_loss(*tensors, value_clip_range=x.get("clip_eps"), weights=weights)
+        fraction = stats["value/clip_fraction"]
+        return {"loss": loss, "grad_values": gradient(loss, x["values"]), "clip_fraction": fraction}
 
-
-def check_value_loss_of_sequences(x):
-    weights = weights_of(x["mask"], "sequence")
-    loss, _ = value_loss(
-        x["values"], x["old_values"], x["returns"], x["mask"], value_clip_range=x["clip_eps"], weights=weights
-    )
-    return {"loss": loss, "grad_values": gradient(loss, x["values"])}
+    return check
 
 
 def check_pairwise(kind):
@@ -435,21 +407,21 @@ CHECKS = {
     "masked_whiten_population_shift_True": check_masked_whiten(bessel=False),
     "masked_whiten_bessel_shift_False": check_masked_whiten(bessel=True),
     "masked_whiten_population_shift_False": check_masked_whiten(bessel=False),
-    "ppo_policy_loss_token_mean": check_policy_loss,
-    "ppo_policy_loss_seq_mean_token_mean": check_aggregated_policy_loss("sequence"),
-    "ppo_policy_loss_seq_mean_token_sum": check_aggregated_policy_loss("constant"),
-    "ppo_policy_loss_seq_mean_token_sum_norm": check_aggregated_policy_loss("constant"),
-    "ppo_policy_loss_dual_clip": check_dual_clip,
-    "ppo_policy_loss_asymmetric_clip": check_asymmetric_clip,
+    "ppo_policy_loss_token_mean": check_policy_loss(),
+    "ppo_policy_loss_seq_mean_token_mean": check_policy_loss("sequence"),
+    "ppo_policy_loss_seq_mean_token_sum": check_policy_loss("constant"),
+    "ppo_policy_loss_seq_mean_token_sum_norm": check_policy_loss("constant"),
+    "ppo_policy_loss_dual_clip": check_policy_loss(),
+    "ppo_policy_loss_asymmetric_clip": check_policy_loss(),
     "ppo_policy_loss_microbatches": check_policy_microbatches,
     "ppo_clip_fraction_and_approx_kl": check_policy_stats,
     "ppo_approx_kl_k3": check_approx_kl,
-    "value_loss_clipped": check_value_loss,
-    "value_loss_unclipped": check_value_loss,
-    "value_loss_clipped_seq_mean": check_value_loss_of_sequences,
+    "value_loss_clipped": check_value_loss(),
+    "value_loss_unclipped": check_value_loss(),
+    "value_loss_clipped_seq_mean": check_value_loss("sequence"),
     "policy_loss_with_entropy_bonus_and_kl_term": check_policy_loss_with_entropy_and_kl,
-    "adaptive_kl_ziegler": check_adaptive_kl,
-    "ppo_penalty_adaptive_beta": check_adaptive_policy_kl,
+    "adaptive_kl_ziegler": check_adaptive,
+    "ppo_penalty_adaptive_beta": check_adaptive,
     "rloo_advantages": check_group("rloo"),
     "grpo_advantages_eps1e-6": check_group("grpo"),
     "grpo_advantages_eps1e-4": check_group("grpo"),
@@ -459,8 +431,8 @@ CHECKS = {
     "reinforce_pp_bessel_gamma0.97": check_reinforce_pp(bessel=True),
     "reinforce_pp_population_gamma1.0": check_reinforce_pp(bessel=False),
     "reinforce_pp_population_gamma0.97": check_reinforce_pp(bessel=False),
-    "reinforce_pp_baseline_population_gamma1.0": check_reinforce_pp_baseline_with_kl,
-    "reinforce_pp_baseline_bessel": check_reinforce_pp_baseline,
+    "reinforce_pp_baseline_population_gamma1.0": check_reinforce_pp(bessel=False, baseline=True),
+    "reinforce_pp_baseline_bessel": check_reinforce_pp(bessel=True, baseline=True),
     "rm_pairwise_logsigmoid": check_pairwise("logsigmoid"),
     "rm_pairwise_margin": check_pairwise("logsigmoid"),
     "rm_logexp": check_pairwise("logexp"),

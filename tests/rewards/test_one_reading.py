@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands import rm_serve
-from rlhf_cli.config.rewards import ModelReward, named_rewards
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.answers import answer_encoder
 from rlhf_cli.data.cache import tokenise
@@ -22,10 +21,9 @@ from rlhf_cli.data.records import Message, Record
 from rlhf_cli.data.stage_rows import rm_rows, sft_rows
 from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer
 from rlhf_cli.models.save import save
-from rlhf_cli.rewards.sources import load_rewards
 from support.rewards import batch, source_of
 from support.setup import config_of
-from support.tiny import CPU, read_jsonl, write_jsonl
+from support.tiny import read_jsonl, write_jsonl
 
 CHATML = (
     "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{{ '\\n' }}{% endfor %}"
@@ -117,7 +115,7 @@ def test_training_evaluation_ppo_and_serve_give_one_score(run, chats):
     ids = [[*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for answer in answers]
     samples = batch(answers, prompts=prompts, ids=ids, messages=before)
     samples.prompt_ids[:] = prompt_ids
-    (tokens,), _ = load_rewards(named_rewards([ModelReward(**reward)], "none", 0.1), "none", tokenizer, CPU, "float32")
+    tokens = source_of(reward, tokenizer)
     assert tokens.reads_policy_tokens
     assert tokens.score(samples).tolist() == pytest.approx(wanted, abs=1e-4)
     assert source_of(reward).score(samples).tolist() == pytest.approx(wanted, abs=1e-4)
@@ -162,8 +160,7 @@ def test_a_foreign_model_is_read_where_its_chat_template_ends(run, tmp_path):
 def test_a_response_that_another_stop_token_ended_is_scored_with_eos(run, ids):
     """Gemma's answers end with <end_of_turn>, and its EOS is another token."""
     tokenizer = load_tokenizer(str(run / "rm/model"))
-    reward = ModelReward(type="reward_model", path=str(run / "rm"), normalize=False)
-    (source,), _ = load_rewards(named_rewards([reward], "none", 0.1), "none", tokenizer, CPU, "float32")
+    source = source_of({"type": "reward_model", "path": str(run / "rm"), "normalize": False}, tokenizer)
     closed, cut = (source.score(batch(["x"], ids=[ids], ended=ended)).item() for ended in (True, False))
     with torch.no_grad():
         wanted = source.model(torch.tensor([[7, 5, 6, 2]])).logits.item()

@@ -19,13 +19,13 @@ from transformers import (
     LlamaForTokenClassification,
 )
 
-from rlhf_cli.config.rewards import Reward, named_rewards
+from rlhf_cli.config.rewards import Reward
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.errors import ArtifactError, ConfigError, RewardError
 from rlhf_cli.rewards.base import Samples, total_score
 from rlhf_cli.rewards.process_reward import split_steps, step_scores, token_ends
-from rlhf_cli.rewards.sources import load_rewards
-from support.tiny import CPU, character_tokenizer, random_ids
+from support import rewards
+from support.tiny import character_tokenizer, random_ids
 
 LETTERS = ["<e>", *"abcdefgh.;? QA:\n"]
 
@@ -62,9 +62,7 @@ def saved(folder, make=llama, tokenizer=None, num_labels=1):
 
 def source_of(path, policy_tokenizer, *, steps=None, **settings):
     reward = {"type": "reward_model", "path": str(path), "steps": {"separator": ";", "average": False, **(steps or {})}}
-    rewards = [TypeAdapter(Reward).validate_python(reward | settings)]
-    (source,), _ = load_rewards(named_rewards(rewards, "none", 0.1), "none", policy_tokenizer, CPU, "float32")
-    return source
+    return rewards.source_of(reward, policy_tokenizer, **settings)
 
 
 def samples_of(tokenizer, texts, *, ended=True, prompt="Q", eos=True):

@@ -14,15 +14,13 @@ from typer.testing import CliRunner
 from rlhf_cli.algorithms.length import LengthCurve, regression_on_length, value_at
 from rlhf_cli.algorithms.statistics import pearson
 from rlhf_cli.cli import app
-from rlhf_cli.config.rewards import ModelReward, named_rewards
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, new_reward_model
 from rlhf_cli.rewards.base import total_score
 from rlhf_cli.rewards.models import length_curve
-from rlhf_cli.rewards.sources import load_rewards
 from support.compare import same_figures, same_weights
-from support.rewards import batch
-from support.tiny import BAD, CPU, GOOD, WORDS, read_jsonl, write_jsonl
+from support.rewards import batch, source_of
+from support.tiny import BAD, GOOD, WORDS, read_jsonl, write_jsonl
 from support.worlds import run_in_threads
 
 # ------------------------------------------------------------------------------------- the formula
@@ -134,8 +132,7 @@ def test_a_planted_bias_leaves_the_scores(runs, biased, tmp_path):
 
 def test_ppo_reads_the_corrected_score_and_other_libraries_the_logit(runs):
     path = str(runs[1] / "rm/model")
-    rewards = named_rewards([ModelReward(type="reward_model", path=path)], "none", 0.1)
-    (source,), _ = load_rewards(rewards, "none", None, CPU, "float32")
+    source = source_of({"type": "reward_model", "path": path})
     replies = [" tent is late thank", " lamp radio map is late broken please help sorry"]
     (found,) = total_score([source], batch(replies, prompts=["Q 1\nA:"] * 2)).each.values()
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), load_tokenizer(path)

@@ -28,10 +28,10 @@ def batch(responses, rows=None, *, ended=True, ids=None, prompts=None, messages=
     )
 
 
-def source_of(reward, **settings):
+def source_of(reward, policy_tokenizer=None, **settings):
     """The reward source of one entry of `rewards` in a config."""
     rewards = [TypeAdapter(Reward).validate_python({**reward, **settings})]
-    (source,), _ = load_rewards(named_rewards(rewards, "none", 0.1), "none", None, CPU, "float32")
+    (source,), _ = load_rewards(named_rewards(rewards, "none", 0.1), "none", policy_tokenizer, CPU, "float32")
     return source
 
 
