@@ -169,75 +169,6 @@ def plackett_luce_loss(scores: Tensor, sizes: Sequence[int], *, num_rankings: Te
     return -(weight * logsigmoid(first - rest)).sum() / (len(sizes) if num_rankings is None else num_rankings)
 
 
-def score_loss(
-    score: Tensor, target: Tensor, *, num_rows: Tensor | float | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Squared error of the scores, for rows with a target score instead of a preference.
-
-    ``loss = sum((score - target)**2) / num_rows``
-
-    Unlike ``value_loss``, it has no factor 1/2.
-
-    Args:
-        score: [B], of the reward model; carries the gradient.
-        target: [B], the score to learn.
-        num_rows: divisor of the sums, by default B. For a microbatch, pass the number of rows in its whole minibatch:
-            then losses, gradients and stats *add up*.
-
-    Returns:
-        (loss, stats): a scalar to minimise, and detached scalars with the same divisor.
-
-        - ``rm/mse``: the loss;
-        - ``rm/score``: the scores.
-
-    >>> loss, stats = score_loss(torch.tensor([1.0, 4.0]), torch.tensor([0.0, 2.0]))
-    >>> loss, stats["rm/score"]  # (1 + 4) / 2
-    (tensor(2.5000), tensor(2.5000))
-    """
-    num_rows = score.numel() if num_rows is None else num_rows
-    mse = (score - target).square().sum() / num_rows
-    return mse, {"rm/mse": mse.detach(), "rm/score": score.detach().sum() / num_rows}
-
-
-def label_loss(
-    score: Tensor, label: Tensor, *, num_rows: Tensor | float | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Negative log-likelihood of labels, for rows that are marked as good or bad instead of compared.
-
-    ``loss = -sum(label * log(sigmoid(score)) + (1 - label) * log(sigmoid(-score))) / num_rows``
-
-    The score is the log-odds of a good answer. A label between 0 and 1 is the probability of a good answer, such as the
-    share of annotators who liked it. A score that is wrong by 200 costs 200, not inf.
-
-    Args:
-        score: [B], of the reward model; carries the gradient.
-        label: [B], 0 for bad to 1 for good.
-        num_rows: divisor of the sums, by default B. For a microbatch, pass the number of rows in its whole minibatch:
-            then losses, gradients and stats *add up*.
-
-    Returns:
-        (loss, stats): a scalar to minimise, and detached scalars with the same divisor.
-
-        - ``rm/accuracy``: the share of rows whose score is above 0 for a label above 1/2, or below 0 for one below
-          1/2; a score of 0 or a label of 1/2 counts one half;
-        - ``rm/score``: the scores.
-
-    >>> loss, stats = label_loss(torch.tensor([0.0, 200.0]), torch.tensor([1.0, 0.0]))
-    >>> loss  # (log(2) + 200) / 2
-    tensor(100.3466)
-    >>> stats["rm/accuracy"], stats["rm/score"]  # a tie and a miss
-    (tensor(0.2500), tensor(100.))
-    """
-    num_rows = score.numel() if num_rows is None else num_rows
-    loss = -(label * logsigmoid(score) + (1 - label) * logsigmoid(-score)).sum() / num_rows
-    with torch.no_grad():
-        stats = {
-            "rm/accuracy": label_accuracy(score, label).sum() / num_rows,
-            "rm/score": score.sum() / num_rows,
-        }
-    return loss, stats
-
-
 def label_accuracy(score: Tensor, label: Tensor) -> Tensor:
     """Whether the sign of each score agrees with its label: 1, 0, or 1/2 for a score of 0 or a label of 1/2.
 
@@ -257,15 +188,44 @@ def label_accuracy(score: Tensor, label: Tensor) -> Tensor:
 def pointwise_loss(
     score: Tensor, target: Tensor, *, loss: PointwiseLoss, num_rows: Tensor | float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`score_loss` for "mse", `label_loss` for "bce".
+    """The loss of rows with a target score, or with a label that marks them as good or bad, instead of a preference.
 
-    >>> pointwise_loss(torch.tensor([1.0]), torch.tensor([0.0]), loss="mse")[0]
-    tensor(1.)
+    ``mse: sum((score - target)**2) / num_rows``
+    ``bce: -sum(target * log(sigmoid(score)) + (1 - target) * log(sigmoid(-score))) / num_rows``
+
+    Unlike ``value_loss``, "mse" has no factor 1/2. "bce" is the negative log-likelihood of the labels: the score is the
+    log-odds of a good answer. A label between 0 and 1 is the probability of a good answer, such as the share of
+    annotators who liked it. A score that is wrong by 200 costs 200, not inf.
+
+    Args:
+        score: [B], of the reward model; carries the gradient.
+        target: [B], the score to learn, or the label, 0 for bad to 1 for good.
+        loss: "mse" or "bce".
+        num_rows: divisor of the sums, by default B. For a microbatch, pass the number of rows in its whole minibatch:
+            then losses, gradients and stats *add up*.
+
+    Returns:
+        (loss, stats): a scalar to minimise, and detached scalars with the same divisor.
+
+        - ``rm/mse``: the loss, for "mse";
+        - ``rm/accuracy``: the `label_accuracy`, for "bce";
+        - ``rm/score``: the scores.
+
+    >>> value, stats = pointwise_loss(torch.tensor([1.0, 4.0]), torch.tensor([0.0, 2.0]), loss="mse")
+    >>> value, stats["rm/score"]  # (1 + 4) / 2
+    (tensor(2.5000), tensor(2.5000))
+    >>> value, stats = pointwise_loss(torch.tensor([0.0, 200.0]), torch.tensor([1.0, 0.0]), loss="bce")
+    >>> value, stats["rm/accuracy"]  # (log(2) + 200) / 2; a tie and a miss
+    (tensor(100.3466), tensor(0.2500))
     """
+    num_rows = score.numel() if num_rows is None else num_rows
     match loss:
         case "mse":
-            return score_loss(score, target, num_rows=num_rows)
+            value = (score - target).square().sum() / num_rows
+            stats = {"rm/mse": value.detach()}
         case "bce":
-            return label_loss(score, target, num_rows=num_rows)
+            value = -(target * logsigmoid(score) + (1 - target) * logsigmoid(-score)).sum() / num_rows
+            stats = {"rm/accuracy": label_accuracy(score.detach(), target).sum() / num_rows}
         case _:
             assert_never(loss)
+    return value, stats | {"rm/score": score.detach().sum() / num_rows}

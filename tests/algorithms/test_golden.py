@@ -26,7 +26,7 @@ from rlhf_cli.algorithms.best_of_n import best_of_n_kl_bound
 from rlhf_cli.algorithms.calibration import brier_score, calibration_error
 from rlhf_cli.algorithms.kl import adaptive_kl_coef, adaptive_policy_kl_coef, kl_estimate, kl_full, kl_loss
 from rlhf_cli.algorithms.losses import entropy_bonus, lm_loss, loss_weights, mixed_loss, policy_loss, value_loss
-from rlhf_cli.algorithms.reward_model import pairwise_loss, ranking_pairs, score_loss
+from rlhf_cli.algorithms.reward_model import pairwise_loss, pointwise_loss, ranking_pairs
 from rlhf_cli.algorithms.score_transforms import Moments, clip_score, merge, moments_of
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.tensor_ops import masked_sum, token_entropy, token_logprobs
@@ -356,7 +356,7 @@ def check_calibration(x):
 
 
 def check_score_loss(x):
-    loss, _ = score_loss(x["predictions"], x["targets"])
+    loss, _ = pointwise_loss(x["predictions"], x["targets"], loss="mse")
     return {"loss": loss, "grad_predictions": gradient(loss, x["predictions"])}
 
 
