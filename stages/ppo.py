@@ -257,7 +257,7 @@ def _rollout(setup: Setup, iteration: int) -> RolloutBatch:
     rollout = collect(
         [prompts[i] for i in own],
         uniforms[own],
-        setup.models_to_sample(),
+        setup.models.refreshed(),
         sampling=setup.sampling,
         tokenizer=setup.tokenizer,
         budget=setup.budget,

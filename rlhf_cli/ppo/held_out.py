@@ -140,7 +140,7 @@ def _own_replies(setup: Setup, prompts: Sequence[PromptRow]) -> list[HeldOutRepl
         features = scores.features if scores.features is not None else torch.zeros(len(texts), 0)
         return list(map(HeldOutReply, texts, scores.total.tolist(), kl, lengths, ended, map(torch.clone, features)))
 
-    return sampled_and_scored(setup, setup.models_to_sample(), prompts, uniforms, read, with_kl=True)
+    return sampled_and_scored(setup, setup.models.refreshed(), prompts, uniforms, read, with_kl=True)
 
 
 # ------------------------------------------------------------------------------- SFT against PPO

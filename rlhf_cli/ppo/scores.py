@@ -134,7 +134,7 @@ def measure_reference_scores(setup: Setup, scale: ScoreScale) -> None:
 def models_of_reference(setup: Setup) -> Models:
     """The models with ref_policy as the policy. To be called before training, when the policy is its own reference
     unless the config names another."""
-    models = setup.models_to_sample()
+    models = setup.models.refreshed()
     sampler = models.sampler if setup.config.ref_policy is None else None
     return replace(models, policy=models.ref_policy or models.policy, sampler=sampler)
 

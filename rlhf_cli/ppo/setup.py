@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,13 +9,12 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.config.ppo import PPOConfig, PPOModelName
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.data.batches import Budget, part_tokens, stream
-from rlhf_cli.data.cache import tokenise
+from rlhf_cli.data.cache import Table, tokenise
 from rlhf_cli.data.encode import Example, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder, PromptRow
 from rlhf_cli.data.splits import HeldOutRows, held_out_rows
@@ -30,7 +28,6 @@ from rlhf_cli.models.deferred import read_deferred
 from rlhf_cli.models.forward import (
     autocast,
     check_positions,
-    choose_attention,
     compute_dtype,
     is_packed,
     positions,
@@ -52,12 +49,12 @@ from rlhf_cli.models.save import round_weights, save, save_trained, saved_dtype
 from rlhf_cli.models.shard import shard_for, shards, to_shard
 from rlhf_cli.models.vocabulary import require_same_tokens, require_template_tokens
 from rlhf_cli.processes.distributed import World, require_rows_for_all
-from rlhf_cli.processes.sharding import is_sharded, whole
+from rlhf_cli.processes.sharding import is_sharded
 from rlhf_cli.report.progress import epochs
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.models import RewardModel
 from rlhf_cli.rewards.sources import check_rows, load_rewards
-from rlhf_cli.rollout.rollout import Models
+from rlhf_cli.rollout.rollout import Models, Sampler
 from rlhf_cli.rollout.sampling import Sampling, generation_settings, sampling_of
 from rlhf_cli.run.artifacts import model_directory
 from rlhf_cli.run.checkpoint_files import GRADES
@@ -77,14 +74,13 @@ class Setup:
     stage: StageRun
     tokenizer: PreTrainedTokenizerBase
     models: Models
-    sampler: Sampler | None
     policy_base: BaseModel
     """Where the weights of the policy come from."""
     value_base: BaseModel | None
     """Where the weights of a separate value model come from."""
     rewards: Sequence[RewardSource]
     sampling: Sampling
-    train: Sequence[PromptRow]
+    train: Table[PromptRow]
     held_out: HeldOutRows[PromptRow]
     ptx: Sequence[Example]
     """Rows of the language-model loss; empty without `ptx`."""
@@ -97,8 +93,6 @@ class Setup:
     policy_work: Work
     value_work: Work | None
     """Operations of a separate value model."""
-    mean_prompt_length: float
-    """Mean tokens of a training prompt."""
     compile_s: float
     """Seconds that `compile` took."""
 
@@ -110,12 +104,6 @@ class Setup:
     def adjacent(self) -> int:
         """See `adjacent_responses`."""
         return adjacent_responses(self.config, self.world.size)
-
-    def models_to_sample(self) -> Models:
-        """The models, after the copy that samples has got the weights of a sharded policy. A collective operation."""
-        if self.sampler is not None:
-            self.sampler.refresh()
-        return self.models
 
     def prompts_of(self, iteration: int) -> list[PromptRow]:
         """The prompt of each response of an iteration, over all processes; the responses to a prompt are adjacent."""
@@ -198,6 +186,7 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     models = Models(policy, _load_ref_policy(config, path, tokenizer, world.device), value.model, value.head)
     lines: list[str | None] = [*notes, value.note, *_prepare(models, config, world.device, base, value)]
     sampler = Sampler(policy, world.device, config.precision) if samples_from_copy else None
+    models = replace(models, sampler=sampler)
     named: dict[PPOModelName, PreTrainedModel | None] = {
         "policy": policy,
         "ref_policy": models.ref_policy,
@@ -208,7 +197,6 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
             lines.append(shard_for(config, one, world.device))
     if sampler is not None:
         sampler.refresh()
-        models = replace(models, sampler=sampler.model)
     display.notes(*lines, kl_note(config))
 
     # Prompts, and the rows of the language-model loss, encoded as in the SFT stage.
@@ -233,7 +221,7 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
         if one is not None:
             check_positions(one, longest, "rollout.max_new_tokens")
     with autocast(world.device, config.precision):
-        display.notes(*decoder_notes(models.sampler or policy, longest, config.rollout.decoder))
+        display.notes(*decoder_notes(models.samples, longest, config.rollout.decoder))
 
     # Microbatches, passes, optimizers.
     budget = _budget(config, stage, models, rewards)
@@ -249,7 +237,6 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
         stage=stage,
         tokenizer=tokenizer,
         models=models,
-        sampler=sampler,
         policy_base=base,
         value_base=value.base,
         rewards=rewards,
@@ -263,7 +250,6 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
         budget=budget,
         policy_work=work_of(policy),
         value_work=work_of(value.model) if value.model is not None else None,
-        mean_prompt_length=float(train.lengths("ids").mean()),
         compile_s=compile_s,
     )
 
@@ -379,36 +365,6 @@ def _steppers(models: Models, config: PPOConfig, stage: StageRun) -> tuple[Stepp
         return policy_stepper, None
     rate = config.value_model.learning_rate
     return policy_stepper, build_stepper(value, optimizer, ppo.total_steps, learning_rate=rate, **options)
-
-
-class Sampler:
-    """A whole copy of a sharded policy, from which a process samples.
-
-    So responses of different lengths do not make the processes wait for each other. With `rollout.decoder: sharded` all
-    sample from the sharded policy together, without a copy. All processes make every other pass together: one that has
-    fewer microbatches makes passes over no rows.
-
-    Create it before the policy is sharded. Each process holds it in the precision of the passes, but in float32 until
-    the first sampling: while the run is set up, the decoder is compared with its forward pass.
-    """
-
-    def __init__(self, policy: PreTrainedModel, device: torch.device, precision: str):
-        self.policy, self.precision, self._num_copied = policy, precision, 0
-        with torch.device(device):
-            empty = {id(p): nn.Parameter(torch.empty(p.shape), requires_grad=False) for p in policy.parameters()}
-        self.model: PreTrainedModel = copy.deepcopy(policy, dict(empty))
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Copy the policy's weights, one at a time. All processes must call this."""
-        if self._num_copied == 1:
-            device = next(self.model.parameters()).device
-            hold_frozen(self.model, device, self.precision, exact=False, constant=False)
-        for mine, weight in zip(self.model.parameters(), self.policy.parameters(), strict=True):
-            mine.copy_(whole(weight.detach()))
-        if not self._num_copied:  # this needs real weights
-            choose_attention(self.model)
-        self._num_copied += 1
 
 
 # ------------------------------------------------------------ which value model the run trains, and where it starts
@@ -561,9 +517,9 @@ def plan(setup: Setup) -> list[tuple[str, str]]:
     if ppo.num_rollouts_per_update > 1:
         per_step += f" x {ppo.num_rollouts_per_update} rollouts"
     micro = f", {ppo.microbatch_size} per microbatch" if ppo.microbatch_size else ""
-    warmup = config.optimizer.warmup(ppo.total_steps)
+    warmup, mean = config.optimizer.warmup(ppo.total_steps), setup.train.lengths("ids").mean()
     lines = [
-        ("prompts", f"{len(setup.train):,} of {setup.mean_prompt_length:.0f} tokens on average; {epochs(passes)}"),
+        ("prompts", f"{len(setup.train):,} of {mean:.0f} tokens on average; {epochs(passes)}"),
         (
             "rollouts",
             f"{ppo.num_iterations:,} iterations x {config.num_prompts:,} prompts x {rollout.samples_per_prompt} "

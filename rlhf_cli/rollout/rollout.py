@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -18,6 +19,7 @@ from rlhf_cli.data.batches import Budget, in_order
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.models.forward import (
     autocast,
+    choose_attention,
     hidden_at,
     is_packed,
     logits_and_hidden_at,
@@ -25,11 +27,12 @@ from rlhf_cli.models.forward import (
     logprobs_at,
     scalar_head,
 )
+from rlhf_cli.models.frozen import hold_frozen
 from rlhf_cli.models.seq2seq import is_seq2seq, with_prompts
 from rlhf_cli.packing import SHORTEST_PREFIX, PackedBatch, end_to_end, pack, response_positions
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.microbatches import over_microbatches
-from rlhf_cli.processes.sharding import device_of, gathered
+from rlhf_cli.processes.sharding import device_of, gathered, whole
 from rlhf_cli.rollout.sampling import Response, Sampling, allowed_logits, sample
 from rlhf_cli.tensor_ops import length_mask, pad_rows, token_entropy, token_logprobs
 
@@ -93,8 +96,7 @@ def collect(
         models.offload.sampling(models.policy)
     with torch.no_grad(), autocast(device, precision):
         ids = [p.ids for p in prompts]
-        policy = models.sampler or models.policy
-        responses = sample(policy, ids, uniforms, sampling, tokenizer, max_live_rows=max_live_rows)
+        responses = sample(models.samples, ids, uniforms, sampling, tokenizer, max_live_rows=max_live_rows)
     sampled = time.monotonic()
     if models.offload is not None:
         models.offload.scoring()
@@ -220,6 +222,36 @@ FULL_KL_CHUNK = 512
 """Tokens whose full distributions are compared per chunk. Only one chunk's [512, V] is held twice."""
 
 
+class Sampler:
+    """A whole copy of a sharded policy, from which a process samples.
+
+    So responses of different lengths do not make the processes wait for each other. With `rollout.decoder: sharded` all
+    sample from the sharded policy together, without a copy. All processes make every other pass together: one that has
+    fewer microbatches makes passes over no rows.
+
+    Create it before the policy is sharded. Each process holds it in the precision of the passes, but in float32 until
+    the first sampling: while the run is set up, the decoder is compared with its forward pass.
+    """
+
+    def __init__(self, policy: PreTrainedModel, device: torch.device, precision: str):
+        self.policy, self.precision, self._num_copied = policy, precision, 0
+        with torch.device(device):
+            empty = {id(p): nn.Parameter(torch.empty(p.shape), requires_grad=False) for p in policy.parameters()}
+        self.model: PreTrainedModel = copy.deepcopy(policy, dict(empty))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the policy's weights, one at a time. All processes must call this."""
+        if self._num_copied == 1:
+            device = next(self.model.parameters()).device
+            hold_frozen(self.model, device, self.precision, exact=False, constant=False)
+        for mine, weight in zip(self.model.parameters(), self.policy.parameters(), strict=True):
+            mine.copy_(whole(weight.detach()))
+        if not self._num_copied:  # this needs real weights
+            choose_attention(self.model)
+        self._num_copied += 1
+
+
 @dataclass(frozen=True)
 class Models:
     """The policy and the models that accompany it during training."""
@@ -231,10 +263,21 @@ class Models:
     """A separate sequence classifier with one label. None without values, or if `value_head` computes them."""
     value_head: torch.nn.Linear | None = None
     """Computes values from the policy's own hidden states."""
-    sampler: PreTrainedModel | None = None
-    """A whole copy of a sharded policy, which samples in its place."""
+    sampler: Sampler | None = None
+    """A copy of a sharded policy, which samples in its place."""
     offload: Offload | None = None
     """Moves what a phase does not use to the CPU."""
+
+    def refreshed(self) -> Models:
+        """The models, after the copy that samples has got the weights of a sharded policy. A collective operation."""
+        if self.sampler is not None:
+            self.sampler.refresh()
+        return self
+
+    @property
+    def samples(self) -> PreTrainedModel:
+        """The policy, or the copy that samples in its place."""
+        return self.sampler.model if self.sampler is not None else self.policy
 
     @property
     def with_weights(self) -> tuple[PreTrainedModel | None, ...]:

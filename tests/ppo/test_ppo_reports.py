@@ -75,33 +75,6 @@ def test_samples_every_prints_the_first_response_of_an_iteration(watch, monkeypa
     assert shown == [(row["prompt"], {name: row["response"]})]
 
 
-# ---------------------------------------------------------------------------------------------------- figures
-
-
-def test_lengths_returns_values_and_k1(watch):
-    """Against the tensors of the run."""
-    run = watch(rollout={"max_new_tokens": 12})
-    for row, rollout, batch in zip(run.metrics, run.rollouts, run.batches, strict=True):
-        prompts, responses = [len(p.ids) for p in rollout.prompts], [len(r.ids) for r in rollout.responses]
-        mask = batch.response_mask
-        returns, values = batch.returns[mask].tolist(), batch.values[mask].tolist()
-        expected = {
-            "response/prompt_length": statistics.fmean(prompts),
-            "response/prompt_length_std": statistics.pstdev(prompts),
-            "response/length_std": statistics.pstdev(responses),
-            "response/total_length": statistics.fmean(map(sum, zip(prompts, responses, strict=True))),
-            "objective/return": statistics.fmean(returns),
-            "objective/return_variance": statistics.pvariance(returns),
-            "value/mean": statistics.fmean(values),
-            "value/variance": statistics.pvariance(values),
-        }
-        assert {key: row[key] for key in expected} == pytest.approx(expected, rel=1e-5, abs=1e-7)
-    steps = [step["policy/approx_kl_k1"] for step in run.steps]
-    assert [row["policy/approx_kl_k1"] for row in run.metrics] == [
-        pytest.approx(statistics.fmean(steps[at : at + 2])) for at in (0, 2)
-    ]
-
-
 # ----------------------------------------------------------------------------------------------------- health
 
 

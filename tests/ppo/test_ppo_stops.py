@@ -32,16 +32,6 @@ def test_filters_with_a_nan_policy_fail_with_one_line(watch, tmp_path):
     assert not (tmp_path / "run/ppo").exists()
 
 
-def test_health_has_a_row_for_each_iteration(watch):
-    run = watch(ppo={"num_iterations": 3})
-    rows = read_jsonl(run.stage_dir / "health.jsonl")
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    for row, metrics in zip(rows, run.metrics, strict=True):
-        assert f"KL {metrics['objective/kl']:.3g}" in row["line"]
-        assert isinstance(row["findings"], list)
-    assert rows[0]["line"].startswith("healthy: ")
-
-
 def stop_findings(root):
     rows = read_jsonl(root / ".ppo.partial/health.jsonl")
     return [f["name"] for f in rows[-1]["findings"] if f["severity"] == "stop"]

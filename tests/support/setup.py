@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 
 from rlhf_cli.config.loader import load_config
@@ -60,7 +59,6 @@ def setup_of(config, models, rewards=(), policy_stepper=None, value_stepper=None
         stage=SimpleNamespace(world=ALONE, may_step=lambda *_: True, speed=Speed("ppo", ALONE), loss_scale=NO_SCALE),
         tokenizer=None,
         models=models,
-        sampler=None,
         policy_base=BaseModel("base"),
         value_base=None,
         rewards=rewards,
@@ -74,7 +72,6 @@ def setup_of(config, models, rewards=(), policy_stepper=None, value_stepper=None
         budget=Budget(LARGE if tokens == "auto" else tokens, config.ppo.microbatch_size),
         policy_work=Work(1, 1, 1, 1, 1),
         value_work=None,
-        mean_prompt_length=math.nan,
         compile_s=0.0,
     )
 
