@@ -252,18 +252,6 @@ def test_kl_full_of_tokens_that_cannot_be_sampled():
     assert not gradient_of(lambda x: kl_full(x, ref_logits.expand(3, 3))[1], both).isnan().any()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_kl_full_is_computed_in_float32_at_least(dtype):
-    logits, ref_logits = (4 * draw(3, 6, seed=2)).to(dtype), (4 * draw(3, 6, seed=3)).to(dtype)
-    actual = kl_full(logits, ref_logits, temperature=0.9)
-    assert actual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    close(actual, kl_full(logits.double(), ref_logits.double(), temperature=0.9), 1e-5)
-
-
-def test_kl_full_survives_extreme_logits():
-    assert kl_full(torch.tensor([1000.0, 0.0]), torch.tensor([0.0, 1000.0])) == 1000.0
-
-
 # ---- rewards, returns and advantages
 
 

@@ -215,18 +215,15 @@ def test_a_shared_value_model_is_saved_as_a_separate_model(watch, make_model, ar
     policy = causal(run.stage_dir / "model")
     same_bits(dict(plain.base_model.named_parameters()), dict(policy.base_model.named_parameters()))
     rollout = run.rollouts[1]
-    states = hidden_states(plain_copy(models.policy).base_model, rollout.prompts, rollout.responses)
-    with torch.no_grad():
-        expected = padded([[linear(state, models.value_head.weight)[0] for state in row] for row in states])
+    expected = shared_values(models, rollout)
     close(values_by(plain, rollout), expected, 1e-5)
     assert expected.abs().max() > 1e-3
-    close(run.rollouts[1].values.double(), shared_values(run, 1), 1e-5)
+    close(rollout.values.double(), shared_values(run.models[1], rollout), 1e-5)
 
 
 @torch.no_grad()
-def shared_values(run, i):
-    """Values of iteration i, from plain forward passes of the models of that iteration."""
-    models, rollout = run.models[i], run.rollouts[i]
+def shared_values(models, rollout):
+    """Values of the policy's backbone with the head, from plain forward passes."""
     states = hidden_states(plain_copy(models.policy).base_model, rollout.prompts, rollout.responses)
     return padded([[linear(state, models.value_head.weight)[0] for state in row] for row in states])
 

@@ -27,6 +27,7 @@ from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.load import load_policy
 from rlhf_cli.ppo.scores import ScoreScale, ask_rewards, measure_reference_scores
 from rlhf_cli.ppo.setup import kl_note, load_setup
+from rlhf_cli.ppo.update import minibatches
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.training.optimizer import Stepper
@@ -42,7 +43,7 @@ from support.oracles import (
     plain_copy,
 )
 from support.paths import OF_THE_MACHINE, TESTS
-from support.setup import config_of, learning, reward_calls
+from support.setup import ALONE, config_of, learning, reward_calls
 from support.tiny import STOP, encoder, merged, read_jsonl, write_jsonl
 
 # --------------------------------------------------------------------------------- rewards
@@ -129,65 +130,49 @@ def test_scores_normalised_by_reference_have_mean_0_and_std_1(start, pipeline):
     assert [p for call in calls for p in call["prompts"]] == [setup.train[i].text for i in order]
 
 
-def test_equal_scores_are_shifted_but_not_scaled(watch, tmp_path):
+def test_equal_scores_are_shifted_but_not_scaled():
     """A constant reward is normalised to 0, not to NaN."""
-    path = tmp_path / "constant.py"
-    path.write_text("def constant(prompts, responses, rows):\n    return [7.5] * len(rows)\n", encoding="utf-8")
-    rewards = [{"type": "function", "function": f"{path}:constant"}]
-    ppo = {"score_normalization": "running", "missing_eos_penalty": 0.0, "kl_coef": 0.0}
-    run = watch(rewards=rewards, ppo=ppo)
-    assert [row["objective/score"] for row in run.metrics] == [7.5, 7.5]
-    assert [row["objective/reward"] for row in run.metrics] == [0.0, 0.0]
+    scale, raw = ScoreScale(PPO(score_normalization="running")), torch.full((8,), 7.5)
+    scale.take(raw, ALONE)
+    assert scale.apply(raw).tolist() == [0.0] * 8
 
 
 # -------------------------------------------------------------------------------------------- sampling
 
 
-def test_with_every_filter_the_first_ratio_is_one_and_the_first_kl_zero(watch):
+FILTERS = {
+    "min_new_tokens": 4,
+    "temperature": 0.8,
+    "top_k": 40,
+    "top_p": 0.97,
+    "min_p": 0.003,
+    "stop_strings": ["e"],
+}
+NO_REPEATS = {"temperature": 0.4, "no_repeat_ngram_size": 2}
+
+
+@pytest.mark.parametrize("rollout", [FILTERS, NO_REPEATS], ids=["filters", "no n-gram twice"])
+def test_with_every_filter_the_first_ratio_is_one_and_the_first_kl_zero(watch, rollout):
     """[13, 14] They are exact, because the microbatches are the same. The update batch equals the slow loop."""
-    rollout = {
-        "max_new_tokens": 12,
-        "min_new_tokens": 4,
-        "temperature": 0.8,
-        "top_k": 40,
-        "top_p": 0.97,
-        "min_p": 0.003,
-        "stop_strings": ["e"],
-    }
     ppo = {"minibatch_size": 8, "kl_coef": 0.3, "old_logprobs": "recomputed"}
-    run = watch(rollout=rollout, ppo=ppo, optimizer={"learning_rate": 2e-2})
+    run = watch(rollout={"max_new_tokens": 12, **rollout}, ppo=ppo, optimizer={"learning_rate": 2e-2})
     first, later = run.metrics
     assert first["policy/first_ratio"] == first["policy/ratio"] == later["policy/first_ratio"] == 1.0
     assert first["policy/first_ratio_error"] == later["policy/first_ratio_error"] == 0.0
     assert first["objective/kl"] == 0.0
     assert later["objective/kl"] != 0.0
-    assert max(row["policy/sampler_gap"] for row in run.metrics) < 1e-5
+    assert max(row["policy/sampler_gap"] for row in run.metrics) < 3e-5
+    check_update_batch(run)
     responses = [r for rollout in run.rollouts for r in rollout.responses]
+    if rollout is NO_REPEATS:
+        assert any(ids for r in responses for ids in r.forbidden_ids)
+        assert GenerationConfig.from_pretrained(run.stage_dir / "model").no_repeat_ngram_size == 2
+        return
     lengths = [len(r.ids) for r in responses]
-    assert min(lengths) == 4
-    assert max(lengths) == 12
+    assert (min(lengths), max(lengths)) == (4, 12)
     assert all(len(kept) <= 40 for r in responses for kept in r.allowed_ids)
     assert {len(kept) for r in responses for kept in r.allowed_ids} != {40}, "the other filters keep fewer"
     assert not any(i in run.setup.sampling.stop for r in responses for i in r.ids[:3])
-    check_update_batch(run)
-
-
-def test_without_repeated_n_grams_the_first_ratio_is_one_and_the_first_kl_zero(watch):
-    """The filter is part of the policy in sampling, update and evaluation, and the saved model generates with it."""
-    run = watch(
-        rollout={"max_new_tokens": 12, "temperature": 0.4, "no_repeat_ngram_size": 2},
-        ppo={"minibatch_size": 8, "kl_coef": 0.3, "old_logprobs": "recomputed"},
-        optimizer={"learning_rate": 2e-2, "max_grad_norm": None},
-    )
-    first, later = run.metrics
-    assert first["policy/first_ratio"] == later["policy/first_ratio"] == 1.0
-    assert first["policy/first_ratio_error"] == later["policy/first_ratio_error"] == 0.0
-    assert first["objective/kl"] == 0.0
-    assert later["objective/kl"] != 0.0
-    assert max(row["policy/sampler_gap"] for row in run.metrics) < 3e-5
-    assert any(ids for rollout in run.rollouts for r in rollout.responses for ids in r.forbidden_ids)
-    check_update_batch(run)
-    assert GenerationConfig.from_pretrained(run.stage_dir / "model").no_repeat_ngram_size == 2
 
 
 def test_stop_tokens_end_a_response(start, tokenizer):
@@ -420,24 +405,17 @@ def test_older_rollouts_are_weighted_by_their_importance(watch, num_rollouts, ca
     assert capped > 0
 
 
-def test_every_row_of_every_kept_rollout_is_used_once_per_epoch(watch, monkeypatch):
-    minibatches, real = [], ppo_stage.rows_of_process
-
-    def spy(minibatch, *rest):
-        rows = real(minibatch, *rest)
-        minibatches.append(rows)
-        return rows
-
-    monkeypatch.setattr(ppo_stage, "rows_of_process", spy)
-    watch(ppo={"num_iterations": 3, "num_rollouts_per_update": 2, "ppo_epochs": 2})
-    flat = list(itertools.chain(*minibatches))
-    assert all(len(rows) == 4 for rows in minibatches)
-    sizes = [8, 8, 16, 16, 16, 16]
-    starts = [sum(sizes[:k]) for k in range(len(sizes))]
-    epochs = [flat[at : at + size] for at, size in zip(starts, sizes, strict=True)]
-    assert [sorted(epoch) for epoch in epochs] == [list(range(size)) for size in sizes]
-    assert sum(sizes) == len(flat)
-    assert len({tuple(epoch) for epoch in epochs}) == len(epochs), "each epoch has another order"
+def test_every_row_of_every_kept_rollout_is_used_once_per_epoch(write_config, tmp_path):
+    ppo = {"rollout_batch_size": 8, "minibatch_size": 4, "num_rollouts_per_update": 2, "ppo_epochs": 2}
+    config = config_of(write_config, "ppo", PPOConfig, tmp_path, ppo=ppo)
+    epochs = []
+    for iteration, size in enumerate((8, 16, 16)):
+        chosen_rows = minibatches(size, iteration, config)
+        assert {len(rows) for rows in chosen_rows} == {4}
+        flat = list(itertools.chain(*chosen_rows))
+        epochs += [flat[:size], flat[size:]]
+        assert [sorted(epoch) for epoch in epochs[-2:]] == [list(range(size))] * 2
+    assert len(set(map(tuple, epochs))) == 6, "each epoch has another order"
 
 
 # -------------------------------------------------------------------------------------------- the plan

@@ -27,9 +27,6 @@ from support.tiny import encoder, read_jsonl, sentence, write_jsonl
 FIXTURES = TESTS / "fixtures" / "rewards"
 
 
-# ------------------------------------------------------------------------------------------ examples
-
-
 # --------------------------------------------------------------------------------------------- rules
 
 

@@ -181,9 +181,10 @@ def chat_tokenizer(tokenizer):
 @pytest.mark.parametrize("template", [None, "User: {prompt}\nBot:"])
 @pytest.mark.parametrize("name", ["tokenizer", "eos_only_tokenizer"])
 def test_sft_learns_answers_and_their_eos_but_not_prompts(request, name, template, data):
-    """[5, 6] Also where pad is EOS."""
+    """[5, 6] Also where pad is EOS, and to a prompt without text."""
     tokenizer = request.getfixturevalue(name)
     rows = [Record(r["prompt"], "row", (Answer(r["response"]),)) for r in read_jsonl(data["demonstrations"])]
+    rows.append(Record("", "row", (Answer("thank you"),)))
     for row, example in zip(rows, training_examples(tokenizer, rows, template, learn_all=False), strict=True):
         learned = [i for i, yes in zip(example.ids, example.loss_mask, strict=True) if yes]
         prompt = RowText(tokenizer, template).prompt_ids([row])[0]
@@ -191,22 +192,7 @@ def test_sft_learns_answers_and_their_eos_but_not_prompts(request, name, templat
         assert tokenizer.decode(learned[:-1]) == row.response
         assert example.ids[: len(prompt)] == prompt, "a rollout starts from the same ids"
         assert example.loss_mask == [False] * len(prompt) + [True] * (len(example.ids) - len(prompt))
-        assert example.ids.count(tokenizer.eos_token_id) == 1
-
-
-def test_loss_on_all_learns_every_token_but_the_first(tokenizer):
-    rows = [Record("please help", "row", (Answer(" we will"),)), Record("", "row", (Answer("thank you"),))]
-    for example in training_examples(tokenizer, rows, None, learn_all=True):
-        assert example.loss_mask == [False] + [True] * (len(example.ids) - 1)
-        assert example.ids[-1] == tokenizer.eos_token_id
-
-
-def test_an_empty_prompt_still_predicts_the_first_answer_token(eos_only_tokenizer):
-    rows = [Record("", "row", (Answer("thank you"),))]
-    (example,) = training_examples(eos_only_tokenizer, rows, None, learn_all=False)
-    learned = [i for i, yes in zip(example.ids, example.loss_mask, strict=True) if yes]
-    assert eos_only_tokenizer.decode(learned[:-1]) == "thank you"
-    assert learned[-1] == eos_only_tokenizer.eos_token_id
+        assert example.ids[len(prompt) :].count(tokenizer.eos_token_id) == 1
 
 
 def conversation(*contents):
