@@ -118,7 +118,7 @@ class Setup:
     def sampler_may_differ(self) -> bool:
         """Whether the sampler's log-probabilities may differ from training's by more than float32 rounding.
 
-        If so, training recomputes them, and `corrected` weights the advantages.
+        If so, training recomputes them, and `Recent.add` weights the advantages.
         """
         return compute_dtype(self.world.device, self.config.precision) != torch.float32
 

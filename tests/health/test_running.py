@@ -323,7 +323,7 @@ def test_without_a_value_model_its_metrics_are_ignored() -> None:
 
 def test_every_rule_has_a_run_here() -> None:
     tested = {name for name, _, _ in BAD} | {"not_finite", "ratio_not_one", "kl_not_zero", "same_word"}
-    tested |= {"limit_missed"}  # tests/rewards/test_limits.py
+    tested |= {"limit_missed"}  # tests/rewards/test_shaping.py
     assert {rule.name for rule in (*STOPS, *WARNINGS)} == tested
 
 
@@ -795,7 +795,7 @@ def test_the_stage_writes_every_metric_that_is_read(pipeline: Callable[[str], An
     assert {"objective/score", "policy/clip_fraction", "value/explained_variance"} <= named
     read = {*named, *MUST_BE_FINITE, *SHOWN.values(), *single}
     # The gaps are written where the old log-probabilities are computed again: test_ppo_models.py sees them.
-    # policy/ref_kl needs kl_in: loss, response/unfamiliarity 20 held-out prompts: test_familiarity.py sees it.
+    # policy/ref_kl needs kl_in: loss, response/unfamiliarity 20 held-out prompts: test_ppo_evaluation.py sees it.
     read -= {"policy/sampler_gap", "policy/sampler_gap_mean", "policy/ref_kl", "response/unfamiliarity"}
     row = read_jsonl(pipeline("llama") / "ppo" / "metrics.jsonl")[0]
     assert sorted(read - set(row)) == []

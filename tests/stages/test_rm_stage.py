@@ -166,37 +166,34 @@ def test_figures_of_scores_have_an_interval_and_baselines():
     assert "eval/mse_low95" not in single
 
 
-PAIRS = {"eval/accuracy": 0.6, "eval/accuracy_high95": 0.66, "eval/num_rows": 300}
-SCORES = {"eval/num_rows": 50, "eval/target_variance": 1.0, "eval/pair_accuracy": 0.7, "eval/length_baseline": 0.4}
+def of_pairs(low: float, longer: float) -> dict[str, float]:
+    """An accuracy of 0.6 with this lower end, and the accuracy of choosing the longer answer."""
+    found = {"eval/accuracy": 0.6, "eval/accuracy_high95": 0.66, "eval/num_rows": 300, "eval/accuracy_low95": low}
+    return found | {"eval/length_baseline": longer, "eval/shorter_baseline": 1 - longer}
+
+
+def of_scores(mse: float, high: float | None = None, longer: float = 0.4) -> dict[str, float]:
+    """An error beside a variance of 1, perhaps with an interval up to `high`."""
+    found = {"eval/num_rows": 50, "eval/target_variance": 1.0, "eval/pair_accuracy": 0.7, "eval/mse": mse}
+    found |= {} if high is None else {"eval/mse_low95": 0.6, "eval/mse_high95": high}
+    return found | {"eval/length_baseline": longer}
 
 
 @pytest.mark.parametrize(
     ("figures", "says", "is_better"),
     [
+        (of_pairs(0.54, 0.53), "above chance (0.500) and choosing the longer answer (0.530)", True),
+        (of_pairs(0.54, 0.41), "above chance (0.500), but not above choosing the shorter answer (0.590)", False),
+        (of_pairs(0.49, 0.52), "not above chance (0.500) or choosing the longer answer (0.520)", False),
         (
-            {**PAIRS, "eval/accuracy_low95": 0.54, "eval/length_baseline": 0.53, "eval/shorter_baseline": 0.47},
-            "above chance (0.500) and choosing the longer answer (0.530)",
-            True,
-        ),
-        (
-            {**PAIRS, "eval/accuracy_low95": 0.54, "eval/length_baseline": 0.41, "eval/shorter_baseline": 0.59},
-            "above chance (0.500), but not above choosing the shorter answer (0.590)",
-            False,
-        ),
-        (
-            {**PAIRS, "eval/accuracy_low95": 0.49, "eval/length_baseline": 0.52, "eval/shorter_baseline": 0.48},
-            "not above chance (0.500) or choosing the longer answer (0.520)",
-            False,
-        ),
-        (
-            {**PAIRS, "eval/accuracy_low95": 0.54, "eval/base_rate": 0.62},
+            of_pairs(0.54, 0.53) | {"eval/base_rate": 0.62},
             "not above giving every answer the more frequent label (0.620)",
             False,
         ),
-        ({**SCORES, "eval/mse": 0.8, "eval/mse_low95": 0.6, "eval/mse_high95": 0.95}, "below the variance", True),
-        ({**SCORES, "eval/mse": 0.9, "eval/mse_low95": 0.6, "eval/mse_high95": 1.2}, "not clearly below", False),
-        ({**SCORES, "eval/mse": 1.5}, "above the variance of the targets, so predicting their mean", False),
-        ({**SCORES, "eval/mse": 0.8, "eval/length_baseline": 0.75}, "the length alone 0.750", False),
+        (of_scores(0.8, 0.95), "below the variance", True),
+        (of_scores(0.9, 1.2), "not clearly below", False),
+        (of_scores(1.5), "above the variance of the targets, so predicting their mean", False),
+        (of_scores(0.8, longer=0.75), "the length alone 0.750", False),
     ],
 )
 def test_the_verdict_names_what_a_model_does_not_beat(figures, says, is_better):
