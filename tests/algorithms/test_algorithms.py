@@ -43,6 +43,7 @@ from support.formulas import (
     real_tokens,
     response_batch,
 )
+from support.worlds import in_each_process
 
 CLIP_RANGE = 0.2
 
@@ -90,30 +91,13 @@ def test_whitening_is_accurate_at_a_large_mean():
 def test_whitening_over_processes_is_whitening_of_the_whole_batch(shift_mean, bessel):
     batch, mask = response_batch(["x"])
     options = {"shift_mean": shift_mean, "bessel": bessel}
-    expected = masked_whiten(batch["x"], mask, **options)
-    parts = [(batch["x"][rows], mask[rows]) for rows in (slice(0, 1), slice(1, 4), slice(4, 4))]
+    rows = (slice(0, 1), slice(1, 4), slice(4, 4))
 
-    # The sums over all processes, one reduce call after the other: (count, sum), then the squared deviations.
-    sums: list[torch.Tensor] = []
-    for call in range(2):
-        local = []
-        for x, part_mask in parts:
-            calls: list[torch.Tensor] = []
+    def own(world):
+        part = rows[world.rank]
+        return masked_whiten(batch["x"][part], mask[part], **options, reduce=world.sum)
 
-            def reduce(statistic, calls=calls):
-                calls.append(statistic.clone())
-                return sums[len(calls) - 1] if len(calls) <= len(sums) else statistic
-
-            masked_whiten(x, part_mask, **options, reduce=reduce)
-            assert len(calls) == 2
-            local.append(calls[call])
-        sums.append(sum(local))
-
-    whitened = []
-    for x, part_mask in parts:
-        reduced = iter(sums)
-        whitened.append(masked_whiten(x, part_mask, **options, reduce=lambda _, reduced=reduced: next(reduced)))
-    close(torch.cat(whitened), expected)
+    close(torch.cat(in_each_process(3, own)), masked_whiten(batch["x"], mask, **options))
 
 
 # ---- log-probabilities

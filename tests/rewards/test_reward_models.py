@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 
 import pytest
 import torch
@@ -225,19 +224,6 @@ def test_policy_tokens_are_cut_like_text(chat_reward_model, tokenizer, facts, ke
     wanted = score_sequences(load_reward_model(str(path)), [keeps([7, *r]) for r in ids], "float32")
     assert scores.total.tolist() == pytest.approx(wanted.tolist(), abs=1e-5)
     assert scores.cut == {"rm": 1 if keeps(list(range(9))) != list(range(9)) else 0}
-
-
-def test_bos_is_kept_when_the_beginning_is_cut():
-    """The RM stage cuts the same way."""
-    from rlhf_cli.data.encode import LengthLimits, fit
-
-    rng = random.Random(2)
-    for _ in range(200):
-        ids = [rng.randint(0, 3) for _ in range(rng.randint(2, 12))]
-        side, longest, bos = rng.choice(["left", "right"]), rng.randint(2, 10), rng.choice([0, None])
-        trained = fit(ids, [False] * (len(ids) - 1) + [True], LengthLimits(longest, side), bos)
-        if isinstance(trained, tuple):
-            assert models.cut_all([ids], longest, side, bos)[0] == [trained[0]]
 
 
 @pytest.mark.parametrize(

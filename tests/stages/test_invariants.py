@@ -7,6 +7,7 @@ test below failed.
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -300,3 +301,6 @@ def test_one_scored_row_of_zero_reaches_the_loss(run_stage, make_model, tmp_path
         training={"num_steps": 1, "minibatch_size": 8},
     )
     assert read_jsonl(tmp_path / "rm/metrics.jsonl")[0]["loss/rm"] == pytest.approx(1.0, abs=1e-4)
+    config = json.loads((tmp_path / "rm/model/config.json").read_text())
+    assert (config["target_mean"], config["target_std"]) == (1.0, pytest.approx(7**0.5))
+    assert config["score_std"] > 0

@@ -24,14 +24,11 @@ from rlhf_cli.models.scratch import new_model
 from rlhf_cli.report.progress import Display
 from rlhf_cli.rewards.functions import load_function
 from rlhf_cli.rewards.models import encode_whole, score_sequences
-from rlhf_cli.run.artifacts import read_manifest
 from rlhf_cli.training.optimizer import Stepper
 from stages import rm as rm_stage
 from stages import sft as sft_stage
 from support.setup import config_of
 from support.tiny import encoder, read_jsonl, write_jsonl
-
-STAGES = ("sft", "rm", "ppo")
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
@@ -55,18 +52,6 @@ def function_file(folder, body):
 
 
 # ---------------------------------------------------------------------------------- artifacts
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_metrics_have_one_finite_row_per_step(root, stage):
-    main = {"sft": "loss/sft", "rm": "loss/rm", "ppo": "objective/score"}[stage]
-    steps = [row for row in metrics(root, stage) if main in row]
-    assert [row["step"] for row in steps] == list(range(1, 3 if stage == "ppo" else 4))
-    for row in metrics(root, stage):
-        assert all(isinstance(value, int | float) and math.isfinite(value) for value in row.values()), row
-    final = read_manifest(root / stage).metrics
-    wanted = {"sft": {"eval/loss"}, "rm": {"eval/accuracy", "rm/sft_score_std"}, "ppo": {"sft/kl", "ppo/score_mean"}}
-    assert wanted[stage] <= set(final)
 
 
 def test_transformers_loads_the_policy_and_samples_from_it(root):
@@ -128,23 +113,13 @@ def test_hh_transcripts_run_through_all_stages(make_model, run_stage, tmp_path):
 # ------------------------------------------------------------------------------------- rewards
 
 
-def test_an_encoder_is_trained_as_reward_model_and_scores_a_llama(pipeline, word_piece, run_stage, tmp_path):
+def test_an_encoder_is_trained_as_reward_model(word_piece, run_stage, tmp_path):
+    """tests/rewards/test_reward_models.py has its scores in PPO."""
     encoder(tmp_path / "encoder", word_piece)
     run_stage("rm", tmp_path, model={"path": str(tmp_path / "encoder")}, optimizer={"learning_rate": 3e-3})
-    trained = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm/model")
-    assert type(trained).__name__ == "DistilBertForSequenceClassification"
-    rewards = [{"type": "reward_model", "normalize": False}]
-    policy = {"path": str(pipeline("llama") / "sft")}
-    run_stage("ppo", tmp_path, policy=policy, rewards=rewards)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "rm/model")
-    for example in json.loads((tmp_path / "ppo/evaluation.json").read_text())["examples"]:
-        for side in ("sft", "ppo"):
-            with torch.no_grad():
-                text = example["prompt"] + example[side]["reply"]
-                wanted = trained(**tokenizer(text, return_tensors="pt")).logits[0, 0].item()
-            assert example[side]["score"] == pytest.approx(wanted, abs=1e-5)
-    value = json.loads((tmp_path / "ppo/value_model/config.json").read_text())
-    assert value["architectures"] == ["LlamaForSequenceClassification"]
+    model, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm/model", output_loading_info=True)
+    assert type(model).__name__ == "DistilBertForSequenceClassification"
+    assert not info["missing_keys"]
 
 
 def test_a_long_text_is_cut_to_the_positions_of_roberta(word_piece, tmp_path):
@@ -284,18 +259,6 @@ def test_a_reward_function_can_use_dataclasses_and_import_neighbours(tmp_path):
         "def f(prompts, responses, rows):\n    return [Two(neighbour_of_reward.VALUE).value for _ in prompts]\n"
     )
     assert load_function(f"{tmp_path}/reward.py:f")(["a"], ["b"], [{}]) == [2.5]
-
-
-def test_the_scale_of_scored_targets_is_saved_with_the_model(tmp_path, pipeline, data, run_stage):
-    rows = {"train": str(data["scored"]), "test": str(data["scored"])}
-    run_stage("rm", tmp_path, model={"path": str(pipeline("llama") / "sft")}, loss="mse", data=rows)
-    config = AutoConfig.from_pretrained(tmp_path / "rm/model")
-    assert config.target_std > 0
-    assert config.score_std > 0
-    assert math.isfinite(config.target_mean)
-
-
-# --------------------------------------------------------------------------------------- what SFT and RM say on the way
 
 
 GUESSING = "worse than guessing all tokens with equal probability"
