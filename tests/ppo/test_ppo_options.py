@@ -130,9 +130,10 @@ def test_scores_normalised_by_reference_have_mean_0_and_std_1(start, pipeline):
     assert [p for call in calls for p in call["prompts"]] == [setup.train[i].text for i in order]
 
 
-def test_equal_scores_are_shifted_but_not_scaled():
+def test_equal_scores_are_shifted_but_not_scaled(write_config, tmp_path):
     """A constant reward is normalised to 0, not to NaN."""
-    scale, raw = ScoreScale(PPO(score_normalization="running")), torch.full((8,), 7.5)
+    config = config_of(write_config, "ppo", PPOConfig, tmp_path, ppo={"score_normalization": "running"})
+    scale, raw = ScoreScale(config.ppo), torch.full((8,), 7.5)
     scale.take(raw, ALONE)
     assert scale.apply(raw).tolist() == [0.0] * 8
 
