@@ -223,16 +223,20 @@ def test_processes_fail_together_if_the_first_of_two_sharded_reward_models_fails
     settings |= {"label": 0, "as_probability": False, "mean": 0.0, "std": 1.0, "precision": "float32"}
     rewards = [Fails(name=name, model=torch.nn.Module(), **settings) for name in ("first", "second")]
 
+    saved = []
+
     def program(this):
         worlds[threading.get_ident()] = this
         distributed.at_step("ppo step 7")
         with pytest.raises(RewardError, match=r"^ppo step 7, process 1 of 2: its chat template failed$"):
             or_failure(
-                this, lambda: or_failure(this, lambda: base.total_score(rewards, Samples([], ["a"], [], [], [], [])))
+                this,
+                lambda: or_failure(this, lambda: base.total_score(rewards, Samples([], ["a"], [], [], [], []))),
+                save=lambda: saved.append(this.rank),
             )
-        return True
 
-    assert in_each_process(2, program) == [True, True]
+    in_each_process(2, program)
+    assert sorted(saved) == [0, 1]
 
 
 FAILS = """

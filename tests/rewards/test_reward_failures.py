@@ -10,7 +10,6 @@ import pytest
 from rlhf_cli.errors import RewardError
 from rlhf_cli.run.checkpoint_files import last_step
 from support.paths import OF_THE_MACHINE
-from support.runs import ended_forked
 from support.tiny import read_jsonl
 
 REWARD = """
@@ -75,34 +74,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, run_stage: Any, make_m
     assert len((root / "calls.txt").read_text().split()) == len(CALLS)
     assert [row["step"] for row in read_jsonl(root / "ppo/evaluations.jsonl")] == [0, 2, 4, 5]
     return found(root)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("call", ["rollout 3", "evaluation 2"])
-def test_a_failing_reward_in_one_process_stops_both(
-    call: str, tmp_path: Path, write_config: Any, make_model: Any
-) -> None:
-    """Both save and end. Neither waits for the other or crashes."""
-    reward = REWARD.replace('"calls.txt"', 'f"calls {RANK}.txt"').replace(
-        "    if fail_at", '    if RANK == "1" and fail_at'
-    )
-    (tmp_path / "reward.py").write_text(f'import os\n\nRANK = os.environ["RANK"]\n{reward}')
-    (tmp_path / "fail_at.txt").write_text(str(CALLS.index(call) + 1))
-    config = write_config(
-        "ppo",
-        tmp_path,
-        policy={"path": str(make_model("llama"))},
-        rewards=[{"type": "function", "function": f"{tmp_path}/reward.py:score"}],
-        ppo={"num_iterations": 5},
-        evaluation={"every_iterations": 2, "best_metric": "score_mean"},
-    )
-    ended = ended_forked(2, "ppo", "--config", str(config), log=tmp_path / "log")
-    output = "".join(output for _, output in ended)
-    assert all(code != 0 for code, _ in ended)
-    assert "error: " in output
-    assert "the reward service is down" in output
-    assert "Connection closed" not in output
-    assert last_step(tmp_path, "ppo") == 2
 
 
 @pytest.mark.parametrize("name", ["rollout 1", "evaluation 2", "rollout 4", "end"])

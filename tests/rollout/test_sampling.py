@@ -351,35 +351,10 @@ TALK = "please send\nthe lamp\n\nHuman: thank you\n\nHuman: sorry"
 
 
 @pytest.mark.parametrize(
-    ("stop_strings", "shown"),
-    [
-        (["\n"], "please send"),
-        (["\n\nHuman:"], "please send\nthe lamp"),
-        (["mp\n\nHu"], "please send\nthe la"),
-        (["leas"], "p"),
-        (["please"], ""),
-        (["sorry"], TALK.removesuffix("sorry")),
-        (["never", "\n\nHuman:", "lamp"], "please send\nthe "),
-        (["lamp\n", "amp\n", "p\n"], "please send\nthe "),
-        (["p\n", "lamp\n"], "please send\nthe "),
-    ],
-)
-def test_a_stop_string_ends_a_response_with_any_tokenisation(plain, tok, stop_strings, shown):
-    ids = encoded(tok, TALK)
-    response, text = forced_response(plain, tok, ids, stop_strings=stop_strings)
-    assert text == shown
-    assert response.ended
-    ends = [tok.decode(ids[:n]) for n in range(len(ids) + 1)]
-    first = next(n for n, text in enumerate(ends) if any(s in text for s in stop_strings))
-    assert len(response.ids) == len(response.logprobs) == first, (
-        "the token that completes the stop string is the last one"
-    )
-
-
-@pytest.mark.parametrize(
     ("text", "stop_strings", "shown"),
     [
         (" please please", ["le"], " p"),  # the token that completes it is kept whole
+        (TALK, ["never", "\n\nHuman:", "lamp"], "please send\nthe "),
         (TALK, ["human", "Human :"], None),
         ("ab🙃ab", ["🙂"], None),  # it begins with the same bytes
         ("the map", ["map"], "the "),  # at the last possible token
