@@ -55,7 +55,8 @@ NUM_UPDATES = 160
 def algorithm(estimator: str = "gae", **keys: Any) -> PPO:
     """The section `ppo` of a config."""
     common = {"advantage_estimator": estimator, "kl_coef": BETA, "whiten_advantages": False, "ppo_epochs": 1}
-    return PPO.model_validate(common | keys)
+    sizes = {"num_iterations": 1, "rollout_batch_size": 1, "minibatch_size": 1}
+    return PPO.model_validate(common | sizes | keys)
 
 
 def train(ppo: PPO, score_of: Callable[[Tensor], Tensor] | None = None) -> Tensor:
