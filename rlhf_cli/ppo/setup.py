@@ -43,7 +43,7 @@ from rlhf_cli.models.load import (
     new_value_model,
     prepare,
 )
-from rlhf_cli.models.lora import add_adapters, defers_base, prepare_base
+from rlhf_cli.models.lora import Backbone, add_adapters, copy_adapters, defers_base, has_adapters_of, prepare_base
 from rlhf_cli.models.passes import set_up_passes
 from rlhf_cli.models.save import round_weights, save, save_trained, saved_dtype
 from rlhf_cli.models.shard import shard_for, shards, to_shard
@@ -62,7 +62,6 @@ from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.training.optimizer import Stepper, WeightAverage, build_stepper, float32_moments, warmup_warning
 
 if TYPE_CHECKING:
-    from rlhf_cli.models.lora import Backbone
     from rlhf_cli.rollout.offload import Offload
 
 
@@ -159,11 +158,8 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     require_eos(tokenizer, path)
     base = BaseModel(path, config.policy.revision)
     prepare_base(policy, config.policy.lora, "policy.lora", config, world.device)
-    backbone = None  # whose weights other models may share
-    if config.policy.lora is not None:
-        from rlhf_cli.models.lora import Backbone
-
-        backbone = Backbone(policy, base, config.policy.lora.quantize)
+    lora = config.policy.lora
+    backbone = Backbone(policy, base, lora.quantize) if lora is not None else None  # other models may share its weights
     rewards, notes = load_rewards(
         config.named_rewards,
         config.artifacts,
@@ -295,8 +291,6 @@ def _prepare(
     if value.model is not None and value.base is not None:
         notes.append(add_adapters(value.model, config.value_model.lora, value.base, "value_model.lora", config))
         if value.adapters_of is not None:
-            from rlhf_cli.models.lora import copy_adapters
-
             copy_adapters(value.adapters_of, value.model)
     return notes
 
@@ -433,8 +427,6 @@ def choose_value_model(
         # Sharded models share no weights: only the adapters of this one are read.
         adapted = backbone.reward_model(base.path) if backbone is not None and shards(config) else reward_model
         if backbone is not None and lora is not None and adapted is not None and has_adapters(adapted):
-            from rlhf_cli.models.lora import has_adapters_of
-
             if has_adapters_of(adapted, lora):
                 base, adapters = backbone.base, adapted
             else:

@@ -137,7 +137,7 @@ def test_references_limits_and_ensembles_are_those_of_models_with_weights_of_the
     ensemble = {"type": "ensemble", "members": [path, path], "beta": 0.1}
     keys["rewards"] = [{**source, "shaping": shaping}, {**source, "limit": {"below": -1.0}}, ensemble]
     runs = [watch("shared", **keys)]
-    monkeypatch.setattr("rlhf_cli.models.lora.Backbone", lambda *_: None)
+    monkeypatch.setattr("rlhf_cli.ppo.setup.Backbone", lambda *_: None)
     runs.append(watch("apart", **keys))
     held = [(run.setup.models.policy, *(source.model for source in run.setup.rewards)) for run in runs]
     assert [storages(*models) < 1.5 * storages(models[0]) for models in held] == [True, False]
