@@ -1,15 +1,11 @@
-"""A small llama, and a forward and backward pass whose memory is estimated."""
+"""A small llama."""
 
 from __future__ import annotations
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_cli.models.forward import target_logits
 from rlhf_cli.models.load import prepare
-from rlhf_cli.plan.memory import Batch, Held, Setting
-from rlhf_cli.plan.shapes import shape_of_loaded
-from rlhf_cli.tensor_ops import token_logprobs
 
 CPU = torch.device("cpu")
 
@@ -28,13 +24,3 @@ def llama(hidden=64, intermediate=176, layers=3, heads=4, key_value_heads=2, voc
     model = cls(config)
     assert prepare(model, CPU) is None
     return model
-
-
-def run_and_estimate(model, num_tokens):
-    """Run a forward and backward pass over rows of 64 tokens; return the bytes that the plan computes for it."""
-    torch.set_num_threads(1)
-    some = [[(7 * i + row) % 2048 for i in range(64)] for row in range(num_tokens // 64)]
-    logits, targets = target_logits(model, some, [[False] + [True] * 63] * len(some))
-    (-token_logprobs(logits, targets).sum()).backward()
-    held = Held("model", shape_of_loaded(model, "float32"), Setting("cpu"))
-    return sum(held.in_training(Batch(num_tokens, len(targets), 1)).values())
