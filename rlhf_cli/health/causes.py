@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf_cli.health.evidence import Evidence, common_end
-from rlhf_cli.health.findings import Seen, said, shows, supports, table
-from rlhf_cli.health.ppo_rules import KL_RUNAWAY, MOVED  # noqa: F401  MOVED is in the table
+from rlhf_cli.health.findings import Seen, said, table
+from rlhf_cli.health.ppo_rules import KL_RUNAWAY, MOVED  # noqa: F401  they are in the table
 
 LATER = "rm_weak rm_without_eos template_differs prompts_differ"
 """What a language model that cannot answer may cause in the later stages."""
@@ -35,7 +35,7 @@ DIVERGED_TEXT = (
 )
 LENGTH_WINS = "0.8 < max(rm.length_baseline, 1 - rm.length_baseline) and not rm.num_rows < 20"
 """Public preference data: 0.5 to 0.65. In fewer than 20 held-out pairs, one length may win by chance."""
-OTHER_WORDS = f"ppo.unknown_words > {UNKNOWN_WORDS} and ppo.unknown_words > 3 * rm.unknown_words"
+OTHER_WORDS = "ppo.unknown_words > $UNKNOWN_WORDS and ppo.unknown_words > 3 * rm.unknown_words"
 OTHER_WORDS_TEXT = (
     "{ppo.unknown_words:.0%} of the words in PPO's prompts are in none of the prompts that the reward model was "
     "trained on (limit {limit:.0%}); of its own held-out prompts {rm.unknown_words:.0%}."
@@ -45,15 +45,32 @@ SHIFTED_TEXT = (
     "PPO's first replies score {ppo.start.score:+.2f} standard deviations from SFT's samples in the RM stage (limit "
     "{limit:g}), although the same model wrote both."
 )
-OTHER_TEMPERATURE = 1.25
-"""PPO's temperature, as a multiple of the one at which the reward model was normalised, or the other way round."""
-BEST_KL = 0.1
+RM_TEMPERATURE = "run.settings.get('rm.evaluation.temperature', 1.0)"
+CLIPS = "ppo.ppo.score_clip is not none and ppo.ppo.score_clip < ppo.start.score_std"
+SPREAD = "(ppo.ppo.score_clip if $CLIPS else ppo.start.score_std)"
+BEST_KL = "$SPREAD ** 2 / (2 * ppo.end.kl_coef ** 2)"
 """Nats per reply. Among policies at a KL of K, with normal scores of standard deviation s, the best one gains
 s * sqrt(2 * K), so a penalty c * K is best paid at K = s ** 2 / (2 * c ** 2). Good: 45."""
-CHEAP_KL = 0.05
-"""Cost of the KL, as a share of the gain in score."""
-ROSE, FLAT = 0.5, 0.1
-"""Change of the score and of gold, in standard deviations of the first replies and of single answers."""
+DEAR_KL = (
+    ", so with ppo.kl_coef {ppo.end.kl_coef:.3g} the best policy is {$BEST_KL:.2g} nats from SFT and gains "
+    "{$SPREAD ** 2 / ppo.end.kl_coef:.2g} in score. The run's KL of {ppo.end.kl:.2g} nats costs "
+    "{ppo.end.kl_coef * ppo.end.kl:.2g}, and its score changed by {ppo.end.score - ppo.start.score:+.2g}."
+)
+KL_GREW = (
+    "The KL grew to {ppo.end.kl:.1f} nats per reply (limit {$KL_RUNAWAY:g}) and cost "
+    "{ppo.ppo.kl_coef * ppo.end.kl:.2g} (ppo.kl_coef {ppo.ppo.kl_coef:g}), while the score gained "
+    "{ppo.end.score - ppo.start.score:.2g}: nothing keeps the policy near ref_policy."
+)
+ROSE = "run.gain('score_mean') > 0.5 * ppo.start.score_std"
+FELL = "(run.gain('gold') < -0.1 * ppo.gold_std or ppo.gold_change_high < 0)"
+"""By more than two sets of replies vary by chance: a smaller fall needs the interval of `rlhf eval`."""
+MISSES_GOLD = """said: 2 ppo.overoptimisation
+shows: $ROSE and $FELL
+    PPO raised the score from {ppo.before.score_mean:.2f} to {ppo.after.score_mean:.2f} and lowered gold, from
+    {ppo.before.gold:.3g} to {ppo.after.gold:.3g}.
+shows: $ROSE and not $FELL and run.gain('gold') < 0.1 * ppo.gold_std
+    PPO raised the score from {ppo.before.score_mean:.2f} to {ppo.after.score_mean:.2f} and hardly changed gold, from
+    {ppo.before.gold:.3g} to {ppo.after.gold:.3g}."""
 STEP = "(2 * max(ppo.mean.approx_kl, 0.0)) ** 0.5"
 """Nats: the usual log-ratio of a token."""
 FIXED = 4
@@ -81,78 +98,6 @@ def opposed(run: Evidence) -> Iterator[Seen]:
 def saturated(run: Evidence) -> Iterator[Seen]:
     if run["ppo.start.score_std"] == 0 == run["ppo.end.score_std"]:
         yield from said(1, "ppo.score_saturated")(run)
-
-
-def misses_gold(rewarded_by: str, run: Evidence) -> Iterator[Seen]:
-    """The score rose without gold, in a run whose rewards have a reward model, or only functions."""
-    if run.settings.get("ppo.has_reward_model") is not (rewarded_by == "model"):
-        return
-    yield from said(2, "ppo.overoptimisation")(run)
-    score, gold = run.gain("score_mean"), run.gain("gold")
-    # The means of two sets of replies vary by chance, so a small fall needs the interval of `rlhf eval`.
-    falls = gold < -FLAT * run["ppo.gold_std"] or run["ppo.gold_change_high"] < 0
-    if score > ROSE * run["ppo.start.score_std"] and (falls or gold < FLAT * run["ppo.gold_std"]):
-        yield (
-            2,
-            f"PPO raised the score from {run['ppo.before.score_mean']:.2f} to {run['ppo.after.score_mean']:.2f} and "
-            f"{'lowered gold' if falls else 'hardly changed gold'}, from {run['ppo.before.gold']:.3g} to "
-            f"{run['ppo.after.gold']:.3g}.",
-        )
-
-
-def other_temperature(run: Evidence) -> Iterator[Seen]:
-    here, there = run.settings.get("ppo.rollout.temperature"), run.settings.get("rm.evaluation.temperature", 1.0)
-    if here is None or max(here / there, there / here) < OTHER_TEMPERATURE:
-        return
-    yield (
-        1,
-        f"PPO samples at rollout.temperature {here:g}, and the reward model was normalised on samples at {there:g}.",
-    )
-    yield from shows(
-        # At the temperature of training the two are about equal.
-        "ppo.start.entropy > 2 * sft.loss or sft.loss > 2 * ppo.start.entropy",
-        "The entropy of the first replies is {ppo.start.entropy:.2f} nats per token, and SFT's held-out loss "
-        "{sft.loss:.2f}; at the temperature of training they are about equal.",
-    )(run)
-    yield from supports(SHIFTED, SHIFTED_TEXT)(run)
-
-
-def dear_kl(run: Evidence) -> Iterator[Seen]:
-    """The best policy at this penalty hardly moves."""
-    spread, kl_coef, kl = run["ppo.start.score_std"], run["ppo.end.kl_coef"], run["ppo.end.kl"]
-    if not spread > 0 or not kl_coef > 0:
-        return
-    clip, clipped = run.settings.get("ppo.ppo.score_clip"), ""
-    if clip is not None and clip < spread:
-        spread, clipped = clip, f"; ppo.score_clip makes that at most {clip:g}"
-    best = spread**2 / (2 * kl_coef**2)
-    if best < BEST_KL:
-        yield (
-            2,
-            f"The scores of the first replies have a standard deviation of {run['ppo.start.score_std']:.2g}{clipped}, "
-            f"so with ppo.kl_coef {kl_coef:.3g} the best policy is {best:.2g} nats from SFT and gains "
-            f"{spread**2 / kl_coef:.2g} in score. The run's KL of {kl:.2g} nats costs {kl_coef * kl:.2g}, and its "
-            f"score changed by {run['ppo.end.score'] - run['ppo.start.score']:+.2g}.",
-        )
-
-
-def cheap_kl(run: Evidence) -> Iterator[Seen]:
-    """The KL costs little beside the gain in score, and grew."""
-    kl, kl_coef = run["ppo.end.kl"], run.settings.get("ppo.ppo.kl_coef")
-    if kl_coef is None or not kl > KL_RUNAWAY or run.settings.get("ppo.ppo.kl_controller") == "adaptive":
-        return
-    gain = run["ppo.end.score"] - run["ppo.start.score"]
-    if not kl_coef * kl < CHEAP_KL * max(gain, 0.0) and kl_coef > 0:
-        return
-    yield (
-        2 if run.settings.get("ppo.has_reward_model") else 1,
-        f"The KL grew to {kl:.1f} nats per reply (limit {KL_RUNAWAY:g}) and cost {kl_coef * kl:.2g} (ppo.kl_coef "
-        f"{kl_coef:g}), while the score gained {gain:.2g}: nothing keeps the policy near ref_policy.",
-    )
-    of_one_text = ("entropy_collapse", "alike", "same_word", "kl_runaway", "truncated", "score_saturated")
-    yield from said(1, *(f"ppo.{name}" for name in of_one_text))(run)
-    if run.gain("gold") < 0:
-        yield 1, f"Gold fell from {run['ppo.before.gold']:.3g} to {run['ppo.after.gold']:.3g}."
 
 
 CAUSES = (
@@ -495,12 +440,26 @@ wants: three prompts in samples.jsonl of SFT or RM
 
 temperature_differs: PPO samples at another temperature than the stages before.
 try: Set rollout.temperature to that of the model's use, usually 1.0, and rm evaluation.temperature to the same
-sign: other_temperature
+given: max(ppo.rollout.temperature / $RM_TEMPERATURE, $RM_TEMPERATURE / ppo.rollout.temperature) >= 1.25
+supports: true
+    PPO samples at rollout.temperature {ppo.rollout.temperature:g}, and the reward model was normalised on samples at
+    {$RM_TEMPERATURE:g}.
+# At the temperature of training the two are about equal.
+shows: ppo.start.entropy > 2 * sft.loss or sft.loss > 2 * ppo.start.entropy
+    The entropy of the first replies is {ppo.start.entropy:.2f} nats per token, and SFT's held-out loss {sft.loss:.2f};
+    at the temperature of training they are about equal.
+supports: $SHIFTED
+    $SHIFTED_TEXT
 
 kl_too_strong: The KL penalty costs more than the score can gain.
 try: Lower ppo.kl_coef (0.05 to 0.2 for normalised scores), or raise ppo.kl_target. If ppo.score_clip is below the
   standard deviation of the scores, raise it to about 5 of them
-sign: dear_kl
+given: ppo.start.score_std > 0 and ppo.end.kl_coef > 0
+shows: $BEST_KL < 0.1 and not ($CLIPS)
+    The scores of the first replies have a standard deviation of {ppo.start.score_std:.2g}$DEAR_KL
+shows: $BEST_KL < 0.1 and $CLIPS
+    The scores of the first replies have a standard deviation of {ppo.start.score_std:.2g}; ppo.score_clip makes that at
+    most {ppo.ppo.score_clip:g}$DEAR_KL
 
 clip_too_narrow: The clip range is smaller than ordinary steps.
 try: Set ppo.clip_range to 0.2
@@ -535,19 +494,29 @@ explains: kl_unrestrained policy_overoptimised value_untrained score_unlearned
 kl_unrestrained: The KL penalty is too small to keep the policy near SFT.
 try: Raise ppo.kl_coef (0.05 to 0.2 for normalised scores), or use ppo.kl_controller: adaptive; keep the policy of the
   best evaluation (evaluation.best_metric)
-sign: cheap_kl
+given: ppo.end.kl > $KL_RUNAWAY and ppo.ppo.kl_coef is not none and ppo.ppo.kl_controller != 'adaptive' and
+  (ppo.ppo.kl_coef * ppo.end.kl < 0.05 * max(ppo.end.score - ppo.start.score, 0.0) or ppo.ppo.kl_coef <= 0)
+shows: ppo.has_reward_model == true
+    $KL_GREW
+supports: not ppo.has_reward_model == true
+    $KL_GREW
+said: 1 ppo.entropy_collapse ppo.alike ppo.same_word ppo.kl_runaway ppo.truncated ppo.score_saturated
+supports: run.gain('gold') < 0
+    Gold fell from {ppo.before.gold:.3g} to {ppo.after.gold:.3g}.
 explains: policy_overoptimised
 
 policy_overoptimised: The policy exploits errors of the reward model.
 try: Raise ppo.kl_coef or lower ppo.num_iterations, keep the policy of the best evaluation (evaluation.best_metric), or
   train the reward model on labelled samples of this policy
-sign: misses_gold model
+given: ppo.has_reward_model == true
+$MISSES_GOLD
 needs: ppo.before.gold
 wants: a judge (evaluation.gold)
 
 policy_misjudged: The reward is not what the judge measures: the score rose without gold.
 try: Read rows of samples.jsonl with a high score: change the reward so that they would not score well
-sign: misses_gold function
+given: ppo.has_reward_model == false
+$MISSES_GOLD
 explains: value_untrained
 needs: ppo.before.gold
 wants: a judge (evaluation.gold)
@@ -556,7 +525,7 @@ score_unlearned: PPO moved the policy, and the score did not rise.
 try: Check that the reward gives two replies to one prompt different scores for a reason that can be learned. If it
   does, lower optimizer.learning_rate, or raise ppo.rollout_batch_size
 said: 2 ppo.objective_falls
-shows: run.gain('score_mean') < $FLAT * ppo.start.score_std and ppo.after.kl > $MOVED and ppo.iterations >= 20
+shows: run.gain('score_mean') < 0.1 * ppo.start.score_std and ppo.after.kl > $MOVED and ppo.iterations >= 20
     After {ppo.iterations:.0f} iterations the policy is {ppo.after.kl:.2g} nats from SFT, and the score of held-out
     replies changed by {run.gain('score_mean'):+.2g}. Its standard deviation was {ppo.start.score_std:.2g} (limit
     {limit:.0%} of it).

@@ -22,6 +22,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from rlhf_cli.config.stage import STAGES
@@ -51,11 +52,7 @@ class Sign:
 
     def __call__(self, run: Any) -> Iterator[Seen]:
         """What the sign sees in a run: one thing or nothing."""
-        names = {"run": run, "limit": first_number(self.when)}
-
-        def value(expression: str) -> Any:
-            return _compiled(expression)(names)
-
+        value = partial(value_of, run=run, limit=first_number(self.when))
         if value(self.when):
             yield value(self.weight), FIELD.sub(lambda field: format(value(field[1]), field[2] or ""), self.text)
 
@@ -65,6 +62,11 @@ def first_number(condition: str) -> float | None:
     """The limit in a condition."""
     number = NUMBER.search(FIGURE.sub("", condition))
     return float(number[0]) if number else None
+
+
+def value_of(expression: str, **names: Any) -> Any:
+    """The value of an expression in figures of `run`."""
+    return _compiled(expression)(names)
 
 
 @functools.cache
@@ -108,6 +110,8 @@ class Rule:
     """What is wrong, as a short sentence, if this is a cause."""
     stage: str = "ppo"
     """The stage whose data or config has to change."""
+    given: str = "true"
+    """The condition under which this cause is looked for."""
     explains: tuple[str, ...] = ()
     """The causes that may be consequences of this one, besides those in `ranking.OUTCOMES`. They are named after it."""
     needs: tuple[str, ...] = ()
@@ -120,16 +124,18 @@ def table(text: str, names: Mapping[str, Any], **settings: Any) -> tuple[Rule, .
     """The rows that a text describes, with empty lines between them; `settings` are other fields of all of them.
 
     `$name` stands for names["name"]. A row begins with its name and, for a cause, its title. Then come what to `try`,
-    and the signs: a condition that `shows` the cause or `supports` it, or `when` a rule finds something, with the
-    sentence below and the `size` of the problem; what health `said`, with its weight; a `sign` that is a function of
-    names, with its arguments. Longer lines go on behind two spaces, sentences behind four.
+    the condition that must be `given` for a cause, and the signs: a condition that `shows` the cause or `supports` it,
+    or `when` a rule finds something, with the sentence below and the `size` of the problem; what health `said`, with
+    its weight; a `sign` that is a function of names, with its arguments. Longer lines go on behind two spaces,
+    sentences behind four.
 
     >>> text = "slow: It is slow.\\ntry: Wait\\nshows: sft.seconds > $MOST\\n    It took {sft.seconds} s."
     >>> (row,) = table(text, {"MOST": 9}, stage="sft")
     >>> row.name, row.title, row.advice, list(row.signs[0]({"sft.seconds": 10}))
     ('slow', 'It is slow.', 'Wait', [(2, 'It took 10 s.')])
     """
-    text = re.sub(r"\$(\w+)", lambda found: str(names[found[1]]), text)
+    while "$" in text:
+        text = re.sub(r"\$(\w+)", lambda found: str(names[found[1]]), text)
     return tuple(_row(block, names, settings) for block in text.strip().split("\n\n"))
 
 
@@ -161,7 +167,7 @@ def _row(block: str, names: Mapping[str, Any], settings: Mapping[str, Any]) -> R
             case "said":
                 signs.append(said(int(words[0]), *words[1:]))
             case "sign":
-                signs.append(functools.partial(names[words[0]], *words[1:]))
+                signs.append(partial(names[words[0]], *words[1:]))
             case "explains" | "needs":
                 fields[key] = tuple(words)
             case _:

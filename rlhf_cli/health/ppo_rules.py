@@ -106,9 +106,10 @@ SAME_WORD_DISTINCT_2 = 0.65
 0.8 to 1.05; bad: 0.5."""
 NEVER_ENDS = 0.05
 """Share of responses that end by themselves. With fewer there is hardly an example of an end to learn from."""
-FEWER_ENDS = 0.5
-"""Share of eos_fraction at the start, if that was at least FEWER_ENDS_FROM."""
-FEWER_ENDS_FROM = 0.2
+FEWEST_END = (
+    "(max($NEVER_ENDS, 0.5 * response/eos_fraction.start) if response/eos_fraction.start >= 0.2 else $NEVER_ENDS)"
+)
+"""Half of the share at the start, if that was at least 0.2."""
 
 
 def alike(run: History) -> Iterator[Seen]:
@@ -158,21 +159,6 @@ def same_word(run: History) -> Iterator[Seen]:
             f"{distinct / start:.0%} of the {start:.3g} at the start (limit {SAME_WORD_DISTINCT_2:.0%}). The policy "
             "may have found a word that the reward likes in any response.",
         )
-
-
-def truncated(run: History) -> Iterator[Seen]:
-    start, now, since = run["response/eos_fraction.start"], run["response/eos_fraction"], f"for {PERSIST} iterations"
-    limit = max(NEVER_ENDS, FEWER_ENDS * start) if start >= FEWER_ENDS_FROM else NEVER_ENDS
-    if start >= FEWER_ENDS_FROM and now == 0:
-        since = "in this iteration, by far"
-    elif not (start >= NEVER_ENDS and run["response/eos_fraction.most"] < limit):
-        return
-    yield (
-        1 - now,
-        f"response/eos_fraction is {now:.0%}, below {limit:.0%} {since} ({start:.0%} at the start). The responses are "
-        f"cut at {run.config.rollout.max_new_tokens} tokens. The policy unlearns to end, usually because longer text "
-        "scores higher.",
-    )
 
 
 # --------------------------------------------------------------------------- over the run, and between evaluations
@@ -303,6 +289,10 @@ NOT_ONE = (
 OTHER_POLICY = (
     "So the responses come from another policy than the one that is trained: the cache, position ids, temperature or a "
     "filter differ, or the precision is too low."
+)
+CUT = (
+    "({response/eos_fraction.start:.0%} at the start). The responses are cut at {run.config.rollout.max_new_tokens} "
+    "tokens. The policy unlearns to end, usually because longer text scores higher."
 )
 SATURATED = (
     f", over {PERSIST} iterations. The reward no longer distinguishes the responses, and whitening amplifies its noise "
@@ -494,7 +484,12 @@ size: 1 - response/eos_fraction
 truncated
 try: Look at response/score_length_correlation; raise ppo.missing_eos_penalty above what length earns, set
   ppo.length_penalty, {stay}; raise rollout.max_new_tokens only if good responses need it
-sign: truncated
+when: response/eos_fraction.start >= 0.2 and response/eos_fraction == 0
+    response/eos_fraction is 0%, below {$FEWEST_END:.0%} in this iteration, by far $CUT
+size: 1 - response/eos_fraction
+when: response/eos_fraction.start >= $NEVER_ENDS and response/eos_fraction.most < $FEWEST_END
+    response/eos_fraction is {response/eos_fraction:.0%}, below {$FEWEST_END:.0%} for $PERSIST iterations $CUT
+size: 1 - response/eos_fraction
 
 # Good: 0.19 to 0.6 (0.19 is the shop-support task, whose gold still rises then); bad: 0.05 (length). It is no sign
 # of over-optimisation: of 18 runs on support-hard whose gold fell none was below 0.19 before.

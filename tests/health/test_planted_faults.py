@@ -147,7 +147,7 @@ def figures_of(rules: Sequence[Rule]) -> set[str]:
     texts = [
         text for sign in signs for text in (sign.when, sign.weight, *(found[0] for found in FIELD.findall(sign.text)))
     ]
-    return {name for text in texts for name in FIGURE.findall(text)}
+    return {name for text in (*texts, *(rule.given for rule in rules)) for name in FIGURE.findall(text)}
 
 
 def test_every_figure_that_a_row_reads_is_one_that_runs_have() -> None:
