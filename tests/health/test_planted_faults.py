@@ -155,7 +155,7 @@ def test_every_figure_that_a_row_reads_is_one_that_runs_have() -> None:
     known = {name for run in runs for part in (run.figures, run.settings, run.texts) for name in part}
     # Pairs with gold columns, reward models that learn scores, and runs that `rlhf eval` measured.
     known |= {"rm.gold_accuracy", "rm.mse_high95", "rm.target_variance"}
-    known |= {"ppo.score_gold_correlation", "ppo.score_gold_pairs"}
+    known |= {"ppo.score_gold_correlation", "ppo.score_gold_pairs", "ppo.gold_change_high"}
     assert figures_of(CAUSES) - known == set()
     assert len(figures_of(CAUSES)) > 80
 

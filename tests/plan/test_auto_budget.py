@@ -185,10 +185,11 @@ def test_a_run_chooses_what_its_plan_shows(name, make_model, judge, write_config
     if "lora" in str(changes):
         pytest.importorskip("peft")
     path = {"path": str(make_model("llama"))}
+    rewards, auto = [{"type": "reward_model", "path": str(judge)}], {"tokens_per_microbatch": "auto"}
     starts = {
         "sft": {"model": path},
         "rm": {"model": path},
-        "ppo": {"policy": path, "rewards": [{"type": "reward_model", "path": str(judge)}]},
+        "ppo": {"policy": path, "rewards": rewards, "ppo": auto},
     }
     file = write_config(stage, tmp_path, **merged(merged({"precision": "float32"}, starts[stage]), changes))
     config = load_stage_config(stage, file)
