@@ -82,7 +82,7 @@ def biased(tmp_path_factory):
 
     return {
         "train": str(write_jsonl(folder / "train.jsonl", [pair(i, i % 2 == 0) for i in range(400)])),
-        "test": str(write_jsonl(folder / "test.jsonl", [pair(i, False) for i in range(300)])),
+        "test": str(write_jsonl(folder / "test.jsonl", [pair(i, False) for i in range(150)])),
     }
 
 

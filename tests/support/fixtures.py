@@ -195,29 +195,20 @@ def make_model(tmp_path_factory, tokenizer, eos_only_tokenizer) -> Callable[...,
 @pytest.fixture(scope="session")
 def configs(data) -> dict[str, dict[str, Any]]:
     """A small config of each stage, without `artifacts` and without SFT's `model`."""
-    training = {"num_steps": 3, "minibatch_size": 4}
     optimizer = {"learning_rate": 1e-3, "schedule": "constant"}
+
+    def supervised(rows: str, num_test: int, **evaluation: int) -> dict[str, Any]:
+        path = str(data[rows])
+        return {
+            "data": {"train": path, "test": {"path": path, "limit": num_test}, "max_length": 96},
+            "training": {"num_steps": 3, "minibatch_size": 4},
+            "optimizer": optimizer,
+            "evaluation": {"max_new_tokens": 6, **evaluation},
+        }
+
     return {
-        "sft": {
-            "data": {
-                "train": str(data["demonstrations"]),
-                "test": {"path": str(data["demonstrations"]), "limit": 5},
-                "max_length": 96,
-            },
-            "training": training,
-            "optimizer": optimizer,
-            "evaluation": {"num_samples": 2, "max_new_tokens": 6},
-        },
-        "rm": {
-            "data": {
-                "train": str(data["preferences"]),
-                "test": {"path": str(data["preferences"]), "limit": 7},
-                "max_length": 96,
-            },
-            "training": training,
-            "optimizer": optimizer,
-            "evaluation": {"num_normalization_samples": 6, "max_new_tokens": 6},
-        },
+        "sft": supervised("demonstrations", 5, num_samples=2),
+        "rm": supervised("preferences", 7, num_normalization_samples=6),
         "ppo": {
             "data": {"train": str(data["prompts"]), "test": {"path": str(data["prompts"]), "limit": 5}},
             "rollout": {"max_new_tokens": 8},
