@@ -72,17 +72,10 @@ def test_rollout_operations_and_bytes_by_hand(load):
     assert work.bytes == 4 * (4 * weights + cached)
 
 
-def result(ours, trl, **more):
-    """The result of one task in speed.py, with one second per unit by default."""
-    task = {
-        "name": "SFT a",
-        "kind": "sft",
-        "model": "a",
-        "unit": "real tokens/s",
-        "floor": 2.2,
-        "goal": 3.0,
-        "epochs": 1,
-    }
+def result(ours, trl):
+    """The result of one task in speed.py, from pairs of units and seconds."""
+    task = {"name": "SFT a", "kind": "sft", "model": "a", "unit": "real tokens/s"}
+    task |= {"floor": 2.2, "goal": 3.0, "epochs": 1}
     steps = {
         side: [
             {"units": units, "wall_s": wall, "cpu_s": wall, "peak_rss": 1e6, "work": [[9, 4], [8, 3]], "computed": 20}
@@ -90,17 +83,8 @@ def result(ours, trl, **more):
         ]
         for side, pairs in (("ours", ours), ("trl", trl))
     }
-    return {
-        "task": task,
-        "code": "abc",
-        "packing": False,
-        "threads": 1,
-        "warmup": 1,
-        "checks": {},
-        "microbatch": None,
-        **steps,
-        **more,
-    }
+    run = {"code": "abc", "packing": False, "threads": 1, "warmup": 1, "checks": {}, "microbatch": None}
+    return {"task": task, **run, **steps}
 
 
 def test_ratios_are_of_rates_pair_by_pair_without_warm_up(load):

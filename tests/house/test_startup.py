@@ -102,36 +102,31 @@ def test_importing_the_package_changes_no_setting_of_the_process(started: list[A
     assert started[0]["changed"] == {}
 
 
-AT_TORCH = """
-import os, runpy, sys
-class AtTorch:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch":
-            names = ["GOMP_SPINCOUNT", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY",
-                     "TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"]
-            print(*map(os.environ.get, names), flush=True)
-            os._exit(0)
-sys.meta_path.insert(0, AtTorch())
-sys.argv = ["rlhf", "sft", "--config", sys.argv[2]] if sys.argv[1] == "rlhf_cli" else sys.argv[1:]
-runpy.run_module({"rlhf": "rlhf_cli"}.get(sys.argv[0], sys.argv[0]), run_name="__main__")
+TORCH = """
+import os
+names = ["GOMP_SPINCOUNT", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"]
+print(*map(os.environ.get, [*names, "TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"]), flush=True)
+os._exit(0)
 """
+"""In place of torch."""
 
 
 @pytest.mark.parametrize(
-    ("module", "given", "expected"),
+    ("program", "given", "expected"),
     [
-        ("rlhf_cli", {}, "2000 128 32 error 1"),
-        ("rlhf_cli", {"GOMP_SPINCOUNT": "7", "TRANSFORMERS_VERBOSITY": "info"}, "7 128 32 info 1"),
-        ("rlhf_cli", {"OMP_WAIT_POLICY": "active", "LRU_CACHE_CAPACITY": "9"}, "None 128 9 error 1"),
+        ("rlhf_cli sft", {}, "2000 128 32 error 1"),
+        ("rlhf_cli sft", {"GOMP_SPINCOUNT": "7", "TRANSFORMERS_VERBOSITY": "info"}, "7 128 32 info 1"),
+        ("rlhf_cli sft", {"OMP_WAIT_POLICY": "active", "LRU_CACHE_CAPACITY": "9"}, "None 128 9 error 1"),
         *((f"stages.{stage}", {}, "2000 128 32 error 1") for stage in STAGES),
     ],
 )
 def test_a_command_sets_its_environment_before_torch_is_imported_and_keeps_user_values(
-    module: str, given: dict[str, str], expected: str, tmp_path: Path, write_config, make_model
+    program: str, given: dict[str, str], expected: str, tmp_path: Path, write_config, make_model
 ) -> None:
+    (tmp_path / "torch.py").write_text(TORCH)
     config = write_config("sft", tmp_path, model={"path": str(make_model("llama"))})
-    command = [sys.executable, "-c", AT_TORCH, module, str(config)]
-    environment = {"PATH": "", "PYTHONPATH": str(ROOT), **given}
+    command = [sys.executable, "-m", *program.split(), str(config)]
+    environment = {"PATH": "", "PYTHONPATH": f"{tmp_path}:{ROOT}", **given}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
     assert done.stdout.strip() == expected, done.stderr
 
