@@ -13,7 +13,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -92,7 +92,8 @@ def cores(count: int) -> Iterator[None]:
 def in_threads(tasks: Sequence[Callable[[], R]], most: int | None = None, *, wide: bool = False) -> Iterator[R]:
     """The result of each task, in order.
 
-    A task sees the gradient mode of its caller. If one raises, the others that have begun finish first.
+    A task sees the gradient mode of its caller. If one raises, the others that have begun finish first. A task that
+    runs out of memory is computed again with none beside it.
 
     Args:
         tasks: they must not depend on each other.
@@ -118,21 +119,28 @@ def in_threads(tasks: Sequence[Callable[[], R]], most: int | None = None, *, wid
     executor = _executor = _executor or ThreadPoolExecutor(num_threads(), "rlhf pass", _start_worker)
     waiting = deque(tasks[count:])
     with cores(1):
-        running = deque(executor.submit(compute, task) for task in tasks[:count])
+        running = deque((executor.submit(compute, task), task) for task in tasks[:count])
         try:
             while running:
-                result = running.popleft().result()
+                future, task = running.popleft()
+                if is_out_of_memory(future.exception()):
+                    del future  # its error holds the memory of the pass
+                    wait([future for future, _ in running])
+                    result = task()
+                else:
+                    result = future.result()
                 if waiting:
-                    running.append(executor.submit(compute, waiting.popleft()))
+                    following = waiting.popleft()
+                    running.append((executor.submit(compute, following), following))
                 yield result
         finally:
-            for future in running:
+            for future, _ in running:
                 if not future.cancel():
                     with contextlib.suppress(Exception):
                         future.result()
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether a GPU, Python or torch's CPU allocator ran out of memory, or a thread could not be started."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or lacks_thread(error):
         return True
@@ -141,7 +149,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
-def lacks_thread(error: BaseException) -> bool:
+def lacks_thread(error: BaseException | None) -> bool:
     """Whether the system refused Python or pyarrow a thread, for example because its stack does not fit."""
     texts = ("can't start new thread", "Failed to launch worker thread")
     return isinstance(error, Exception) and any(text in str(error) for text in texts)

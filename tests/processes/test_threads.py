@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,30 @@ def test_an_error_is_raised_when_the_tasks_beside_it_have_ended():
         list(in_threads([fail, slow, slow]))
     assert ended == [1]
     assert list(in_threads(together(2))) == [0, 1]
+
+
+def test_a_task_without_memory_is_computed_again_with_none_beside_it():
+    use_threads(2)
+    running, lock = set(), threading.Lock()
+
+    def greedy(number):
+        with lock:
+            running.add(number)
+        try:
+            if threading.current_thread() is not threading.main_thread() and number in (2, 4):
+                raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+            time.sleep(0.1)
+            return number, len(running)
+        finally:
+            with lock:
+                running.remove(number)
+
+    results = list(in_threads([lambda number=number: greedy(number) for number in range(6)]))
+    assert [number for number, _ in results] == list(range(6))
+    assert results[2] == (2, 1)
+    assert results[4] == (4, 1)
+    with pytest.raises(RuntimeError, match="another"):
+        list(in_threads([lambda: (_ for _ in ()).throw(RuntimeError("another"))] * 2))
 
 
 def test_a_task_computes_its_own_passes_in_turn():
