@@ -98,7 +98,7 @@ from rlhf_cli.models.load import (
 )
 from rlhf_cli.models.lora import add_adapters, defers_base, prepare_base
 from rlhf_cli.models.passes import set_up_training
-from rlhf_cli.models.save import base_of, round_as_saved, save_of_stage
+from rlhf_cli.models.save import base_of, round_weights, save_trained
 from rlhf_cli.models.shard import shard_for, shards
 from rlhf_cli.packing import SHORTEST_PREFIX, common_prefix
 from rlhf_cli.processes.distributed import World, require_rows_for_all
@@ -196,10 +196,10 @@ def _train(
         return _figures(test, scores, rows.scale, config)
 
     # 3. The backbone and its head.
-    lora, device = config.model.lora, world.device
+    lora, base, device = config.model.lora, base_of(config), world.device
     model, _, _ = _backbone(config, deferred=shards(config) or defers_base(lora, config, device))
     prepare_base(model, lora, "model.lora", config, device)
-    lines = [prepare(model, device), add_adapters(model, lora, base_of(config), "model.lora", config)]
+    lines = [prepare(model, device), add_adapters(model, lora, base, "model.lora", config)]
     stage.display.notes(*lines, shard_for(config, model, device))
 
     # 4. Training.
@@ -212,8 +212,8 @@ def _train(
         num_rows=len(rows.train),
         held_out=rows.held_out,
         evaluate=evaluate,
-        save=lambda name: save_of_stage(
-            model, rows.encoder.tokenizer, folder if name == "model" else stage.directory / name, config
+        save=lambda name: save_trained(
+            model, rows.encoder.tokenizer, folder if name == "model" else stage.directory / name, config, lora, base
         ),
         best=best,
         shown=SHOWN[config.loss],
@@ -229,7 +229,7 @@ def _train(
         stage.log(step + 1, figures | stage.speed.row(), loop.shown)
 
     # 5. The model is saved, then measured: on held-out rows, and on each probe.
-    round_as_saved(model, config)
+    round_weights(model, config, base)
     final = loop.finish()
     if rows.probes:
         probed = [item.answers for item in rows.probes]

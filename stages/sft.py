@@ -49,7 +49,7 @@ from rlhf_cli.models.frozen import freeze
 from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
 from rlhf_cli.models.lora import add_adapters, defers_base, prepare_base
 from rlhf_cli.models.passes import set_up_training
-from rlhf_cli.models.save import base_of, round_as_saved, save_of_stage
+from rlhf_cli.models.save import base_of, round_weights, save_trained
 from rlhf_cli.models.seq2seq import require_one_answer
 from rlhf_cli.models.shard import shard_for, shards
 from rlhf_cli.models.vocabulary import add_tokens, embed_tokens
@@ -78,7 +78,8 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         # 1. The model. A new tokenizer is trained on the rows.
         model, tokenizer, lines = _model_and_tokenizer(config, world.device)
         lines.append(prepare(model, world.device))
-        lines.append(add_adapters(model, config.model.lora, base_of(config), "model.lora", config))
+        lora, base = config.model.lora, base_of(config)
+        lines.append(add_adapters(model, lora, base, "model.lora", config))
         lines.append(shard_for(config, model, world.device))
         display.notes(*lines)
         check_positions(model, config.data.max_length, "data.max_length")
@@ -106,7 +107,7 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
             held_out=held_out,
             evaluate=lambda rows: _evaluate(model, rows, passes.budget, config.precision, world),
             after_evaluation=lambda step: questions.answer(step, None if step == loop.num_steps else 1),
-            save=lambda name: save_of_stage(model, tokenizer, stage.directory / name, config),
+            save=lambda name: save_trained(model, tokenizer, stage.directory / name, config, lora, base),
             best=best,
             shown=SHOWN,
             mean_length=float(train.lengths("ids").mean()),
@@ -122,7 +123,7 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
             _warn_of_loss(figures, config, model, stage, step, loop.num_steps)
 
         # 4. The product, then held-out figures.
-        round_as_saved(model, config)
+        round_weights(model, config, base)
         final = loop.finish()
         if final:
             stage.log(loop.num_steps, final)

@@ -188,47 +188,31 @@ def save_facts(model: PreTrainedModel, facts: dict[str, Any], directory: Path) -
 # ------------------------------------------------------------------------------------------- the model of a stage
 
 
-def save_of_stage(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, config: SFTConfig | RMConfig
-) -> None:
-    """`save_trained` for the model of an SFT or RM stage."""
-    save_trained(model, tokenizer, directory, config.model.lora, base_of(config), _dtype_of_stage(config))
-
-
-def round_as_saved(model: PreTrainedModel, config: SFTConfig | RMConfig) -> None:
-    """`round_weights` for the model of an SFT or RM stage."""
-    round_weights(model, _dtype_of_stage(config))
-
-
 def base_of(config: SFTConfig | RMConfig) -> BaseModel:
     """The model that an SFT or RM stage starts from."""
     path = config.model.path if config.model.path is not None else f"{config.artifacts}/sft"
     return BaseModel(model_directory(path), config.model.revision)
 
 
-def _dtype_of_stage(config: SFTConfig | RMConfig) -> str:
-    is_new = isinstance(config, SFTConfig) and config.model.scratch is not None
-    return saved_dtype(config, None if is_new else base_of(config))
-
-
 def saved_dtype(config: Stage, base: BaseModel | None) -> str:
-    """The number format in which a model is saved that started from `base`, or from random weights without it."""
+    """The number format in which a model is saved that started from `base`, or from random weights."""
     if config.save_dtype != "auto":
         return config.save_dtype
-    return "bfloat16" if base is not None and base.dtype() == "bfloat16" else "float32"
+    is_new = isinstance(config, SFTConfig) and config.model.scratch is not None
+    return "bfloat16" if base is not None and not is_new and base.dtype() == "bfloat16" else "float32"
 
 
 def save_trained(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     directory: Path,
+    config: Stage,
     lora: Lora | None,
     base: BaseModel,
-    dtype: str,
 ) -> None:
-    """Write a trained model as `lora.save` says: plain weights as `dtype`, adapters as float32."""
+    """Write a trained model that started from `base`, as `lora.save` says: adapters as float32."""
     if lora is None or lora.save == "merged":
-        save(model, tokenizer, directory, dtype)
+        save(model, tokenizer, directory, saved_dtype(config, base))
         if lora is not None:
             save_adapter(model, directory / "adapter", base, lora.quantize)
         return
@@ -244,11 +228,11 @@ def save_trained(
 
 
 @torch.no_grad()
-def round_weights(model: PreTrainedModel, dtype: str) -> None:
+def round_weights(model: PreTrainedModel, config: Stage, base: BaseModel | None) -> None:
     """Round the weights to the format in which they will be saved, so that all figures are those of the saved model."""
     if has_adapters(model):
         return
-    heads = scalar_heads(model)
+    heads, dtype = scalar_heads(model), PRECISIONS[saved_dtype(config, base)]
     for name, parameter in model.named_parameters():
         if name.rpartition(".")[0] not in heads and parameter.is_floating_point():
-            parameter.copy_(parameter.to(PRECISIONS[dtype]))
+            parameter.copy_(parameter.to(dtype))

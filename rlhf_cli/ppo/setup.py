@@ -550,14 +550,14 @@ def save_models(setup: Setup) -> None:
     They are plain Hugging Face directories. A value head gets a copy of the policy's backbone.
     """
     models, config, directory = setup.models, setup.config, setup.stage.directory / "value_model"
-    round_weights(models.policy, saved_dtype(config, setup.policy_base))
+    round_weights(models.policy, config, setup.policy_base)
     if models.value_model is not None:
-        round_weights(models.value_model, saved_dtype(config, setup.value_base))
+        round_weights(models.value_model, config, setup.value_base)
     save_policy(setup, "model")
     if models.value_model is not None and setup.value_base is not None:
         if setup.world.takes_part(models.value_model):
             lora, base = config.value_model.lora, setup.value_base
-            save_trained(models.value_model, setup.tokenizer, directory, lora, base, saved_dtype(config, base))
+            save_trained(models.value_model, setup.tokenizer, directory, config, lora, base)
     elif models.value_head is not None and setup.world.takes_part(models.policy):
         dtype = saved_dtype(config, setup.policy_base)
         save(models.policy, setup.tokenizer, directory, dtype, value_head=models.value_head)
@@ -576,4 +576,4 @@ def save_policy(setup: Setup, name: str) -> None:
     if setup.world.is_main:
         shutil.rmtree(directory, ignore_errors=True)
     base, config = setup.policy_base, setup.config
-    save_trained(policy, setup.tokenizer, directory, config.policy.lora, base, saved_dtype(config, base))
+    save_trained(policy, setup.tokenizer, directory, config, config.policy.lora, base)

@@ -52,14 +52,14 @@ def trained(run_stage, monkeypatch):
 
     def run(stage: str, root: Path, **changes: Any) -> tuple[Any, Path]:
         program, models = {"sft": sft, "rm": rm}[stage], []
-        save = program.save_of_stage
+        save = program.save_trained
 
         def observed(model, *others):
             models.append(model)
             save(model, *others)
 
         with monkeypatch.context() as patch:
-            patch.setattr(program, "save_of_stage", observed)
+            patch.setattr(program, "save_trained", observed)
             return_value = run_stage(stage, root, **FAST, **changes)
         return models[-1].eval(), return_value
 
