@@ -209,3 +209,10 @@ def test_a_run_chooses_what_its_plan_shows(name, make_model, judge, write_config
     assert tokens == [one.plan.tokens_per_microbatch]
     # Memory decides.
     assert FEWEST_TOKENS < tokens[0] < CPU_TOKENS // 2
+
+
+def test_a_later_microbatch_takes_the_row_that_the_first_one_lacks(make_model, write_config, tmp_path):
+    changes = {"data": {"max_length": 100}, "training": {"minibatch_size": 12, "tokens_per_microbatch": 1000}}
+    file = write_config("sft", tmp_path, model={"path": str(make_model("llama"))}, **changes)
+    (one,) = plan_of(file, [], "sft", Machine("cuda", 1e9), 1e9)
+    assert (one.plan.batch.tokens, one.plan.batch.num, one.plan.batch.later) == (1000, 2, 300)
