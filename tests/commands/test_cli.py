@@ -278,6 +278,10 @@ def test_status_of_a_folder_shows_every_run_in_it(project: Path) -> None:
     lines = [line.split() for line in result.stdout.splitlines() if line.split()]
     assert [words[0] for words in lines if words[0].startswith("/")] == [str(project / "run"), str(project / "seeds/1")]
     assert [words[:2] for words in lines if words[0] == "sft"] == [["sft", "finished"], ["sft", "interrupted"]]
+    (project / "run/.rm.partial").mkdir()
+    (project / "run/.rm.partial/end.json").write_text('{"state": "failed", "line": "NaN"}')
+    shown = " ".join(rlhf("status", str(project / "run")).stdout.split())
+    assert "a new run of it has failed (nothing saved; the next run starts over)" in shown
 
 
 def test_the_advised_command_builds_the_missing_stage(tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def test_the_hub_gets_the_model_and_nothing_else(model: Path, hub: Hub) -> None:
         ("README.md", "eyJhbGciOiJIUzI1.eyJzdWIiOiJnZWhl.geheim", "a JSON web token"),
         ("NOTICE", "export WANDB_API_KEY=geheim0123456789abcdef", "a variable with a secret"),
         ("extra.safetensors", '{"prompt": "geheim"}', "has no weights in it"),
+        ("extra.gguf", "geheim", "has no weights in it"),
         ("LICENSE.txt", "-----BEGIN OPENSSH PRIVATE KEY-----", "a private key"),
         ("config.json", '{"a": [{"api_key": "geheim"}]}', "a secret in the key api_key"),
         ("config.json", "{", "is not JSON"),
