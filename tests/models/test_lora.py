@@ -33,6 +33,7 @@ from rlhf_cli.models.deferred import place_of
 from rlhf_cli.models.exporting import write_adapter
 from rlhf_cli.models.frozen import hold_frozen
 from rlhf_cli.models.load import is_language_model, load_policy, load_reward_model, load_tokenizer, new_value_model
+from rlhf_cli.models.lora import has_adapters_of
 from rlhf_cli.models.save import plain_weights, save
 from rlhf_cli.ppo.setup import load_setup
 from rlhf_cli.run.stage_run import StageRun
@@ -388,3 +389,12 @@ def test_adapters_of_experts_are_merged_one_layer_at_a_time(tmp_path):
         close(read[name], expected[name])
     save(model, SimpleNamespace(save_pretrained=lambda _: None), tmp_path)
     close(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+def test_adapters_fit_a_config_of_the_same_sizes_and_layers(make_model):
+    """PPO copies those of the reward model into a value model on the same backbone only then."""
+    model = load_policy(str(make_model("llama")))
+    add_lora(model, Lora(r=2, target_modules=["q_proj"]), "lora", seed=0)
+    assert has_adapters_of(model, Lora(r=2, target_modules=["q_proj"]))
+    for other in (Lora(r=2), Lora(r=3, target_modules=["q_proj"]), Lora(r=2, target_modules=["v_proj"])):
+        assert not has_adapters_of(model, other)
