@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from dataclasses import replace
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -224,8 +225,9 @@ def test_a_very_long_retry_after_ends_the_run() -> None:
     assert len(server.requests) == 1
 
 
-def test_an_odd_retry_after_asks_for_no_pause() -> None:
-    """Those that are right are the function's examples."""
+def test_a_date_in_retry_after_is_waited_for_and_an_odd_one_is_not() -> None:
+    """A number is the function's example."""
+    assert 20 < retry_after(formatdate(time.time() + 30, usegmt=True)) <= 30
     past, late = "Wed, 21 Oct 2015 07:28:00 GMT", "Fri, 31 Dec 9999 23:59:59 -2359"
     for odd in ("", "-5", "1e3", "nan", past, past.replace("21", "99")):
         assert retry_after(odd) == 0.0, odd
