@@ -83,8 +83,8 @@ class Budget:
 
         >>> Budget(7).cut([3, 9, 4, 2])
         [[1], [2, 0], [3]]
-        >>> Budget(7).cut([3, 9, 4, 2], groups="abca")
-        [[1], [2], [0, 3]]
+        >>> Budget(9).cut([5, 8, 1], groups="abb")
+        [[1, 2], [0]]
         >>> Budget(9).cut([5, 6, 5], groups="aaa", shared=[4, 4, 4])  # 5 + 2 + 1
         [[0, 1, 2]]
         >>> Budget(2048, parts=2).cut([300, 200, 260, 240]), Budget(2048, parts=2).cut([100, 90])
