@@ -89,6 +89,8 @@ class Budget:
         [[0, 1, 2]]
         >>> Budget(2048, parts=2).cut([300, 200, 260, 240]), Budget(2048, parts=2).cut([100, 90])
         ([[0, 1], [2, 3]], [[0, 1]])
+        >>> Budget(2048, rows=1, parts=2).cut([300, 260])
+        [[0], [1]]
         """
         members: dict[Hashable, list[int]] = {}
         for row, group in enumerate(groups if groups is not None else range(len(lengths))):
