@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_cli.commands.options import Quantized, StageOfRun, WhereToRun
+from rlhf_cli.commands.options import Quantized, WhereToRun, WritingStage
 from rlhf_cli.data.records import Message, turns_of
 from rlhf_cli.errors import ConfigError, DataError, RunError, UserError
 from rlhf_cli.printing import say
@@ -52,7 +52,7 @@ class ChatSettings:
 def chat(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or that of any language model.")],
     settings: ChatSettings,
-    stage: StageOfRun = None,
+    stage: WritingStage = None,
     device: WhereToRun = "auto",
     quantize: Quantized = None,
 ) -> None:

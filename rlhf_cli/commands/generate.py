@@ -24,8 +24,8 @@ from rlhf_cli.commands.options import (
     Quantized,
     Seed,
     SourceOptions,
-    StageOfRun,
     TopP,
+    WritingStage,
 )
 from rlhf_cli.commands.output import (
     Dropped,
@@ -193,7 +193,7 @@ def generate(
     output: OutputOptions,
     options: ResponseOptions,
     reading: SourceOptions,
-    stage: StageOfRun = None,
+    stage: WritingStage = None,
     compared: Annotated[
         Literal["base", "sft"] | None,
         typer.Option("--compare", help="Also write the responses of this model of the run.", show_default=False),

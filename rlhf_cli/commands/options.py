@@ -24,6 +24,12 @@ StageOfRun = Annotated[
     Literal["sft", "rm", "ppo"] | None,
     typer.Option("--stage", help="The stage; ppo by default, or sft without it.", show_default=False),
 ]
+WritingStage = Annotated[
+    Literal["sft", "ppo", "rm"] | None,  # rm has an error of its own: it writes no text
+    typer.Option(
+        "--stage", metavar="[sft|ppo]", help="The stage that responds; ppo by default, or sft.", show_default=False
+    ),
+]
 NumProcesses = Annotated[
     int, typer.Option("--nproc", metavar="N", min=1, help="Processes on this machine, one per GPU.")
 ]
