@@ -125,6 +125,14 @@ def test_finished_stages_of_the_folders_own_run_are_shared(folder, stages):
     assert {stage for _, stage in stages.ran} == {"ppo"}
 
 
+def test_a_finished_stage_that_is_out_of_date_runs_again_in_its_place(folder, stages):
+    sweep(write(folder, GRID, set={"sft:optimizer.learning_rate": 0.5}), quiet=True)
+    pipeline.pipeline(folder, quiet=True)
+    stages.ran.clear()
+    sweep(write(folder, GRID), quiet=True)
+    assert (NAMES[0], "sft") in stages.ran
+
+
 def test_a_run_that_fails_is_named_and_the_others_run(folder, stages, capsys):
     path = write(folder, GRID)
     stages.fails = {NAMES[1]: RunError("ppo: loss is NaN")}
