@@ -23,7 +23,6 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.models.heads import is_encoder
 
 DTYPES = {"F64", "F32", "F16", "BF16"}
 """The number formats of weights that can be deferred, as safetensors names them."""
@@ -140,8 +139,8 @@ def load_deferred(
 ) -> tuple[PreTrainedModel, dict[str, Any]] | None:
     """A model of the class `kind` whose weights are deferred, and transformers' report of the loading.
 
-    None if that is not possible: the model is an encoder, which is compared before it is sharded, or the file has other
-    tensors than the model's weights, such as several that transformers joins.
+    None if that is not possible: the file has other tensors than the model's weights, such as several that transformers
+    joins.
     """
     places = _places_in(path, revision)
     if places is None:
@@ -156,8 +155,6 @@ def load_deferred(
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )
-    if is_encoder(model):
-        return None
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is model.get_input_embeddings().weight
     if head is not None and config.get_text_config().tie_word_embeddings and not is_tied:

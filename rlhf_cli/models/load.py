@@ -53,6 +53,7 @@ from rlhf_cli.models.deferred import (
 )
 from rlhf_cli.models.forward import autocast, choose_attention, held_precision, vocabulary_rows
 from rlhf_cli.models.heads import (
+    is_encoder,
     offer_classifier,
     reads_last_token,
     require_scores_without_padding,
@@ -363,6 +364,8 @@ def _load(
             if deferred or in_int8:
                 kind = CLASSES[auto][type(config)] if auto in CLASSES else auto
                 later = load_deferred(kind, path, revision, config)
+                if later is not None and is_encoder(later[0]):
+                    later = None  # its passes are compared before it is sharded
             if in_int8 and later is None:
                 raise ArtifactError(
                     f"{path}: its weights are quantized, and this kind is not read here. Export the model again with "

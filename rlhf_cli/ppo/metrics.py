@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,12 +17,14 @@ from rlhf_cli.algorithms.statistics import distinct_n, pearson, word_shares
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.health.running import Health
 from rlhf_cli.ppo.setup import Setup
-from rlhf_cli.ppo.update import UpdateBatch
 from rlhf_cli.rewards.base import Scores
 from rlhf_cli.rollout.rollout import RolloutBatch, sequence_lengths, shared_prompts
 from rlhf_cli.rollout.sampling import response_text
 from rlhf_cli.run.artifacts import read_manifest_or_none
 from rlhf_cli.training.bad_steps import no_gradient
+
+if TYPE_CHECKING:
+    from rlhf_cli.ppo.update import UpdateBatch
 
 SHOWN = ("objective/score", "objective/kl", "response/length", "policy/entropy")
 """The figures beside the progress, the most important first."""

@@ -23,7 +23,6 @@ from rlhf_cli.config.rewards import (
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import DataError
 from rlhf_cli.rewards.base import RewardSource
-from rlhf_cli.rewards.models import load_reward_source
 
 if TYPE_CHECKING:
     from rlhf_cli.models.lora import Backbone
@@ -53,6 +52,8 @@ def load_rewards(
         source: RewardSource
         match reward:
             case ModelReward():
+                from rlhf_cli.rewards.models import load_reward_source
+
                 path = reward.path if reward.path is not None else f"{artifacts_root}/rm"
                 source, lines = load_reward_source(
                     reward,
