@@ -21,9 +21,9 @@ import shutil
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from rlhf_cli.config.base import REMOVED
 from rlhf_cli.errors import ArtifactError
@@ -38,15 +38,21 @@ AGAIN = "artifacts/again"
 """The directory that the commands of `repeat_commands` write to."""
 
 
+def _has_sections(identity: dict[str, Any]) -> dict[str, Any]:
+    if not {"config", "data", "inputs"} <= identity.keys():
+        raise ValueError("a section is missing")
+    return identity
+
+
 class Manifest(BaseModel, frozen=True, extra="forbid", strict=True):
     """The record of a finished stage. A stage is stale if its identity computed now would differ."""
 
     stage: str
-    identity: dict[str, dict[str, Any]]
+    identity: Annotated[dict[str, dict[str, Any]], AfterValidator(_has_sections)]
     """`config` (every key that affects the result), and `data` and `inputs` (path -> digest)."""
     files: dict[str, str]
     """Relative path -> sha256 of every other file in the directory."""
-    metrics: dict[str, int | float]
+    metrics: dict[str, float | Annotated[int, Field(gt=-(2**63), lt=2**63)]]  # JSON allows integers beyond floats
     """The final metrics on held-out data."""
     seed: int
     versions: dict[str, str]

@@ -188,7 +188,7 @@ def test_a_frozen_block_is_kept_in_the_precision_in_which_it_is_exchanged(tmp_pa
 
 NEVER_SHARDED = {"activations.py", "network.py"}
 BEFORE_IT_IS_SHARDED = {"heads.py", "layers.py"}
-THE_WHOLE_COPY = {"setup.py"}
+THE_WHOLE_COPY = {"rollout.py"}
 
 
 def test_code_that_computes_with_a_sharded_model_asks_for_its_device():
