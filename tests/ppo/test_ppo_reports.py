@@ -73,8 +73,8 @@ def test_a_reward_that_fails_on_reference_samples_stops_all_processes(start, tmp
 def test_samples_every_prints_the_first_response_of_an_iteration(watch, monkeypatch):
     shown = []
     monkeypatch.setattr(Display, "exchange", lambda _, prompt, answers: shown.append((prompt, answers)))
-    run = watch(samples_every=2, num_logged_samples=1, ppo={"num_iterations": 3})
-    row = read_jsonl(run.stage_dir / "samples.jsonl")[1]
+    run = watch(samples_every=2, num_logged_samples=2, ppo={"num_iterations": 3})
+    row = read_jsonl(run.stage_dir / "samples.jsonl")[2]
     name = f"iteration 2 (score {row['score']:+.2f}, KL {row['kl']:.2f})"
     assert shown == [(row["prompt"], {name: row["response"]})]
 

@@ -68,6 +68,14 @@ def test_a_setting_that_cannot_work_is_reported(project: Path, stage: str, setti
     assert message in fails(project, stage, "--set", setting.format(project=project))
 
 
+def test_a_held_out_prompt_that_is_longer_than_the_model_is_reported(project: Path) -> None:
+    path = project / "long.jsonl"
+    path.write_text(json.dumps({"prompt": "late " * 42}) + "\n")
+    assert "the model has 128 positions" in fails(
+        project, "ppo", "--set", f"data.test={path}", "--set", "data.max_prompt_length=200"
+    )
+
+
 # ------------------------------------------------------------------------------------------- models
 
 
