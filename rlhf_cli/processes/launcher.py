@@ -58,7 +58,7 @@ def run_processes(
         LAUNCHED: resume_command,
     }
     workers: list[subprocess.Popen[bytes]] = []
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as digests, _signals_reach(workers) as received:
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as digests, _stop_signals(workers) as received:
         digests.write(known_digests())
         digests.flush()
         environment[KNOWN_FILE] = digests.name
@@ -67,13 +67,17 @@ def run_processes(
             # In a process group of its own, or Ctrl-C would reach it twice: from the terminal and from us.
             workers.append(subprocess.Popen(list(command), env=own, process_group=0))
         failed: list[int] = []  # the ranks, in the order in which they ended
-        deadline = math.inf
+        deadline, num_passed_on = math.inf, 0
         while running := [worker for worker in workers if worker.poll() is None]:
             failed += [rank for rank, w in enumerate(workers) if w.returncode and rank not in failed]
             if failed and deadline == math.inf:
                 deadline = time.monotonic() + grace_s
             if not received and time.monotonic() > deadline:  # a process that hangs reacts to nothing else
                 _signal(running, signal.SIGKILL)
+            # Here, not in the handler: it may interrupt the start of a worker, which would then miss the signal.
+            for number in received[num_passed_on:]:
+                _signal(workers, number)
+                num_passed_on += 1
             time.sleep(POLL_S)
         failed += [rank for rank, w in enumerate(workers) if w.returncode and rank not in failed]
     # One that lost the connection to another process is not the cause.
@@ -97,23 +101,21 @@ def run_processes(
 
 
 @contextlib.contextmanager
-def _signals_reach(workers: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """While active, a stop signal to this process reaches every worker. Yields the signals received so far.
+def _stop_signals(workers: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """While active, a stop signal does not end this process. Yields the list of those received so far.
 
     Ctrl-Z stops the workers too, and they continue with this process.
     """
     received: list[int] = []
-
-    def forward(number: int, _: FrameType | None) -> None:
-        received.append(number)
-        _signal(workers, number)
 
     def suspend(_: int, __: FrameType | None) -> None:
         _signal(workers, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         _signal(workers, signal.SIGCONT)
 
-    handlers: dict[int, Callable[[int, FrameType | None], Any]] = dict.fromkeys(stop_signals(), forward)
+    handlers: dict[int, Callable[[int, FrameType | None], Any]] = dict.fromkeys(
+        stop_signals(), lambda number, _: received.append(number)
+    )
     handlers[signal.SIGTSTP] = suspend
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:

@@ -105,6 +105,8 @@ class Pulse(threading.Thread):
         self._judged = time.monotonic()
         self._num_signs = 0
         self._is_over = threading.Event()
+        # A first sign before the process group is formed: the first look at the others then finds all of theirs.
+        self._store.set(str(self.rank), json.dumps(self._own_sign()))
 
     def run(self) -> None:
         """Write a sign of life every two seconds, and a last one at `end`, so that nobody seems behind who has left."""

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,25 @@ def test_a_signal_reaches_every_process_and_leaves_it_time_to_save(name, tmp_pat
     number = str(int(getattr(signal, name)))
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [number, number]
     assert error == b""
+
+
+def test_a_signal_during_the_start_of_a_process_reaches_it_too(tmp_path, monkeypatch):
+    body = f"""
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(143))
+    open(f'{tmp_path}/{{rank}}', 'w')
+    time.sleep(60)
+    """
+    start = subprocess.Popen
+
+    def start_slowly(*args: Any, **more: Any) -> Any:
+        worker = start(*args, **more)
+        rank = more["env"]["RANK"]
+        wait_for(lambda: (tmp_path / rank).exists())
+        if rank == "1":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return worker
+
+    monkeypatch.setattr(subprocess, "Popen", start_slowly)
+    began = time.monotonic()
+    assert run(body) == 143
+    assert time.monotonic() - began < 30
