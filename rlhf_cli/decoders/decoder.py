@@ -24,15 +24,15 @@ from rlhf_cli.processes.sharding import device_of, is_sharded, join
 
 T = TypeVar("T")
 LEAVES_BELOW = 0.75
-"""Finished rows leave at the latest once this share of the rows is unfinished."""
+"""Finished rows leave once at most this share of the rows is unfinished."""
 
 
 class UnsupportedError(Exception):
-    """A fast decoder does not support this model, or this text length. The message is the reason."""
+    """Why a fast decoder does not support this model, or this text length."""
 
 
 class Decoder(ABC):
-    """Computes next-token logits of live rows. A row is a prompt with the tokens that were drawn for it."""
+    """Computes next-token logits of live rows: prompts with the tokens that were drawn for them."""
 
     admits_beside_others = False
     """Whether new rows can enter while others are unfinished."""
@@ -50,19 +50,12 @@ class Decoder(ABC):
         """Drop all live rows except those with these indices, and put those in this order."""
 
     def leave(self, rows: int, unfinished: int) -> bool:
-        """Whether the finished ones of its rows should leave now; some rows are finished."""
-        # Leaving costs a copy of the cache; staying costs a wasted row in every step.
+        """Whether its finished rows should leave now. That copies the cache; to stay wastes a row in every step."""
         return unfinished <= LEAVES_BELOW * rows
 
     def apart(self, rows: int) -> Sequence[Decoder]:  # noqa: ARG002
-        """Decoders with the same weights, of which each decodes some of `rows` rows in a thread of its own.
-
-        Only one if a split would not be faster, or would change the last digits.
-        """
+        """Decoders of the same weights for `rows` rows, in a thread each; one if that is slower or not exact."""
         return [self]
-
-
-# ------------------------------------------------------------------------------- is it the model's own forward?
 
 
 def once_per_model(check: Callable[[PreTrainedModel], T]) -> Callable[[PreTrainedModel], T]:
@@ -82,10 +75,10 @@ def once_per_model(check: Callable[[PreTrainedModel], T]) -> Callable[[PreTraine
 def gap_to_forward(
     model: PreTrainedModel, new_decoder: Callable[[int], Decoder], *, lengths: Sequence[int] = (9, 5, 5)
 ) -> float:
-    """The largest difference between a decoder's logit and that of one pass per text, relative to the largest or to 1.
+    """The largest difference to the logits of one pass per text, relative to the largest or to 1; a row leaves on the
+    way.
 
-    The texts are prompts of these lengths and a few more tokens of each, while one row leaves. 0 if the model's own
-    logits are NaN or infinite: then no decoder is at fault.
+    0 if the model's own logits are NaN or infinite: then no decoder is at fault.
     """
     steps, device = 4, device_of(model)
     lengths = [min(n, positions(model) - steps) for n in lengths]
@@ -109,16 +102,13 @@ def gap_to_forward(
 
 
 def _own_logits(model: PreTrainedModel, text: list[int], prompt_length: int) -> Tensor:
-    """The logits after each token of a text from the last one of its prompt on, by one forward pass: [n, V]."""
+    """The logits that predict each token behind a prompt, by one forward pass: [n, V]."""
     device = device_of(model)
     if is_seq2seq(model):
         batch = with_prompts(pack([text], device), [prompt_length])
         return logits_at(model, batch, response_positions(batch, [prompt_length]))
     logits: Tensor = model(input_ids=torch.tensor([text], device=device), use_cache=False).logits
     return logits[0, prompt_length - 1 :]
-
-
-# ----------------------------------------------------------------------------------- which decoder samples from a model
 
 
 OWN_FORWARD: tuple[DecoderName, ...] = ("plain", "sharded")
@@ -160,29 +150,22 @@ def decoder_notes(model: PreTrainedModel, longest: int, name: DecoderName = "aut
 
 
 def _decoder(model: PreTrainedModel, longest: int, name: DecoderName) -> Decoder:
-    """The decoder of this name; `auto` tries the fast one of the device. Raises UnsupportedError."""
+    from rlhf_cli.decoders import graphed, paged, plain
+
     if is_sharded(model) and name not in OWN_FORWARD:
         raise UnsupportedError("its weights are sharded among the processes")
     if is_seq2seq(model):
         if name not in ("auto", *OWN_FORWARD):
             raise UnsupportedError("it is an encoder-decoder")
-        from rlhf_cli.decoders.plain import Seq2SeqDecoder, require_own_logits
-
-        require_own_logits(model)
-        return Seq2SeqDecoder(model)
+        plain.require_own_logits(model)
+        return plain.Seq2SeqDecoder(model)
     match name:
         case "auto" if device_of(model).type == "cuda":
-            from rlhf_cli.decoders.graphed import graphed_decoder
-
-            return graphed_decoder(model, longest)
+            return graphed.graphed_decoder(model, longest)
         case "auto" | "paged":
-            from rlhf_cli.decoders.paged import paged_decoder
-
-            return paged_decoder(model, longest)
+            return paged.paged_decoder(model, longest)
         case "plain" | "sharded":
-            from rlhf_cli.decoders.plain import PlainDecoder
-
-            return PlainDecoder(model)
+            return plain.PlainDecoder(model)
         case _:
             assert_never(name)
 
@@ -191,7 +174,7 @@ def _decoder(model: PreTrainedModel, longest: int, name: DecoderName) -> Decoder
 def join_sampling(model: PreTrainedModel) -> None:
     """Make the passes of a sharded model that other processes need until each has sampled its last token.
 
-    All processes must call this after their own sampling, also one that has nothing to sample.
+    All processes must call this after their own sampling.
     """
     if is_sharded(model):
         from rlhf_cli.decoders.plain import takes_padding
@@ -203,21 +186,20 @@ def join_sampling(model: PreTrainedModel) -> None:
 
 # ------------------------------------------------------------------ functions of tensors that torch runs without Python
 #
-# A decoding step is hundreds of operations of a few microseconds. Python takes as long as many of them, and only one
-# thread at a time can run it. So a function is recorded once as a graph, which runs as one call. torch.jit is
-# deprecated: where it is missing or fails, and if the graph gives other bytes, callers use the function itself.
+# A decoding step is hundreds of operations of a few microseconds, between which threads wait for Python. So a function
+# is recorded once as a graph, which runs as one call. torch.jit is deprecated: where it is missing or fails, and if the
+# graph gives other bytes, callers use the function itself.
 
 
 _warnings_are_off = threading.Lock()
 
 
-def recorded(function: Callable[..., Any], *examples: tuple[Any, ...]) -> Callable[..., Any] | None:
+def recorded(function: Callable[..., Tensor], *examples: tuple[Any, ...]) -> Callable[..., Tensor] | None:
     """`function` as a graph; None if it cannot be recorded, or gives other bytes for one of the examples.
 
-    Arguments are tensors, lists of tensors and tuples of tensors. Numbers that the function computes from anything else
-    are constants of the graph. So give examples that differ in all that may vary.
+    Arguments are tensors, and lists and tuples of them. What does not come from a tensor is a constant of the graph, so
+    give examples that differ in all that may vary.
     """
-
     # torch keeps the function that it has traced. This one lets go of the weights that `function` was made for.
     held = [function]
 
@@ -235,13 +217,7 @@ def recorded(function: Callable[..., Any], *examples: tuple[Any, ...]) -> Callab
             with torch.jit.optimized_execution(False):
                 return graph(*inputs)
 
-        same = all(_same(run(*example), function(*example)) for example in examples)
+        same = all(torch.equal(run(*example), function(*example)) for example in examples)
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None
     return run if same else None
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    return all(map(_same, a, b))

@@ -1,14 +1,13 @@
 """The graphed decoder: fast sampling from Llama-like models and GPT-2 on a GPU.
 
-A step for one token per row is about a thousand small operations. Starting them one by one from Python takes ten times
-as long as computing them. So a step is captured as a CUDA graph, which starts as a whole, and captured again when rows
-enter or leave.
+A step is about a thousand small operations, and to start each from Python takes ten times as long as to compute it. So
+a step is captured as a CUDA graph, which starts as a whole, and captured again when rows enter or leave.
 
 Keys and values lie in one tensor per layer, with room for the longest row. Attention reads all of it with a mask.
 Float32 weights are cast to the number format of the passes once per rollout: autocast would cast them in every step.
 
 The decoder is compared with the model's own forward at its first use. If they differ, or the step cannot be captured,
-and for any other family, sampling uses the model's own forward (plain.py).
+and for any other family, plain.py samples.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from transformers import PreTrainedModel
 from rlhf_cli.decoders.decoder import Decoder, UnsupportedError, gap_to_forward, once_per_model
 from rlhf_cli.decoders.network import LINEAR, Map, NetworkWeights, read_network, side_by_side
 from rlhf_cli.models.cost import READ_TOKENS
-from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, autocast, held_precision
+from rlhf_cli.models.forward import autocast, held_precision, tolerance_of
 from rlhf_cli.processes.sharding import device_of
 from rlhf_cli.processes.threads import is_out_of_memory
 
@@ -37,10 +36,10 @@ LEAVES_BELOW = 0.5
 FEWEST_ROWS = 32
 """A step of at most this many rows takes as long as reading the weights: finished rows stay beside unfinished ones."""
 CAPTURE_BYTES = 1 << 29
-"""Memory of the GPU that a capture finds free, beside that of four times the logits. While it captures, torch does not
-give back the memory that it keeps for later, that of earlier graphs included, but raises OutOfMemoryError."""
+"""Memory that must be free for a capture, beside four times the logits. While it captures, torch does not give back the
+memory that it keeps for later, but raises OutOfMemoryError."""
 ALIGNED = 8
-"""Numbers of a row of the mask are a multiple of this, for torch's memory-efficient attention."""
+"""The width of the mask is a multiple of it, for torch's memory-efficient attention."""
 
 
 @torch.no_grad()
@@ -53,27 +52,23 @@ def graphed_decoder(model: PreTrainedModel, longest: int) -> GraphedDecoder:
 
 @once_per_model
 def _why_not(model: PreTrainedModel) -> str:
-    """Why the decoder cannot be used, "" if it can.
-
-    It is compared in float32, where the model's own rounding hides nothing. Then it runs once as it will be used.
-    """
-    precision = held_precision(model) or "float32"
+    """Why the decoder cannot be used, "" if it can: it is compared in float32, and runs once as it will be used."""
+    new = functools.partial(GraphedDecoder, model)
     try:
-        with autocast(device_of(model), precision):
-            gap = gap_to_forward(model, lambda longest: GraphedDecoder(model, longest))
-        in_use = gap_to_forward(model, lambda longest: GraphedDecoder(model, longest))
+        with autocast(device_of(model), held_precision(model) or "float32"):
+            gap = gap_to_forward(model, new)
+        in_use = gap_to_forward(model, new)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         if is_out_of_memory(error):
             raise
         return f"no CUDA graph of its steps ({type(error).__name__}: {error})"
-    # "not <=" is also true of a NaN gap.
-    if not gap <= (TOLERANCE if precision == "float32" else BFLOAT16_TOLERANCE):
+    if not gap <= tolerance_of(model):  # also true of NaN
         return f"the graphed decoder differs from a plain forward by {gap:.1e}"
     return "" if math.isfinite(in_use) else "the graphed decoder overflows"
 
 
 class GraphedDecoder(Decoder):
-    """Next-token logits of live rows, a step as one CUDA graph. On a CPU, for tests, it runs operation by operation."""
+    """Next-token logits of live rows, a step as one CUDA graph. On a CPU, for tests, it runs by single operations."""
 
     admits_beside_others = True
 
@@ -142,15 +137,15 @@ class GraphedDecoder(Decoder):
         return self._logits
 
     def _captured(self) -> torch.cuda.CUDAGraph:
-        """The step of the present rows as a graph. It computes the same numbers as often as it runs."""
+        """The step of the present rows as a graph."""
         device = self.positions.device
         here, beside = torch.cuda.current_stream(device), _stream(device)
         beside.wait_stream(here)
         graph = torch.cuda.CUDAGraph()
         dtype, enabled = torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
         try:
-            # Autocast must not keep the weights that it casts here: a graph's memory is reused. cuDNN's attention would
-            # build a plan for each new number of rows.
+            # Autocast must not keep weights in a graph's memory, which is reused. cuDNN's attention would build a plan
+            # for each new number of rows.
             with (
                 torch.cuda.stream(beside),
                 torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=False),
@@ -168,8 +163,7 @@ class GraphedDecoder(Decoder):
                         graph.capture_end()
                     raise
                 graph.capture_end()
-        finally:
-            # Also if it failed: others may get the memory that the first call still writes to.
+        finally:  # others may get the memory that the first call still writes to
             here.wait_stream(beside)
         return graph
 
@@ -205,10 +199,7 @@ class GraphedDecoder(Decoder):
 
 
 class _Weights(NetworkWeights):
-    """Linear layers in the number format of the passes, and torch's own norm. Only float32 weights are copied.
-
-    The functions hold their weights: a captured step is never run with others, so the list stays empty but for tables.
-    """
+    """Linear layers in the number format of the passes, and torch's own norm. The functions hold their weights."""
 
     def __init__(self, half: torch.dtype | None):
         """half: the format to which autocast casts; None if it is off."""
@@ -216,7 +207,7 @@ class _Weights(NetworkWeights):
         self.half = half
 
     def linear(self, *modules: Any) -> Map:
-        """Linear layers with the same input: as one product if their weights are copied anyway."""
+        """As one product if their weights are copied anyway."""
         if len(modules) == 1:
             return self._linear(modules[0])
         if all(type(module) in LINEAR and self.half not in (None, module.weight.dtype) for module in modules):
@@ -244,7 +235,6 @@ class _Weights(NetworkWeights):
         return weight.to(self.half or weight.dtype)
 
     def rms_norm(self, module: Any) -> Map:
-        """torch's norm: one operation on a GPU."""
         weight, eps = module.weight.float(), module.variance_epsilon
         return lambda x: F.rms_norm(x.float(), weight.shape, weight, eps)
 

@@ -58,11 +58,6 @@ class Network:
     kv_heads: int
     head_dim: int
 
-    @property
-    def width(self) -> int:
-        """Numbers of a token that attention reads."""
-        return self.heads * self.head_dim
-
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states before the last norm: ids [N] at `positions` [N] -> [N, hidden]."""
         heads, kv_heads = self.heads, self.kv_heads
@@ -86,11 +81,10 @@ class Network:
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotary embedding (Su et al. 2021); the two halves of each head are interleaved in the result.
+    """Rotary embedding (Su et al. 2021): x [N, heads, D], rotation [N, 1, D / 2] complex -> [N, heads, D].
 
-    x [N, heads, D], rotation [N, 1, D / 2] complex -> [N, heads, D]. Entries d and d + D/2 of x rotate together as one
-    complex number. Their order in the result does not matter: the product of a query and a key is the same for any
-    order that both have.
+    Entries d and d + D/2 of x rotate as one complex number, and are neighbours in the result, of queries and keys
+    alike.
     """
     half = x.shape[-1] // 2
     x = x.float() if x.dtype.itemsize == 2 else x  # torch has no complex numbers of two 16-bit ones
@@ -104,7 +98,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 class NetworkWeights(list[Tensor]):
     """The weights of a network, and functions that read them from this list when they are called.
 
-    So a step that was recorded with other weights in the list (`recorded`) computes with those that it is given.
+    So a recorded step (`recorded`) computes with the weights that it is given.
     """
 
     are_all = True
@@ -138,18 +132,14 @@ class NetworkWeights(list[Tensor]):
         return lambda x: fixed_linear(x, weight(), bias())
 
     def rms_norm(self, module: Any) -> Map:
-        """``x / sqrt(mean(x^2) + eps) * weight``.
-
-        Computed as ``x / hypot(|x|, sqrt(size * eps)) * (sqrt(size) * weight)``: four operations, where torch's own
-        rms_norm takes seven on a CPU.
-        """
+        """``x / sqrt(mean(x^2) + eps) * weight``, as ``x / hypot(|x|, sqrt(size * eps)) * (sqrt(size) * weight)``: four
+        operations, where torch's own rms_norm takes seven on a CPU."""
         size = len(module.weight)
         least = torch.tensor(math.sqrt(size * module.variance_epsilon))
         weight = self.read(module.weight * math.sqrt(size))
         return lambda x: x.div(torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(least)).mul_(weight())
 
     def layer_norm(self, module: Any) -> Map:
-        """torch's layer norm."""
         if type(module) is not nn.LayerNorm or module.bias is None:
             self.are_all = False
             return module
@@ -157,7 +147,6 @@ class NetworkWeights(list[Tensor]):
         return lambda x: F.layer_norm(x, module.normalized_shape, weight(), bias(), module.eps)
 
     def activation(self, module: Any) -> Map:
-        """An activation, called as it is."""
         self.are_all &= not list(module.parameters())
         return module
 
@@ -188,19 +177,19 @@ def side_by_side(
 def read_network(model: PreTrainedModel, longest: int, weights: NetworkWeights) -> Network:
     """The network with the model's current weights, for rows of at most `longest` tokens. Raises UnsupportedError.
 
-    `weights` is empty. Its methods make the functions of the network.
+    The methods of `weights`, which is empty, make its functions.
     """
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         raise UnsupportedError("its modules have hooks")
     family = model.config.model_type
-    if family in LLAMA_LIKE:
-        window = model.config.to_dict().get("sliding_window")
-        if window is not None and longest > window:
-            raise UnsupportedError(f"a text of {longest} tokens is longer than its sliding window of {window}")
-        return _read_llama(model, longest, weights)
     if family == "gpt2":
         return _read_gpt2(model, weights)
-    raise UnsupportedError(f"no fast decoder supports the family {family}")
+    if family not in LLAMA_LIKE:
+        raise UnsupportedError(f"no fast decoder supports the family {family}")
+    window = getattr(model.config, "sliding_window", None)
+    if window is not None and longest > window:
+        raise UnsupportedError(f"a text of {longest} tokens is longer than its sliding window of {window}")
+    return _read_llama(model, longest, weights)
 
 
 def _read_llama(model: Any, longest: int, weights: NetworkWeights) -> Network:

@@ -1,15 +1,14 @@
 """The paged decoder: fast sampling from Llama-like models and GPT-2 in float32 on a CPU.
 
 transformers' forward of one token per row spends most of its time between operations. Here a layer is about fifteen
-operations. Prompts are read without padding, each different prompt once. Attention reads only the tokens that exist
-(paged_cache.py).
+operations, each different prompt is read once, and attention reads only the tokens that exist (paged_cache.py).
 
-The weights are read again for every rollout. Linear layers are then copied: those with the same input lie side by side,
-in the order that oneDNN reads. The copy takes as long as one or two steps, and makes each step of a model with hidden
-size 512 a quarter shorter. A layer of another class, such as an adapter, is called as it is.
+For every rollout the linear layers are copied: those with the same input lie side by side, in the order that oneDNN
+reads. That takes one or two steps, and makes each step of a model with hidden size 512 a quarter shorter. A layer of
+another class, such as an adapter, is called as it is.
 
-The decoder is compared with the model's own forward at its first use. If they differ, and for any other family, the
-model's own forward samples (plain.py).
+The decoder is compared with the model's own forward at its first use. If they differ, and for any other family,
+plain.py samples.
 """
 
 from __future__ import annotations
@@ -27,18 +26,17 @@ from transformers import PreTrainedModel
 from rlhf_cli.decoders.decoder import Decoder, UnsupportedError, gap_to_forward, once_per_model, recorded
 from rlhf_cli.decoders.network import NetworkWeights, read_network
 from rlhf_cli.decoders.paged_cache import PAGE, PagedCache, Places, attend
-from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, held_precision, positions, vocabulary_rows
+from rlhf_cli.models.forward import positions, tolerance_of, vocabulary_rows
 from rlhf_cli.packing import pack
 from rlhf_cli.processes.threads import num_threads
 
 FEWEST_ROWS = 16
 """Rows of a step when rows are decoded in threads. Products of fewer rows may have other last digits."""
 GROUP_NUMBERS = 8192
-"""Fewest rows that a thread decodes, times the width of the model, if the step is not recorded. With fewer numbers in
-each operation the threads mostly wait for Python."""
+"""Fewest rows that a thread decodes, times the width of the model, if the step is not recorded. With fewer the threads
+mostly wait for Python."""
 READ_TOKENS = 1024
-"""Maximum prompt tokens per forward pass. Intermediate tensors of this size stay in the processor's cache: 64 prompts
-take a quarter less time than in one pass."""
+"""Maximum prompt tokens per forward pass, whose tensors stay in the processor's cache: a quarter less time."""
 
 
 @torch.no_grad()
@@ -60,9 +58,7 @@ def paged_decoder(model: PreTrainedModel, longest: int) -> PagedDecoder:
 def _why_not(model: PreTrainedModel) -> str:
     """Why the decoder cannot be used, "" if it can. One of the texts crosses the end of a page."""
     gap = gap_to_forward(model, lambda longest: PagedDecoder(model, longest), lengths=(PAGE - 1, 5, 5))
-    # "not <=" is also true of a NaN gap.
-    tolerance = TOLERANCE if held_precision(model) is None else BFLOAT16_TOLERANCE
-    return f"the paged decoder differs from a plain forward by {gap:.1e}" if not gap <= tolerance else ""
+    return "" if gap <= tolerance_of(model) else f"the paged decoder differs from a plain forward by {gap:.1e}"
 
 
 @once_per_model
@@ -94,18 +90,14 @@ def _recorded_step(model: PreTrainedModel) -> Callable[..., Tensor] | None:
 @once_per_model
 @torch.no_grad()
 def _rows_are_independent(model: PreTrainedModel) -> bool:
-    """Whether a row's logits are the same bytes whatever other rows are decoded with it, of FEWEST_ROWS at least.
-
-    The libraries do not promise it, so it is tried: products of few rows may take another way through them.
-    """
+    """Whether a row's logits are the same bytes whatever other rows are decoded with it. No library promises that."""
     sizes = (FEWEST_ROWS, FEWEST_ROWS + 4, 2 * FEWEST_ROWS - 4)
     vocabulary, longest = vocabulary_rows(model), min(PAGE + 3, positions(model))
     lengths = [longest - 3, *(1 + row % 3 for row in range(1, sum(sizes)))]
     prompts = [[(7 * row + i) % vocabulary for i in range(length)] for row, length in enumerate(lengths)]
     decoder = PagedDecoder(model, longest)
 
-    def logits(rows: Sequence[Sequence[int]]) -> Tensor:
-        """The logits of three tokens: [rows, 3 * V]."""
+    def logits(rows: Sequence[Sequence[int]]) -> Tensor:  # of three tokens: [rows, 3 * V]
         one = decoder.another()
         steps = [one.admit(rows)]
         for _ in range(2):
@@ -139,7 +131,8 @@ class PagedDecoder(Decoder):
     def apart(self, rows: int) -> list[PagedDecoder]:
         if rows < 2 * FEWEST_ROWS:
             return [self]
-        fewest = FEWEST_ROWS if self._recorded else max(FEWEST_ROWS, GROUP_NUMBERS // self.network.width)
+        width = self.network.heads * self.network.head_dim
+        fewest = FEWEST_ROWS if self._recorded else max(FEWEST_ROWS, GROUP_NUMBERS // width)
         count = min(num_threads(), rows // fewest)
         return [self.another() for _ in range(count if count > 1 and _rows_are_independent(self._model) else 1)]
 
@@ -172,7 +165,7 @@ class PagedDecoder(Decoder):
         """Hidden states at the last token of each prompt [prompts, hidden]. Keys and values go to the cache."""
         batch = pack(prompts)
         starts = itertools.accumulate(batch.lengths[:-1], initial=0)
-        # Token numbers in `slots` count within a prompt; write_prompts needs them within the batch.
+        # `slots` numbers the tokens of each prompt, and `where` those of the batch.
         where = torch.cat(
             [slot + torch.tensor([[start], [0], [0]]) for slot, start in zip(slots, starts, strict=True)], dim=1
         )
@@ -206,7 +199,7 @@ class PagedDecoder(Decoder):
         return self.network.logits(self.network.forward(rounded, positions, attention))[: ids.shape[0]]
 
     def leave(self, rows: int, unfinished: int) -> bool:
-        # Leaving costs a new layout. It saves time if the next steps have fewer rows, or much less attention.
+        # To leave costs a new layout. It saves time if the next steps have fewer rows, or much less attention.
         rounded_up = self.cache.rounded_up
         return super().leave(rows, unfinished) or rounded_up(unfinished) < rounded_up(rows)
 

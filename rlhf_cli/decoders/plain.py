@@ -1,11 +1,10 @@
 """Sampling through the model's own forward, with a cache of transformers: from any decoder, and from encoder-decoders.
 
-Prompts of different lengths are padded on the left. Not every family supports that: BART's decoder has no position ids,
-so it counts the padding; RWKV takes neither a mask nor a cache of transformers. `takes_padding` finds out at a model's
-first use, by comparing it with one forward pass per sequence. Other models read each whole text again for every token.
+Prompts are padded on the left. Some families do not support that: BART's decoder counts the padding, and RWKV takes
+neither a mask nor a cache of transformers. `takes_padding` finds out. They read each whole text again for every token.
 
-From a model that is sharded among the processes all sample together, each its own rows. A process announces each pass;
-one whose rows have ended, or that has none, makes passes over two tokens until all have ended (`join_sampling`).
+From a sharded model all processes sample together. Each announces its passes; one whose rows have ended, or that has
+none, makes passes over two tokens until all have ended (`join_sampling`).
 """
 
 from __future__ import annotations
@@ -24,19 +23,16 @@ from transformers.modeling_outputs import BaseModelOutput
 from rlhf_cli.decoders.decoder import Decoder, gap_to_forward, once_per_model
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.kernels.layers import cache_name
-from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, TOLERANCE, autocast, held_precision
+from rlhf_cli.models.forward import TOLERANCE, autocast, held_precision, tolerance_of
 from rlhf_cli.models.seq2seq import encoder_inputs, start_of_response
 from rlhf_cli.processes.sharding import announce, device_of
 
 
 class PlainDecoder(Decoder):
-    """Next-token logits of live rows, from the model's own forward.
-
-    The model cannot read a prompt while other rows continue, so new rows enter once all have ended.
-    """
+    """Next-token logits of live rows, from the model's own forward. New rows enter once all have ended."""
 
     def __init__(self, model: PreTrainedModel, *, padded: bool | None = None):
-        """padded: whether to pad prompts on the left and to use a cache. None: if the logits are then the model's."""
+        """padded: whether to pad prompts on the left and to use a cache; None asks `takes_padding`."""
         self.model = model
         self.padded = takes_padding(model) if padded is None else padded
         self.cache_name = cache_name(model)
@@ -75,7 +71,7 @@ class PlainDecoder(Decoder):
             self.cache.reorder_cache(cast(torch.LongTensor, rows))
 
     def _read_texts(self) -> Tensor:
-        """The logits after each text, by one pass for the texts of each length: [B, V]."""
+        """[B, V], by one pass for the texts of each length."""
         lengths = [len(text) for text in self.texts]
         logits: dict[int, Tensor] = {}
         for length in set(lengths):
@@ -104,15 +100,13 @@ class PlainDecoder(Decoder):
 def takes_padding(model: PreTrainedModel) -> bool:
     """Whether padding on the left and a cache give the logits of one forward pass per sequence, to 1e-4 of their size.
 
-    A model is checked once, in float32: how it treats padding and a cache does not depend on the precision. A model
-    whose weights are held in 16 bits is checked in those, to 3e-2. Raises ArtifactError if whole texts of one length
-    in one pass give other logits, too.
+    If the model is held in 16 bits, to 3e-2. Raises ArtifactError if whole texts of one length in one pass do not,
+    either.
     """
-    tolerance = TOLERANCE if held_precision(model) is None else BFLOAT16_TOLERANCE
     gaps = []
     for padded in (True, False):
         gaps.append(_gap(model, padded=padded))
-        if gaps[-1] <= tolerance:
+        if gaps[-1] <= tolerance_of(model):
             return padded
     raise ArtifactError(
         f"{type(model).__name__}: its logits for several texts differ from those for one text by {min(gaps):.1e}, so "
@@ -130,14 +124,8 @@ def _gap(model: PreTrainedModel, *, padded: bool) -> float:
     return math.inf
 
 
-# ------------------------------------------------------------------------------------------ encoder-decoders (T5, BART)
-
-
 class Seq2SeqDecoder(Decoder):
-    """Next-token logits of live rows: the encoder reads each prompt once, the decoder keeps a cache.
-
-    All rows have read the same number of decoder tokens, so new rows enter once all have ended.
-    """
+    """Next-token logits of live rows: the encoder reads each prompt once. New rows enter once all have ended."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model

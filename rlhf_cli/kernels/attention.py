@@ -1,10 +1,9 @@
 """Attention over packed rows, through transformers' AttentionInterface.
 
 A model whose attention has one of the names below takes [1, N] ids with `position_ids` and `packed`, the PackedBatch.
-Each sequence attends only to itself, and to the shared prefix that another sequence holds for it, if it has one. On a
-CPU this is one SDPA call per sequence, without padding and without an N x N mask. On a GPU in 16 bits it is one call of
-flash attention for the row. Called without `packed` (padded batches, decoding with a cache), it computes what
-transformers' own SDPA attention computes.
+Each sequence attends to itself and to its shared prefix, if it has one: by one SDPA call per sequence, or on a GPU in
+16 bits by one call of flash attention for the row. Without `packed` (padded batches, decoding with a cache) it computes
+what transformers' own SDPA attention computes.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ _watching: list[list[str]] = []
 def watched_masks() -> Iterator[list[str]]:
     """Collect, in words, what packed rows would ignore of the model's masks; empty if they ignore nothing.
 
-    A packed row has no mask. Each sequence is causal, and a layer's window is the one that it passes to its attention.
-    A model that keeps a window only in its mask, or that builds its own masks, would lose it. So inside this context
-    every entry of a mask holds the length of the window that it is for (0 for none), and each attention call checks
-    that it was passed the same window.
+    A packed row has no mask, so a window that is only in the model's mask would be lost. Inside this context all
+    entries of a mask are the length of its window (0 for none), and each attention call checks that it was passed the
+    same.
     """
     losses: list[str] = []
     _watching.append(losses)
@@ -66,8 +64,7 @@ def packed_attention(
     if packed is None:
         num_queries, num_keys = query.shape[2], key.shape[2]
         window = min(sliding_window or num_keys, num_keys)
-        # `packed_mask` cannot know that the row is not packed, so it builds none, and SDPA's own causal mask needs
-        # equally many keys and queries.
+        # `packed_mask` has built no mask, and SDPA's own causal mask needs as many keys as queries.
         if attention_mask is None and num_queries > 1 and (num_queries < num_keys or window < num_keys):
             attention_mask = causal_mask(num_queries, num_keys, window, query.dtype, query.device)
         return sdpa_attention_forward(
@@ -119,8 +116,8 @@ def causal_mask(
 ) -> Tensor:
     """The additive mask of the last `num_queries` of `num_keys` tokens: [num_queries, num_keys], 0 or -inf.
 
-    A token attends to itself and to those before it, `window` tokens in total if that is given. The result is a view of
-    a cached mask: building one for each sequence and layer would cost a tenth of the attention's time, or more.
+    A token attends to itself and to those before it, `window` tokens in total. The mask is cached: building one for
+    each sequence and layer would cost a tenth of the attention's time, or more.
 
     >>> causal_mask(2, 3, None, torch.float32, torch.device("cpu"))
     tensor([[0., 0., -inf],
@@ -153,8 +150,7 @@ def row_attention(
 ) -> tuple[Tensor, None]:
     """`packed_attention` as one call of flash attention, for 16 bits on a GPU without dropout; else `packed_attention`.
 
-    The queries are the tokens of the row. The keys are each complete sequence, with its shared prefix copied to its
-    front, because the kernel aligns the causal mask of a sequence with its last key.
+    The keys have a copy of each shared prefix: the kernel aligns the causal mask of a sequence with its last key.
     """
     packed: PackedBatch | None = kwargs.get("packed")
     device = query.device.type
@@ -162,8 +158,7 @@ def row_attention(
     if packed is None or kwargs.get("dropout") or dtype not in (torch.bfloat16, torch.float16):
         return packed_attention(module, query, key, value, attention_mask, **kwargs)
     assert kwargs.get("softcap") is None, "no softcap here; choose_attention excludes such models"
-    # Imported here because a start on a CPU does not need it.
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention.varlen import varlen_attn  # here, because a CPU does not need it
 
     q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))  # [N, H, D]
     bounds = packed.bounds

@@ -1,9 +1,8 @@
 """Log-probabilities directly from hidden states: the head and its softmax for a few tokens at a time.
 
-The logits of a chunk of tokens stay in the processor's cache until their log-probabilities are known. What the backward
-pass needs of them is kept, one [n, V] tensor; the gradient of the logits, a second one, is never written. With a
-vocabulary of 150,000 even one would be 5 GB for 8,000 tokens. Then nothing is kept, and the backward pass computes each
-chunk again, which costs one more product with the head's weight.
+The logits of a chunk of tokens stay in the processor's cache until their log-probabilities are known. One [n, V] tensor
+is kept for the backward pass. If it would be too large (5 GB for 8,000 tokens and a vocabulary of 150,000) nothing is
+kept, and the backward pass computes each chunk again, which costs one more product with the head's weight.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ MOST_LOGITS = 1 << 26
 CHUNK = 1 << 24
 """Numbers in the largest chunk."""
 CACHED = 1 << 18, 256
-"""On a CPU a chunk has so many numbers, which fit into its cache, but at least so many tokens: with fewer, the product
-reads all weights of a large head for little work."""
+"""Numbers of a chunk on a CPU, which fit into its cache, and the fewest tokens: with fewer, the product reads all
+weights of a large head for little work."""
 
 
 def linear_logprobs(

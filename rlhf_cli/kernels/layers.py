@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +17,12 @@ from rlhf_cli.packing import PackedBatch, pack
 
 # --------------------------------------------------------------------------------------- root-mean-square normalisation
 #
-# transformers computes RMSNorm as six operations, and its backward pass as a dozen more: 8 to 15 % of a training step
-# for a hidden size of 128 or 512. Here it is three passes over memory forward and five backward.
+# transformers' RMSNorm is six operations and a dozen more backward: 8 to 15 % of a training step for a hidden size of
+# 128 or 512. Here it is three passes over memory forward and five backward.
 
 
 NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}
-"""transformers' layers that compute `rms_norm`, by name: importing their modules takes 0.1 s. Gemma's adds 1 to its
-weight and is not in the list."""
+"""transformers' layers that compute `rms_norm`. Gemma's adds 1 to its weight."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -40,7 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def use_fast_norm(model: nn.Module) -> str | None:
-    """Let the model's RMSNorm layers compute by `rms_norm`. Returns a line for the user if they keep their class."""
+    """Let the model's RMSNorm layers compute by `rms_norm`. Returns a line for the user as `swap_class` does."""
     layers = [module for module in model.modules() if type(module).__name__ in NORMS]
     return swap_class(layers, FastRMSNorm, _probe_norm)
 
@@ -89,28 +87,18 @@ class _RMSNorm(torch.autograd.Function):
 
 # -------------------------------------------------------------------------------------------- rotary position embedding
 #
-# transformers rotates queries and keys with six operations each, and more in the backward pass. Here a rotation is
-# three passes over memory, and its gradient the rotation in the other direction. That saves 7 % of a small Llama's
-# forward and backward pass, and 4 % of its forward pass.
+# transformers rotates queries and keys with six operations each, and more backward. Here a rotation is three passes
+# over memory, and its gradient the rotation in the other direction: 7 % of a small Llama's forward and backward pass.
 
 
-WINDOWS: dict[str, Callable[[Any], int | None]] = {
-    "LlamaAttention": lambda _attention: None,
-    "MistralAttention": lambda attention: attention.config.sliding_window,
-    "Qwen2Attention": lambda attention: attention.sliding_window,
-    "Qwen3Attention": lambda attention: attention.sliding_window,
-}
-"""transformers' layers that compute what `FastAttention` computes, with a function that reads their sliding window."""
-WITH_HEAD_NORMS = {"Qwen3Attention"}
-"""Layers that normalise each head of queries and keys before the rotation."""
+ATTENTIONS = {"LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention"}
+"""transformers' layers that compute what `FastAttention` computes."""
 LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 """transformers' layers that compute what `ShortLayer` computes: norms before attention and before the feed-forward."""
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding with the halves of each head as real and imaginary parts (Su et al. 2021, eq. 34).
-
-    ``[a * cos - b * sin, b * cos + a * sin]`` of ``[a, b]``
+    """Rotary position embedding: ``[a * cos - b * sin, b * cos + a * sin]`` of ``[a, b]`` (Su et al. 2021, eq. 34).
 
     x [B, H, N, D] in any strides, which the result has, too; cos and sin [B, N, D], whose second half equals the first.
     First derivatives with respect to x only.
@@ -124,21 +112,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def use_fast_attention(model: PreTrainedModel) -> str | None:
-    """Let the model's attention layers rotate by `rotate`. Returns a line for the user if they keep their class."""
-    layers: list[Any] = [module for module in model.modules() if type(module).__name__ in WINDOWS]
-    if not layers or model.device.type != "cpu":
+    """Let the model's attention layers rotate by `rotate`. Returns a line for the user as `swap_class` does."""
+    layers: list[Any] = [module for module in model.modules() if type(module).__name__ in ATTENTIONS]
+    # Layers in 16 bits run under autocast only, where `FastAttention` is not faster.
+    if not layers or model.device.type != "cpu" or layers[0].q_proj.weight.dtype in (torch.bfloat16, torch.float16):
         return None
-    if layers[0].q_proj.weight.dtype in (torch.bfloat16, torch.float16):
-        return None  # such layers run under autocast only, where `FastAttention` is not faster
     plain = type(layers[0])
-    members = {"family": plain.__name__, "cache_name": cache_name(plain)}
+    members = {"is_mistral": plain.__name__ == "MistralAttention", "cache_name": cache_name(plain)}
     return swap_class(layers, type(f"Fast{plain.__name__}", (FastAttention, plain), members), _probe_attention)
 
 
 def cache_name(module: nn.Module | type[nn.Module]) -> str:
-    """The name of the argument for keys and values: `cache` since transformers 5.24, before `past_key_values`, and in
-    Mamba `cache_params`.
-    """
+    """The argument for keys and values: `cache` since transformers 5.24, `past_key_values` before, Mamba's own name."""
     known = inspect.signature(module.forward).parameters
     return next((name for name in ("cache", "cache_params") if name in known), "past_key_values")
 
@@ -155,13 +140,11 @@ def _probe_attention(layer: Any) -> Tensor:
 
 def _probe_input(attention: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Three tokens for an attention layer, [1, 3, H], and the cosines and sines of their angles, [1, 3, D] each."""
-    size, head_dim, dtype = attention.q_proj.in_features, attention.head_dim, attention.q_proj.weight.dtype
-    if not dtype.is_floating_point:  # 4-bit weights are stored as bytes and compute in float32
-        dtype = torch.float32
-    device = attention.q_proj.weight.device
-    x, angles = torch.arange(3.0 * size).sin().view(1, 3, size), torch.arange(1.5 * head_dim).view(1, 3, -1)
-    cos, sin = (torch.cat([half, half], -1).to(device, dtype) for half in (angles.cos(), angles.sin()))
-    x = x.to(device, dtype)
+    weight = attention.q_proj.weight
+    like = weight if weight.is_floating_point() else weight.float()  # bytes of 4-bit weights compute in float32
+    x = torch.arange(3.0 * attention.q_proj.in_features).sin().view(1, 3, -1).to(like)
+    angles = torch.arange(1.5 * attention.head_dim).view(1, 3, -1)
+    cos, sin = (torch.cat([half, half], -1).to(like) for half in (angles.cos(), angles.sin()))
     # Queries and keys of order one: with small ones attention would be even, whatever the rotation.
     return x / attention.q_proj(x).std(), (cos, sin)
 
@@ -172,10 +155,8 @@ class FastAttention(nn.Module):
     A layer's new class derives from this one and from its own class.
     """
 
-    family: str
-    """The name of the layer's own class."""
+    is_mistral: bool
     cache_name: str
-    """See the function of that name."""
 
     def forward(
         self: Any,
@@ -190,12 +171,7 @@ class FastAttention(nn.Module):
         attend = AttentionInterface().get(self.config._attn_implementation)
         is_plain = x.dtype == cos.dtype == torch.float32 and x.device.type == "cpu"
         if not is_plain or attend is None or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
-            output, weights = super().forward(
-                hidden_states,
-                position_embeddings=position_embeddings,
-                attention_mask=attention_mask,
-                **kwargs,
-            )
+            output, weights = super().forward(x, position_embeddings, attention_mask=attention_mask, **kwargs)
             return output if kept is None else output[:, kept], weights
         # A score reads the last token of each sequence: it has the only queries.
         is_last = kept is not None and kwargs["packed"].keeps_last
@@ -205,22 +181,17 @@ class FastAttention(nn.Module):
             projection(y).unflatten(-1, (-1, self.head_dim))
             for projection, y in ((self.q_proj, asking), (self.k_proj, x), (self.v_proj, x))
         )
-        if self.family in WITH_HEAD_NORMS:
+        if hasattr(self, "q_norm"):  # Qwen3
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # [B, H, N, D]
         query, key = rotate(query, *turn), rotate(key, cos, sin)
         if (cache := kwargs.pop(self.cache_name, None)) is not None:
             key, value = cache.update(key, value, self.layer_idx)
+        settings = self.config if self.is_mistral else self  # a Llama's config may name a window that it ignores
+        kwargs["sliding_window"] = getattr(settings, "sliding_window", None)
+        dropout = self.attention_dropout if self.training else 0.0
         output, weights = attend(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=WINDOWS[self.family](self),
-            **kwargs,
+            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
         )
         output = output.flatten(2)
         return self.o_proj(output if kept is None or is_last else output[:, kept]), weights
@@ -240,7 +211,6 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """x rotated forwards (sign 1) or backwards (sign -1)."""
     half = x.shape[-1] // 2
     rotated = x * cos
     rotated[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-sign)
@@ -250,15 +220,12 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 # ------------------------------------------------------------------------------- the last layer, for some of the tokens
 #
-# A loss or a score reads the last hidden states of some tokens only: those that predict a response, or the last one of
-# each text. After the attention of the last layer the others are not needed.
+# A loss or a score reads the last hidden states of some tokens only: those that predict a response, or each text's last
+# one. After the attention of the last layer the others are not needed.
 
 
 def use_short_layer(model: PreTrainedModel) -> str | None:
-    """Let the model's last layer compute only the tokens that are read (`PackedBatch.kept`).
-
-    Returns a line for the user if it keeps its class.
-    """
+    """Let the model's last layer compute only `PackedBatch.kept`. Returns a line for the user as `swap_class` does."""
     layers: list[Any] = [module for module in model.modules() if type(module).__name__ in LAYERS]
     if not layers or isinstance(layers[-1], ShortLayer) or model.config._attn_implementation not in PACKED:
         return None
@@ -283,10 +250,7 @@ def _probe_layer(layer: Any) -> Tensor:
 
 
 class ShortLayer(nn.Module):
-    """A decoder layer that computes what comes after its attention only for `PackedBatch.kept`, if that is given.
-
-    A layer's new class derives from this one and from its own class.
-    """
+    """A decoder layer that computes what comes after its attention only for `PackedBatch.kept`, if that is given."""
 
     def forward(self: Any, hidden_states: Tensor, packed: PackedBatch | None = None, **kwargs: Any) -> Tensor:
         """[1, N, H] -> [1, n, H] of the n tokens that are kept, or [1, N, H]."""

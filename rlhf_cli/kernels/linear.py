@@ -1,9 +1,8 @@
 """Matrix products of linear layers on a CPU: by oneDNN, if MKL is the slower of torch's two float32 libraries.
 
-torch uses MKL for every float32 product, and MKL runs its AVX2 code on processors that are not Intel's. On an AMD EPYC
-with AVX-512 that is 112 GFLOPS per core, where oneDNN reaches 240 (benchmarks/linear.py). Two thirds of a training step
-on a CPU are such products. The choice depends on the maker of the processor and never on a measurement: a resumed run
-must choose as it did before, or its bytes would differ in the last digit.
+MKL runs its AVX2 code on processors that are not Intel's: 112 GFLOPS per core on an AMD EPYC with AVX-512, where oneDNN
+reaches 240 (benchmarks/linear.py). Two thirds of a training step on a CPU are such products. The choice depends on the
+maker of the processor and never on a measurement: a resumed run must choose the same, to the last digit.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ FEWEST_OUTPUTS = 8
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``, like torch.nn.functional.linear; by oneDNN if that is faster on this processor.
 
-    Only float32 on a CPU, outside of autocast and torch.compile, uses oneDNN. First derivatives only. The weight may
-    have any strides: a transposed view costs nothing.
+    Only float32 on a CPU, outside of autocast and torch.compile, uses oneDNN. First derivatives only. Any strides.
 
     >>> linear(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]), torch.tensor([0.5]))
     tensor([[11.5000]])
@@ -53,8 +51,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def fixed_weight(weight: Tensor) -> Tensor:
     """The weight of a linear layer in the memory order that `fixed_linear` reads. No gradients.
 
-    oneDNN reorders a weight in each call, which is a third of the time if there are few rows. This is a reordered copy;
-    for torch's product it is the weight itself.
+    oneDNN would reorder a weight in each call, which is a third of the time of few rows.
     """
     weight = weight.detach()
     if weight.dtype == torch.float32 and weight.device.type == "cpu" and prefers_onednn():
@@ -71,9 +68,8 @@ def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def rounded_up(rows: int) -> int:
     """The next of 1, 2, ..., 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, ..., 128, 160, 192, and so on.
 
-    oneDNN generates code for each new number of rows, which takes 0.3 to 0.6 ms per product; the product itself takes
-    0.03 ms for 64 rows of a small model. In a large model an extra row costs more than the code. So few rows are not
-    rounded, and at most 31 rows are added.
+    oneDNN generates code for each new number of rows, in 0.3 to 0.6 ms; a product of 64 rows of a small model takes
+    0.03 ms. In a large model extra rows cost more than the code. So few rows are not rounded, and at most 31 are added.
 
     >>> [rounded_up(n) for n in (1, 15, 17, 31, 33, 65, 1000)]
     [1, 15, 20, 32, 40, 80, 1024]
@@ -85,14 +81,12 @@ def rounded_up(rows: int) -> int:
 
 @functools.cache
 def prefers_onednn() -> bool:
-    """Whether oneDNN is the faster library on this processor and gives MKL's results in this release of torch.
-
-    The answer is kept, so it must not depend on the caller's fake tensors, autocast or default dtype.
-    """
+    """Whether oneDNN is the faster library on this processor and gives MKL's results in this release of torch."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or maker() in ("GenuineIntel", ""):
         return False
+    # The answer is cached, so it must not depend on the caller's fake tensors, autocast or device.
     with unset_fake_temporarily(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
         x, weight = (torch.arange(n, dtype=torch.float32).sin().view(-1, 7) for n in (35, 21))
         try:
@@ -167,8 +161,8 @@ def _scripted_product() -> Any:
 def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
     """``a.T @ b`` of [n, i] and [n, j], a sum over tokens -> [i, j].
 
-    oneDNN copies its first operand if that is transposed, so the narrower operand goes first. The small result is made
-    contiguous again: autograd keeps a gradient as it comes, and the optimizer reads it together with the weight.
+    oneDNN copies its first operand if that is transposed, so the narrower operand goes first. The result is contiguous:
+    autograd keeps a gradient as it comes, and the optimizer reads it together with the weight.
     """
     # oneDNN's code for a second operand with gaps between its rows is 1,000 times as slow.
     a, b = a.contiguous(), b.contiguous()
@@ -198,8 +192,7 @@ class _OneDNN(torch.autograd.Function):
 
 # ------------------------------------------------------------------------------- layers of another class in their place
 #
-# Names and weights of the layers stay as they are, so a checkpoint and a saved model do not change. The new class is
-# compared with the old one on one layer of the model first. If they differ, the layers keep their class.
+# Names and weights stay as they are, so checkpoints and saved models do not change.
 
 
 SWAP_TOLERANCE = 1e-4
@@ -208,10 +201,9 @@ SWAP_TOLERANCE = 1e-4
 
 @torch.no_grad()
 def swap_class(layers: Sequence[nn.Module], fast: type[nn.Module], probe: Callable[[Any], Tensor]) -> str | None:
-    """Give the layers, which are all of one class, the class `fast`.
+    """Give the layers, all of one class, the class `fast`, unless `probe` of the first layer then gives another output.
 
-    `probe` computes a layer's output for a fixed input. It runs on the first layer with its old class and with the new
-    one. Returns a line for the user if the outputs differ; the layers then keep their class.
+    `probe` computes a layer's output for a fixed input. Returns a line for the user if the layers keep their class.
     """
     if not layers:
         return None

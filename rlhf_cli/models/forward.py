@@ -1,7 +1,7 @@
 """Forward passes over packed batches: logits, hidden states or scores at chosen positions.
 
-A model that uses transformers' AttentionInterface runs on the packed row. A model with its own attention (Bloom's
-ALiBi, an encoder) does not; `choose_attention` detects this by comparing the two, and the model runs on padded batches.
+A model that uses transformers' AttentionInterface runs on the packed row. One with its own attention (Bloom's ALiBi, an
+encoder) runs on padded batches; `choose_attention` detects it by a comparison.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ from rlhf_cli.tensor_ops import token_logprobs
 
 TOLERANCE = 1e-4
 BFLOAT16_TOLERANCE = 3e-2
-"""Largest difference that counts as rounding, relative to the largest number compared, in float32 and in bfloat16."""
+"""Largest difference that counts as rounding, relative to the largest number, in float32 and in bfloat16."""
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Number formats by their name in a config file."""
 MAX_LOGITS = 1 << 28
 """Logits that are held at the same time: 1 GB in float32."""
 _has_plain_head: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
@@ -50,17 +49,13 @@ def is_packed(model: PreTrainedModel) -> bool:
 def logits_at(model: PreTrainedModel, batch: PackedBatch, positions: Tensor) -> Tensor:
     """Next-token logits at `positions` of the packed row: [n] -> [n, V].
 
-    The head runs on these positions only, unless the model runs on padded batches and changes its logits after the
-    head, as some families do by scaling or soft-capping.
+    The head runs on these positions only, unless the model runs on padded batches and scales or caps its logits.
     """
     if is_packed(model):
         output = model(**_packed_inputs(batch), logits_to_keep=positions, use_cache=False)
         return output.logits[0]
-    if is_seq2seq(model):
-        return seq2seq.logits_and_hidden_at(model, batch, positions)[0]
-    if _head_is_plain(model, batch):
-        logits: Tensor = model.get_output_embeddings()(hidden_at(model, batch, positions))
-        return logits
+    if is_seq2seq(model) or _head_is_plain(model, batch):
+        return logits_and_hidden_at(model, batch, positions)[0]
     return _padded_logits(model, batch)[positions]
 
 
@@ -76,10 +71,7 @@ def _padded_logits(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
 def logprobs_at(
     model: PreTrainedModel, batch: PackedBatch, positions: Tensor, ids: Tensor, temperature: float = 1.0
 ) -> Tensor:
-    """Log-probability of each of `ids` [n] as the next token at `positions` [n] of the packed row: [n] float32.
-
-    The logits are computed in chunks (`linear_logprobs`), unless the model changes them after its head.
-    """
+    """Log-probability of each of `ids` [n] as the next token at `positions` [n] of the packed row: [n] float32."""
     if is_seq2seq(model) or not _head_is_plain(model, batch):
         return token_logprobs(logits_at(model, batch, positions), ids, temperature=temperature)
     head = model.get_output_embeddings()
@@ -89,8 +81,7 @@ def logprobs_at(
 
 @gathered
 def check_head(model: PreTrainedModel) -> None:
-    """Find out now how the logits are computed: the processes of a sharded model must make the same passes, and only
-    some may use the head."""
+    """Find out now how the logits are computed: the processes of a sharded model must make the same passes."""
     if isinstance(model.get_output_embeddings(), torch.nn.Linear):
         _head_is_plain(model, pack([[0, 1]], device_of(model)))
 
@@ -139,15 +130,14 @@ def _pack_targets(
 
 
 def budget_of_logits(model: PreTrainedModel, budget: Budget) -> Budget:
-    """The budget of passes that hold all logits of a token, which training never does (kernels/head.py)."""
+    """The budget of passes that hold all logits (MAX_LOGITS), which training never does (kernels/head.py)."""
     return replace(budget, tokens=max(1, min(budget.tokens, MAX_LOGITS // vocabulary_rows(model))))
 
 
 def scored_targets(
     model: PreTrainedModel, rows: Sequence[Example], budget: Budget, precision: str
 ) -> list[tuple[Sequence[int], Tensor, Tensor]]:
-    """The targets of the rows by microbatch: its row numbers, and for each of its N targets, row by row, the
-    log-probability and whether the target is the likeliest token, [N] float64 each."""
+    """By microbatch: its row numbers, and of its targets the log-probability, and if it is the mode: [N] float64."""
     device = device_of(model)
 
     def score(numbers: Sequence[int]) -> tuple[Sequence[int], Tensor, Tensor]:
@@ -182,7 +172,7 @@ def hidden_at(model: PreTrainedModel, batch: PackedBatch, positions: Tensor) -> 
         if 0 < len(positions) < len(batch.ids):
             batch = replace(batch, kept=positions)
         hidden: Tensor = model.base_model(**_packed_inputs(batch), use_cache=False).last_hidden_state[0]
-        # The last layer has left out the others, or it computes all tokens.
+        # The last layer may have left out the others.
         return hidden if batch.kept is not None and len(hidden) == len(positions) else hidden[positions]
     if is_seq2seq(model):
         return seq2seq.hidden_at(model, batch, positions)
@@ -199,10 +189,7 @@ def scalar_head(head: Any, hidden: Tensor) -> Tensor:
 
 
 def _computed(batch: PackedBatch) -> PackedBatch:
-    """The batch that a model computes: two tokens that nothing reads instead of no sequence.
-
-    So a pass over no rows (`processes/microbatches.py`) uses every weight, and each has a gradient, which is 0.
-    """
+    """The batch, or two tokens that nothing reads if it is empty: so every weight has a gradient, which is then 0."""
     return batch if batch.segments else pack([[0, 0]], batch.ids.device)
 
 
@@ -212,7 +199,7 @@ def _packed_inputs(batch: PackedBatch) -> dict[str, Any]:
 
 
 def _padded_inputs(batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, mask of real tokens, and positions of the sequences, padded on the right: [B, T] each."""
+    """Ids, mask of real tokens, and positions, padded on the right: [B, T] each."""
     batch = _computed(batch)
     assert sum(batch.lengths) == len(batch.ids), "a padded batch cannot share prefixes"
     ids = pad_sequence(list(batch.ids.split(batch.lengths)), batch_first=True)
@@ -227,26 +214,25 @@ def _padded_inputs(batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
 def choose_attention(model: PreTrainedModel, precisions: Sequence[str] = ()) -> str | None:
     """Let the model run on packed rows if that gives the results of one plain forward pass per sequence.
 
-    Compares the hidden states of three short sequences, two of them with a common prefix, to 1e-4 of their size, in
-    each of `precisions` (by default all that the device computes in). The sequences are shorter than any real sliding
-    window, so `attention.watched_masks` checks separately that a window reaches the attention.
+    Compares the hidden states of three short sequences, two with a common prefix, to 1e-4 of their size, in each of
+    `precisions` (by default all that the device computes in). `attention.watched_masks` checks separately that a
+    sliding window, which is longer, reaches the attention.
 
-    Returns a line that names what a model runs without: the faster attention of a GPU, or packed rows; None if nothing.
-    Raises ArtifactError if the backbone cannot be called with token ids alone.
+    Returns a line if the model runs without the faster attention of a GPU, or without packed rows. Raises ArtifactError
+    if the backbone cannot be called with token ids alone.
     """
     if is_seq2seq(model):
         return f"{type(model).__name__}: an encoder-decoder; it runs on padded batches (slower, as exact)"
     was_training = model.training
     model.eval()
     default = model.config._attn_implementation
-    device = device_of(model)
-    vocab = vocabulary_rows(model)
+    device, vocab = device_of(model), vocabulary_rows(model)
     rows = [[(7 * i + 3) % vocab for i in range(n)] for n in (9, 5)]
     sequences = [*rows, rows[0][:6] + [(5 * i + 2) % vocab for i in range(3)]]
-    if not precisions:
-        precisions = ["float32", "bfloat16"] if computes_in_bfloat16(device, "auto") else ["float32"]
     if (held := held_precision(model)) is not None:
         precisions = [held]  # float32 passes cannot use such weights
+    elif not precisions:
+        precisions = ["float32", "bfloat16"] if compute_dtype(device, "auto") == torch.bfloat16 else ["float32"]
     plain = {precision: _plain_hidden(model, sequences, precision) for precision in precisions}
     reasons = []
     for name in (attention.ROW, attention.EACH) if device.type == "cuda" else (attention.EACH,):
@@ -270,7 +256,6 @@ def _plain_hidden(model: PreTrainedModel, sequences: list[list[int]], precision:
             outputs = [model.base_model(input_ids=torch.tensor([s], device=device)) for s in sequences]
         return torch.cat([output.last_hidden_state[0] for output in outputs])
     except (AttributeError, TypeError, ValueError) as error:
-        # For example a model whose backbone transformers cannot find.
         raise ArtifactError(
             f"{type(model).__name__}: its backbone cannot be called with token ids alone "
             f"({type(error).__name__}: {str(error)[:100]}). Use a model of another family"
@@ -278,7 +263,7 @@ def _plain_hidden(model: PreTrainedModel, sequences: list[list[int]], precision:
 
 
 def _why_not_packed(model: PreTrainedModel, name: str, sequences: list[list[int]], plain: dict[str, Tensor]) -> str:
-    """Why the model cannot run on packed rows with this attention, "" if it can. The model keeps that attention."""
+    """Why the model cannot run on packed rows with this attention, which it keeps; "" if it can."""
     unfit = (TypeError, ValueError, RuntimeError, AssertionError, AttributeError, KeyError, ImportError)
     with contextlib.suppress(*unfit):
         model.set_attn_implementation(name)
@@ -305,6 +290,11 @@ def vocabulary_rows(model: PreTrainedModel) -> int:
     return weight.shape[0]
 
 
+def tolerance_of(model: PreTrainedModel) -> float:
+    """The largest difference that counts as rounding in a float32 pass, whose weights may be held in 16 bits."""
+    return TOLERANCE if held_precision(model) is None else BFLOAT16_TOLERANCE
+
+
 def compute_dtype(device: torch.device, precision: str) -> torch.dtype:
     """The number format of products in forward passes. `auto` is bfloat16 on a GPU with instructions for it.
 
@@ -317,14 +307,8 @@ def compute_dtype(device: torch.device, precision: str) -> torch.dtype:
     return PRECISIONS[precision]
 
 
-def computes_in_bfloat16(device: torch.device, precision: str) -> bool:
-    """Whether forward passes run in bfloat16: on request, or with `auto` on a GPU with bfloat16 instructions."""
-    return compute_dtype(device, precision) == torch.bfloat16
-
-
 def held_precision(model: PreTrainedModel) -> str | None:
-    """The 16-bit format in which some weights of the model are held, or in which quantized layers or the blocks of a
-    sharded model compute; None if there is none."""
+    """The 16-bit format in which weights are held, or quantized layers or sharded blocks compute; None for float32."""
     if (precision := vars(model).get("block_precision")) is not None:
         return str(precision)
     dtypes = {p.dtype for p in model.parameters()} | {vars(m).get("compute_dtype") for m in model.modules()}
@@ -334,12 +318,8 @@ def held_precision(model: PreTrainedModel) -> str | None:
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     """The autocast context of every forward pass."""
     dtype = compute_dtype(device, precision)
-    if dtype == torch.float32:
-        return torch.autocast(device.type, torch.bfloat16, enabled=False)
-    return torch.autocast(device.type, dtype)
-
-
-# ------------------------------------------------------------------------------------------- the longest sequence
+    enabled = dtype != torch.float32
+    return torch.autocast(device.type, dtype if enabled else torch.bfloat16, enabled=enabled)
 
 
 def check_positions(model: PreTrainedModel, longest: int, key: str) -> None:
@@ -351,9 +331,8 @@ def check_positions(model: PreTrainedModel, longest: int, key: str) -> None:
 def positions(model: PreTrainedModel) -> int:
     """The longest sequence that a model supports, in tokens; sys.maxsize if its config does not say.
 
-    With `longrope` rotary embeddings (Phi-3's 128k) this is the length before stretching. If one sequence of a batch is
-    longer than that, transformers rotates all of them differently, so a token would depend on the rest of its batch.
-    `dynamic` rotary embeddings are stretched only beyond the model's positions.
+    With `longrope` rotary embeddings (Phi-3's 128k) this is the length before stretching: if one sequence of a batch is
+    longer, transformers rotates all of them differently.
     """
     most = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
     return min([most, *_before_stretching(model)])

@@ -22,7 +22,7 @@ from rlhf_cli.kernels import attention
 from rlhf_cli.kernels.linear import maker
 from rlhf_cli.models.cost import Work, peak_flops, work_of
 from rlhf_cli.models.deferred import blocks
-from rlhf_cli.models.forward import autocast, computes_in_bfloat16, hidden_at, is_packed
+from rlhf_cli.models.forward import autocast, compute_dtype, hidden_at, is_packed
 from rlhf_cli.models.frozen import hold_trained
 from rlhf_cli.packing import pack
 from rlhf_cli.processes.sharding import is_sharded
@@ -56,15 +56,16 @@ def set_up_passes(models: Sequence[PreTrainedModel], config: Stage, device: torc
     """
     lines, seconds = [], 0.0
     assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
+    in_bfloat16 = compute_dtype(device, config.precision) == torch.bfloat16
     if config.optimizer.precision == "bfloat16":
-        if not computes_in_bfloat16(device, config.precision):
+        if not in_bfloat16:
             raise ConfigError(
                 f"optimizer.precision: bfloat16 needs bfloat16 passes, and precision: auto is float32 on this "
                 f"{device.type}. Set precision: bfloat16"
             )
         for model in models:
             hold_trained(model)
-    if computes_in_bfloat16(device, config.precision) and not has_bfloat16(device):
+    if in_bfloat16 and not has_bfloat16(device):
         lines.append(
             f"precision: bfloat16 is slower than float32 on this {device.type}, which has no fast bfloat16 instructions"
         )
@@ -79,12 +80,10 @@ def set_up_passes(models: Sequence[PreTrainedModel], config: Stage, device: torc
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether this processor or GPU has instructions for bfloat16 products that are faster than float32's.
-
-    Intel's avx512_bf16 has half the rate of its float32 products (benchmarks/COSTS.md); only AMX is faster.
-    """
+    """Whether this processor or GPU has instructions for bfloat16 products that are faster than float32's."""
     if device.type == "cpu":
         has = torch.cpu.get_capabilities()
+        # Intel's avx512_bf16 has half the rate of its float32 products (benchmarks/COSTS.md).
         return bool(has.get("amx_bf16") or has.get("bf16") or (has.get("avx512_bf16") and maker() != "GenuineIntel"))
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -94,8 +93,8 @@ def has_bfloat16(device: torch.device) -> bool:
 def recompute_layers(model: PreTrainedModel) -> None:
     """Keep only the input of each layer, and recompute the rest in the backward pass (gradient checkpointing).
 
-    A layer recomputes only in training mode (`recomputing`), because otherwise it would drop a cache of keys and
-    values. Raises ConfigError for a family for which transformers does not implement this.
+    A layer recomputes only inside `recomputing`: it would drop a cache of keys and values. Raises ConfigError for a
+    family for which transformers does not implement this.
     """
     try:
         # transformers renamed the function in 5.23.
@@ -126,10 +125,9 @@ def recomputing(*models: PreTrainedModel | None) -> Iterator[None]:
 def compile_passes(model: PreTrainedModel, device: torch.device, precision: str) -> float:
     """Compile the backbone's passes with gradients; return the seconds that it took.
 
-    Sampling and scoring are not compiled, because their shapes change with every token. Neither is attention, which is
-    one call per sequence, nor is the exchange of weights between the blocks of a sharded model. No module is wrapped,
-    so weights keep their names. Raises ConfigError if torch.compile fails. All processes must call this for a sharded
-    model.
+    Not compiled are sampling and scoring, whose shapes change with every token, attention, which is one call per
+    sequence, and the exchange between the blocks of a sharded model. No module is wrapped, so weights keep their names.
+    Raises ConfigError if torch.compile fails. All processes must call this for a sharded model.
     """
     for name in attention.PACKED:
         AttentionInterface.register(name, torch.compiler.disable(AttentionInterface()[name]))
@@ -141,8 +139,7 @@ def compile_passes(model: PreTrainedModel, device: torch.device, precision: str)
         with torch.enable_grad(), autocast(device, precision):
             hidden = hidden_at(model, batch, torch.arange(len(batch.ids), device=device))
         hidden.float().sum().backward()
-    except Exception as error:
-        # Many types of error are possible: no compiler, a missing library, a graph that cannot be traced.
+    except Exception as error:  # many types: no compiler, a missing library, a graph that cannot be traced
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
         raise ConfigError(
             f"compile: torch.compile fails for this {type(model).__name__} ({reason}). Install a C++ compiler (g++), "

@@ -82,7 +82,6 @@ def test_in_bfloat16_it_is_as_close_to_float32_as_the_model(name, held, device):
 @torch.no_grad()
 def test_adapters_are_added_to_the_weights(name, dora, device):
     """Also none while they are switched off. DoRA changes the norm of the weights, so it is called as it is."""
-    pytest.importorskip("peft")
     model, without = copy.deepcopy(made(name)), on(device, name)
     add_lora(model, Lora(r=4, dora=dora), "policy.lora", seed=0)
     adapt(model)

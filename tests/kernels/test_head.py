@@ -36,7 +36,7 @@ def test_values_and_gradients_equal_those_of_full_logits(monkeypatch, keeps, has
     hidden, weight = (torch.randn(n, 6, dtype=dtype).mul_(3).requires_grad_() for n in (10, 11))
     bias = torch.randn(11, dtype=dtype, requires_grad=True) if has_bias else None
     ids, grad = torch.randint(11, (10,)), torch.randn(10, dtype=dtype)
-    inputs = [hidden, weight] + ([bias] if bias is not None else [])
+    inputs = [x for x in (hidden, weight, bias) if x is not None]
     logits = torch.nn.functional.linear(hidden, weight, bias)
     whole = (logits / temperature).log_softmax(1).gather(1, ids[:, None])[:, 0]
     parts = linear_logprobs(hidden, weight, bias, ids, temperature=temperature)

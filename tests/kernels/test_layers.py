@@ -19,9 +19,9 @@ from rlhf_cli.config.models import Lora
 from rlhf_cli.kernels import layers as fast_layers
 from rlhf_cli.kernels import linear as linear_module
 from rlhf_cli.kernels.layers import (
+    ATTENTIONS,
     LAYERS,
     NORMS,
-    WINDOWS,
     FastAttention,
     FastRMSNorm,
     ShortLayer,
@@ -49,37 +49,20 @@ class Scaled(torch.nn.Linear):
         return self.factor * super().forward(x)
 
 
-def probe(layer: Any) -> torch.Tensor:
-    output: torch.Tensor = layer(torch.ones(2, 3))
-    return output
-
-
-def layers() -> list[torch.nn.Module]:
-    torch.manual_seed(0)
-    return [torch.nn.Linear(3, 4) for _ in range(3)]
-
-
-@pytest.mark.parametrize("error", [0.0, 0.5 * SWAP_TOLERANCE])
-def test_all_layers_get_the_class_if_the_first_computes_the_same(error: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scaled, "factor", 1 + error)
-    swapped = layers()
-    weights = [layer.state_dict() for layer in swapped]
-    assert swap_class(swapped, Scaled, probe) is None
-    assert {type(layer) for layer in swapped} == {Scaled}
-    for layer, before in zip(swapped, weights, strict=True):
-        assert all(torch.equal(layer.state_dict()[name], weight) for name, weight in before.items())
-
-
-@pytest.mark.parametrize("factor", [1 + 2 * SWAP_TOLERANCE, -1.0, float("nan")])
-def test_no_layer_gets_the_class_if_the_first_computes_something_else(
+@pytest.mark.parametrize("factor", [1 + 0.5 * SWAP_TOLERANCE, 1 + 2 * SWAP_TOLERANCE, -1.0, float("nan")])
+def test_all_layers_get_the_class_if_the_first_then_computes_the_same(
     factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Scaled, "factor", factor)
-    kept = layers()
-    line = swap_class(kept, Scaled, probe)
-    assert line is not None
-    assert line.startswith("Linear: Scaled differs from it by ")
-    assert {type(layer) for layer in kept} == {torch.nn.Linear}
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(3, 4) for _ in range(3)]
+    line = swap_class(layers, Scaled, lambda layer: layer(torch.ones(2, 3)))
+    if 1 < factor < 1 + SWAP_TOLERANCE:
+        assert line is None
+        assert {type(layer) for layer in layers} == {Scaled}
+    else:
+        assert str(line).startswith("Linear: Scaled differs from it by ")
+        assert {type(layer) for layer in layers} == {torch.nn.Linear}
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -103,18 +86,13 @@ def test_layers_in_bfloat16_are_compared_in_bfloat16() -> None:
 ALL = (LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 
 
-def test_all_kinds_are_tested_here():
-    assert {kind.__name__ for kind in ALL} == NORMS
-
-
 @pytest.mark.parametrize("kind", ALL)
-@pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 3, 6)])
+@pytest.mark.parametrize("shape", [(6,), (2, 3, 6)])
 def test_values_and_gradients_equal_those_of_transformers(kind: type, shape: tuple[int, ...]):
     torch.manual_seed(0)
     layer = kind(6, eps=1e-3)
     torch.nn.init.normal_(layer.weight)
-    fast = kind(6, eps=1e-3)
-    fast.load_state_dict(layer.state_dict())
+    fast = copy.deepcopy(layer)
     use_fast_norm(fast)
     assert type(fast) is FastRMSNorm
     x, grad = 0.1 * torch.randn(shape), torch.randn(shape)
@@ -191,10 +169,6 @@ def assert_same(ours: PreTrainedModel, found: torch.Tensor, theirs: PreTrainedMo
         assert torch.allclose(a[name], b[name], rtol=1e-4, atol=1e-4 * b[name].abs().max().item()), name
 
 
-def test_all_families_are_tested_here():
-    assert set(CONFIGS) == set(WINDOWS)
-
-
 @pytest.mark.parametrize("heads", [2, 3])
 def test_a_rotation_equals_that_of_transformers(heads: int):
     torch.manual_seed(0)
@@ -218,7 +192,6 @@ def test_a_model_changes_by_rounding_only(family: str, how: str):
     if how == "recomputed":
         recompute_layers(fast)
     if how == "with adapters":
-        pytest.importorskip("peft")
         for model in (plain, fast):
             add_lora(model, Lora(r=2, alpha=4), "lora", seed=0)
             adapt(model, std=0.3)
@@ -326,7 +299,9 @@ def test_the_read_tokens_and_all_gradients_are_those_of_a_whole_pass(family: str
         assert (of_short[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
 
 
-def test_the_families_of_the_table_are_tested() -> None:
+def test_the_layers_of_all_tables_are_tested_here() -> None:
+    assert {kind.__name__ for kind in ALL} == NORMS
+    assert set(CONFIGS) == ATTENTIONS
     assert {type(made(family)[0].model.layers[0]).__name__ for family in FAMILIES} == LAYERS
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from typing import Any
 
@@ -18,15 +17,14 @@ from support.tiny import tiny_model
 needs_onednn = pytest.mark.skipif(not prefers_onednn(), reason="MKL is as fast on this processor, so it is used")
 
 
-@pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 5, 7), (1, 700, 7)])
+@pytest.mark.parametrize("shape", [(7,), (2, 5, 7), (1, 700, 7)])
 @pytest.mark.parametrize("outputs", [3, 11])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_values_and_gradients_equal_those_of_torch(shape: tuple[int, ...], outputs: int, has_bias: bool):
     torch.manual_seed(0)
-    x, weight = torch.randn(shape, requires_grad=True), torch.randn(outputs, 7, requires_grad=True)
-    bias = torch.randn(outputs, requires_grad=True) if has_bias else None
-    inputs = [x, weight] + ([bias] if bias is not None else [])
-    ours, theirs = linear(x, weight, bias), F.linear(x, weight, bias)
+    sizes = (shape, (outputs, 7), *([(outputs,)] if has_bias else []))
+    inputs = [torch.randn(size, requires_grad=True) for size in sizes]
+    ours, theirs = linear(*inputs), F.linear(*inputs)
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
     grad = torch.randn_like(theirs)
     for a, b in zip(torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(theirs, inputs, grad), strict=True):
@@ -73,8 +71,6 @@ def test_a_model_changes_by_rounding_only(kind: str):
     for loss in losses:
         loss.backward()
     for (name, a), b in zip(plain.named_parameters(), fast.parameters(), strict=True):
-        assert a.grad is not None, name
-        assert b.grad is not None, name
         assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6), name
 
 
@@ -88,13 +84,7 @@ def test_other_processors_use_torch(maker: str, capability: str, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    "context",
-    [
-        FakeTensorMode,
-        lambda: torch.autocast("cpu", torch.bfloat16),
-        lambda: torch.device("meta"),
-        contextlib.nullcontext,
-    ],
+    "context", [FakeTensorMode, lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.device("meta")]
 )
 def test_the_choice_does_not_depend_on_who_asks_first(context: Any, monkeypatch: pytest.MonkeyPatch):
     """`rlhf plan` asks among fake tensors, a head under autocast."""
