@@ -6,9 +6,8 @@
     base_model.json             path, revision and digest of the base model, and how it was quantized; for a local one
                                 also its path from this directory, where it is looked up first
 
-The directory has no config.json: with one, transformers takes the directory itself as the base model. transformers,
-PEFT and vLLM load such a directory together with its base. So do the functions of `load`, which then merge the
-adapters into the weights in memory.
+There is no config.json: with one, transformers would take the directory itself as the base model. transformers, PEFT
+and vLLM load such a directory together with its base, and so does `load`, which merges the adapters.
 """
 
 from __future__ import annotations
@@ -36,11 +35,8 @@ from rlhf_cli.processes.sharding import is_first_process, is_sharded, plain_clas
 from rlhf_cli.run.artifacts import ADAPTER_CONFIG, MODEL_CONFIG, is_adapter
 
 WEIGHTS, BASE_MODEL = "adapter_model.safetensors", "base_model.json"
-"""Files of an adapter's directory, beside ADAPTER_CONFIG and MODEL_CONFIG."""
 PREFIX = "base_model.model."
 """What PEFT writes before the names of weights."""
-CACHED = "models--"
-"""How the name of a model's folder in the hub's cache begins."""
 READ = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "use_dora", "rank_pattern"}
 READ |= {"alpha_pattern", "layers_to_transform", "layers_pattern"}
 """Keys of adapter_config.json that say what the adapters compute."""
@@ -54,22 +50,21 @@ UNREAD |= {"qalora_group_size", "runtime_config", "megatron_core"}
 class BaseModel:
     """A model that another one starts from: the model under adapters, or whose weights are trained."""
 
-    path: str
-    """A directory or a hub id."""
+    path: str  # a directory or a hub id
     revision: str | None = None
 
     def recorded(self) -> BaseModel:
         """The base as adapters name it, so that they can be moved with it or published.
 
-        A folder of the hub's cache becomes the hub id and revision. A folder below the working directory is given
-        relative to that, as PEFT looks it up; it begins with `./`, or PEFT might take it for a hub id.
+        A folder of the hub's cache becomes the hub id and revision. A path below the working directory is relative to
+        it, as PEFT looks it up, and begins with `./`, or PEFT might take it for a hub id.
         """
         folder = Path(self.path)
         if not folder.is_dir():
             return self
         *_, repository, snapshots, revision = ("", "", *folder.resolve().parts)
-        if snapshots == "snapshots" and repository.startswith(CACHED):
-            return BaseModel(repository.removeprefix(CACHED).replace("--", "/", 1), revision)
+        if snapshots == "snapshots" and repository.startswith("models--"):  # the hub's cache
+            return BaseModel(repository.removeprefix("models--").replace("--", "/", 1), revision)
         if folder.resolve().is_relative_to(Path.cwd()):
             return BaseModel(f"./{folder.resolve().relative_to(Path.cwd())}", self.revision)
         return BaseModel(str(folder.resolve()), self.revision)
@@ -94,9 +89,6 @@ class BaseModel:
             with contextlib.suppress(OSError):
                 return stored_dtype(Path(str(cached_file(self.path, name, revision=self.revision))).parent)
         return None
-
-
-# ------------------------------------------------------------------------------------------- writing
 
 
 def save_adapter(
@@ -139,9 +131,6 @@ def _as_json(value: Any) -> Any:
     return sorted(value) if isinstance(value, set) else str(value)
 
 
-# ------------------------------------------------------------------------------------------- reading
-
-
 @dataclass(frozen=True)
 class AdapterDirectory:
     """Adapters that were found on disk."""
@@ -168,30 +157,25 @@ class AdapterDirectory:
 
     @property
     def is_classifier(self) -> bool:
-        """Whether the adapters belong to a sequence classifier."""
         return self.lora.get("task_type") == "SEQ_CLS" or bool(self.head)
 
     @property
     def num_labels(self) -> int:
-        """The labels of a classifier."""
         return next((shape[0] for name, shape in sorted(self.head.items()) if len(shape) == 2), 1)
 
 
 def read_adapter(path: str) -> AdapterDirectory | None:
     """What a directory of adapters says; None for anything else. Raises ArtifactError if it cannot be used.
 
-    The base model is looked up at its place relative to the adapters, so that a run finds its own base after it was
-    moved or copied, and then at its recorded path.
+    The base model is looked up at its place relative to the adapters first: a moved or copied run finds its own.
     """
     if not is_adapter(path):
         return None
     folder = Path(path)
-    lora = _read_json(folder / ADAPTER_CONFIG)
+    lora, about, model_config = (_read_json(folder / name) for name in (ADAPTER_CONFIG, BASE_MODEL, MODEL_CONFIG))
     _refuse_unknown(path, lora)
     if not (folder / WEIGHTS).is_file():
         raise ArtifactError(f"{path}: has no {WEIGHTS}. Pickled adapters are never read: save them as safetensors")
-    about = _read_json(folder / BASE_MODEL) if (folder / BASE_MODEL).is_file() else {}
-    model_config = _read_json(folder / MODEL_CONFIG) if (folder / MODEL_CONFIG).is_file() else {}
     recorded, revision = lora.get("base_model_name_or_path"), lora.get("revision")
     if not isinstance(recorded, str) or not recorded:
         raise ArtifactError(f"{path}: {ADAPTER_CONFIG} names no base model (base_model_name_or_path). Add it")
@@ -218,8 +202,9 @@ def read_adapter(path: str) -> AdapterDirectory | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty without the file."""
     try:
-        values = json.loads(read_text(path))
+        values = json.loads(read_text(path)) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
         raise ArtifactError(f"{path}: cannot be read ({str(error)[:200]})") from None
     if not isinstance(values, dict):
@@ -231,9 +216,8 @@ def _refuse_unknown(path: str, lora: dict[str, Any]) -> None:
     """Raise ArtifactError for adapters that are not LoRA, or have a feature that merging would ignore."""
     if lora.get("peft_type") != "LORA":
         raise ArtifactError(f"{path}: {ADAPTER_CONFIG} has peft_type: {str(lora.get('peft_type'))[:40]}, not LORA")
-    if lora.get("bias") == "none":
-        lora = {key: value for key, value in lora.items() if key != "bias"}
-    unknown = sorted(str(key)[:40] for key, value in lora.items() if value and key not in READ | UNREAD)
+    used = {key for key, value in lora.items() if value and (key, value) != ("bias", "none")}
+    unknown = sorted(key[:40] for key in used - READ - UNREAD)
     if isinstance(start := lora.get("init_lora_weights", True), str) and start not in ("gaussian", "orthogonal"):
         unknown.append(f"init_lora_weights: {start[:40]}")  # PiSSA and others change the base model, too
     if unknown:
@@ -247,8 +231,8 @@ def _refuse_unknown(path: str, lora: dict[str, Any]) -> None:
 def attach(model: PreTrainedModel, adapter: AdapterDirectory, *, with_head: bool) -> list[str]:
     """Add the adapters of a directory to their base model, with gradients as after `add_lora`.
 
-    With `with_head` the head is read, too; returns the names of its weights. Raises ArtifactError if a weight of the
-    adapters is missing, does not fit or is not finite.
+    With `with_head` the head is read, too; returns the names of its weights. Raises ArtifactError if a weight is
+    missing, does not fit or is not finite.
     """
     peft = import_peft(f"{adapter.path}:", ArtifactError)
     values = {key: adapter.lora[key] for key in READ if adapter.lora.get(key) is not None}

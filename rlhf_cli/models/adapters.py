@@ -1,7 +1,6 @@
 """LoRA adapters inside a model (Hu et al. 2021, arXiv 2106.09685), by the library peft.
 
-Adapters are injected in place, so the model keeps its class and runs like any other. `adapter_files` writes them to a
-directory and reads them.
+They are injected in place, so the model keeps its class and runs like any other.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ def add_lora(model: PreTrainedModel, config: Lora, key: str, *, seed: int) -> st
         use_rslora=config.rslora,
         use_dora=config.dora,
         target_modules=config.target_modules or "all-linear",
-        # A head is trained without an adapter; "all-linear" would wrap it.
         exclude_modules=[name for name, _ in model.named_modules() if name.split(".")[0] in heads] or None,
         task_type="SEQ_CLS" if heads else "CAUSAL_LM",
     )
@@ -54,14 +52,12 @@ def add_lora(model: PreTrainedModel, config: Lora, key: str, *, seed: int) -> st
 
 
 def import_peft(what: str, error: type[Exception]) -> Any:
-    """The package peft; raises `error` if it is not installed, which `what` needs."""
     quiet_bitsandbytes()
     return import_extra("peft", "lora", what, error)
 
 
 def require_targets(model: PreTrainedModel, config: Lora, key: str) -> Any:
-    """The package peft. Raises ConfigError, naming the config `key`, if it is missing, or if a name is not that of a
-    linear layer. The model needs no weights."""
+    """The package peft. Raises ConfigError, naming the config `key`, without it or for a target that is not linear."""
     if model.config.is_encoder_decoder:
         raise ConfigError(f"{key}: is not offered for an encoder-decoder ({type(model).__name__}). Remove the key")
     peft = import_peft(f"{key}:", ConfigError)
@@ -130,22 +126,19 @@ def adapters_off(model: PreTrainedModel) -> Iterator[None]:
     """Within this context the model computes as before `add_lora`."""
     layers = [layer for _, _, layer in _adapted(model)]
     assert layers, "a model without adapters cannot be its own reference"
-    were_off = [layer.disable_adapters for layer in layers]
     for layer in layers:
         layer.enable_adapters(False)
     try:
         yield
     finally:
-        for layer, was_off in zip(layers, were_off, strict=True):
-            layer.enable_adapters(not was_off)
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 @torch.no_grad()
 def merge_in_place(model: torch.nn.Module) -> None:
-    """Add the adapters to the weights of the model and remove them. Quantized weights are dequantized first.
-
-    peft would round the sum to 4 bits again, which is up to 1.1 nats off.
-    """
+    """Add the adapters to the weights of the model and remove them. Quantized weights are dequantized first: peft would
+    round the sum to 4 bits again, which is up to 1.1 nats off."""
     dequantize(model)
     model.float()  # what `hold_frozen` rounded: a sum in bfloat16 would lose most of the adapters
     for parent, name, layer in _adapted(model):
@@ -179,7 +172,6 @@ def _with_adapter(layer: Any, weight: Tensor) -> Tensor:
 
 
 def is_adapted(layer: torch.nn.Module) -> bool:
-    """Whether this layer has an adapter."""
     return type(layer).__module__.startswith("peft.tuners.lora") and "base_layer" in dict(layer.named_children())
 
 

@@ -19,15 +19,11 @@ from rlhf_cli.tensor_ops import num_weights
 
 CPU_TOKENS = 2048
 """Most tokens per microbatch that `auto` chooses on a CPU (benchmarks/microbatches.py, docs/speed.md). With fewer the
-fixed cost of each operation shows. With many more the allocator returns large tensors to the system and requests them
-again. Where the times are equal, the smaller memory decides."""
+fixed cost of each operation shows. With many more the allocator returns large tensors to the system each time."""
 READ_TOKENS = 4096
 """Maximum tokens of prompts, padding included, that a GPU reads in one pass before it samples."""
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 """Files in which Linux reports the memory limit of a container."""
-
-
-# ------------------------------------------------------------------------------------------- memory
 
 
 def total_memory(device: torch.device) -> int:
@@ -42,16 +38,13 @@ def total_memory(device: torch.device) -> int:
     return total
 
 
-# ------------------------------------------------------------------------------------------- operations
-
-
 @dataclass(frozen=True)
 class Work:
     """The floating-point operations of a model, counted from its shape. A multiply-add counts as two.
 
-    As in Kaplan et al. 2020 (arXiv 2001.08361, table 1) and PaLM (Chowdhery et al. 2022, appendix B), these are two
-    operations per weight and token forward, twice that backward, and attention separately. Unlike there, the attention
-    of a token counts only the tokens that it can see, and the head only the tokens that it runs on.
+    Two operations per weight and token forward, twice that backward, and attention, as in Kaplan et al. 2020 (arXiv
+    2001.08361, table 1) and PaLM (Chowdhery et al. 2022, appendix B). Unlike there, the attention of a token counts
+    only the tokens that it can see, and the head only the tokens that it runs on.
 
     >>> work = Work(weights=100, trained=100, head=30, trained_head=30, width=4)
     >>> work.forward([3], 2)  # 100 x 3 x 2 + 30 x 2 x 2 + 4 x 4 x (1+2+3)
@@ -72,8 +65,8 @@ class Work:
         """Operations of a forward pass: ``2 * weights * N + 2 * head * head_tokens + 4 * width * pairs``.
 
         `lengths` are the tokens of each sequence, N in total. `pairs` counts those that attend to each other: n (n + 1)
-        / 2 in a sequence of n. Queries with keys, and weights with values, are two products of 2 * width operations
-        each. `shared` counts the first tokens of each sequence that an earlier one has, too: they are computed once.
+        / 2 in a sequence of n, with two products of 2 * width operations each. `shared` counts the first tokens of each
+        sequence that an earlier one has, too: they are computed once.
         """
         prefixes = shared or [0] * len(lengths)
         pairs = sum(n * (n + 1) // 2 for n in lengths) - sum(n * (n + 1) // 2 for n in prefixes)
@@ -87,7 +80,6 @@ class Work:
 
 
 def work_of(model: PreTrainedModel) -> Work:
-    """The `Work` of a model, counted from its parameters."""
     config, backbone = model.config.get_text_config(), model.base_model
     head = model.get_output_embeddings()
     tables = {id(p) for m in backbone.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
@@ -98,8 +90,7 @@ def work_of(model: PreTrainedModel) -> Work:
         if id(parameter) in tables:
             continue
         size = num_weights(parameter)
-        if experts and parameter.ndim == 3:
-            # One parameter has the weights of all experts: [experts, out, in].
+        if experts and parameter.ndim == 3:  # the weights of all experts [experts, out, in]
             size = size * experts // parameter.shape[0]
         weights += size
         trained += size if parameter.requires_grad else 0
@@ -115,10 +106,7 @@ def work_of(model: PreTrainedModel) -> Work:
 
 @functools.cache
 def peak_flops(device: torch.device, precision: str) -> float:
-    """The most operations per second that a matrix product reaches on this device, in the passes' precision.
-
-    The best of ten square products, or of as many as fit into half a second. Measured once per process.
-    """
+    """The most operations per second of ten matrix products, or of as many as fit into half a second."""
     size = 8192 if device.type == "cuda" else 1024
     draw = torch.Generator().manual_seed(0)
     x, weight = (torch.rand(size, size, generator=draw).to(device) for _ in range(2))
@@ -135,8 +123,7 @@ def peak_flops(device: torch.device, precision: str) -> float:
             best = max(best, 2 * size**3 / (ended - started))
             if ended - begun > 0.5:
                 break
-    if device.type == "cuda":
-        # This measurement must not count in the run's own peak of memory.
+    if device.type == "cuda":  # the run's own peak of memory excludes this
         del x, weight
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,8 +1,8 @@
 """Deferred weights: a model is built without memory for them, and each is read from its file when it is needed.
 
-So are models that are sharded, or frozen and held in few bits: in float32 they would not fit into memory. A deferred
-weight is one NaN, repeated by a stride of 0, so that code which reads it too early fails visibly. A weight under
-adapters gets them when it is read (`change`).
+Models that are sharded, or held in few bits, would not fit into memory in float32. A deferred weight is one NaN,
+repeated by a stride of 0, so that code which reads it too early fails visibly. Adapters are added when it is read
+(`change`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from rlhf_cli.errors import ArtifactError
 DTYPES = {"F64", "F32", "F16", "BF16"}
 """The number formats of weights that can be deferred, as safetensors names them."""
 BLOCK = 64
-"""Weights in 4 bits that share a scale. Layers whose rows are not a multiple of it stay as they are: for them
-bitsandbytes 0.50.2 dequantizes on a CPU with the scales of other blocks."""
+"""Weights in 4 bits that share a scale. Layers whose rows are not a multiple of it stay as they are: bitsandbytes
+0.50.2 dequantizes them on a CPU with the scales of other blocks."""
 INTEGERS, SCALES, ZERO_POINTS = "._weight_qdata", "._weight_scale", "._weight_zero_point"
-"""The names of torchao's 8-bit tensors, behind their layer's name. Our zero points are 0."""
+"""torchao's 8-bit tensors, behind their layer's name. Our zero points are 0."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class StoredWeight:
         return self.as_stored(first, count).float()
 
     def as_stored(self, first: int = 0, count: int | None = None) -> Tensor:
-        """The same rows in the number format of the file; of integers and of a changed weight as float32."""
+        """The same rows in the number format of the file; integers and a changed weight as float32."""
         end = None if count is None else first + count
         if self.changes:
             values = replace(self, changes=()).read()
@@ -67,7 +67,6 @@ _places: Any = WeakTensorKeyDictionary()
 
 
 def place_of(weight: Tensor) -> StoredWeight | None:
-    """Where a weight is if it is deferred, else None."""
     place: StoredWeight | None = _places.get(weight)
     return place
 
@@ -86,10 +85,7 @@ def read_deferred(module: nn.Module) -> None:
 
 
 def take(weight: Tensor) -> Tensor:
-    """The values of a weight; of a deferred one as stored, and then assign them.
-
-    Raises ArtifactError if those are not finite.
-    """
+    """The values of a weight. If it is deferred, assign them to it; raises ArtifactError if they are not finite."""
     place: StoredWeight | None = _places.pop(weight, None)
     if place is None:
         return weight.data
@@ -110,7 +106,7 @@ def not_finite(found: str) -> ArtifactError:
 
 
 def take_integers(weight: Tensor) -> tuple[Tensor, Tensor] | None:
-    """`take` for a weight that its file has as integers: [out, in] int8 and the scales of its rows; None for others."""
+    """`take` for a weight that is stored as integers: [out, in] int8 and the scales of its rows; None for others."""
     place = place_of(weight)
     if place is None or place.scale is None or place.changes:
         return None
@@ -120,7 +116,7 @@ def take_integers(weight: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def change(weight: Tensor, function: Callable[[Tensor], Tensor]) -> None:
-    """Let a deferred weight be `function` of what it would have been. The function gets all of it, in float32."""
+    """Let a deferred weight be `function` of what it would have been, in float32."""
     place: StoredWeight = _places[weight]
     _places[weight] = replace(place, changes=(*place.changes, function))
 
@@ -139,8 +135,7 @@ def load_deferred(
 ) -> tuple[PreTrainedModel, dict[str, Any]] | None:
     """A model of the class `kind` whose weights are deferred, and transformers' report of the loading.
 
-    None if that is not possible: the file has other tensors than the model's weights, such as several that transformers
-    joins.
+    None if the files have other tensors than the model's weights, such as several that transformers joins.
     """
     places = _places_in(path, revision)
     if places is None:
@@ -174,14 +169,15 @@ def load_deferred(
 
 
 def _places_in(path: str, revision: str | None) -> dict[str, tuple[StoredWeight, list[int]]] | None:
-    """The place and the shape of each tensor in the files of a model; None if one has a number format of its own."""
+    """The place and the shape of each tensor in the files of a model; None if one has another number format."""
     options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
-    single = cached_file(path, SAFE_WEIGHTS_NAME, **options)
-    files = [single] if single is not None else []
-    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **options) if single is None else None
-    if index is not None:
+    files = [cached_file(path, SAFE_WEIGHTS_NAME, **options)]
+    if files == [None]:
+        index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **options)
+        if index is None:
+            return None
         names = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
-        files = [cached_file(path, name, revision=revision) or name for name in names]
+        files = [cached_file(path, name, revision=revision) for name in names]
     places = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:

@@ -35,7 +35,6 @@ from rlhf_cli.models.load import (
     load_policy,
     load_reward_model,
     load_tokenizer,
-    quiet_loading,
     reason_of,
     set_dropout_off,
     try_out,
@@ -54,7 +53,7 @@ INT4_GROUP = 128
 def load_model(path: str, dtype: Dtype, *, heads_in_float32: bool = False) -> PreTrainedModel:
     """A language model or a sequence classifier, whichever was saved, as `dtype` and with its adapters merged.
 
-    Where the files allow it, a weight is read, gets its adapter in float32 and is converted before the next is read.
+    If the weights can be deferred, one is read, gets its adapter in float32 and is converted before the next.
     """
     check_directory(path, None, weights=True)
     load = load_policy if is_language_model(path) else load_reward_model
@@ -63,8 +62,7 @@ def load_model(path: str, dtype: Dtype, *, heads_in_float32: bool = False) -> Pr
     heads = scalar_heads(model) if heads_in_float32 else {}
     for name, weight in model.named_parameters():
         weight.data = take(weight).to(torch.float32 if name.rpartition(".")[0] in heads else PRECISIONS[dtype])
-    # `load` has tried out one that was not deferred. A CPU may lack operations in float16.
-    if was_deferred and dtype != "float16":
+    if was_deferred and dtype != "float16":  # a CPU may lack operations in float16
         try_out(model, path)
     return model.eval()
 
@@ -96,9 +94,6 @@ def write_model(path: str, folder: Path, dtype: Dtype, max_shard_size: str) -> i
     return model.num_parameters()
 
 
-# ------------------------------------------------------------------------------------------- torchao
-
-
 def require_torchao(kind: Literal["int8", "int4"]) -> None:
     """Raise ConfigError if torchao cannot quantize to this format here."""
     if importlib.util.find_spec("torchao") is None:
@@ -112,10 +107,7 @@ def require_torchao(kind: Literal["int8", "int4"]) -> None:
 
 
 def write_quantized(path: str, folder: Path, dtype: Dtype, kind: Literal["int8", "int4"], max_shard_size: str) -> int:
-    """Write the model with the weights of its linear layers as integers of torchao; returns the parameters.
-
-    Embeddings, norms and heads keep `dtype`. Raises ConfigError if no layer can be quantized.
-    """
+    """`write_model` with the linear layers as integers of torchao. Raises ConfigError if none can be quantized."""
     from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
 
     config: Any = Int8WeightOnlyConfig() if kind == "int8" else Int4WeightOnlyConfig(group_size=INT4_GROUP)
@@ -129,9 +121,8 @@ def write_quantized(path: str, folder: Path, dtype: Dtype, kind: Literal["int8",
             with torch.device("meta"):
                 heads = head_names(auto.from_config(config_of_model))
         try:
-            with quiet_loading():
-                settings = TorchAoConfig(config, modules_to_not_convert=heads)
-                model = auto.from_pretrained(plain, quantization_config=settings, use_safetensors=True)
+            settings = TorchAoConfig(config, modules_to_not_convert=heads)
+            model = auto.from_pretrained(plain, quantization_config=settings, use_safetensors=True)
         except (RuntimeError, ImportError, AssertionError) as error:
             raise ConfigError(f"--quantize {kind}: torchao cannot quantize this model ({reason_of(error)})") from None
         if not _quantized(model):
@@ -154,9 +145,6 @@ def _quantized(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
     ]
 
 
-# ------------------------------------------------------------------------------------------- adapters
-
-
 def adapter_directory(path: str) -> str:
     """The adapters of a model that was trained with them: its own directory, or `adapter/` inside it."""
     if is_adapter(path):
@@ -168,10 +156,7 @@ def adapter_directory(path: str) -> str:
 
 
 def write_adapter(path: str, folder: Path, dtype: Dtype | None, final: Path) -> int:
-    """Copy the adapters of a model in PEFT's format, in `dtype` if one is given; returns their number of weights.
-
-    `final` is where the folder will be: the path of the base model is written relative to it.
-    """
+    """Copy the adapters of a model, as `dtype` if given, to a folder that will be at `final`; returns their weights."""
     source = adapter_directory(path)
     adapter = read_adapter(source)
     assert adapter is not None
@@ -187,14 +172,8 @@ def write_adapter(path: str, folder: Path, dtype: Dtype | None, final: Path) -> 
     return sum(tensor.numel() for tensor in tensors.values())
 
 
-# ------------------------------------------------------------------------------------------- reading back
-
-
 def load_exported(folder: Path, original: PreTrainedModel, *, gguf_file: str | None = None) -> PreTrainedModel:
-    """An exported model as transformers alone reads it, in float32: adapters merged, integers dequantized.
-
-    Raises ArtifactError if transformers cannot read it.
-    """
+    """An exported model in float32 as transformers alone reads it. Raises ArtifactError if it cannot."""
     writes: Any = AutoModelForSeq2SeqLM if is_seq2seq(original) else AutoModelForCausalLM
     auto = writes if original.can_generate() else AutoModelForSequenceClassification
     settings: dict[str, Any] = {}
@@ -203,7 +182,7 @@ def load_exported(folder: Path, original: PreTrainedModel, *, gguf_file: str | N
     if is_adapter(folder) and not original.can_generate():
         settings["num_labels"] = original.config.num_labels
     try:
-        with quiet_loading(), contextlib.redirect_stderr(io.StringIO()):  # A GGUF file has a bar of its own.
+        with contextlib.redirect_stderr(io.StringIO()):  # A GGUF file has a bar of its own.
             model, info = auto.from_pretrained(
                 folder, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **settings
             )

@@ -31,10 +31,7 @@ def frozen_policy(
     precision: str,
     quantization: Quantization | Literal["int8"] | None = None,
 ) -> PreTrainedModel:
-    """A language model that is not trained, on the CPU: held as `hold_frozen` says, and never in memory in float32.
-
-    With a quantization, or if its files have integers, its linear layers are held in 4 or 8 bits.
-    """
+    """A language model that is not trained, on the CPU: quantized, as in its files, or held as `hold_frozen` says."""
     if quantization is None and stores_int8(path, revision):
         quantization = "int8"
     adapter = read_adapter(path) if quantization is not None else None
@@ -59,7 +56,7 @@ def frozen_policy(
 
 
 class HeldEmbedding(nn.Embedding):
-    """An embedding whose weight is held in 16 bits and whose output is float32, as a float32 weight gives."""
+    """An embedding whose weight is held in 16 bits and whose output is float32."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return super().forward(ids).float()
@@ -68,8 +65,8 @@ class HeldEmbedding(nn.Embedding):
 def hold_base(model: PreTrainedModel, lora: Lora, key: str, device: torch.device, precision: str) -> None:
     """Freeze the weights that will be under adapters, and hold them in 4 bits or as `hold_frozen` does.
 
-    Call it before the model moves to `device`, where the passes will run: in float32 it may not fit there. Raises
-    ConfigError, naming the config `key`, if the weights cannot be quantized.
+    Call it before the model moves to `device`: in float32 it may not fit there. Raises ConfigError, naming the config
+    `key`, if the weights cannot be quantized.
     """
     model.requires_grad_(False)
     if lora.quantize is not None and not quantized_layers(model):
@@ -89,14 +86,12 @@ def hold_frozen(
 ) -> None:
     """Keep frozen weights in the 16-bit format that the passes on `device` compute in, if they do. No result changes.
 
-    Autocast rounds the weights of linear layers, the head over the vocabulary included, before each product, so a pass
-    gives the same bits. Embeddings are not rounded: they are kept in 16 bits only if nothing is lost. Norms and scalar
-    heads stay in float32. So does a model whose passes run without autocast (an encoder). Deferred weights are read one
-    after the other: what is in memory is the result, and a few copies of the largest one.
+    Autocast rounds the weights of linear layers and of the head over the vocabulary before each product, so a pass
+    gives the same bits. Embeddings are kept in 16 bits only if nothing is lost. Norms, scalar heads and encoders, whose
+    passes run without autocast, stay in float32. Deferred weights are read one after the other.
 
     Args:
-        exact: only weights that are numbers of that format, as in most published models: for a base model, whose
-            merged weights are saved.
+        exact: only weights that lose nothing, as in most published models: for a base whose merged weights are saved.
         constant: False for a copy whose weights will be replaced: its embeddings stay in float32.
         others: weights of other models that this one shares. They are not touched.
 
@@ -127,7 +122,7 @@ def is_held(device: torch.device, precision: str) -> bool:
 
 
 def _is_lossless(values: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the values are numbers of `dtype`. They are compared a part at a time, which needs little memory."""
+    """Whether the values are numbers of `dtype`, compared a part at a time, which needs little memory."""
     parts = () if values.dtype == dtype else values.split(1024)
     return all(torch.equal(part.to(dtype).float(), part.float()) for part in parts)
 
@@ -136,8 +131,7 @@ def _is_lossless(values: Tensor, dtype: torch.dtype) -> bool:
 def hold_trained(model: PreTrainedModel) -> None:
     """Hold the trained matrices in bfloat16, for `optimizer.precision: bfloat16`.
 
-    The passes compute with the rounded weights as they do under autocast: embeddings give float32. Norms, biases and
-    scalar heads stay in float32, and so do adapters. A sharded model holds them so already (`shard_model`).
+    Norms, biases, scalar heads and adapters stay in float32. A sharded model holds them so already (`shard_model`).
     """
     if not is_sharded(model):
         for weight in trained_matrices(model):
@@ -161,18 +155,14 @@ def give_float32(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def release(model: nn.Module) -> None:
-    """Free the weights of a model that nothing computes with any more. A sharded model keeps its share."""
+    """Free the weights of a model. A sharded one keeps its share."""
     if not is_sharded(model):
         for tensor in [*model.parameters(), *model.buffers()]:
             tensor.data = tensor.data.new_empty(0)
 
 
 def _embeddings(model: PreTrainedModel) -> tuple[list[nn.Embedding], set[int]]:
-    """The plain embeddings, and the ids of the weights of other classes.
-
-    Those may compute with their weight's number format, such as Gemma's, which scales its output. They stay in float32,
-    and so does a head that is tied to one.
-    """
+    """The plain embeddings, and the ids of the weights of other classes, which may read their number format (Gemma)."""
     modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     plain = [module for module in modules if type(module) in (nn.Embedding, HeldEmbedding)]
     return plain, {id(module.weight) for module in modules if module not in plain}
@@ -191,8 +181,6 @@ def _linear_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
 # ---------------------------------------------------------------------------------------- which weights are not trained
 
 
-EMBEDDINGS, LAYERS = "embeddings", "layers"
-"""Names that every family has: the input embeddings, and the stack of layers."""
 RANGE = re.compile(r"(\d{1,5})-(\d{1,5})")
 NUM_NAMES = 12
 """Names that a message lists at most."""
@@ -201,11 +189,9 @@ NUM_NAMES = 12
 def freeze(model: PreTrainedModel, patterns: Sequence[str], key: str) -> str | None:
     """Exclude the weights that match a pattern from training; returns a line for the user, or None without patterns.
 
-    A pattern consists of parts separated by dots. It matches a weight whose name contains these parts one after
-    another. `*` in a part matches any text, and a part such as `0-3` the numbers 0 to 3. `embeddings` names the input
-    embeddings and `layers` the stack of layers, whatever the family calls them. The scalar head of a classifier is
-    always trained. Raises ConfigError, naming the config `key`, for a pattern or an end of a range that matches
-    nothing, and if no weight is left to train.
+    A pattern (`matches`) may use `embeddings` for the input embeddings and `layers` for the stack of layers, whatever
+    the family calls them. The scalar head of a classifier is always trained. Raises ConfigError, naming the config
+    `key`, for a pattern or an end of a range that matches nothing, and if no weight is left to train.
     """
     if not patterns:
         return None
@@ -229,7 +215,9 @@ def freeze(model: PreTrainedModel, patterns: Sequence[str], key: str) -> str | N
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a name contains the parts of the pattern one after another.
+    """Whether a name contains the parts of the pattern, between dots, one after another.
+
+    `*` in a part matches any text, and a part such as `0-3` the numbers 0 to 3.
 
     >>> name = "model.layers.2.mlp.up_proj.weight"
     >>> [matches(name, pattern) for pattern in ("layers.0-2", "layers.3", "mlp.*", "layer", "*_proj", "0-9")]
@@ -251,21 +239,19 @@ def _weights(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
     """Every weight outside the scalar heads under all of its names, `embeddings` and `layers.<number>...` included."""
     heads = {id(weight) for head in scalar_heads(model).values() for weight in head.parameters()}
     named = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if id(p) not in heads]
-    stacks = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.ModuleList) and len(module) == model.config.get_text_config().num_hidden_layers
-    ]
-    if stacks:
-        prefix = f"{stacks[0]}."
-        named += [(f"{LAYERS}.{name.removeprefix(prefix)}", p) for name, p in named if name.startswith(prefix)]
-    return [*((EMBEDDINGS, p) for p in model.get_input_embeddings().parameters()), *named]
+    depth = model.config.get_text_config().num_hidden_layers
+    for stack, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            prefix = f"{stack}."
+            named += [(f"layers.{name.removeprefix(prefix)}", p) for name, p in named if name.startswith(prefix)]
+            break
+    return [*(("embeddings", p) for p in model.get_input_embeddings().parameters()), *named]
 
 
 def _advice(form: str, names: Sequence[str]) -> str:
     """The end of a message: the pattern with each part replaced by the most similar one, or the names that exist."""
-    layers = {name.split(".")[1] for name in names if name.startswith(f"{LAYERS}.")}
-    if re.fullmatch(rf"{LAYERS}\.\d+", form) and layers:
+    layers = {name.split(".")[1] for name in names if name.startswith("layers.")}
+    if re.fullmatch(r"layers\.\d+", form) and layers:
         return f"; its layers are 0 to {len(layers) - 1}"
     parts = list(dict.fromkeys(part for name in names for part in name.split(".") if not part.isdecimal()))
     close = ".".join(

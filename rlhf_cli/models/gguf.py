@@ -20,7 +20,8 @@ from rlhf_cli.program import install_extra
 CONVERTER, QUANTIZER = "convert_hf_to_gguf.py", "llama-quantize"
 TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "q8_0": "q8_0"}
 """What the converter calls the number formats that it writes. QUANTIZER writes the others."""
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+BYTE_LEVEL = {**BYTES, "use_regex": True}
 DIGITS = {"type": "Digits", "individual_digits": True}
 QWEN2 = {
     "type": "Split",
@@ -29,7 +30,6 @@ QWEN2 = {
         r"\s+(?!\S)|\s+"
     },
 }
-BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
 PRE_TOKENIZERS: dict[str, tuple[str | None, list[dict[str, Any]]]] = {
     "gpt-2": (None, [BYTE_LEVEL]),
     "smollm": (None, [DIGITS, BYTE_LEVEL]),
@@ -58,10 +58,9 @@ def require_llama_cpp(quantize: str | None) -> None:
 
 
 def convert(folder: Path, out: Path, kind: str, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Convert a model directory to the file `out`, in which the model has this `name`.
+    """Convert a model directory, whose config.json may be changed, to the file `out` with a model of this `name`.
 
-    `kind` is a key of `TYPES`, or another type of `llama-quantize`. The folder's config.json may be changed. Raises
-    ConfigError, with llama.cpp's own reason, if it refuses the model.
+    `kind` is a key of `TYPES`, or another type of `llama-quantize`. Raises ConfigError with llama.cpp's own reason.
     """
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
@@ -92,8 +91,7 @@ def _run(program: str, command: list[str]) -> None:
 def pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """llama.cpp's name of a byte-level BPE's pre-tokenizer; None for one that only its converter may know.
 
-    The converter recognizes tokenizers by the ids of a test sentence, so it knows none that was trained on your own
-    texts.
+    The converter recognizes tokenizers by the ids of a test sentence, so it knows none that you trained.
     """
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

@@ -1,7 +1,6 @@
 """A program that runs llama.cpp's `convert_hf_to_gguf.py` and names the pre-tokenizer of a tokenizer it does not list.
 
-``python gguf_converter.py NAME PATH/convert_hf_to_gguf.py ARGUMENTS...``, where NAME is "" for the converter's own
-choice. The converter would refuse such a tokenizer.
+``python gguf_converter.py NAME PATH/convert_hf_to_gguf.py ARGUMENTS...``, where NAME is "" for the converter's choice.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ def main() -> None:
     def recognize_or_name(model: Any, tokenizer: Any) -> Any:
         try:
             return recognize(model, tokenizer)
-        except NotImplementedError:
-            # The converter does not know this tokenizer. The caller knows that it splits text as `name` does.
+        except NotImplementedError:  # a tokenizer that the converter does not know
             if not name:
                 raise
             return name

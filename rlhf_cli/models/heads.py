@@ -32,7 +32,7 @@ class ScalarHead(GenericForSequenceClassification):
     ) -> SequenceClassifierOutput:
         """The scores at the last token of each row, [B, labels]. Padding is on the right, 0 in `attention_mask`.
 
-        The forward pass of transformers expects a cache in the backbone's output, and Mamba has none.
+        transformers' own forward expects a cache in the output, and Mamba has none.
         """
         hidden = getattr(self, self.base_model_prefix)(
             input_ids, attention_mask=attention_mask, **options
@@ -45,7 +45,6 @@ class ScalarHead(GenericForSequenceClassification):
 def offer_classifier(config: type[PreTrainedConfig]) -> None:
     """Give AutoModelForSequenceClassification a class for a causal language model that has none (CodeGen, Mamba).
 
-    It is what transformers has for most decoders: the backbone and a linear layer `score`, read at the last token.
     transformers alone cannot load a directory of such a model.
     """
     if config in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or config not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -55,10 +54,7 @@ def offer_classifier(config: type[PreTrainedConfig]) -> None:
 
 
 def reads_last_token(model: PreTrainedModel) -> bool:
-    """Whether the model is a causal backbone with a linear `score` head, read at the last real token.
-
-    Encoders pool in their own way and have no `score`.
-    """
+    """Whether the model is a causal backbone with a linear `score` head, read at the last real token."""
     return isinstance(getattr(model, "score", None), torch.nn.Linear)
 
 
@@ -81,12 +77,6 @@ def scalar_heads(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
     }
 
 
-def scalar_weight(model: PreTrainedModel) -> Tensor:
-    """The weight [labels, H] of the head `score`."""
-    assert isinstance(model.score, torch.nn.Linear)
-    return model.score.weight
-
-
 def start_head(head: torch.nn.Linear, std: float = 0.0) -> None:
     """Give a scalar head random weights of this standard deviation, and no bias."""
     torch.nn.init.normal_(head.weight, std=std) if std else torch.nn.init.zeros_(head.weight)
@@ -107,7 +97,7 @@ def value_model_like(policy: PreTrainedModel) -> PreTrainedModel:
             model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     except ValueError:
         model = policy
-    # A quantized weight has further entries behind its name, and one under adapters a further part in it.
+    # A quantized weight has more entries (`.weight.*`), and one under adapters a further part in its name.
     names = {name.replace("base_layer.", "") for name in policy.base_model.state_dict() if ".lora_" not in name}
     if not reads_last_token(model) or model.base_model.state_dict().keys() != {n for n in names if ".weight." not in n}:
         raise ArtifactError(

@@ -1,7 +1,6 @@
 """Load models and tokenizers from directories and from the hub.
 
-Weights are read from safetensors only, and no code that comes with a model is run. What is refused about a model is
-said in one line.
+Weights are read from safetensors only, and no code that comes with a model is run.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +72,14 @@ CLASSES: dict[Any, Any] = {
 }
 """The class that each auto class builds from a config."""
 FACTS = ("score_mean", "score_std", "target_mean", "target_std")
-"""Keys that we add to a reward model's config.json: numbers to normalise its scores."""
+CUTS = ("rlhf_max_length", "rlhf_truncation")
+LENGTH_CURVE = "length_curve"
+"""Keys that we add to a reward model's config.json: numbers to normalise its scores, how long texts were cut during its
+training, and pairs [length, value] of what a reply's length adds to a score."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """A folder without any of them has no tokenizer."""
 ALIGNMENT = 64
 """Bytes; torch's memory on the CPU begins at multiples of it."""
-CUTS = ("rlhf_max_length", "rlhf_truncation")
-"""Keys that we add to a reward model's config.json: how long texts were cut during its training."""
-LENGTH_CURVE = "length_curve"
-"""The key that we add to a reward model's config.json: pairs [length, value], what a reply's length adds to a score."""
 MOST_LAYERS = 10_000
 """Limit for the number of layers or experts in a config.json; no real model has as many."""
 
@@ -112,7 +110,6 @@ def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenize
 def load_policy(path: str, revision: str | None = None, *, deferred: bool = False) -> PreTrainedModel:
     """A decoder or an encoder-decoder in float32 with dropout off. Every weight must be in the file.
 
-    A classifier is refused: with tied embeddings its backbone would load as a language model that was never trained.
     With `deferred`, here and below, the weights are read later (deferred.py).
     """
     model, _ = _load(AutoModelForCausalLM, path, revision, deferred=deferred)
@@ -137,10 +134,7 @@ def load_policy(path: str, revision: str | None = None, *, deferred: bool = Fals
 
 
 def load_reward_model(path: str, revision: str | None = None, *, deferred: bool = False) -> PreTrainedModel:
-    """A trained sequence classifier. One whose head is not in the file is refused.
-
-    transformers would fill a missing head with random numbers, and PPO would optimise for them.
-    """
+    """A trained sequence classifier, with its head: transformers would fill a missing one with random numbers."""
     model, _ = _load(AutoModelForSequenceClassification, path, revision, deferred=deferred)
     for key in (*FACTS, LENGTH_CURVE):
         value = getattr(model.config, key, None)
@@ -181,9 +175,8 @@ def new_reward_model(
 ) -> tuple[PreTrainedModel, list[str]]:
     """A sequence classifier with one label on the weights at `path`, and the names of its new parameters.
 
-    A head in the file is kept if it has one label. A new one is random, with the standard deviation
-    1/sqrt(hidden_size + 1) (Stiennon et al. 2020) or `head_std`: the first scores are of order one, and their
-    differences are near zero.
+    A head in the file is kept if it has one label. A new one is random, with the standard deviation `head_std`, or
+    1/sqrt(hidden_size + 1) (Stiennon et al. 2020): the first scores are of order one, with small differences.
     """
     with seeded(seed, "reward head"):
         model, new = _load(
@@ -211,7 +204,7 @@ def new_value_model(path: str, revision: str | None, *, deferred: bool = False) 
 
 
 def _forget_facts(model: PreTrainedModel) -> None:
-    """Remove what a reward model's config says about its scores. It does not apply to values or after more training."""
+    """Remove what a reward model's config says about its scores: it is not true of values or after more training."""
     for key in (*FACTS, *CUTS, LENGTH_CURVE):
         vars(model.config).pop(key, None)
 
@@ -256,8 +249,7 @@ def is_language_model(path: str, revision: str | None = None) -> bool:
 def prepare(model: PreTrainedModel, device: torch.device) -> str | None:
     """Move the model to the device and choose the fastest layers that compute the same.
 
-    Returns lines for the user if anything stays slower, else None. Raises ArtifactError for a classifier whose score of
-    a text depends on the other texts in its batch.
+    Returns lines for the user about what stays slower. Raises what `require_scores_without_padding` raises.
     """
     # torch gives the embedding of the padding token no gradient, and in many models that token is EOS too.
     embeddings: Any = model.get_input_embeddings()
@@ -278,8 +270,8 @@ def prepare(model: PreTrainedModel, device: torch.device) -> str | None:
 def align(model: torch.nn.Module) -> None:
     """Copy the weights on the CPU that do not begin where torch's own memory would.
 
-    A file is mapped, so its header's length decides where its weights begin, and on some processors the last digit of
-    MKL's product of one row depends on that. The results of a run must depend on the weights alone.
+    In a mapped file the length of the header decides where weights begin. On some processors the last digit of MKL's
+    product of one row depends on that.
     """
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
@@ -297,10 +289,7 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
 
 
 def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
-    """Whether both give the same ids for a text, so that one model can read the other's ids.
-
-    `b` may have more special tokens than `a`, such as a padding token that its training added.
-    """
+    """Whether both give the same ids for a text. `b` may have more special tokens, such as a new padding token."""
     vocab_a, vocab_b = a.get_vocab(), b.get_vocab()
     if any(vocab_b.get(token) != i for token, i in vocab_a.items()) or a.eos_token_id != b.eos_token_id:
         return False
@@ -309,11 +298,9 @@ def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bo
 
 
 def ensure_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give a sequence classifier a padding token that is not EOS.
+    """Give a sequence classifier a padding token: transformers reads the score at the last token that is not padding.
 
-    transformers finds the last real token of a padded row as the last that is not the padding token: with
-    pad = EOS (GPT-2, Qwen base models, Llamas) it would read the score before EOS. A token of the tokenizer that is
-    meant for padding is used (Llama 3's `<|finetune_right_pad_id|>`), else a new one.
+    It must not be EOS. Llama 3's tokenizer has one that is meant for padding; others get a new one.
     """
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         added = [token for token in tokenizer.get_added_vocab() if "pad" in token and token != tokenizer.eos_token]
@@ -338,7 +325,7 @@ def _load(
     """A model in float32 and eval mode, and the names of its parameters that are not in the file.
 
     With `new_head` these may be parameters outside the backbone. Raises ArtifactError for any other. With `for_values`
-    the head is read at each token, and not once for the whole text. Weights are deferred only if that is possible.
+    the head is read at each token. Weights are deferred only if that is possible.
     """
     check_directory(path, revision, weights=True)
     if (adapter := read_adapter(path)) is not None:
@@ -356,31 +343,31 @@ def _load(
             auto = value_class(config)
         else:
             offer_classifier(type(config))
-        in_int8 = _is_torchao(config)
+        later, in_int8 = None, _is_torchao(config)
         if in_int8:
             del config.quantization_config
-        with quiet_loading():
-            later = None
-            if deferred or in_int8:
-                kind = CLASSES[auto][type(config)] if auto in CLASSES else auto
-                later = load_deferred(kind, path, revision, config)
-                if later is not None and is_encoder(later[0]):
-                    later = None  # its passes are compared before it is sharded
-            if in_int8 and later is None:
-                raise ArtifactError(
-                    f"{path}: its weights are quantized, and this kind is not read here. Export the model again with "
-                    "--dtype bfloat16 or --quantize int8"
-                )
-            model, info = later or auto.from_pretrained(
-                path,
-                config=config,
-                revision=revision,
-                dtype=torch.float32,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # `check_weights` names them
+        if deferred or in_int8:
+            kind = CLASSES[auto][type(config)] if auto in CLASSES else auto
+            later = load_deferred(kind, path, revision, config)
+            if later is not None and is_encoder(later[0]):
+                later = None  # its passes are compared before it is sharded
+        if in_int8 and later is None:
+            raise ArtifactError(
+                f"{path}: its weights are quantized, and this kind is not read here. Export the model again with "
+                "--dtype bfloat16 or --quantize int8"
             )
+        # Else transformers asks the hub's conversion service for safetensors. It reads the variable at each load.
+        os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
+        model, info = later or auto.from_pretrained(
+            path,
+            config=config,
+            revision=revision,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `check_weights` names them
+        )
     except ArtifactError:
         raise
     except Exception as error:
@@ -389,9 +376,8 @@ def _load(
     set_dropout_off(model)
     if not deferred:
         read_deferred(model)
-    if model.config.is_encoder_decoder:
-        check_tokens(model, path)
-    elif not is_deferred(model):
+    check_tokens(model, path)
+    if not is_deferred(model):
         try_out(model, path)
     model.eval()
     return model, new
@@ -402,8 +388,8 @@ def _load_adapted(
 ) -> tuple[PreTrainedModel, list[str]]:
     """The base model with the adapters merged into its weights, and the names of its new parameters.
 
-    With `deferred` a weight is merged when it is read, if the base can be deferred.
-    A head in the adapters is kept if it has the number of labels that `settings` ask for.
+    With `deferred` a weight is merged when it is read. A head in the adapters is kept if it has as many labels as
+    `settings` ask for.
     """
     if auto is AutoModelForCausalLM and adapter.is_classifier:
         raise ArtifactError(
@@ -432,22 +418,6 @@ def take_facts(model: PreTrainedModel, adapter: AdapterDirectory) -> None:
     model.config.update({key: adapter.model_config[key] for key in facts if key in adapter.model_config})
 
 
-# ------------------------------------------------------------------------------------------- as transformers loads
-
-
-@contextlib.contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Keep transformers from asking the hub's conversion service for safetensors: it reads a variable at each load."""
-    name, before = "DISABLE_SAFETENSORS_CONVERSION", os.environ.get("DISABLE_SAFETENSORS_CONVERSION")
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
-
-
 def set_dropout_off(model: PreTrainedModel) -> None:
     """Set every dropout probability to zero, so that train() and eval() compute the same.
 
@@ -456,7 +426,7 @@ def set_dropout_off(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        # Other modules keep the probability as a number (attention_dropout, dropout, hidden_dropout, ...).
+        # Other modules keep the probability as a number (attention_dropout, hidden_dropout, ...).
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, int | float) and not isinstance(value, bool):
                 setattr(module, name, 0.0)
@@ -506,8 +476,8 @@ def _refuse_classifier(path: str, config: PreTrainedConfig) -> None:
 def _refuse_pickles(path: str, revision: str | None, config: PreTrainedConfig) -> None:
     """Raise ArtifactError if a model's files lead transformers to a pickle, or outside of the model's directory.
 
-    `use_safetensors` covers only the usual file names. config.json may name any file as the weights, an index may name
-    any file as a part of them, and an adapter's weights are read from a pickle if there is no other file.
+    `use_safetensors` covers only the usual names. config.json or an index may name any file as weights, and
+    transformers reads an adapter's weights from a pickle if there is no other file.
     """
     if find_adapter_config_file(path, revision=revision) is not None:
         raise ArtifactError(
@@ -538,7 +508,7 @@ def check_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str, *,
     """Raise ArtifactError for weights that are missing, have another shape than config.json says, or are not finite.
 
     `info` is transformers' report of the loading. With `new_head` weights outside of the backbone may be missing or
-    have another shape. Returns their names: transformers initialized them.
+    have another shape. Returns their names.
     """
     prefix = f"{model.base_model_prefix}."
     head = {name for name, _ in model.named_parameters() if not name.startswith(prefix)} if new_head else set()
@@ -564,10 +534,9 @@ def check_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str, *,
 
 @torch.no_grad()
 def try_out(model: PreTrainedModel, path: str) -> None:
-    """Raise ArtifactError if a forward pass of two tokens in training mode fails.
+    """Raise ArtifactError if a forward pass of two tokens in training mode fails: config.json may contain anything.
 
-    config.json may contain anything, and values for heads, layers or dropout are first used here. The tokens of an
-    encoder-decoder are checked by `check_tokens`.
+    The tokens of an encoder-decoder are checked by `check_tokens`.
     """
     if model.config.is_encoder_decoder:
         return

@@ -1,8 +1,7 @@
 """LoRA in a stage: a base held in few bits under adapters, and one backbone in memory for several models.
 
-Each of those models has its own adapters and head, and all share the frozen weights. A model is a tree of modules that
-name tensors. Sharing copies the tree and not the tensors. So every model stays a plain model, and no adapter is
-switched on or off between two passes.
+Each of those has its own tree of modules, adapters and head, and all name the same frozen tensors. So every model stays
+a plain model, and no adapter is switched on or off between two passes.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def prepare_base(model: PreTrainedModel, lora: Lora | None, key: str, config: St
 
 
 def defers_base(lora: Lora | None, config: Stage, device: torch.device) -> bool:
-    """Whether `prepare_base` reads the weights that will be under adapters, because it holds them in fewer bits."""
+    """Whether `prepare_base` reads the weights: it holds them in fewer bits."""
     return lora is not None and not shards(config) and (lora.quantize is not None or is_held(device, config.precision))
 
 
@@ -54,7 +53,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora | None, base: BaseModel, key
 
 
 def require_loadable(model: PreTrainedModel, lora: Lora, base: BaseModel, key: str) -> None:
-    """Raise ConfigError, naming the config `key`, if `save: adapter` would leave adapters that nothing can load.
+    """Raise ConfigError, naming the config `key`, if nothing could load the adapters of `save: adapter`.
 
     The model, which needs no weights, is `base` as the stage changed it.
     """
@@ -79,24 +78,21 @@ def refuse_adapter_as_base(path: str, key: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Backbone:
-    """A language model, after `hold_base`, whose weights other models share. Its weights must stay frozen."""
+    """A language model, after `hold_base`, whose frozen weights other models share."""
 
     model: PreTrainedModel
     base: BaseModel  # where its weights come from
     quantization: Quantization | None = None
 
     def classifier(self) -> PreTrainedModel | None:
-        """A sequence classifier with one label on this backbone, whose head is zero.
-
-        None if transformers has none with the same backbone.
-        """
+        """A sequence classifier with one label and a head of zeros on this backbone; None if transformers has none."""
         try:
             model = value_model_like(self.model)
         except ArtifactError:
             return None
-        # What the memo has is not copied: the tensors stay the same objects, and the modules get the new config.
         backbone = self.model.base_model
         kept = [*backbone.parameters(), *backbone.buffers()]
+        # What the memo has is not copied: the tensors stay the same objects, and the modules get the new config.
         memo = {id(tensor): tensor for tensor in kept} | {id(self.model.config): model.config}
         setattr(model, model.base_model_prefix, copy.deepcopy(backbone, memo))
         head = model.score

@@ -3,9 +3,8 @@
 4 bits are NormalFloat by bitsandbytes, also under LoRA adapters (QLoRA, Dettmers et al. 2023): a weight is replaced by
 the nearest of 16 values, times the largest weight of its block of 64.
 
-8 bits are for models that only answer: each row of the weight has one scale, as in torchao's weight-only int8, in which
-`rlhf export --quantize int8` writes. One part of the weight at a time is converted to the input's format, which holds
-every 8-bit integer exactly. For a few rows on a CPU torch has a product in bfloat16, which takes half the time.
+8 bits are for models that only answer: each row of the weight has one scale, as in torchao's weight-only int8 (`rlhf
+export --quantize int8`). For a few rows on a CPU torch has a product in bfloat16, which takes half the time.
 """
 
 from __future__ import annotations
@@ -30,23 +29,22 @@ from rlhf_cli.program import import_extra
 WIDEST_ERROR = {"nf4": 0.16, "nf4_double": 0.3}
 """Largest error of a weight relative to its block's largest. Half of the widest gap between two of the 16 values is
 0.152; `nf4_double` also rounds the scales, by up to 0.04 of a scale beside one that is 30 times as large."""
-
 PART = 2**18
 """Weights that a CPU converts at a time. They stay in its cache."""
 FEW_ROWS = 8
 """Most rows for which torch's product with 8-bit weights is the faster one on a CPU."""
-KERNEL_BLOCK = 32
-"""Outputs must be a multiple of it for bitsandbytes' own product on a CPU with AVX512-BF16."""
 INT8_BLOCK = 64
 """Inputs must be a multiple of it for that product: torch 2.13 reads beyond the end of rows of 40 or 770."""
+KERNEL_BLOCK = 32
+"""Outputs must be a multiple of it for bitsandbytes' own product on a CPU with AVX512-BF16."""
 
 
 @torch.no_grad()
 def quantize(model: PreTrainedModel, quantization: Quantization, key: str) -> None:
     """Replace the linear layers of the backbone by ones in 4 bits.
 
-    Raises ConfigError, naming the config `key`, if bitsandbytes is not installed or computes wrong weights here, or if
-    no layer can be quantized.
+    Raises ConfigError, naming the config `key`, if bitsandbytes is missing or computes wrong weights here, or if no
+    layer can be quantized.
     """
     library = _bitsandbytes(key)
     layers = _quantizable(model, key)
@@ -56,7 +54,7 @@ def quantize(model: PreTrainedModel, quantization: Quantization, key: str) -> No
 
 
 def round_when_read(model: PreTrainedModel, quantization: Quantization, key: str) -> None:
-    """Give the deferred weights that `quantize` would replace the values that they would have in 4 bits."""
+    """Give the deferred weights the values that `quantize` would give them."""
     library = _bitsandbytes(key)
     for _, _, layer in _quantizable(model, key):
         change(layer.weight, partial(_rounded, quantization=quantization, library=library, key=key))
@@ -73,7 +71,6 @@ def require_quantizable(model: PreTrainedModel, quantization: Quantization, key:
 
 @torch.no_grad()
 def _rounded(values: Tensor, quantization: Quantization, library: Any, key: str) -> Tensor:
-    """A weight after it was held in 4 bits."""
     return _weight_of(_quantized(_linear(values, None), quantization, library, key))
 
 
@@ -101,8 +98,8 @@ def _quantized(layer: nn.Linear, quantization: Quantization, library: Any, key: 
     # Under autocast the product is in bfloat16 all the same.
     quantized = _autocast_linear()(1, 1, bias=False, compute_dtype=torch.float32, quant_type="nf4")
     quantized.in_features, quantized.out_features = layer.in_features, layer.out_features
-    # On a CPU with AVX512-BF16 the forward pass would repack the weight in place outside of training. After that,
-    # layers below get no gradient, and log-probabilities are off by 0.05.
+    # Else a CPU with AVX512-BF16 repacks the weight in place outside of training: then layers below get no gradient,
+    # and log-probabilities are off by 0.05.
     quantized.support_avx512bf16_for_cpu = False
     quantized.bias = layer.bias
     weight = library.nn.Params4bit(
@@ -127,10 +124,8 @@ def _quantized(layer: nn.Linear, quantization: Quantization, library: Any, key: 
 
 @functools.cache
 def _autocast_linear() -> Any:
-    """bitsandbytes' layer, whose result under autocast has the format of autocast, like that of a plain layer.
-
-    bitsandbytes gives it in the format of its input. Behind a norm that is float32, and activations of twice the size.
-    """
+    """bitsandbytes' layer, whose result under autocast has the format of autocast, like that of a plain layer, and not
+    that of its input: behind a norm activations would be float32, of twice the size."""
     from bitsandbytes import nn as layers
 
     class Linear4bit(layers.Linear4bit):
@@ -146,8 +141,8 @@ def _autocast_linear() -> Any:
 def use_inference_kernel(model: nn.Module, device: torch.device) -> None:
     """Let a model that is never trained compute with bitsandbytes' own product on a CPU with AVX512-BF16.
 
-    It rounds the input to bfloat16, which is a tenth of the weights' own error, and takes half the time of a product in
-    float32 of one row. It repacks the weights at the first use, so they can no longer be merged.
+    It rounds the input to bfloat16, a tenth of the weights' own error, and takes half the time for one row. It repacks
+    the weights at the first use, so they can no longer be merged.
     """
     if device.type == "cpu" and torch.cpu.get_capabilities().get("avx512_bf16"):
         for _, _, layer in quantized_layers(model):
@@ -174,7 +169,7 @@ def _weight_of(layer: Any) -> Tensor:
 def divisible(module: nn.Module) -> list[Any]:
     """Make the quantized weights of a module plain bytes, which can be sharded. Returns their layers.
 
-    A layer keeps the scales of all blocks, which are an eighth of the bytes, and bitsandbytes reads them from there.
+    A layer keeps the scales of all blocks, an eighth of the bytes.
     """
     layers = [layer for _, _, layer in quantized_layers(module)]
     for layer in layers:
@@ -184,7 +179,7 @@ def divisible(module: nn.Module) -> list[Any]:
 
 
 def quiet_bitsandbytes() -> None:
-    """Hide its warning of a kernel for inference that it would fetch from the hub. Call it before an import of peft."""
+    """Hide its warning of a kernel that it would fetch from the hub. Call it before an import of peft."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
@@ -194,13 +189,12 @@ def _bitsandbytes(key: str) -> Any:
 
 
 def quantized_layers(model: nn.Module) -> list[tuple[Any, str, Any]]:
-    """(parent, name, layer) of every quantized layer."""
-    # The class is that of `_autocast_linear`, and bitsandbytes is imported only where it is needed.
+    """(parent, name, layer) of every layer of `_autocast_linear`."""
     return [place for place in places(model) if type(place[2]).__name__ == "Linear4bit"]
 
 
 def places(model: nn.Module, *classes: type[nn.Module]) -> list[tuple[Any, str, Any]]:
-    """(parent, name, module) of every module that is of one of these classes, subclasses excluded; of all without."""
+    """(parent, name, module) of the modules of these classes, subclasses excluded; of all modules without classes."""
     every = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     return [place for place in every if not classes or type(place[2]) in classes]
 
@@ -212,7 +206,7 @@ class Int8Linear(nn.Module):
     """``x @ (weight * scale).T + bias``, weight [out, in] int8, scale [out, 1] float32."""
 
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None, *, rounds: bool = False):
-        """rounds: whether at most FEW_ROWS of input may be rounded to bfloat16. That needs a CPU."""
+        """rounds: whether up to FEW_ROWS of input may be rounded to bfloat16. That needs a CPU."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.compute_dtype = torch.bfloat16 if rounds and self.in_features % INT8_BLOCK == 0 else None
@@ -238,8 +232,8 @@ class Int8Linear(nn.Module):
 def quantize_int8(model: PreTrainedModel, device: torch.device, key: str) -> None:
     """Replace the linear layers of the backbone by ones with 8-bit weights, which will compute on `device`.
 
-    A layer whose weights are deferred and already integers in their file keeps those. Raises ConfigError, naming the
-    option `key`, if the model has no linear layers.
+    Deferred weights that are integers in their file stay so. Raises ConfigError, naming the option `key`, if the model
+    has no linear layers.
     """
     layers = places(model.base_model, nn.Linear, FastLinear, Conv1D, FastConv1D)
     if not layers:
@@ -253,7 +247,6 @@ def quantize_int8(model: PreTrainedModel, device: torch.device, key: str) -> Non
 
 
 def _integers(layer: Any) -> tuple[Tensor, Tensor]:
-    """The weight of a linear layer as integers [out, in], and their scales [out, 1]."""
     weight: Tensor = layer.weight.detach().t() if isinstance(layer, Conv1D) else layer.weight.detach()
     scale = (weight.abs().amax(1, keepdim=True) / 127).clamp_min(torch.finfo(torch.float32).tiny)
     return (weight / scale).round().to(torch.int8).contiguous(), scale

@@ -32,8 +32,7 @@ from rlhf_cli.processes.sharding import LARGEST_FILE, is_first_process, is_shard
 from rlhf_cli.run.artifacts import MODEL_CONFIG, is_adapter, model_directory
 from rlhf_cli.tensor_ops import num_weights, weight_shape
 
-PlainWeights = dict[str, tuple[torch.Size, Callable[[], Tensor]]]
-"""The shape of each weight, and a function that gives it."""
+PlainWeights = dict[str, tuple[torch.Size, Callable[[], Tensor]]]  # of each weight its shape, and a function to read it
 
 
 def save(
@@ -47,9 +46,9 @@ def save(
 ) -> None:
     """Write safetensors, config, tokenizer and generation config. Adapters are merged into their layer's weight.
 
-    The weights are written as `dtype`, by default as the model holds them; then scalar heads, too, which are float32
-    otherwise: 16 bits would round away the differences between scores. With `value_head`, which every process has
-    whole, a sequence classifier is written that has the backbone of the model and this head.
+    The weights are written as the model holds them, or as `dtype`; then scalar heads are float32: 16 bits would round
+    away the differences between scores. With `value_head`, which every process has whole, a sequence classifier is
+    written that has the backbone of the model and this head.
 
     All processes must call this for a sharded model; the first one writes, and holds no more than one file of it.
     Raises ArtifactError, on every process, if a file cannot be written.
@@ -100,10 +99,7 @@ def save(
 
 
 def plain_weights(model: PreTrainedModel) -> PlainWeights:
-    """The weights as a model without adapters has them, each under the first of its names.
-
-    All processes must call the functions for a sharded model.
-    """
+    """The weights as a model without adapters has them. All processes must call the functions for a sharded model."""
     found: PlainWeights = {}
     for name, weight in model.named_parameters():
         if ".lora_" in name:
@@ -145,10 +141,8 @@ def _with_value_head(
 @torch.no_grad()
 def _merged(layer: Any, name: str) -> Tensor:
     """The weight of a layer with this name, dequantized, and with its adapters added."""
-    # The copy gets whole weights in the place of the sharded ones. They are cloned: `whole` returns an unsharded weight
-    # itself, and merging writes into it.
     weights: dict[int, Any] = {}
-    for weight in layer.parameters():
+    for weight in layer.parameters():  # the copy gets whole weights, which merging may change
         weights[id(weight)] = nn.Parameter(whole(weight).detach().clone(), requires_grad=False)
         vars(weights[id(weight)]).update(vars(weight))
     holder: Any = nn.ModuleDict({"layer": copy.deepcopy(layer, weights)})
@@ -174,18 +168,14 @@ def _write_configs(
 
 
 def save_facts(model: PreTrainedModel, facts: dict[str, Any], directory: Path) -> None:
-    """Add keys to the config.json of a saved model. `from_pretrained` returns them as attributes of the config."""
-    for key, value in facts.items():
-        setattr(model.config, key, value)
+    """Add keys to the config of a model and to the config.json of the saved one."""
+    model.config.update(facts)
     path = directory / (MODEL_CONFIG if is_adapter(directory) else "config.json")
     try:
         config = json.loads(path.read_text(encoding="utf-8")) | facts
         path.write_text(_json(config), encoding="utf-8")
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be written ({error.strerror or error})") from None
-
-
-# ------------------------------------------------------------------------------------------- the model of a stage
 
 
 def base_of(config: SFTConfig | RMConfig) -> BaseModel:
@@ -195,7 +185,7 @@ def base_of(config: SFTConfig | RMConfig) -> BaseModel:
 
 
 def saved_dtype(config: Stage, base: BaseModel | None) -> str:
-    """The number format in which a model is saved that started from `base`, or from random weights."""
+    """The number format in which a model that started from `base` is saved."""
     if config.save_dtype != "auto":
         return config.save_dtype
     is_new = isinstance(config, SFTConfig) and config.model.scratch is not None
@@ -210,7 +200,7 @@ def save_trained(
     lora: Lora | None,
     base: BaseModel,
 ) -> None:
-    """Write a trained model that started from `base`, as `lora.save` says: adapters as float32."""
+    """Write a trained model that started from `base`, as `lora.save` says."""
     if lora is None or lora.save == "merged":
         save(model, tokenizer, directory, saved_dtype(config, base))
         if lora is not None:

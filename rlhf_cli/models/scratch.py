@@ -39,13 +39,9 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerTraining) -> PreTrain
             show_progress=False,
         ),
     )
-    # For some families transformers loads a tokenizer class that adds an unknown token to a vocabulary without one.
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        clean_up_tokenization_spaces=False,
-        unk_token=SPECIAL_TOKENS["pad_token"],
-        **SPECIAL_TOKENS,
-    )
+    # Without `unk_token` the tokenizer classes of some families add a token for it.
+    special = {"unk_token": SPECIAL_TOKENS["pad_token"], **SPECIAL_TOKENS}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
 
 
 def new_model(config: ScratchModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
@@ -54,25 +50,22 @@ def new_model(config: ScratchModel, tokenizer: PreTrainedTokenizerFast, seed: in
     Raises ConfigError for an architecture or a setting that transformers does not have.
     """
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-    where = "model.scratch"
+    kind = config.architecture
     try:
-        known = set(AutoConfig.for_model(config.architecture).to_dict())
+        known = AutoConfig.for_model(kind).to_dict()
     except (ValueError, KeyError):
-        raise ConfigError(f"{where}.architecture: transformers has no model type {config.architecture!r}") from None
-    unknown = sorted(set(config.config) - known)
-    if unknown:
-        raise ConfigError(f"{where}.config: {config.architecture} has no setting {', '.join(unknown)}")
+        raise ConfigError(f"model.scratch.architecture: transformers has no model type {kind!r}") from None
+    if unknown := sorted(config.config.keys() - known.keys()):
+        raise ConfigError(f"model.scratch.config: {kind} has no setting {', '.join(unknown)}")
     try:
-        settings = {**config.config, **special, "vocab_size": len(tokenizer)}
-        model_config = AutoConfig.for_model(config.architecture, **settings)
+        model_config = AutoConfig.for_model(kind, **config.config | special | {"vocab_size": len(tokenizer)})
         with seeded(seed, "model init"):
             model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
         with torch.no_grad():  # Some settings that contradict each other fail only in a forward pass.
             model.eval()(torch.tensor([[0, 1, 2]]))
-    except Exception as error:
-        # transformers raises many types of error for settings that it cannot build.
+    except Exception as error:  # transformers raises many types for settings that it cannot build
         reason = str(error).strip().splitlines()
-        raise ConfigError(f"{where}: cannot build this model ({reason[-1] if reason else error!r})") from None
+        raise ConfigError(f"model.scratch: cannot build this model ({reason[-1] if reason else error!r})") from None
     set_dropout_off(model)
     model.generation_config.update(**special)
     return model

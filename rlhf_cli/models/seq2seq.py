@@ -7,8 +7,8 @@ response. A batch has the form that decoders get, each response behind its promp
     encoder           5  6  EOS
     decoder              S  7  8        the decoder's start token S takes the place of the prompt's last token
 
-So the token at index j of the row is predicted at j - 1 here, too, and the code of the stages is the same. There is one
-encoder output per row, so prompts are not shared, and the logits of a whole batch are in memory at once.
+So the token at index j of the row is predicted at j - 1 here, too. There is one encoder output per row: prompts are not
+shared, and the logits of a whole batch are in memory at once.
 """
 
 from __future__ import annotations
@@ -23,16 +23,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, AutoModel, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.packing import PackedBatch, send
 
 if TYPE_CHECKING:
     from rlhf_cli.data.encode import Example
-
-NAMES = set(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values())
-"""The classes of encoder-decoder language models."""
 
 
 def is_seq2seq(model: PreTrainedModel) -> bool:
@@ -41,7 +37,7 @@ def is_seq2seq(model: PreTrainedModel) -> bool:
 
 
 def is_seq2seq_config(config: PreTrainedConfig) -> bool:
-    """Whether the model of this config is an encoder-decoder language model. BART's decoder alone is none."""
+    """Whether this is the config of an encoder-decoder language model. BART's decoder alone is none."""
     return bool(config.is_encoder_decoder) and type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
 
@@ -59,20 +55,18 @@ def encoder_inputs(model: PreTrainedModel, prompts: Sequence[Tensor]) -> tuple[T
 
 
 def end_of_text(model: PreTrainedModel) -> int:
-    """The EOS id behind each text that the encoder reads."""
     eos = model.config.eos_token_id
     return int(eos[0] if isinstance(eos, list) else eos)
 
 
 def start_of_response(model: PreTrainedModel) -> int:
-    """The id of the decoder's first token."""
     return int(model.config.decoder_start_token_id)
 
 
 def check_tokens(model: PreTrainedModel, path: str) -> None:
-    """Raise ArtifactError if the config does not say how a prompt ends or how a response starts."""
+    """Raise ArtifactError if an encoder-decoder's config does not say how a prompt ends or how a response starts."""
     for key in ("eos_token_id", "decoder_start_token_id"):
-        if getattr(model.config, key, None) is None:
+        if model.config.is_encoder_decoder and getattr(model.config, key, None) is None:
             raise ArtifactError(f"{path}: config.json has no {key}, which an encoder-decoder needs. Add it")
 
 
@@ -111,9 +105,7 @@ def last_hidden_state(module: Any) -> Iterator[list[Tensor]]:
     """A list to which each pass of `module` inside the block adds its last hidden state. One thread at a time."""
     captured: list[Tensor] = []
     with _capturing:
-        handle = module.register_forward_hook(
-            lambda _module, _inputs, output: captured.append(output.last_hidden_state)
-        )
+        handle = module.register_forward_hook(lambda _m, _inputs, output: captured.append(output.last_hidden_state))
         try:
             yield captured
         finally:
@@ -125,17 +117,13 @@ def _places(batch: PackedBatch, positions: Tensor) -> tuple[Tensor, Tensor]:
     assert batch.prompt_lengths is not None
     at = positions.cpu()
     row = torch.bucketize(at, torch.tensor(batch.lengths).cumsum(0), right=True)
-    # The decoder's start token takes the place of the prompt's last one.
     column = batch.position_ids.cpu()[at] - torch.tensor(batch.prompt_lengths)[row] + 1
     assert bool((column >= 0).all()), "the decoder has no state for a token inside a prompt"
     return send(row, positions.device), send(column, positions.device)
 
 
 def require_one_answer(model: PreTrainedModel, examples: Iterable[Example], loss_on: str) -> None:
-    """Raise DataError for a row with several answers, and ConfigError for `loss_on: all`, with an encoder-decoder.
-
-    The encoder reads everything before the answer, and a policy's prompts are read in the same way.
-    """
+    """Raise DataError for a row with several answers, and ConfigError for `loss_on: all`, with an encoder-decoder."""
     if not is_seq2seq(model):
         return
     if loss_on == "all":
@@ -149,13 +137,10 @@ def require_one_answer(model: PreTrainedModel, examples: Iterable[Example], loss
             )
 
 
-# ------------------------------------------------------------------------------------------------ value models
-
-
 class TokenValues(PreTrainedModel):
     """An encoder-decoder backbone with a linear layer `score` on each hidden state of the decoder.
 
-    transformers has no such class: its classifiers read one place of the whole text.
+    transformers' own classifiers read one place of the whole text.
     """
 
     def __init__(self, config: PreTrainedConfig):
@@ -165,17 +150,15 @@ class TokenValues(PreTrainedModel):
         self.post_init()
 
     def get_decoder(self) -> torch.nn.Module:
-        """The stack whose hidden states the values are read from."""
         decoder: torch.nn.Module = self.base_model.get_submodule("decoder")
         return decoder
 
     def forward(self, **inputs: Any) -> Any:
-        """The backbone's output."""
         return self.base_model(**inputs)
 
 
 def value_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class of value models on the backbone of this config, such as T5TokenValues."""
+    """The class of value models on this backbone, such as T5TokenValues."""
     kind = type(config)
     return class_of_family(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[kind], kind, TokenValues, "TokenValues")
 
@@ -184,7 +167,6 @@ def class_of_family(
     language_model: Any, config: type[PreTrainedConfig], head: type, suffix: str
 ) -> type[PreTrainedModel]:
     """A new class `head` of the family of a language model: it derives from CodeGenPreTrainedModel, for example."""
-    parents = [parent for parent in language_model.__mro__ if issubclass(parent, PreTrainedModel)]
-    family = parents[-2]  # the last one is PreTrainedModel itself
+    family = [parent for parent in language_model.__mro__ if issubclass(parent, PreTrainedModel)][-2]
     members = {"config_class": config, "base_model_prefix": family.base_model_prefix, "__module__": __name__}
     return type(f"{config.__name__.removesuffix('Config')}{suffix}", (head, family), members)

@@ -1,6 +1,6 @@
 """Whether a run shards its models among the processes, and how: by torch's `fully_shard` (FSDP2).
 
-`rlhf_cli.processes.sharding` has what other modules need to know of a sharded model.
+What other modules need to know of a sharded model is in `rlhf_cli.processes.sharding`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ def shard_for(config: Stage, model: PreTrainedModel, device: torch.device) -> st
 
 
 def is_trained(module: nn.Module) -> bool:
-    """Whether a weight of the module gets a gradient."""
     return any(weight.requires_grad for weight in module.parameters())
 
 
@@ -83,9 +82,6 @@ def prepare_for(config: Stage, model: PreTrainedModel, device: torch.device) -> 
     """`prepare` and `shard_for`. Returns the lines of both."""
     lines = [prepare(model, device), shard_for(config, model, device)]
     return "\n".join(filter(None, lines)) or None
-
-
-# ------------------------------------------------------------------------------------------- how
 
 
 def shard_model(
@@ -99,14 +95,14 @@ def shard_model(
 ) -> str | None:
     """Shard the weights of a model among all processes, in place. All processes must call this.
 
-    Each block of layers is exchanged as a whole, and all weights outside of the blocks together. Deferred weights are
-    read now: each process reads its rows. In bfloat16 blocks are exchanged in bfloat16; embeddings, heads, gradients
-    and the rows that a process keeps stay in float32, but for the rows of a frozen block.
+    Each block of layers is exchanged as a whole, and all weights outside of the blocks together. Each process reads its
+    rows of deferred weights now. In bfloat16 blocks are exchanged in bfloat16; embeddings, heads, gradients and the
+    rows that a process keeps stay in float32, but for the rows of a frozen block.
 
     With `per_node` the weights are sharded among this many processes, and all groups of that size hold the same. With
-    `offloads` the rows of each process stay in the CPU's memory, with their gradients. With `narrow` trained matrices
-    are held in bfloat16 if the passes compute in it. Returns lines for the user about what stays slower
-    (`choose_attention`), or None. Raises ArtifactError if a deferred weight is not finite.
+    `offloads` the rows of each process and their gradients stay in the CPU's memory. With `narrow` trained matrices are
+    held in bfloat16 if the passes compute in it. Returns what `choose_attention` returns. Raises ArtifactError if a
+    deferred weight is not finite.
     """
     if model.config.is_encoder_decoder:
         raise ConfigError("distributed.shard: an encoder-decoder cannot be sharded yet. Set it to false")
@@ -121,7 +117,7 @@ def shard_model(
     computed = compute_dtype(device, precision)
     lower = None if computed == torch.float32 or is_encoder(model) else computed
     mixed = MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # A GPU copies faster from and to pinned memory. Without a GPU torch cannot pin any.
+    # Copies from and to pinned memory are faster. Without a GPU torch cannot pin any.
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloads else OffloadPolicy()
     narrowed = {id(p) for p in trained_matrices(model)} if narrow and lower == torch.bfloat16 else set()
     share = partial(_shard, mesh=mesh, policy=policy, narrowed=narrowed)
@@ -151,7 +147,7 @@ def shard_model(
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's layer, computed in the precision of its input. On a CPU torch refuses a weight in another precision."""
+    """torch's layer in the precision of its input. On a CPU torch refuses a weight in another one."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = (None if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
@@ -159,7 +155,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class CountedAllGather(DefaultAllGather):
-    """torch's exchange of the rows of a block, which is counted (`rlhf_cli.processes.sharding`)."""
+    """torch's exchange of the rows of a block, which is counted (`num_begun`)."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
         begin_exchange()
@@ -197,14 +193,8 @@ def _shard(
         elif weight.dtype == torch.float32:
             weight.data = weight.data.to(dtype)
     quantized = divisible(module)
-    fully_shard(
-        module,
-        mesh=mesh,
-        mp_policy=mixed,
-        offload_policy=policy,
-        reshard_after_forward=True,
-        ignored_params=stay_whole,
-    )
+    options: dict[str, Any] = {"reshard_after_forward": True, "ignored_params": stay_whole}
+    fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=policy, **options)
     for layer in quantized:
         layer.quant_state.to(torch.device(mesh.device_type))
         layer.weight.quant_state = layer.quant_state
@@ -228,9 +218,9 @@ def _shard(
 def _stay_whole(weights: Mapping[str, nn.Parameter], narrowed: set[int]) -> set[nn.Parameter] | None:
     """The weights that every process keeps whole, so that all others of a group that are trained are bfloat16.
 
-    torch shards only gradients of one number format together. So norms, biases and scalar heads, which are trained in
-    float32, are not sharded. None if too many numbers would be whole (an embedding or experts of a class of its own):
-    then the group is sharded in float32.
+    torch shards only gradients of one number format together, and norms, biases and scalar heads are trained in
+    float32. None if too many numbers would be whole (an embedding of a class of its own): the group is then sharded in
+    float32.
     """
     trained = [weight for weight in weights.values() if weight.requires_grad]
     wide = {weight for weight in trained if id(weight) not in narrowed}

@@ -17,10 +17,7 @@ NUM_SHOWN = 3
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], key: str) -> None:
-    """Make each text one special token of the tokenizer. Texts that are shown to people and rewards leave them out.
-
-    Raises ConfigError, naming the config `key`, for a text that is a token already.
-    """
+    """Make each text one special token. Raises ConfigError, naming the config `key`, if one is a token already."""
     if not tokens:
         return
     vocabulary = set(tokenizer.get_vocab())
@@ -35,12 +32,10 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], key: s
 def embed_tokens(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], key: str
 ) -> str | None:
-    """Give each new token the mean embedding of the other tokens; returns a line for the user, or None.
+    """Give each new token the mean embedding of the others, also in the output head; returns a line for the user.
 
-    The output head gets rows the same way. Starting from the mean, new tokens change the probabilities of the others
-    least (Hewitt 2021). The table grows only if it has no rows for the new ids: some models have unused rows.
-
-    Raises ConfigError, naming the config `key`, if the embeddings are frozen.
+    From the mean, new tokens change the probabilities of the others least (Hewitt 2021). The table grows only if it has
+    no unused rows. Raises ConfigError, naming the config `key`, if the embeddings are frozen.
     """
     if not tokens:
         return None
@@ -80,11 +75,9 @@ def require_template_tokens(
 ) -> None:
     """Raise ConfigError if the prompt template has a token that the reward model knows and the policy does not.
 
-    A reward model that reads the policy's ids would get the characters of the token one by one. In its training it had
-    the token itself.
+    The reward model reads the policy's ids: it would get the characters of the token.
     """
-    unknown = set(tokenizer.get_added_vocab()) - set(policy_tokenizer.get_vocab())
-    for token in sorted(unknown):
+    for token in sorted(tokenizer.get_added_vocab().keys() - policy_tokenizer.get_vocab().keys()):
         if token in (template or ""):
             raise ConfigError(
                 f"data.prompt_template: {token!r} is a token of the reward model ({name}) and not of the policy. Start "

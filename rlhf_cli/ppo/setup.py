@@ -34,7 +34,7 @@ from rlhf_cli.models.forward import (
     vocabulary_rows,
 )
 from rlhf_cli.models.frozen import freeze, hold_frozen, is_held
-from rlhf_cli.models.heads import scalar_heads, scalar_weight, value_model_like
+from rlhf_cli.models.heads import scalar_heads, value_model_like
 from rlhf_cli.models.load import (
     check_vocabulary,
     load_policy,
@@ -453,9 +453,9 @@ def _shared_head(path: str | None, policy: PreTrainedModel) -> torch.nn.Linear:
     torch.nn.init.zeros_(head.weight)
     if path is not None:
         value_model = load_value_model(path, deferred=True)
-        for layer in scalar_heads(value_model).values():
-            read_deferred(layer)
-        weight = scalar_weight(value_model)
+        (own,) = scalar_heads(value_model).values()
+        read_deferred(own)
+        weight = own.weight
         if weight.shape != head.weight.shape:
             raise ConfigError(
                 f"value_model.path: {path} has hidden size {weight.shape[1]}, the policy {head.in_features}; init: "
