@@ -28,8 +28,7 @@ from rlhf_cli.training import speed
 from rlhf_cli.training.speed import Speed
 from stages import rm as rm_stage
 from stages import sft as sft_stage
-from support.budget import CPU, llama
-from support.tiny import read_jsonl
+from support.tiny import CPU, llama, read_jsonl
 
 # ------------------------------------------------------------------------------------------ microbatches
 

@@ -19,7 +19,7 @@ from rlhf_cli.config.models import ScratchModel
 from rlhf_cli.models.exporting import load_exported
 from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model
-from support.compare import logits_of
+from support.compare import close, logits_of
 from support.tiny import SETTINGS
 
 pytestmark = pytest.mark.slow
@@ -105,9 +105,7 @@ def test_gguf_has_the_tensors_and_the_tokenizer_of_the_model(
         assert fields["tokenizer.ggml.add_bos_token"] is True
     assert ("output.weight" in {tensor.name for tensor in reader.tensors}) == (not tied)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert (
-        logits_of(load_exported(tmp_path / "out", plain, gguf_file=path.name)) - logits_of(plain)
-    ).abs().max() < 1e-5
+    close(logits_of(load_exported(tmp_path / "out", plain, gguf_file=path.name)), logits_of(plain))
 
 
 @needs_llama_cpp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,6 @@ def test_held_weights_compute_the_same_bits(name):
 
 
 def test_a_held_model_gets_the_same_attention():
-    """`prepare` compares packed rows with plain ones in the precision in which the model is held."""
     for name in ("llama", "gpt2", "bloom"):
         plain, held = made(name), made(name)
         hold_frozen(held, CPU, "bfloat16", exact=False)
@@ -316,21 +316,19 @@ def test_a_pattern_is_parts_of_a_name(make_model, patterns, expected):
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("layer.0", "'layer.0' matches no weight of this LlamaForCausalLM; did you mean layers.0?"),
+        ("layer.0", "layer.0' matches no weight of this LlamaForCausalLM; did you mean layers.0?"),
         ("embedings", "; did you mean embeddings?"),
         ("layers.0.self_atn.q_prj", "; did you mean layers.0.self_attn.q_proj?"),
-        ("layers.0-7", "'layers.7' matches no weight of this LlamaForCausalLM; its layers are 0 to 1"),
-        ("layers.1-0", "'layers.1-0' matches no weight"),
+        ("layers.0-7", "layers.7' matches no weight of this LlamaForCausalLM; its layers are 0 to 1"),
+        ("layers.1-0", "layers.1-0' matches no weight"),
         ("proj", "; did you mean v_proj?"),
         ("zzz", "; parts of its names are embeddings, model, embed_tokens, weight, layers, self_attn, "),
     ],
 )
 def test_a_pattern_without_a_match_is_an_error_with_near_names(make_model, pattern, message):
     model = load_policy(str(make_model("llama")))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"^model.freeze: '.*{re.escape(message)}"):
         freeze(model, ["embeddings", pattern], "model.freeze")
-    assert str(caught.value).startswith("model.freeze: '")
-    assert message in str(caught.value)
     assert not frozen(model), "nothing is frozen by half"
 
 
@@ -341,10 +339,7 @@ def test_a_model_of_which_nothing_is_trained_is_refused(make_model):
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
 def test_the_head_of_a_classifier_is_always_trained(make_model, tokenizer, tmp_path, kind):
-    if kind == "decoder":
-        model, _ = new_reward_model(str(make_model("llama")), None, seed=0, head_std=None)
-    else:
-        model = encoder(tmp_path, tokenizer)
+    model = LOADS["reward model"](str(make_model("llama"))) if kind == "decoder" else encoder(tmp_path, tokenizer)
     freeze(model, ["*"], "model.freeze")
     left = {name for name, p in model.named_parameters() if p.requires_grad}
     assert left == ({"score.weight"} if kind == "decoder" else {"classifier.weight", "classifier.bias"})

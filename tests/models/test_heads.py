@@ -114,9 +114,7 @@ def test_codegen_goes_through_all_stages(tokenizer, tmp_path, run_stage):
     run_stage("rm", tmp_path)
     ppo = run_stage("ppo", tmp_path)
     for name in ("rm/model", "ppo/value_model"):
-        assert json.loads((tmp_path / name / "config.json").read_text())["architectures"] == [
-            "CodeGenForSequenceClassification"
-        ]
-    again = run_stage("ppo", tmp_path / "again", policy={"path": str(ppo)}, value_model={"path": f"{ppo}/value_model"},
-                      rewards=[{"type": "reward_model", "path": str(tmp_path / "rm")}])  # fmt: skip
-    assert (again / "manifest.json").is_file()
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["architectures"] == ["CodeGenForSequenceClassification"]
+    models = {"policy": {"path": str(ppo)}, "value_model": {"path": f"{ppo}/value_model"}}
+    run_stage("ppo", tmp_path / "again", **models, rewards=[{"type": "reward_model", "path": str(tmp_path / "rm")}])

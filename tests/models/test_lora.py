@@ -121,36 +121,26 @@ def test_sft_trains_adapters_only_and_saves_them_merged(trained, make_model, tmp
     assert "lm_head" not in adapted
 
 
-def test_sft_saves_adapters_that_others_load(trained, make_model, tmp_path):
-    """transformers, PEFT and our own loader give the logits of the trained model; the lineage names the base."""
-    base = make_model("llama")
-    model, stage = trained("sft", tmp_path, model={"path": str(base), "lora": {"r": 2, "save": "adapter"}})
-    folder = stage / "model"
-    assert not list(folder.glob("model*.safetensors"))
-    assert not (folder / "config.json").exists()
-    expected = logits(model)
-    close(logits(AutoModelForCausalLM.from_pretrained(folder)), expected)
-    close(logits(AutoPeftModelForCausalLM.from_pretrained(folder).base_model.model), expected)
-    close(logits(load_policy(str(folder))), expected)
-    assert is_language_model(str(folder))
-    assert AutoTokenizer.from_pretrained(folder).get_vocab() == load_tokenizer(str(base)).get_vocab()
-    about = json.loads((folder / "base_model.json").read_text())
-    assert about["path"] == str(base)
-    assert len(about["digest"]) == 64
-    assert "model" in json.loads((stage / "manifest.json").read_text())["identity"]["inputs"]
-
-
-def test_adapters_name_no_folder_of_this_machine_and_peft_loads_them_from_the_project(
+def test_adapters_name_no_folder_of_this_machine_and_others_load_them_from_the_project(
     trained, make_model, tmp_path, monkeypatch
 ):
-    """A copy of a run uses its own base, also while the first one is still there with other weights."""
+    """transformers, PEFT and our own loader give the logits of the trained model. A copy of a run uses its own base,
+    also while the first one is still there with other weights."""
     project = tmp_path / "project"
     base = Path(shutil.copytree(make_model("llama"), project / "run/base"))
     monkeypatch.chdir(project)
-    _, stage = trained("sft", Path("run"), model={"path": str(base), "lora": {"r": 2, "save": "adapter"}})
-    expected, folder = logits(load_policy(str(stage / "model"))), project / stage / "model"
+    model, stage = trained("sft", Path("run"), model={"path": str(base), "lora": {"r": 2, "save": "adapter"}})
+    folder = project / stage / "model"
+    assert not list(folder.glob("model*.safetensors"))
+    assert not (folder / "config.json").exists()
     for file in folder.glob("*.json"):
         assert str(tmp_path) not in file.read_text(), file.name
+    assert len(json.loads((folder / "base_model.json").read_text())["digest"]) == 64
+    assert AutoTokenizer.from_pretrained(folder).get_vocab() == load_tokenizer(str(base)).get_vocab()
+    assert is_language_model(str(stage / "model"))
+    expected = logits(model)
+    close(logits(load_policy(str(stage / "model"))), expected)
+    close(logits(AutoModelForCausalLM.from_pretrained(stage / "model")), expected)
     close(logits(AutoPeftModelForCausalLM.from_pretrained(stage / "model").base_model.model), expected)
     with_base = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), stage / "model")
     close(logits(with_base.base_model.model), expected)
@@ -269,9 +259,7 @@ def test_frozen_weights_are_held_in_the_precision_of_the_passes(name, trained, b
     model = {"path": str(bfloat16_base), "lora": {"r": 2}}
     held, stage = trained(name, tmp_path / "held", model=model, precision="bfloat16")
     dtypes = {weight: p.dtype for weight, p in held.named_parameters()}
-    halves = {
-        weight for weight in dtypes if ".base_layer." in weight or "embed_tokens" in weight or "lm_head" in weight
-    }
+    halves = {name for name in dtypes if any(part in name for part in (".base_layer.", "embed_tokens", "lm_head"))}
     assert {dtypes[weight] for weight in halves} == {torch.bfloat16}
     assert [weight for weight in dtypes.keys() - halves if dtypes[weight] != torch.float32] == []
     monkeypatch.setattr(frozen, "compute_dtype", lambda *_: torch.float32)
@@ -294,6 +282,9 @@ def test_weights_that_are_no_bfloat16_numbers_stay_in_float32_if_they_are_saved(
     assert first.dtype == torch.float32
 
 
+PICKLED: dict[str, Any] = {}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -303,19 +294,17 @@ def test_weights_that_are_no_bfloat16_numbers_stay_in_float32_if_they_are_saved(
         ({"base_model_name_or_path": None}, "names no base model"),
         ({"r": 3}, "does not fit"),
         ({"target_modules": ["q_proj"]}, "does not fit"),
+        (PICKLED, "Pickled adapters are never read"),
     ],
 )
-def test_adapters_that_would_compute_something_else_are_refused(adapter_copy, change, message):
-    path = adapter_copy / "adapter_config.json"
+def test_adapters_that_would_compute_something_else_are_refused(adapters, tmp_path, change, message):
+    shutil.copytree(adapters, tmp_path / "adapter")
+    path = tmp_path / "adapter/adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    if change is PICKLED:
+        path.with_name("adapter_model.safetensors").rename(path.with_name("adapter_model.bin"))
     with pytest.raises(ArtifactError, match=message):
-        load_policy(str(adapter_copy))
-
-
-def test_pickled_adapters_are_refused(adapter_copy):
-    (adapter_copy / "adapter_model.safetensors").rename(adapter_copy / "adapter_model.bin")
-    with pytest.raises(ArtifactError, match="Pickled adapters are never read"):
-        load_policy(str(adapter_copy))
+        load_policy(str(path.parent))
 
 
 def test_merge_writes_plain_weights(trained, pipeline, tmp_path):
@@ -348,11 +337,6 @@ def adapters(run_stage, make_model, tmp_path_factory) -> Path:
     return run_stage("sft", root, model={"path": str(make_model("llama")), "lora": lora}) / "model"
 
 
-@pytest.fixture
-def adapter_copy(adapters, tmp_path) -> Path:
-    return Path(shutil.copytree(adapters, tmp_path / "adapter"))
-
-
 def test_adapters_without_a_tokenizer_take_that_of_their_base(make_model, pipeline, write_config, tmp_path):
     """A folder of PEFT, and `model/adapter` of our own stages, in `rlhf merge`, `rlhf chat` and as PPO's policy."""
     base, folder = make_model("llama"), tmp_path / "peft"
@@ -366,10 +350,8 @@ def test_adapters_without_a_tokenizer_take_that_of_their_base(make_model, pipeli
     assert load_tokenizer(str(tmp_path / "merged")).get_vocab() == load_tokenizer(str(base)).get_vocab()
     said = CliRunner().invoke(app, ["chat", str(folder), "--max-new-tokens", "4"], input="the tent\n")
     assert said.exit_code == 0, said.output
-    keys = {
-        "policy": {"path": str(folder)},
-        "rewards": [{"type": "reward_model", "path": str(pipeline("llama") / "rm")}],
-    }
+    keys = {"policy": {"path": str(folder)}}
+    keys["rewards"] = [{"type": "reward_model", "path": str(pipeline("llama") / "rm")}]
     config = config_of(write_config, "ppo", PPOConfig, tmp_path / "run", **keys)
     with StageRun("ppo", config, quiet=True) as stage:
         setup = load_setup(config, stage)

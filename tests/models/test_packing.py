@@ -126,9 +126,8 @@ def test_short_and_complete_prefixes_are_not_shared():
 
 def test_runs_of_equal_length():
     """Four or more complete neighbours of equal length form a run. A sequence with a prefix is a run by itself."""
-    batch = pack(
-        [*([[1, 2, 3]] * FEWEST_EQUAL), [4, 5], [4, 6], *SEQUENCES], groups=[*range(FEWEST_EQUAL + 2), *GROUPS]
-    )
+    equal = [[1, 2, 3]] * FEWEST_EQUAL
+    batch = pack([*equal, [4, 5], [4, 6], *SEQUENCES], groups=[*range(FEWEST_EQUAL + 2), *GROUPS])
     runs = batch.runs
     assert [(run.num_sequences, run.length) for run in runs[:3]] == [(4, 3), (1, 2), (1, 2)]
     assert sum(run.num_sequences * run.length for run in runs) == len(batch.ids)
@@ -254,6 +253,7 @@ RESPONSES = [Response(ids(n, 70 + n), [0.0] * n, True) for n in (3, 7, 1, 1, 12,
 # Like two responses with the same beginning.
 RESPONSES[3] = Response(RESPONSES[1].ids[:2] + [5], [0.0] * 3, True)
 DRAWN = Sampling(temperature=0.7, stop=frozenset(range(10, 20)))
+COLLECTED = {"tokenizer": None, "precision": "float32", "recompute": True}
 
 
 def test_shared_prompts_change_no_score_in_ppo(pair):
@@ -265,18 +265,10 @@ def test_shared_prompts_change_no_score_in_ppo(pair):
     head = torch.nn.Linear(32, 1)
 
     def scores(policy, parts):
-        found = [
-            score_tokens(
-                Models(policy, ref_policy, value_head=head),
-                [ROWS[i] for i in part],
-                [RESPONSES[i] for i in part],
-                DRAWN,
-                "float32",
-                with_entropy=True,
-                with_full_kl=True,
-            )
-            for part in parts
-        ]
+        models, found = Models(policy, ref_policy, value_head=head), []
+        for part in parts:
+            given = [ROWS[i] for i in part], [RESPONSES[i] for i in part], DRAWN, "float32"
+            found.append(score_tokens(models, *given, with_entropy=True, with_full_kl=True))
         names = ("logprobs", "values", "entropy", "kl_full")
         return {name: torch.cat([getattr(each, name) for each in found]) for name in names}
 
@@ -290,16 +282,22 @@ def test_shared_prompts_change_no_score_in_ppo(pair):
     same_gradients(model, plain)
 
 
-def test_ppo_shares_prompts(monkeypatch):
+@pytest.fixture
+def tokens(monkeypatch):
+    """The number of tokens of each pass over a packed row."""
+    tokens, real = [], forward._packed_inputs
+    monkeypatch.setattr(forward, "_packed_inputs", lambda batch: tokens.append(len(batch.ids)) or real(batch))
+    return tokens
+
+
+def test_ppo_shares_prompts(tokens):
     """Otherwise the test above would prove nothing."""
     _, model = made("llama")
     check_head(model)
-    lengths = []
-    real = forward._packed_inputs
-    monkeypatch.setattr(forward, "_packed_inputs", lambda batch: lengths.append(len(batch.ids)) or real(batch))
+    tokens.clear()
     score_tokens(Models(model, model), ROWS, RESPONSES, DRAWN, "float32")
     # The fourth response begins as the second does, but only the first one's tokens are shared.
-    assert lengths == [19 + 3 + 7 + 3 + 9 + 1 + 12 + 5 + 4]
+    assert tokens == [19 + 3 + 7 + 3 + 9 + 1 + 12 + 5 + 4]
 
 
 def test_the_kl_to_an_equal_ref_policy_is_zero_to_the_last_bit(pair):
@@ -311,16 +309,8 @@ def test_the_kl_to_an_equal_ref_policy_is_zero_to_the_last_bit(pair):
     rows = [ROWS[0]] * 3 + [ROWS[2]] * 3
     uniforms = torch.rand(6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for size in (2, 4, 6):
-        rollout = collect(
-            rows,
-            uniforms,
-            models,
-            sampling=replace(DRAWN, temperature=1.0),
-            tokenizer=None,
-            budget=Budget(10_000, size),
-            precision="float32",
-            recompute=True,
-        )
+        settings = COLLECTED | {"sampling": replace(DRAWN, temperature=1.0), "budget": Budget(10_000, size)}
+        rollout = collect(rows, uniforms, models, **settings)
         assert torch.equal(rollout.logprobs, rollout.ref_logprobs)
         close(rollout.logprobs, rollout.sampled_logprobs)
 
@@ -333,13 +323,7 @@ def test_the_full_kl_needs_no_extra_pass_for_ref_logprobs(pair):
         for p in other.parameters():
             p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
     rows, uniforms = [ROWS[0]] * 3, torch.rand(3, 9, generator=torch.Generator().manual_seed(0))
-    choices = {
-        "sampling": DRAWN,
-        "tokenizer": None,
-        "budget": Budget(10_000),
-        "precision": "float32",
-        "recompute": True,
-    }
+    choices = COLLECTED | {"sampling": DRAWN, "budget": Budget(10_000)}
     passes = []
     hook = other.register_forward_hook(lambda *_: passes.append(1))
     found = collect(rows, uniforms, Models(model, other), with_full_kl=True, **choices)
@@ -352,7 +336,6 @@ def test_the_full_kl_needs_no_extra_pass_for_ref_logprobs(pair):
 
 def test_passes_that_switch_adapters_off_are_made_one_after_the_other(monkeypatch):
     """Two threads would switch the adapters of one model off and on at the same time."""
-    pytest.importorskip("peft")
     _, model = made("llama")
     add_lora(model, Lora(r=2), "policy.lora", seed=0)
     running, most, real = [], [], rollout.score_tokens
@@ -394,13 +377,11 @@ def ranked(seed, num_answers):
     return RankedIds([prompt + ids(2 + 3 * i, 100 * seed + i) for i in range(num_answers)], row)
 
 
-def test_the_rm_stage_shares_the_prompt_of_a_row(write_config, tmp_path, monkeypatch):
+def test_the_rm_stage_shares_the_prompt_of_a_row(write_config, tmp_path, tokens):
     plain, model = made("llama", AutoModelForSequenceClassification, num_labels=1)
     items = [ranked(seed, count) for seed, count in ((1, 2), (2, 3), (3, 2), (4, 4))]
     config = load_config(write_config("rm", tmp_path), RMConfig)
-    tokens = []
-    real = forward._packed_inputs
-    monkeypatch.setattr(forward, "_packed_inputs", lambda batch: tokens.append(len(batch.ids)) or real(batch))
+    tokens.clear()
     found, figures = rm_stage._loss(model, items, 4, rm_stage.TargetScale(0, 1), config)
     saved = sum((len(item.answers) - 1) * (9 + seed) for seed, item in enumerate(items, start=1))
     assert tokens == [sum(len(answer) for item in items for answer in item.answers) - saved]

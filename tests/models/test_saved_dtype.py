@@ -33,9 +33,8 @@ def test_a_stage_saves_what_it_started_from(run_stage, bfloat16_model, tmp_path)
     """SFT, RM and PPO from bfloat16 weights; the manifests say it, and the head of a classifier keeps its digits."""
     assert dtypes(bfloat16_model) == {torch.bfloat16}
     assert json.loads((bfloat16_model / "config.json").read_text())["dtype"] == "bfloat16"
-    sft = run_stage(
-        "sft", tmp_path, model={"path": str(bfloat16_model)}, evaluation={"keep_best": True, "every_steps": 1}
-    )
+    best = {"keep_best": True, "every_steps": 1}
+    sft = run_stage("sft", tmp_path, model={"path": str(bfloat16_model)}, evaluation=best)
     assert read_manifest(sft).dtypes == {"model": "bfloat16", "best_model": "bfloat16"}
     rm = run_stage("rm", tmp_path)
     weights = load_file(rm / "model/model.safetensors")

@@ -9,32 +9,24 @@ import shutil
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import (
-    AutoConfig,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Record
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
+from rlhf_cli.models import load
 from rlhf_cli.models.deferred import read_deferred
 from rlhf_cli.models.forward import target_logprobs
 from rlhf_cli.models.frozen import frozen_policy
-from rlhf_cli.models.load import (
-    load_policy,
-    load_tokenizer,
-    load_value_model,
-    new_reward_model,
-    new_value_model,
-    prepare,
-)
+from rlhf_cli.models.load import load_policy, load_value_model, new_reward_model, new_value_model, prepare
 from rlhf_cli.models.save import save
 from rlhf_cli.rewards.models import sequence_scores
 from rlhf_cli.rollout.rollout import response_values
 from rlhf_cli.rollout.sampling import Response, Sampling, draw_uniforms, sample
+from rlhf_cli.tensor_ops import token_logprobs
+from support.compare import close
 from support.tiny import CPU, SETTINGS, read_jsonl, write_jsonl
 
 PROMPTS = [[5, 9, 13, 20, 7, 40], [6, 8], [11, 12, 13, 14]]
@@ -46,18 +38,13 @@ def new(family, tokenizer):
     """A tiny random encoder-decoder; dropout stays on, so that tests detect code that does not turn it off."""
     torch.manual_seed(0)
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
-    own = {"decoder_start_token_id": pad, "tie_word_embeddings": family == "t5"}
-    own |= {"initializer_factor": 2.0} if family == "t5" else {"feed_forward_proj": "gated-gelu"}
-    if family == "bart":
-        own = {
-            "decoder_start_token_id": eos,
-            "bos_token_id": bos,
-            "forced_bos_token_id": None,
-            "forced_eos_token_id": None,
-        }
-    if family == "t5-untied":
-        own["initializer_factor"] = 0.3
-    ids = {"vocab_size": len(tokenizer), "pad_token_id": pad, "eos_token_id": eos}
+    own = {
+        "t5": {"tie_word_embeddings": True, "initializer_factor": 2.0},
+        "t5-untied": {"tie_word_embeddings": False, "initializer_factor": 0.3, "feed_forward_proj": "gated-gelu"},
+        "bart": {"bos_token_id": bos, "forced_bos_token_id": None, "forced_eos_token_id": None},
+    }[family]
+    start = {"decoder_start_token_id": eos if family == "bart" else pad}
+    ids = start | {"vocab_size": len(tokenizer), "pad_token_id": pad, "eos_token_id": eos}
     name = family.removesuffix("-untied")
     return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(name, **SETTINGS[name], **ids, **own))
 
@@ -88,19 +75,10 @@ def policy(request, make_seq2seq):
     return model
 
 
-def plain_logits(model, prompt, response):
-    """The oracle: transformers' forward of one text, with the labels shifted by transformers: [R, V]."""
-    ids = torch.tensor([[*prompt, model.config.eos_token_id]])
-    return model(input_ids=ids, labels=torch.tensor([response])).logits[0]
-
-
-def rows_of(prompts):
-    return [PromptRow("", ids, Record("", "")) for ids in prompts]
-
-
-def test_an_encoder_decoder_is_not_quantized(make_seq2seq):
-    with pytest.raises(ConfigError, match="--quantize: is not offered for an encoder-decoder"):
-        frozen_policy(str(make_seq2seq("t5")), None, CPU, "float32", "int8")
+def plain_logprobs(model, prompt, response):
+    """The oracle: transformers' forward of one text, with the labels shifted by transformers: [R]."""
+    ids, labels = torch.tensor([[*prompt, model.config.eos_token_id]]), torch.tensor([response])
+    return token_logprobs(model(input_ids=ids, labels=labels).logits[0], labels[0])
 
 
 def test_logprobs_and_gradients_are_those_of_one_forward_pass_per_text(policy):
@@ -110,13 +88,9 @@ def test_logprobs_and_gradients_are_those_of_one_forward_pass_per_text(policy):
     logprobs.sum().backward()
     gradients = {name: p.grad.clone() for name, p in policy.named_parameters()}
     policy.zero_grad()
-    expected = []
-    for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
-        logits = plain_logits(policy, prompt, response)
-        expected.append(logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0])
-    expected = torch.cat(expected)
+    expected = torch.cat([plain_logprobs(policy, p, r) for p, r in zip(PROMPTS, RESPONSES, strict=True)])
     expected.sum().backward()
-    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+    close(logprobs, expected)
     for name, p in policy.named_parameters():
         torch.testing.assert_close(gradients[name], p.grad, atol=1e-4, rtol=1e-4, msg=name)
 
@@ -126,9 +100,7 @@ def test_samples_have_the_logprobs_of_the_forward_pass(policy):
     responses = sample(policy, PROMPTS, draw_uniforms(0, "test", 0, 3, 12), sampling)
     assert len({len(r.ids) for r in responses}) > 1, "rows leave at different steps"
     for prompt, response in zip(PROMPTS, responses, strict=True):
-        logprobs = plain_logits(policy, prompt, response.ids).log_softmax(-1)
-        expected = logprobs.gather(1, torch.tensor(response.ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(response.logprobs), expected, atol=1e-4, rtol=1e-4)
+        close(torch.tensor(response.logprobs), plain_logprobs(policy, prompt, response.ids), 1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -141,14 +113,15 @@ def test_a_value_model_has_one_value_per_token_and_is_saved_whole(family, make_s
     torch.nn.init.normal_(model.score.weight)
     prepare(model, CPU)
     responses = [Response(ids, [0.0] * len(ids), ids[-1] == 1, None) for ids in RESPONSES]
-    values = response_values(model, rows_of(PROMPTS), responses, "float32")
+    rows = [PromptRow("", ids, Record("", "")) for ids in PROMPTS]
+    values = response_values(model, rows, responses, "float32")
     expected = []
     for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
         ids = torch.tensor([[*prompt, policy.config.eos_token_id]])
         read = torch.tensor([[policy.config.decoder_start_token_id, *response[:-1]]])
         hidden = policy(input_ids=ids, decoder_input_ids=read, output_hidden_states=True).decoder_hidden_states[-1][0]
         expected.append((hidden @ model.score.weight.T)[:, 0])
-    torch.testing.assert_close(values, torch.cat(expected), atol=1e-4, rtol=1e-4)
+    close(values, torch.cat(expected), 1e-4)
     save(model, tokenizer, tmp_path / "value")
     for deferred in (False, True):
         again = load_value_model(str(tmp_path / "value"), deferred=deferred)
@@ -164,7 +137,7 @@ def test_a_reward_model_scores_each_text_alone(family, make_seq2seq):
     texts = [[5, 9, 13, 20], [6, 8], [11, 12, 13, 14, 15, 16]]
     eos = model.config.eos_token_id
     alone = [model(input_ids=torch.tensor([[*text, eos]])).logits[0] for text in texts]
-    torch.testing.assert_close(sequence_scores(model, texts), torch.stack(alone), atol=1e-5, rtol=1e-5)
+    close(sequence_scores(model, texts), torch.stack(alone))
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
@@ -188,16 +161,17 @@ def test_the_three_stages_run(family, make_seq2seq, run_stage, tmp_path):
 
 def test_what_is_refused(make_seq2seq, run_stage, tmp_path):
     model = {"path": str(make_seq2seq("t5"))}
+    with pytest.raises(ConfigError, match="--quantize: is not offered for an encoder-decoder"):
+        frozen_policy(model["path"], None, CPU, "float32", "int8")
     with pytest.raises(ConfigError, match=r"data\.loss_on: all, but"):
         run_stage("sft", tmp_path / "a", model=model, data={"loss_on": "all"})
     with pytest.raises(ConfigError, match=r"model\.lora: is not offered for an encoder-decoder"):
         run_stage("sft", tmp_path / "b", model={**model, "lora": {"r": 2}})
-    chat = [
-        {"role": r, "content": c} for r, c in [("user", "a b"), ("assistant", "c"), ("user", "d"), ("assistant", "e")]
-    ]
+    roles = [("user", "a b"), ("assistant", "c"), ("user", "d"), ("assistant", "e")]
+    chat = [{"role": role, "content": text} for role, text in roles]
     talks = tmp_path / "talks"
     shutil.copytree(model["path"], talks)
-    tokenizer = load_tokenizer(str(talks))
+    tokenizer = load.load_tokenizer(str(talks))
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
     tokenizer.save_pretrained(talks)
     data = write_jsonl(tmp_path / "chat.jsonl", [{"messages": chat}])

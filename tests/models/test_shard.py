@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 
@@ -16,7 +15,7 @@ from transformers import AutoConfig
 from rlhf_cli.plan.shapes import shape_of
 from support.gpu import MARKS
 from support.paths import ROOT
-from support.runs import run_forked_code
+from support.runs import run_forked_code, variables
 from support.sharded import CASES, interrupted, make_models, resumed
 from support.source import module_at
 
@@ -91,21 +90,11 @@ def test_sharded_models_train_as_whole_ones_by_the_backend_of_the_device(device,
 def run_anew(program, count, folder, *arguments):
     """`run` in new processes. One that was forked cannot use a GPU if its parent has asked for one."""
     code = f"import sys\nfrom support.sharded import {program}\n{program}(*sys.argv[1:])"
-    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
-    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    command = [sys.executable, "-c", code, str(folder), *arguments]
+    path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(folder), *arguments],
-            env=os.environ | common | rank,
-            stderr=subprocess.PIPE,
-            cwd=ROOT,
-            text=True,
-        )
-        for rank in ranks
+        subprocess.Popen(command, env=os.environ | path | own, stderr=subprocess.PIPE, cwd=ROOT, text=True)
+        for own in variables(count)
     ]
     errors = [process.communicate(timeout=300)[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * count, "\n".join(errors)[-3000:]

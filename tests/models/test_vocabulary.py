@@ -20,12 +20,10 @@ from support.tiny import read_jsonl
 NEW = ["<|user|>", "<|end|>"]
 
 
-def grown(path, tokens=NEW, **config):
+def grown(path):
     model, tokenizer = load_policy(str(path)), load_tokenizer(str(path))
-    for key, value in config.items():
-        setattr(model.config, key, value)
-    add_tokens(tokenizer, tokens, "model.add_tokens")
-    return model, tokenizer, embed_tokens(model, tokenizer, tokens, "model.add_tokens")
+    add_tokens(tokenizer, NEW, "model.add_tokens")
+    return model, tokenizer, embed_tokens(model, tokenizer, NEW, "model.add_tokens")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "gpt_neox", "opt"])
@@ -36,17 +34,12 @@ def test_new_tokens_start_as_the_mean_and_the_other_tokens_keep_their_logits(mak
     ids = tokenizer.convert_tokens_to_ids(NEW)
     assert ids == [old, old + 1]
     assert line == f"model.add_tokens: 2 new tokens with the ids {old} to {old + 1}; {old + 2} embeddings"
-    for table, rows in (
-        (model.get_input_embeddings().weight, before.get_input_embeddings().weight),
-        (model.get_output_embeddings().weight, before.get_output_embeddings().weight),
-    ):
+    for of in ("get_input_embeddings", "get_output_embeddings"):
+        table, rows = (getattr(one, of)().weight for one in (model, before))
         assert torch.equal(table[:old], rows)
         torch.testing.assert_close(table[old:], rows.mean(0).expand(2, -1))
     save(model, tokenizer, tmp_path / "saved")
-    saved, read = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / "saved"),
-        AutoTokenizer.from_pretrained(tmp_path / "saved"),
-    )
+    saved, read = (auto.from_pretrained(tmp_path / "saved") for auto in (AutoModelForCausalLM, AutoTokenizer))
     assert (len(read), saved.config.vocab_size) == (old + 2, old + 2)
     text = "Q<|user|> it is late<|end|>"
     encoded = read(text, add_special_tokens=False)["input_ids"]
@@ -89,9 +82,7 @@ def test_a_model_must_know_the_tokens_of_the_policy(tokenizer):
     more = copy.deepcopy(tokenizer)
     add_tokens(more, NEW, "model.add_tokens")
     require_same_tokens(tokenizer, more, "m", "ref_policy.path")
-    with pytest.raises(
-        ArtifactError, match=r"ref_policy.path: m does not know 2 of the policy's tokens \('<\|user\|>', "
-    ):
+    with pytest.raises(ArtifactError, match=r"ref_policy.path: m does not know 2 of the policy's tokens \('<\|user"):
         require_same_tokens(more, tokenizer, "m", "ref_policy.path")
 
 

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 import yaml
-from transformers import LlamaForSequenceClassification
+from transformers import AutoModelForSequenceClassification, LlamaForSequenceClassification
 
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.kernels.head import CACHED
@@ -23,8 +23,7 @@ from rlhf_cli.plan.origins import ModelOrigins
 from rlhf_cli.plan.stages import microbatch_tokens, models_of, planned_tokens, setting_of
 from rlhf_cli.processes.distributed import World
 from stages import ppo, rm, sft
-from support.budget import CPU, llama
-from support.tiny import merged
+from support.tiny import CPU, llama, merged
 
 GB = 1024**3
 LIBRARIES = memory.LIBRARIES["float32"]
@@ -39,7 +38,7 @@ def test_activation_bytes_equal_the_formula():
     assert activation_bytes(model, "float32") == pytest.approx(wanted, rel=0.1)
     assert activation_bytes(model, "float32") == activation_bytes(model, "float32")
     assert torch.equal(state, torch.get_rng_state())
-    assert activation_bytes(llama(layers=6), "float32") == pytest.approx(2 * wanted, rel=0.1)
+    assert activation_bytes(llama(num_hidden_layers=6), "float32") == pytest.approx(2 * wanted, rel=0.1)
     assert activation_bytes(model, "bfloat16") < 0.8 * wanted
     assert all(p.grad is None for p in model.parameters())
 
@@ -97,7 +96,7 @@ def test_auto_by_hand(chosen):
     assert chosen(model, total, gradient_checkpointing=True) == more > 1.9 * wanted
 
     # A classifier has no logits. Its largest temporary tensors are those of a feed-forward.
-    judge = llama(cls=LlamaForSequenceClassification)
+    judge = llama(AutoModelForSequenceClassification)
     weights = sum(p.numel() for p in judge.parameters())
     a_token = activation_bytes(judge, "float32") + 3 * 4 * 176
     assert chosen(judge, total) == int((SHARE_OF_CPU * total - LIBRARIES - 16 * weights) / a_token)

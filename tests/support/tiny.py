@@ -25,7 +25,7 @@ from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.formats import Purpose, read_record, recognise
 from rlhf_cli.data.records import Record, Row
 from rlhf_cli.data.stage_rows import StageRows
-from rlhf_cli.models.load import set_dropout_off
+from rlhf_cli.models.load import prepare, set_dropout_off
 
 ARCHITECTURES = ("llama", "gpt2", "qwen2", "gpt_neox")
 BART_PARTS = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
@@ -65,6 +65,14 @@ def tiny_model(family: str, auto: Any = AutoModelForCausalLM, **config: Any) -> 
     torch.manual_seed(0)
     model = auto.from_config(AutoConfig.for_model(family, **settings), dtype=torch.float32).eval()
     set_dropout_off(model)
+    return model
+
+
+def llama(auto: Any = AutoModelForCausalLM, **config: Any) -> Any:
+    """A prepared Llama with sizes that differ, of three layers."""
+    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3, "vocab_size": 500, "num_labels": 1}
+    model = tiny_model("llama", auto, **sizes | config)
+    assert prepare(model, CPU) is None
     return model
 
 
