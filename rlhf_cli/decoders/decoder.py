@@ -194,7 +194,7 @@ def join_sampling(model: PreTrainedModel) -> None:
 _warnings_are_off = threading.Lock()
 
 
-def recorded(function: Callable[..., Tensor], *examples: tuple[Any, ...]) -> Callable[..., Tensor] | None:
+def recorded(function: Callable[..., Any], *examples: tuple[Any, ...]) -> Callable[..., Any] | None:
     """`function` as a graph; None if it cannot be recorded, or gives other bytes for one of the examples.
 
     Arguments are tensors, and lists and tuples of them. What does not come from a tensor is a constant of the graph, so
@@ -217,7 +217,11 @@ def recorded(function: Callable[..., Tensor], *examples: tuple[Any, ...]) -> Cal
             with torch.jit.optimized_execution(False):
                 return graph(*inputs)
 
-        same = all(torch.equal(run(*example), function(*example)) for example in examples)
+        same = all(_same(run(*example), function(*example)) for example in examples)
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None
     return run if same else None
+
+
+def _same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) else all(map(_same, a, b))

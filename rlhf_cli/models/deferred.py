@@ -171,13 +171,13 @@ def load_deferred(
 def _places_in(path: str, revision: str | None) -> dict[str, tuple[StoredWeight, list[int]]] | None:
     """The place and the shape of each tensor in the files of a model; None if one has another number format."""
     options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
-    files = [cached_file(path, SAFE_WEIGHTS_NAME, **options)]
-    if files == [None]:
+    names = [SAFE_WEIGHTS_NAME]
+    if cached_file(path, SAFE_WEIGHTS_NAME, **options) is None:
         index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **options)
         if index is None:
             return None
         names = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
-        files = [cached_file(path, name, revision=revision) for name in names]
+    files = [cached_file(path, name, revision=revision) or name for name in names]
     places = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:

@@ -227,7 +227,7 @@ def test_a_model_that_has_sampled_is_freed():
 
 def test_what_a_graph_would_keep_is_not_recorded(monkeypatch):
     """A number that differs between the examples; a module of unknown class; a torch without torch.jit."""
-    assert recorded(lambda x: x.cumsum(0), (torch.ones(2),), (torch.ones(3),)) is not None
+    assert recorded(lambda x: (x.cumsum(0), x + 1), (torch.ones(2),), (torch.ones(3),)) is not None
     assert recorded(lambda x: x * len(x), (torch.ones(2),), (torch.ones(3),)) is None
     model = copy.deepcopy(made("llama"))
     model.model.layers[0].mlp.act_fn = torch.nn.PReLU().requires_grad_(False)
