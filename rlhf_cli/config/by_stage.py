@@ -12,6 +12,7 @@ from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.config.yaml_text import Tree
 from rlhf_cli.errors import ConfigError
 
+AnyConfig = SFTConfig | RMConfig | PPOConfig
 CONFIGS: dict[str, type[Stage]] = {"sft": SFTConfig, "rm": RMConfig, "ppo": PPOConfig}
 
 

@@ -59,7 +59,7 @@ from rlhf_cli.rollout.sampling import Sampling, generation_settings, sampling_of
 from rlhf_cli.run.artifacts import model_directory
 from rlhf_cli.run.checkpoint_files import GRADES
 from rlhf_cli.run.stage_run import StageRun
-from rlhf_cli.training.optimizer import Stepper, WeightAverage, build_stepper, float32_moments, warmup_warning
+from rlhf_cli.training.optimizer import Stepper, WeightAverage, build_stepper, warmup_warning
 
 if TYPE_CHECKING:
     from rlhf_cli.rollout.offload import Offload
@@ -353,7 +353,6 @@ def _steppers(models: Models, config: PPOConfig, stage: StageRun) -> tuple[Stepp
     if optimizer.warmup_ratio is None and optimizer.warmup_steps >= policy_steps:
         stage.display.warn(warmup_warning(optimizer.warmup_steps, policy_steps))
     value = models.value_model if models.value_model is not None else models.value_head
-    stage.display.notes(*float32_moments(optimizer, policy, value))
     policy_stepper = build_stepper(policy, optimizer, policy_steps, **options)
     if value is None:
         return policy_stepper, None

@@ -1,8 +1,7 @@
-"""Communication between the processes of a run. A single process is the case of a world of size 1.
+"""Communication between the processes of a run. A single process is a world of size 1, and nothing communicates.
 
 A loss is a sum divided by a count over all processes. So gradients are summed, not averaged, and statistics are
-reduced before they are used. With one process nothing here communicates. `start` reads the environment variables that
-`torchrun` and `rlhf <stage> --nproc` set.
+reduced before they are used.
 """
 
 from __future__ import annotations
@@ -75,18 +74,18 @@ class World:
         return items
 
     def gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every process's tensor, in order of rank, on every process and on the device of its own tensor.
+        """Every process's tensor, in order of rank, on the device of this process's tensor.
 
         They have the same type and, but for the first dimension, the same shape.
         """
         if self.size == 1:
             return [tensor]
-        # As an array, of which only these numbers are pickled. A tensor would bring all numbers that it is a view of.
+        # As arrays: pickle would write all numbers that a tensor is a view of.
         parts = self.gather(tensor.detach().cpu().numpy())
         return [torch.from_numpy(part).to(tensor.device) for part in parts]
 
     def of_main(self, compute: Callable[[], T]) -> T:
-        """The result of `compute`, which only the first process calls, on every process. An expected error ends all."""
+        """The result of `compute`, which only the first process calls, on every process. Its error ends all."""
         if self.size == 1:
             return compute()
         result, exit_code = None, 0
@@ -127,7 +126,7 @@ class World:
 ALONE = World(0, 1, torch.device("cpu"))
 """The world of a program that is one process."""
 START_S = 60.0
-"""Seconds that the processes may start apart, at least. On a busy machine the imports of one take that long."""
+"""The least seconds that the processes may start apart. On a busy machine the imports of one take that long."""
 _pulse: Pulse | None = None
 _step = "start"
 
@@ -153,21 +152,20 @@ def at_step(step: str) -> None:
 
 
 def where(world: World) -> str:
-    """What this process is working on, for the line that it ends with: `ppo step 12, process 1 of 2`."""
+    """What this process is working on: `ppo step 12, process 1 of 2`."""
     return _step if world.size == 1 else f"{_step}, process {world.rank} of {world.size}"
 
 
 def name_checkpoint(in_words: Callable[[], str], keep_end: Callable[[Exception], object] = lambda _: None) -> None:
-    """Set what says in a sentence which checkpoint is left if the run ends, and what keeps the error."""
+    """Set what says which checkpoint is left if the run ends, and what keeps the error."""
     if _pulse is not None:
         _pulse.checkpoint_in_words, _pulse.keep_end = in_words, keep_end
 
 
 def start(device: str = "auto", timeout_s: float = 300.0) -> World:
-    """Choose the device, and join the other processes if a launcher started several.
+    """Choose the device, and join the other processes that the variables of `torchrun` name.
 
-    A collective operation that takes longer than `timeout_s` ends the run; the start may take `START_S`. Raises
-    ConfigError if this machine does not have the device.
+    A collective operation of more than `timeout_s` ends the run. Raises ConfigError if there is no such device.
     """
     global _pulse
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,6 +1,6 @@
 """Lets one process say why a run of several processes ends, however many of them know it.
 
-The processes find each other through a store, even if they never form a process group. The first one that has an error
+The processes find each other through a store, also before they form a process group. The first one that has an error
 claims a key of the store and prints its line; the others end silently.
 """
 
@@ -30,14 +30,14 @@ SAID_S = 15.0
 """Seconds that a silent process waits for the line of another before it ends. A launcher may end all with the first."""
 KNOWN_S = 3.0
 """Seconds that the process which holds the store waits for the others to learn that a line is printed, once they train.
-Before that, `SAID_S`: while they start they are slow, and none has been killed in a step."""
+While they start they are slow, and none has been killed in a step: `SAID_S`."""
 CONNECT_S = 30.0
 """Seconds in which a process that has an error at the start must find the others. Otherwise it prints."""
 POLL_S = 0.05
 STORE_THREAD = "store"
 """The name of threads that ask the store."""
 _exits = threading.Event()
-"""Set before Python's finalization, which aborts the process if a thread is in the C++ code of the store."""
+"""Set before Python's finalization."""
 
 
 def pause(seconds: float) -> None:
@@ -47,7 +47,7 @@ def pause(seconds: float) -> None:
 
 
 def end_questions() -> None:
-    """End the threads that ask the store. It runs before Python's finalization."""
+    """End the threads that ask the store: Python's finalization aborts a process with a thread in its C++ code."""
     _exits.set()
     for thread in threading.enumerate():
         if thread.name == STORE_THREAD:
@@ -97,7 +97,7 @@ class Ending:
     def wait_until_ready(self, timeout_s: float) -> None:
         """Wait until every process has started.
 
-        Raises EndedElsewhere if one of them ends with an error, and RunError if one is missing after `timeout_s`.
+        Raises EndedElsewhere if one ends with an error, and RunError if one is missing after `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         missing = list(range(self.size))
@@ -149,7 +149,7 @@ def connect(timeout_s: float) -> Ending:
 
 
 def end(exit_code: int, line: str | None) -> None:
-    """Print why this process ends, unless it has no line or another process prints one. Call it before the end."""
+    """Print why this process ends, unless it has no line or another process prints one."""
     ending = _ending
     if line is not None:
         with contextlib.suppress(RunError):
@@ -163,7 +163,7 @@ def end(exit_code: int, line: str | None) -> None:
 def in_time(work: Callable[[], T], otherwise: D, seconds: float | None = None) -> T | D:
     """The result of a request to the store, or `otherwise` if it fails or takes too long.
 
-    In a thread: if the process that holds the store hangs, so does every request.
+    It runs in a thread: if the process that holds the store hangs, so does every request.
     """
     results: list[T] = []
 

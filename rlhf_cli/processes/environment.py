@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 DEFAULTS = {
-    # Both caches keep an entry for each of the last 1,024 shapes of matrix products. Packed rows have new shapes in
-    # each step, so the caches took 0.3 GB in a few PPO iterations of a small model. One step has about a dozen shapes.
+    # By default both caches keep 1,024 shapes of matrix products. Packed rows have new shapes in each step, about a
+    # dozen, so the caches took 0.3 GB in a few PPO iterations of a small model.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
     "LRU_CACHE_CAPACITY": "32",
     # Our own messages say in one line what is wrong with a model, or which process has ended. When a connection ends,
@@ -28,9 +28,8 @@ DEFAULTS = {
 SPIN_COUNT = "2000"
 """How often a waiting CPU thread checks for work before it gives up its core (libgomp; its default is 300,000).
 
-By default each wait of a thread keeps its core busy for some milliseconds, and another process that needs the core has
-to wait. With this value a training step beside a second run on two cores is 22 times as fast, and a step alone is 3 %
-faster (benchmarks/threads.py)."""
+By default it keeps its core busy for some milliseconds. With this value a training step beside a second run on two
+cores is 22 times as fast, and a step alone is 3 % faster (benchmarks/threads.py)."""
 CGROUP = Path("/sys/fs/cgroup/cpu.max")
 """The limit of a container: microseconds of processor time, or `max`, in each period of microseconds."""
 

@@ -1,8 +1,8 @@
 """Starts the processes of `rlhf <stage> --nproc N` on this machine, and ends them together. Does not import torch.
 
-torch's own launcher, `torchrun`, works too, and is the way to several machines. With this one the config is checked
-once, and a signal reaches every process and leaves it the time to save. `torchrun` ends its processes 30 seconds after
-a signal, and SIGUSR1 ends `torchrun` alone.
+`torchrun` works too, and is the way to several machines. With this launcher the config is checked once, and a signal
+reaches every process and leaves it the time to save. `torchrun` ends its processes 30 seconds after a signal, and
+SIGUSR1 ends `torchrun` alone.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ def run_processes(
 ) -> int:
     """Run a command in `count` processes that find each other through the variables of `torchrun`.
 
-    Returns the exit code of the run: 0 if all processes return 0, else the code of the first one that failed and said
-    why. If a signal killed one and the others could not say so, this prints the line, with `checkpoint_in_words`, and
-    returns 1.
+    Returns 0 if all processes return 0, else the code of the first one that failed and said why. If a signal killed one
+    and the others could not say so, print the line, with `checkpoint_in_words`, and return 1.
     """
     environment = {
         **os.environ,
@@ -102,7 +101,7 @@ def run_processes(
 
 @contextlib.contextmanager
 def _stop_signals(workers: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """While active, a stop signal does not end this process. Yields the list of those received so far.
+    """Inside the block a stop signal does not end this process. Yields the list of those received so far.
 
     Ctrl-Z stops the workers too, and they continue with this process.
     """
@@ -135,8 +134,8 @@ def _signal(workers: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 def free_port() -> int:
     """A port that no process uses now.
 
-    The first process binds it only seconds later, after its imports. So it is not one of those that the system gives
-    to outgoing connections, which begin at 32768 on Linux and at 49152 on macOS.
+    The first process binds it only seconds later. So it is below those that the system gives to outgoing connections,
+    which begin at 32768 on Linux and at 49152 on macOS.
     """
     for port in [*random.SystemRandom().sample(range(20_000, 30_000), 99), 0]:
         with contextlib.suppress(OSError), socket.socket() as free:
@@ -150,7 +149,7 @@ def is_worker() -> bool:
 
 
 def is_first_worker() -> bool:
-    """Whether this is the first of the processes that a launcher started, or the only one."""
+    """Whether this is the first of several processes, or the only one."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -1,13 +1,12 @@
 """Run the passes of all microbatches, several at the same time, and sum their gradients over threads and processes.
 
 A CPU computes several microbatches at the same time, each in a thread of its own (threads.py). Results and gradients
-are taken in the order of the microbatches. So every number is the same whatever the number of threads. All processes
-take part in each pass of a sharded model, so one that has fewer microbatches than another gets empty ones, whose sums
-and gradients are 0 (`models/forward.py`). Microbatches must not depend on each other.
+are taken in the order of the microbatches, so the number of threads changes no number. All processes take part in each
+pass of a sharded model, so one that has fewer microbatches than another gets empty ones, whose sums and gradients are 0
+(`models/forward.py`). Microbatches must not depend on each other.
 
-As in torch's DDP, gradients are sent in buckets, from the last layer to the first, and a bucket is sent as soon as its
-gradients are complete. DDP itself averages them, and needs a backward pass on every process. Here a loss is a sum
-divided by a count over all processes, and a process without a row in a step sends zeros.
+As in torch's DDP, gradients are sent in buckets, from the last layer to the first, as soon as a bucket is complete. DDP
+itself averages them, and needs a backward pass on every process. Here a process without a row in a step sends zeros.
 """
 
 from __future__ import annotations
@@ -55,14 +54,12 @@ def over_microbatches(
 
 
 def _can_thread(models: Sequence[nn.Module | None]) -> bool:
-    """Whether passes of these models may run at the same time: on a CPU, unsharded, and without state of their own.
-
-    Some rotary embeddings write their frequencies for the longest text that they have read.
-    """
+    """Whether passes of these models may run at the same time: on a CPU, unsharded, and without state of their own."""
     for model in filter(None, models):
         weight = next(model.parameters(), None)
         if is_sharded(model) or weight is None or weight.device.type != "cpu":
             return False
+        # Some rotary embeddings write their frequencies for the longest text that they have read.
         rope = getattr(getattr(model, "config", None), "rope_parameters", None) or {}
         if "dynamic" in str(rope) or "longrope" in str(rope):
             return False
@@ -71,20 +68,17 @@ def _can_thread(models: Sequence[nn.Module | None]) -> bool:
 
 def _num_missing(count: int, models: Sequence[nn.Module | None]) -> int:
     """How many passes another process makes more than this one, which makes `count`; 0 if no model is sharded."""
-    shares_passes = any(model is not None and is_sharded(model) for model in models)
-    return most(count) - count if shares_passes else 0
+    return most(count) - count if any(map(is_sharded, filter(None, models))) else 0
 
 
 @dataclass
 class _Bucket:
-    """Gradients that are sent together."""
-
     weights: list[nn.Parameter] = field(default_factory=list)
     num_bytes: int = 0
     num_complete: int = 0
     """Gradients that the last backward pass has completed."""
     sums: Tensor | None = None
-    """The gradients end to end, in float32: of this process, and when `wait` returns of all."""
+    """The gradients end to end, in float32; summed over the processes when `wait` returns."""
     wait: Callable[[], None] = lambda: None
 
     def send(self, world: World) -> None:
@@ -112,8 +106,7 @@ class GradientSum:
         stats = gradients.add(microbatches, loss_of_rows)
         gradients.receive()
 
-    A bucket is sent when all before it are, so that every process sends them in the same order. Weights of a sharded
-    model are left out: FSDP sums their gradients. With one process nothing is sent.
+    Every process sends its buckets in the same order. FSDP itself sums the gradients of a sharded model.
 
     Args:
         world: the processes.
@@ -139,7 +132,7 @@ class GradientSum:
         self._buckets: list[_Bucket] = []
         self._num_sent = 0
         # The passes of a sharded model exchange weights, and all exchanges must be in the same order everywhere.
-        self._overlaps = not any(model is not None and is_sharded(model) for model in self._models)
+        self._overlaps = not any(map(is_sharded, filter(None, self._models)))
         for weight in (p for model in models for p in reversed(list(model.parameters()))):
             if world.size == 1 or not weight.requires_grad or isinstance(weight, DTensor):
                 continue
@@ -152,9 +145,8 @@ class GradientSum:
     def add(self, microbatches: Sequence[Rows], *losses: Loss, last: bool = True) -> list[dict[str, Tensor]]:
         """Add the gradients of each microbatch; returns the statistics of each.
 
-        A thread backpropagates each of `losses` before it computes the next one, so one graph lives at a time. Each
-        loss may make one backward pass of a model. Sums over the processes begin in the last microbatch; give
-        `last=False` if more follow.
+        A thread backpropagates each of `losses` before it computes the next one. Each may make one backward pass of a
+        model. Sums over the processes begin in the last microbatch; give `last=False` if more follow.
         """
         if min(num_threads(), self._at_once, len(microbatches) * len(losses)) > 1:
             return self._add_in_threads(microbatches, losses)
@@ -181,7 +173,7 @@ class GradientSum:
         return found
 
     def _add_in_threads(self, parts: Sequence[Rows], losses: Sequence[Loss]) -> list[dict[str, Tensor]]:
-        """`add` with passes at the same time. Each has its gradients to itself until its turn in the sum comes."""
+        """`add` with passes at the same time, each of which has its gradients to itself until its turn."""
 
         def gradients_of(rows: Rows, loss_of: Loss) -> tuple[Sequence[Tensor | None], Mapping[str, Tensor]]:
             loss, figures = loss_of(rows)
@@ -199,7 +191,7 @@ class GradientSum:
         return found
 
     def _complete(self, bucket: _Bucket, weight: Tensor) -> None:  # noqa: ARG002
-        """Count a gradient of the last backward pass, and send the buckets that are complete, in their order."""
+        """Count a gradient of the last backward pass, and send the complete buckets, in their order."""
         bucket.num_complete += 1
         if bucket.num_complete > len(bucket.weights):
             raise RuntimeError("a second backward pass of a model in the last microbatch of GradientSum.add")

@@ -1,13 +1,12 @@
 """Models whose weights are sharded among the processes, by torch's `fully_shard` (FSDP2).
 
 Each process holds some rows of every weight, as a `DTensor`. Before a block of layers computes, the processes exchange
-its rows, so that each has the whole block for a moment. A backward pass sums the gradients over the processes and
-leaves each its rows. The rows may wait in the CPU's memory (`distributed.offload`) while the model computes on a GPU.
+its rows, so that each has the whole block for a moment. A backward pass sums the gradients and leaves each process its
+rows, which may wait in the CPU's memory (`distributed.offload`).
 
-All processes must make the same number of passes of a sharded model, in the same order. The loop over passes
-(`microbatches.py`) sees to it. If their number is not known in advance, as in sampling, each is announced (`announce`),
-and a process that has made its last one joins the others' (`join`). Whatever reads weights in a pass besides the
-model's own forward, such as a head, must run inside of `gathered`.
+All processes must make the same number of passes of a sharded model, in the same order: see `microbatches.py`. If their
+number is not known in advance, as in sampling, each is announced (`announce`), and a process that has made its last one
+joins the others' (`join`). What reads weights besides the model's own forward, such as a head, must be `gathered`.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def plain_class(model: nn.Module) -> type[nn.Module]:
-    """The class of the model, of a sharded one that before it was sharded."""
+    """The class of the model before it was sharded."""
     return type(model).__bases__[1] if is_sharded(model) else type(model)
 
 
 def gathered(compute: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-    """Decorate a function that computes with a model, its first argument, so that a sharded one is whole meanwhile.
+    """Decorate a function of a model, its first argument: the weights outside of the blocks are whole while it runs.
 
-    The weights outside of the blocks are whole while it runs, and each block gathers its own, as in a forward pass.
+    Each block gathers its own, as in a forward pass.
     """
 
     @functools.wraps(compute)
@@ -58,7 +57,7 @@ def gathered(compute: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M,
 
 
 def run_gathered(model: Any, compute: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """The method of a sharded model behind `gathered`. FSDP gathers before it and frees after it."""
+    """The method of a sharded model behind `gathered`: FSDP gathers before it and frees after it."""
     _open.add(id(model))
     # The model's own forward may run inside, and must not free the weights before the function has ended.
     model.set_reshard_after_forward(False, recurse=False)
@@ -76,8 +75,7 @@ def announce(model: nn.Module) -> None:
 
 
 def join(model: nn.Module, idle: Callable[[], object]) -> None:
-    """Call `idle`, which makes a pass of a sharded model, for each one that another process announces, until all are
-    here."""
+    """Make a pass of a sharded model, `idle`, for each one that another process announces, until all are here."""
     while is_sharded(model) and most(0):
         idle()
 
@@ -121,13 +119,12 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def device_of_mesh(mesh: DeviceMesh) -> torch.device:
-    """The device of this process in a mesh."""
     kind = mesh.device_type
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def first_row(tensor: Tensor) -> int:
-    """The number of the first row of `local`: of a sharded tensor of this process's rows, else 0."""
+    """The number of the first row of `local`; 0 if the tensor is not sharded."""
     if not isinstance(tensor, DTensor):
         return 0
     mesh = tensor.device_mesh
@@ -138,12 +135,10 @@ def first_row(tensor: Tensor) -> int:
 
 
 def like(tensor: Tensor, local_rows: Tensor) -> Tensor:
-    """This process's rows, of any length, as a tensor that is sharded as `tensor` is, if it is.
-
-    They stay where they are: `DTensor.from_local` would move rows that wait in the CPU's memory to the GPU.
-    """
+    """This process's rows, of any length, as a tensor that is sharded as `tensor` is, if it is."""
     if not isinstance(tensor, DTensor):
         return local_rows
+    # `DTensor.from_local` would move rows that wait in the CPU's memory to the GPU.
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     shape = torch.Size((*tensor.shape[:1], *local_rows.shape[1:]))
@@ -161,5 +156,4 @@ def begin_exchange() -> None:
 
 
 def num_begun() -> int:
-    """Exchanges that this process has begun."""
     return _begun

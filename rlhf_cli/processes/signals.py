@@ -17,7 +17,7 @@ terminal or connection."""
 
 
 def stop_signals() -> list[int]:
-    """`STOP_SIGNALS` without SIGHUP under `nohup`, which ignores it: the run is meant to continue."""
+    """`STOP_SIGNALS`, under `nohup` without SIGHUP, which it ignores."""
     return [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
 
 
@@ -72,8 +72,7 @@ class StopRequests:
 def _in_a_child() -> None:
     """Give a child process of the user's code, such as one of a `multiprocessing.Pool`, handlers of its own.
 
-    SIGTERM ends it, as `terminate()` expects. A terminal sends Ctrl-C and its end to the children too, but whether they
-    go on is for this run to decide.
+    SIGTERM ends it, as `terminate()` expects. It ignores Ctrl-C and the end of the terminal: this run decides.
     """
     for number in STOP_SIGNALS:
         owner = getattr(signal.getsignal(number), "__self__", None)
@@ -86,7 +85,7 @@ os.register_at_fork(after_in_child=_in_a_child)
 
 
 def discard_output_of_closed(files: Iterable[int] = (1, 2)) -> None:
-    """Redirect those file descriptors whose terminal was closed to /dev/null, as a write there would end the run."""
+    """Redirect file descriptors whose terminal was closed to /dev/null: a write there would end the run."""
     for file in files:
         try:
             os.write(file, b"")

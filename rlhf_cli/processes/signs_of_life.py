@@ -1,10 +1,10 @@
 """Signs of life between the processes of a run, so that a process that hangs is named by the others.
 
-Every two seconds a thread of each process writes to the store of the process group what the process is doing, and how
-many collective operations it has begun. The thread also reads the signs of the others. If another process is waited for
-longer than `distributed.timeout_s` (`missing`), it ends this process with a line that names the other: the main thread
-cannot, since it hangs in the operation or, over NCCL, in the GPU's queue behind it. Work that only one process does,
-such as saving a model, may take longer: the others wait in a barrier, for as long as it gives signs of life.
+Every two seconds a thread of each process writes to the store what the process is doing, and how many collective
+operations it has begun, and reads the signs of the others. If another process is waited for longer than
+`distributed.timeout_s` (`missing`), the thread ends this process with a line that names the other: the main thread
+hangs in the operation or, over NCCL, in the GPU's queue behind it. Work of one process, such as saving a model, may
+take longer: the others wait in a barrier, for as long as it gives signs of life.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ EVERY_S = 2.0
 """Seconds between two signs of life."""
 SLOWEST_POLL_S = 0.25
 """Seconds between two looks in a long wait."""
-NO_SIGN = {"number": 0, "begun": 0, "waits": False}
-"""In place of the sign of a process of which none was read yet."""
 LOOKS = 20
 """How often the thread of signs reads the signs of the others during `distributed.timeout_s`."""
 
@@ -55,8 +53,8 @@ def missing(seen: Mapping[int, LastSign], now: float, limit: float) -> tuple[lis
     """(the processes that give no sign of life, those that compute too long); both are empty while a run is healthy.
 
     A run is healthy if a process has begun a collective operation in the last `limit` seconds, or if nobody waits: no
-    process that gives signs has begun more operations than another one, or waits for one that is silent. So all may
-    compute for as long as they need, and one may work alone while the others wait for it in a barrier.
+    process that gives signs has begun more operations than another one, or waits for a silent one. So all may compute
+    for as long as they need, and one may work alone while the others wait in a barrier.
 
     >>> def seen(begun, heard, waits=False):
     ...     return LastSign({"begun": begun, "waits": waits}, heard=heard, moved=0)
@@ -83,10 +81,9 @@ class Pulse(threading.Thread):
     def __init__(self, ending: Ending, timeout_s: float, step: str):
         super().__init__(name="pulse", daemon=True)
         self.ending = ending
-        # Connections of its own: the process group may wait in the other one.
+        # Connections of its own, since the process group may wait in the other one. One that timed out is useless.
         self._store = self._connected()
         self._spare: dist.Store | None = self._connected()
-        """Another connection: one that timed out once cannot be used again."""
         self.rank, self.size, self.timeout_s = ending.rank, ending.size, timeout_s
         self.step = step
         """What the stage is working on, such as `ppo step 12`."""
@@ -98,8 +95,8 @@ class Pulse(threading.Thread):
         self._last_what = "the arrival"
         """What this process waits for or has waited for last, such as `the gradients`."""
         self._seen: dict[int, LastSign] = {}
-        """What the thread has seen of each process, by its last judgement."""
-        self._signs_read: dict[int, dict[str, Any]] = {rank: dict(NO_SIGN) for rank in range(self.size)}
+        """What the thread had seen of each process when it judged last."""
+        self._signs_read = {rank: {"number": 0, "begun": 0, "waits": False} for rank in range(self.size)}
         self._is_store_gone = False
         self._next_read = 0.0
         self._judged = time.monotonic()
@@ -109,7 +106,7 @@ class Pulse(threading.Thread):
         self._store.set(str(self.rank), json.dumps(self._own_sign()))
 
     def run(self) -> None:
-        """Write a sign of life every two seconds, and a last one at `end`, so that nobody seems behind who has left."""
+        """Write a sign of life every two seconds, and a last one at `end`: who has left must not seem behind."""
         asking: threading.Thread | None = None
         while True:
             is_last = self._is_over.is_set()
@@ -125,8 +122,7 @@ class Pulse(threading.Thread):
             self._is_over.wait(EVERY_S)
 
     def end(self) -> None:
-        """Write no further signs. Call it before Python's finalization, which aborts the process if a thread is in the
-        C++ code of the store."""
+        """Write no further signs. Call it before Python's finalization (`ending.end_questions`)."""
         self._is_over.set()
         self.join(2 * PATIENCE_S)
 
@@ -165,7 +161,7 @@ class Pulse(threading.Thread):
     def _judge(self, *, is_there: bool) -> Exception | None:
         """What ends this process if another one is `missing` for longer than `distributed.timeout_s`; else None.
 
-        If the store does not answer (`is_there`), process 0 is silent, and of the others nothing is known.
+        If the store does not answer (`is_there`), process 0 is silent, and nothing is known of the others.
         """
         now, limit = time.monotonic(), max(self.timeout_s, 3 * EVERY_S) + max(EVERY_S, self.timeout_s / LOOKS)
         if stop_requested():
@@ -175,11 +171,10 @@ class Pulse(threading.Thread):
             self._seen = {}  # this process was stopped itself
         self._judged = now
         for rank, sign in {**self._signs_read, self.rank: self._own_sign()}.items():
-            last = self._seen.get(rank)
-            is_new = last is None or rank == self.rank or sign["number"] != last.sign["number"]
-            has_moved = last is None or sign["begun"] != last.sign["begun"]
-            heard, moved = (now if is_new else last.heard), (now if has_moved else last.moved)  # type: ignore[union-attr]
-            self._seen[rank] = LastSign(sign, heard, moved)
+            last = self._seen.get(rank) or LastSign(sign, now, now)
+            is_new = rank == self.rank or sign["number"] != last.sign["number"]
+            has_moved = sign["begun"] != last.sign["begun"]
+            self._seen[rank] = LastSign(sign, now if is_new else last.heard, now if has_moved else last.moved)
         seen = {rank: one for rank, one in self._seen.items() if is_there or rank in (0, self.rank)}
         silent, behind = missing(seen, now, limit)
         if not is_there and (silent or behind):
@@ -198,7 +193,7 @@ class Pulse(threading.Thread):
         )
 
     def _end_with(self, error: Exception) -> None:
-        """End this process with one line. Its main thread hangs in an operation, or computes for too long."""
+        """End this process, whose main thread hangs or computes for too long, with one line."""
 
         def fail() -> None:
             raise error
@@ -223,8 +218,7 @@ class Pulse(threading.Thread):
             self._waits = False
 
     def meet(self) -> None:
-        """Wait until every process is here. One may work alone for as long as it gives signs of life, so this does not
-        count as an exchange."""
+        """Wait until every process is here: no exchange, as one may work alone while it gives signs of life."""
         arrival, began = dist.barrier(async_op=True), time.monotonic()
         assert arrival is not None
         while not arrival.is_completed():  # Not `wait`: Python would run no handler of a signal meanwhile.
@@ -239,10 +233,7 @@ class Pulse(threading.Thread):
             return EndedElsewhere(LOST)
 
         def silent() -> tuple[list[int], dict[int, dict[str, Any]]]:
-            """The processes that give no sign in two intervals, and the signs of all.
-
-            On a busy machine a sign may be late: while several processes are silent, they get more time.
-            """
+            """The processes that give no sign in two intervals, and all signs. Several may just be late."""
             before, deadline = self._signs_of_others(), time.monotonic() + 2 * EVERY_S + PATIENCE_S
             pause(2 * EVERY_S)
             while True:
@@ -265,5 +256,5 @@ class Pulse(threading.Thread):
 
 
 def _name(rank: int, sign: Mapping[str, Any]) -> str:
-    """`process 1 (last seen at ppo step 12)`. Its last sign of life may be two seconds older than its end."""
+    """`process 1 (last seen at ppo step 12)`."""
     return f"process {rank} (last seen at {sign['step']})" if "step" in sign else f"process {rank}"

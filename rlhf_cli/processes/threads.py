@@ -1,9 +1,8 @@
 """Work in threads: passes that do not depend on each other run at the same time on a CPU, one core each.
 
 torch can split one product among threads instead (OpenMP). For small products that gains little, and the last digits
-then depend on the number of threads. Here each thread computes whole passes, and results are taken in order, so the
-number of threads changes no number of a run. Only passes of LARGE models, when there are fewer than threads, use
-several cores each, and decoding steps of somewhat smaller models (`rollout/sampling.py`).
+then depend on the number of threads. Here results are taken in order, so it changes no number. Only if there are fewer
+passes than threads, those of LARGE models use several cores each, as do decoding steps (`rollout/sampling.py`).
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from rlhf_cli.processes.environment import num_cores
 R = TypeVar("R")
 
 LARGE = 30_000_000
-"""Weights of a model from which a pass may use several cores. Its products are large enough to be split among them, and
-reading the weights takes so long that decoding groups of rows apart, each with all weights, gains nothing."""
+"""Weights of a model from which a pass may use several cores. Its products are large enough to be split, and to decode
+groups of rows apart, each with all weights, gains nothing."""
 
 
 def is_large(*models: nn.Module | None, weights: int | None = None) -> bool:
-    """Whether one of the models has so many weights."""
+    """Whether one of the models has so many weights; LARGE by default."""
     least = LARGE if weights is None else weights
     return any(sum(weight.numel() for weight in model.parameters()) >= least for model in filter(None, models))
 
@@ -79,9 +78,6 @@ def use_threads(count: int | None) -> None:
 def cores(count: int) -> Iterator[None]:
     """Inside the block, this thread's operations use so many cores (OpenMP)."""
     before = torch.get_num_threads()
-    if count == before:
-        yield
-        return
     torch.set_num_threads(count)
     try:
         yield
@@ -92,13 +88,13 @@ def cores(count: int) -> Iterator[None]:
 def in_threads(tasks: Sequence[Callable[[], R]], most: int | None = None, *, wide: bool = False) -> Iterator[R]:
     """The result of each task, in order.
 
-    A task sees the gradient mode of its caller. If one raises, the others that have begun finish first. A task that
-    runs out of memory is computed again with none beside it.
+    A task sees the gradient mode of its caller. If one raises, those that have begun finish first. If one runs out of
+    memory, it is computed again alone.
 
     Args:
         tasks: they must not depend on each other.
         most: at most so many, or `num_threads`, run, or wait to be taken, at the same time.
-        wide: if there are more threads than tasks, the operations of each task share the cores that are left.
+        wide: if there are more threads than tasks, let each task use several cores.
 
     >>> list(in_threads([lambda: 1, lambda: 2]))
     [1, 2]

@@ -34,8 +34,6 @@ ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "model_config.json"
 """Files of a directory of adapters: PEFT's config, and the config of the whole model."""
 SLACK_S = 2.0
 """A file's time stamp may be this much later than the manifest's time, which has no fractions of a second."""
-AGAIN = "artifacts/again"
-"""The directory that the commands of `repeat_commands` write to."""
 
 
 def _has_sections(identity: dict[str, Any]) -> dict[str, Any]:
@@ -72,15 +70,16 @@ def stage_directory(root: str | Path, stage: str) -> Path:
 
 
 def repeat_commands(directory: str | Path, stages: Iterable[str]) -> list[str]:
-    """The commands that repeat the stages of the run in `directory`, then measure and show the result.
+    """The commands that repeat the stages of a run, then measure and show the result.
 
     >>> for line in repeat_commands("mine", ["sft"]): print(line)
     rlhf sft --config mine/sft/config.yaml --set artifacts=artifacts/again
     rlhf eval artifacts/again
     rlhf report artifacts/again
     """
-    trains = [f"rlhf {stage} --config {directory}/{stage}/config.yaml --set artifacts={AGAIN}" for stage in stages]
-    return [*trains, *(f"rlhf {name} {AGAIN}" for name in ("eval", "report"))]
+    out = "artifacts/again"
+    trains = [f"rlhf {stage} --config {directory}/{stage}/config.yaml --set artifacts={out}" for stage in stages]
+    return [*trains, f"rlhf eval {out}", f"rlhf report {out}"]
 
 
 def partial_directory(root: str | Path, stage: str) -> Path:
@@ -122,10 +121,9 @@ def read_manifest_or_none(directory: str | Path) -> Manifest | None:
 
 
 def fingerprint(path: str | None, revision: str | None = None) -> str:
-    """A digest that changes when the content of `path` changes; "missing" for None.
+    """A digest of the content of `path`, of a finished stage's manifest; "missing" for None.
 
-    For a finished stage it is the digest of the manifest. A path that is not on disk is taken as a hub id, which is
-    identified by its name and revision only.
+    A path that is not on disk is taken as a hub id, which is identified by its name and revision.
     """
     if path is None:
         return "missing"
@@ -145,7 +143,7 @@ def fingerprint(path: str | None, revision: str | None = None) -> str:
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
     """Dotted keys whose values differ between two nested mappings. Items of a list of mappings are numbered from 0.
 
-    A key that only earlier versions had counts with the value that every run has now (`REMOVED`).
+    A key that this version removed has the value that every run has now (`REMOVED`).
 
     >>> differences({"a": [{"b": 1}, {"b": 2}]}, {"a": [{"b": 1}, {"b": 3}]})
     ['a.1.b']
@@ -199,10 +197,7 @@ def sync_tree(directory: Path) -> None:
 
 
 def open_partial(root: str | Path, stage: str, *, keep: bool = False) -> Path:
-    """Create the directory in which `stage` is built, empty unless `keep` is given.
-
-    Raises ArtifactError if it is not writable.
-    """
+    """Create the directory in which `stage` is built, empty unless `keep`. Raises ArtifactError if that fails."""
     recover(root, stage)
     partial = partial_directory(root, stage)
     try:
@@ -220,10 +215,7 @@ def open_partial(root: str | Path, stage: str, *, keep: bool = False) -> Path:
 
 
 def publish(root: str | Path, stage: str, **facts: Any) -> Manifest:
-    """Write the manifest of the built stage, and rename the directory to its final name.
-
-    All files are flushed to disk before the rename, and the rename before the previous result is removed.
-    """
+    """Write the manifest of the built stage, flush all files to disk, and rename the directory to its final name."""
     partial, final = partial_directory(root, stage), stage_directory(root, stage)
     files = {
         path.relative_to(partial).as_posix(): digest_file(path)
@@ -240,7 +232,7 @@ def publish(root: str | Path, stage: str, **facts: Any) -> Manifest:
     if final.exists():
         final.rename(old)
     partial.rename(final)
-    sync(Path(root))
+    sync(Path(root))  # before the previous result is removed
     shutil.rmtree(old, ignore_errors=True)
     return manifest
 
@@ -286,10 +278,9 @@ class DamagedStageError(ArtifactError):
 
 
 def damage_of_models(directory: Path, manifest: Manifest, folder: str = "", *, thorough: bool = False) -> str | None:
-    """What is wrong with the models in a finished stage's directory; None if their files have their recorded digests.
+    """Which file of the models in a finished stage is missing or modified; None if none is. Model cards may be edited.
 
-    A model card (README.md) may be edited. Unless `thorough`, a file is read only if its time stamps are later than the
-    manifest's or than the time that the manifest names. `folder` is the model to check; "" for all.
+    Unless `thorough`, only files with newer time stamps than the manifest are read. `folder` is one model, "" is all.
     """
     written = (directory / MANIFEST).stat().st_ctime_ns
     try:
@@ -312,7 +303,7 @@ def damage_of_models(directory: Path, manifest: Manifest, folder: str = "", *, t
 
 
 def require_intact(path: str | Path, *, thorough: bool = False) -> None:
-    """Raise DamagedStageError if a model of a finished stage is not as it was written.
+    """Raise DamagedStageError if a model of a finished stage was changed.
 
     `path` is the stage's directory, or the folder of one of its models or members. Other folders are not checked.
     """

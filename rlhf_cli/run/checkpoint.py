@@ -1,9 +1,8 @@
 """Saves the state of a run in the background, and restores it.
 
-The state of a run is a set of named objects (`Stateful`), each of which gives tensors and plain numbers. The tensors
-are copied to the CPU while training waits. A thread then writes them while training continues. The next checkpoint
-waits until the previous one is written. Nothing is pickled: tensors are safetensors, numbers are JSON. Of sharded
-models each process writes its own rows, and training waits for it.
+The state of a run is a set of named objects (`Stateful`), each of which gives tensors and plain numbers. Training waits
+while the tensors are copied to the CPU, and goes on while a thread writes them. Nothing is pickled: tensors are
+safetensors, numbers are JSON. Of sharded models each process writes its own rows, while training waits.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ State = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 
 class Stateful(Protocol):
-    """An object with state that a checkpoint saves."""
-
     def state(self) -> State:
         """Its tensors (not copies) and its numbers. Called on every process."""
 
@@ -65,11 +62,6 @@ class Weights:
             local(p).copy_(local(restored(tensors, name, p)))
 
 
-def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies on the CPU, also of CPU tensors, which training changes while they are written."""
-    return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-
-
 class CheckpointStore:
     """The checkpoints of one run. Only the first process writes, but for rows of sharded models; all processes read."""
 
@@ -90,7 +82,9 @@ class CheckpointStore:
         if any(isinstance(tensor, DTensor) for tensor in live.values()):
             self._write_shards(step, live, numbers)
         elif self.world.is_main:
-            self._writer = threading.Thread(target=self._write, args=(step, copied(live), numbers))
+            # Copies also of CPU tensors, which training changes while they are written.
+            copies = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in live.items()}
+            self._writer = threading.Thread(target=self._write, args=(step, copies, numbers))
             self._writer.start()
 
     def not_finite(self) -> str | None:
@@ -118,10 +112,7 @@ class CheckpointStore:
             raise error
 
     def newest(self, unusable: Callable[[Mapping[str, Any]], str | None]) -> tuple[Path | None, dict[Path, str]]:
-        """The newest usable checkpoint, and the reason why each newer one is not usable.
-
-        `unusable` is given a checkpoint's numbers and returns a reason why it cannot be resumed from, or None.
-        """
+        """The newest usable checkpoint, and why each newer one is not: damage, or the answer of `unusable`."""
         rejected: dict[Path, str] = {}
         for path in reversed(list_checkpoints(self.directory)):
             reason = damage_of(path)
@@ -149,7 +140,7 @@ class CheckpointStore:
         """Write a checkpoint of sharded models, together with the other processes."""
         world, digests = self.world, dict[str, str]()
         # The first process makes the folder before the others write into it, and completes it after them.
-        with new_checkpoint(self._absolute, step, digests) if world.is_main else contextlib.nullcontext() as made:
+        with self._new(step, numbers, digests) if world.is_main else contextlib.nullcontext() as made:
             directory = world.gather(made)[0]
             problem, own = "", None
             try:
@@ -162,10 +153,6 @@ class CheckpointStore:
                 if text:
                     raise self._unwritable(text)
                 digests |= dict([file] if file else [])
-            if world.is_main:
-                (directory / NUMBERS).write_text(numbers, encoding="utf-8")
-        if world.is_main:
-            remove(list_checkpoints(self._absolute)[: -self.keep])
         world.barrier()
 
     def _unwritable(self, reason: object) -> ArtifactError:
@@ -176,12 +163,18 @@ class CheckpointStore:
 
     def _write(self, step: int, tensors: dict[str, torch.Tensor], numbers: str) -> None:
         try:
-            with new_checkpoint(self._absolute, step) as directory:
+            with self._new(step, numbers, {}) as directory:
                 save_file(tensors, directory / TENSORS)
-                (directory / NUMBERS).write_text(numbers, encoding="utf-8")
-            remove(list_checkpoints(self._absolute)[: -self.keep])
         except BaseException as error:
             self._error = error
+
+    @contextlib.contextmanager
+    def _new(self, step: int, numbers: str, digests: dict[str, str]) -> Iterator[Path]:
+        """`new_checkpoint` with its numbers, which replaces the oldest one."""
+        with new_checkpoint(self._absolute, step, digests) as directory:
+            yield directory
+            (directory / NUMBERS).write_text(numbers, encoding="utf-8")
+        remove(list_checkpoints(self._absolute)[: -self.keep])
 
 
 # ----------------------------------- the directory of a running stage, whose content belongs to the state that is saved
@@ -218,7 +211,6 @@ class StageFiles:
             file.close()
 
     def state(self) -> State:
-        """Sizes of the files of rows, names of the folders, digests of all files, and the seconds so far."""
         if not self.writes:
             return {}, {}
         artifacts.sync_tree(self.directory)
@@ -231,9 +223,7 @@ class StageFiles:
             "digests": digests,
             "folders": [folder.name for folder in folders],
             "seconds": self.seconds(),
-            "held_out": {
-                name: value for name, value in self.latest.items() if name.startswith(("eval/", "validation/"))
-            },
+            "held_out": {k: value for k, value in self.latest.items() if k.startswith(("eval/", "validation/"))},
         }
 
     def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:  # noqa: ARG002
@@ -270,8 +260,8 @@ class StageFiles:
 #     state.safetensors                    every tensor
 #     state-00001-of-00004.safetensors     the rows of the first process, and all tensors that are not sharded
 #
-# Each file of the second kind says in its header which row of a tensor its first one is. So a checkpoint is read by any
-# number of processes, each of which reads its own rows only, and by a run that is not sharded.
+# A header of the second kind says which row of a tensor is the file's first. So any number of processes can resume,
+# sharded or not, and each reads its own rows only.
 
 
 FIRST_ROWS = "first_rows"
@@ -292,7 +282,7 @@ class Piece:
         return self.first + (self.shape[0] if self.shape else 1)
 
     def read(self, first: int, end: int) -> torch.Tensor:
-        """Those of the tensor's rows from `first` to `end` that are in this file."""
+        """The rows from `first` to `end` that are in this file."""
         with safe_open(self.file, framework="pt") as file:
             if not self.shape:
                 return file.get_tensor(self.name)
@@ -343,18 +333,17 @@ class SavedTensors(Mapping[str, torch.Tensor]):
 
 
 def restored(tensors: Mapping[str, torch.Tensor], name: str, target: torch.Tensor) -> torch.Tensor:
-    """The saved values for a weight: of a sharded one this process's rows, sharded as `target` is."""
+    """The saved values for a weight; for a sharded one this process's rows, sharded as `target` is."""
     if not isinstance(target, DTensor):
         return tensors[name]
     first, count = first_row(target), len(local(target))
-    rows = (
-        tensors.rows(name, first, count) if isinstance(tensors, SavedTensors) else tensors[name][first : first + count]
-    )
+    is_saved = isinstance(tensors, SavedTensors)
+    rows = tensors.rows(name, first, count) if is_saved else tensors[name][first : first + count]
     return like(target, rows.to(target.device))
 
 
 def save_rows(tensors: Mapping[str, torch.Tensor], directory: Path, rank: int, num_processes: int) -> Path | None:
-    """Write this process's file: its rows of sharded tensors, on the first process also the others; None for none."""
+    """Write this process's rows of sharded tensors and, on the first process, the others; None if it has none."""
 
     def writes(tensor: torch.Tensor) -> bool:
         if not isinstance(tensor, DTensor):
@@ -367,19 +356,9 @@ def save_rows(tensors: Mapping[str, torch.Tensor], directory: Path, rank: int, n
         return None
     first_rows = {name: first_row(t) for name, t in mine.items() if isinstance(t, DTensor)}
     path = directory / f"state-{rank + 1:05}-of-{num_processes:05}.safetensors"
-    values = {name: local(t).detach().cpu() for name, t in mine.items()}
-    values = {name: value for name, value in values.items() if value.numel() or name not in first_rows}
-    save_file(apart(values), path, metadata={FIRST_ROWS: json.dumps(first_rows)})
+    rows = {name: local(t).detach().cpu().contiguous() for name, t in mine.items() if name in first_rows}
+    values = {name: value for name, value in rows.items() if value.numel()}
+    # 8-bit AdamW has one table for all weights, and safetensors takes no tensors that share memory.
+    values |= {name: t.detach().to("cpu", copy=True).contiguous() for name, t in mine.items() if name not in rows}
+    save_file(values, path, metadata={FIRST_ROWS: json.dumps(first_rows)})
     return path
-
-
-def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors as safetensors takes them: contiguous, and a copy of each that shares memory with an earlier one."""
-    found: dict[str, torch.Tensor] = {}
-    known: set[int] = set()
-    for name, tensor in tensors.items():
-        plain = tensor.contiguous()
-        address = plain.untyped_storage().data_ptr()
-        found[name] = plain.clone() if address in known else plain
-        known.add(address)
-    return found

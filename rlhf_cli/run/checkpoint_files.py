@@ -11,8 +11,8 @@
                                     /end.json              why it ended before it was finished
                    /.<stage>.lock                          the process that is building the stage
 
-A checkpoint is written to a temporary folder, flushed to disk, and renamed. So a folder named `step-*` was complete.
-It is used only if each file still has the digest recorded in its manifest.
+A checkpoint is written to a temporary folder, flushed to disk, and renamed. It is used only if each file still has the
+digest in its manifest.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ def write_text(path: Path, text: str) -> None:
 def new_checkpoint(directory: Path, step: int, digests: Mapping[str, str] | None = None) -> Iterator[Path]:
     """A folder for a checkpoint's files, which becomes the checkpoint if the block ends without an exception.
 
-    `digests` may have digests of its files that are known when the block ends. `directory` must exist: if it was
-    removed during the run, it is not created again.
+    `digests` may name digests of its files. `directory` must exist: if it was removed, it is not created again.
     """
     target = directory / f"step-{step:08d}"
     temporary = directory / f".{target.name}.writing"
@@ -75,8 +74,8 @@ def new_checkpoint(directory: Path, step: int, digests: Mapping[str, str] | None
     temporary.mkdir()
     try:
         yield temporary
-        known = digests or {}
-        files = {path.name: known.get(path.name) or digest_file(path) for path in sorted(temporary.iterdir())}
+        names = sorted(path.name for path in temporary.iterdir())
+        files = {name: (digests or {}).get(name) or digest_file(temporary / name) for name in names}
         for name in files:
             sync(temporary / name)
         write_text(temporary / MANIFEST, _manifest_text(step, files))
@@ -102,7 +101,7 @@ def remove(checkpoints: Iterable[Path]) -> None:
 
 
 def remove_leftovers(root: str | Path, stage: str) -> None:
-    """Remove the checkpoints of a stage whose process was killed after it was published, unless it is being built."""
+    """Remove the checkpoints of a published stage whose process was killed, unless it is being built again."""
     directory, partial, lock = checkpoints_directory(root, stage), partial_directory(root, stage), Lock(root, stage)
     if partial.exists() or not (directory.exists() or lock.path.exists()):
         return
@@ -115,7 +114,7 @@ def remove_leftovers(root: str | Path, stage: str) -> None:
 
 
 def keep_end(root: str | Path, stage: str, name: str, line: str) -> None:
-    """Write beside an unfinished stage, if possible, that it `failed` or was `interrupted`, and why."""
+    """Write, if possible, whether an unfinished stage has `failed` or was `interrupted`, and why."""
     # Not in the stage's folder: the first process may be flushing all files there while another one ends.
     temporary = Path(root) / f".{stage}.end.{os.getpid()}"
     with contextlib.suppress(OSError):
@@ -129,10 +128,7 @@ def keep_end(root: str | Path, stage: str, name: str, line: str) -> None:
 
 
 def refuse_links(root: str | Path, stage: str) -> None:
-    """Raise ArtifactError for a symbolic link among the paths that a run writes, truncates, renames or removes.
-
-    `root` itself may be a link, for example to a scratch disk, because all of these paths are inside it.
-    """
+    """Raise ArtifactError for a symbolic link among the paths inside `root` that a run writes, renames or removes."""
     built = (partial_directory(root, stage), checkpoints_directory(root, stage))
     inside = (path for directory in built if not directory.is_symlink() for path in directory.rglob("*"))
     for path in (stage_directory(root, stage), set_aside_directory(root, stage), *built, *inside):
@@ -144,9 +140,9 @@ def refuse_links(root: str | Path, stage: str) -> None:
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints in a directory, oldest first. A file with the name of one is not one."""
-    named = (path for path in directory.glob("step-*") if path.name[5:].isdecimal())
-    return sorted((path for path in named if path.is_dir()), key=step_of)
+    """The checkpoints in a directory, oldest first."""
+    named = (path for path in directory.glob("step-*") if path.name[5:].isdecimal() and path.is_dir())
+    return sorted(named, key=step_of)
 
 
 def damage_of(checkpoint: Path) -> str | None:
@@ -184,11 +180,11 @@ def last_step(root: str | Path, stage: str) -> int | None:
 
 
 def last_step_in_words(root: str | Path, stage: str) -> str:
-    """A sentence that says which checkpoint a run that fails leaves."""
+    """A sentence about the checkpoint that a failed run leaves."""
     step = last_step(root, stage)
     return "There is no earlier checkpoint." if step is None else f"The checkpoint of step {step} is intact."
 
 
 def unfinished_identity(root: str | Path, stage: str) -> dict[str, Any] | None:
     """The identity of the unfinished run that the next start would resume; None without one that can be read."""
-    return read_object(checkpoints_directory(root, stage) / RUN) or None if resumable_checkpoints(root, stage) else None
+    return (resumable_checkpoints(root, stage) and read_object(checkpoints_directory(root, stage) / RUN)) or None

@@ -17,57 +17,29 @@ from rlhf_cli.config.stage import STAGES, Stage
 from rlhf_cli.data.paths import data_fingerprint, find_files
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.hub import is_local
-from rlhf_cli.run.artifacts import (
-    ADAPTER_CONFIG,
-    MANIFEST,
-    MissingStageError,
-    fingerprint,
-    require_stage,
-)
+from rlhf_cli.run.artifacts import ADAPTER_CONFIG, MANIFEST, MissingStageError, fingerprint, require_stage
 
 OURS = ("rlhf_cli", "stages")
 """Packages that a reward file in a checkout of this repository has beside it; their version is in the manifest."""
 NOT_IN_IDENTITY: dict[str, Any] = {
-    "artifacts": True,
-    "device": True,
-    "checkpoints": True,
-    "distributed": True,
-    "threads": True,
-    "samples_every": True,
-    "require": True,
-    "trackers": True,
-    "offload": True,
+    **dict.fromkeys(("artifacts", "device", "checkpoints", "distributed", "threads", "offload"), True),
+    **dict.fromkeys(("samples_every", "require", "trackers"), True),
     "optimizer": {"max_bad_steps"},
 }
 """Keys that do not affect the result of a run that finishes: where it runs, when it stops, what it prints."""
 MAY_CHANGE = (
-    "config.*.tokens_per_microbatch",
-    "config.*.microbatch_size",
-    "config.*.max_live_rows",
-    "config.rollout.decoder",
-    "config.gradient_checkpointing",
-    "config.compile",
-    "config.training.num_steps",
-    "config.training.num_epochs",
-    "config.training.save_every",
-    "config.ppo.num_iterations",
-    "config.evaluation.every_steps",
-    "config.evaluation.every_iterations",
-    "config.evaluation.num_samples",
-    "config.evaluation.num_examples",
-    "config.num_logged_samples",
-    "config.warn_loss_above",
-    "config.rewards.*.url",
-    "config.rewards.*.api_key_env",
-    "config.rewards.*.timeout_s",
-    "config.rewards.*.retries",
-    "config.rewards.*.backoff_s",
-    "config.rewards.*.concurrency",
-    "config.rewards.*.batch_size",
+    # The same gradient with different rounding. These are lowered after an out-of-memory error.
+    *("*.tokens_per_microbatch", "*.microbatch_size", "*.max_live_rows"),
+    *("rollout.decoder", "gradient_checkpointing", "compile"),
+    # The length of the run. The end of the learning-rate schedule moves with it.
+    *("training.num_steps", "training.num_epochs", "training.save_every", "ppo.num_iterations"),
+    *(f"evaluation.{key}" for key in ("every_steps", "every_iterations", "num_samples", "num_examples")),
+    *("num_logged_samples", "warn_loss_above"),
+    # How to reach a reward server.
+    *(f"rewards.*.{key}" for key in ("url", "api_key_env", "timeout_s", "retries", "backoff_s")),
+    *("rewards.*.concurrency", "rewards.*.batch_size"),
 )
-"""Keys that may differ when an unfinished run is resumed: microbatch sizes (the same gradient with different rounding;
-these are lowered after an out-of-memory error), the length of the run, logging and evaluation, and how to reach a
-reward server. The end of the learning-rate schedule moves with the length."""
+"""Keys of a config that may differ when an unfinished run is resumed."""
 
 
 def may_change(key: str) -> bool:
@@ -76,7 +48,7 @@ def may_change(key: str) -> bool:
     >>> may_change("config.rewards.0.url"), may_change("config.rewards.0.weight")
     (True, False)
     """
-    return any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
+    return any(fnmatchcase(key, f"config.{pattern}") for pattern in MAY_CHANGE)
 
 
 def identity(config: Stage) -> dict[str, Any]:
@@ -111,7 +83,7 @@ def require_inputs(config: Stage) -> None:
 def require_files(config: Stage) -> None:
     """Raise for the first path of a config that can only be a local file, and does not exist.
 
-    A path that ends in the name of a stage is taken as the output of a stage that has not run yet.
+    A path that ends in the name of a stage may be the output of one that has not run yet.
     """
     for role, source in config.sources.items():
         try:
@@ -143,10 +115,7 @@ def require_files(config: Stage) -> None:
 
 
 def imported_files(file: Path) -> list[Path]:
-    """The files in the folder of `file` and below that it imports, directly or through one another, sorted.
-
-    Only import statements are read. Modules in other folders and names given to `importlib` are not found.
-    """
+    """The files in the folder of `file` and below that its import statements reach, sorted."""
     known: set[Path] = set()
     waiting = [file]
     while waiting:

@@ -61,7 +61,7 @@ def run_stage(
         restart: run even if finished, and discard an unfinished run.
         quiet: print warnings and errors only.
         resume_with: the command that resumes an interrupted run; None for that of this stage.
-        num_processes: start this many processes. The checks are made once, in this one.
+        num_processes: start this many processes, after the checks.
     """
     config = load_stage_config(stage, config_path, overrides)
     silent = quiet or os.environ.get("RANK", "0") != "0" or LAUNCHED in os.environ
@@ -71,10 +71,9 @@ def run_stage(
         if reason is None:
             lines = [f"skipped, {directory} is finished and its config, data and inputs are unchanged"]
         elif reason:
-            lines = [*lines, f"runs again ({reason}); {directory} is replaced when the new run is finished"]
-        for line in lines:
-            if not silent:
-                say(f"{stage}: {line}", flush=True)
+            lines.append(f"runs again ({reason}); {directory} is replaced when the new run is finished")
+        for line in () if silent else lines:
+            say(f"{stage}: {line}", flush=True)
         if reason is None:
             return False
         again = resume_with or _command(stage, config_path, overrides, num_processes)
@@ -98,10 +97,8 @@ def run_stage(
 def _check(stage: str, config: Stage, *, restart: bool, thorough: bool) -> tuple[str | None, list[str]]:
     """(why the stage runs, or None if it is up to date; what to tell the user of `require`).
 
-    With `thorough` a stage that runs reads the models of its inputs here. Of several processes that a launcher started,
-    the first one alone reads the data and models, and tells the others the result and the digests of the files.
-
-    Raises for inputs that are missing, damaged or below their required figures.
+    With `thorough` a stage that runs reads the models of its inputs here. Of several processes only the first one reads
+    data and models, and tells the others. Raises for inputs that are missing, damaged or below their required figures.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return _check_here(stage, config, restart=restart, thorough=thorough)
@@ -111,9 +108,8 @@ def _check(stage: str, config: Stage, *, restart: bool, thorough: bool) -> tuple
         learn_digests(Path(os.environ[KNOWN_FILE]).read_text(encoding="utf-8"))
     distributed.at_step(f"{stage} start")
     world = distributed.start(config.device, config.distributed.timeout_s)
-    found, digests = world.of_main(
-        lambda: (_check_here(stage, config, restart=restart, thorough=True), known_digests())
-    )
+    check = partial(_check_here, stage, config, restart=restart, thorough=True)
+    found, digests = world.of_main(lambda: (check(), known_digests()))
     learn_digests(digests)
     return found
 
@@ -243,8 +239,8 @@ def load_stage(stage: str) -> Run:
             f"Python finds another package 'stages' ({other}) before rlhf's own ({ours}). "
             "Uninstall it, or run the command from another directory"
         )
-    # The import creates several hundred thousand objects that stay. Scanning them again and again would take the
-    # garbage collector a third of the import's time. Frozen objects are not scanned during the run either.
+    # The import creates several hundred thousand objects that stay. To scan them again and again would take a third of
+    # the import's time. Frozen objects are not scanned during the run either.
     gc.disable()
     try:
         run: Run = importlib.import_module(f"stages.{stage}").run
@@ -283,15 +279,15 @@ def main(stage: str, run: Run) -> None:
 
 
 SECTIONS = ("validation/", "eval/", "probe/")
-"""The keys of a manifest's metrics that are held-out figures begin with one of these, figures of validation rows first:
-what decides whether PPO starts is then not what the last figures are measured on."""
+"""Held-out figures of a manifest begin with one of these. Figures of validation rows come first, so that what decides
+whether PPO starts is not what the last figures are measured on."""
 
 
 def check_requirements(config: Stage, *, is_finished: bool = False) -> list[str]:
     """Compare the manifests of the stages that `config` reads with its `require`; returns a line for each figure.
 
-    A figure of the reward model must hold for every reward model of `rewards`. With `is_finished` PPO would not run
-    again. Raises ConfigError for a figure or an interval that a manifest lacks, RunError for a limit that is not met.
+    Every reward model of `rewards` must meet a limit. With `is_finished` PPO would not run again. Raises ConfigError
+    for a figure or interval that a manifest lacks, RunError for a limit that is not met.
     """
     if not isinstance(config, PPOConfig):
         return []
@@ -320,8 +316,8 @@ def _compare(name: str, requirement: Requirement, path: str, figures: Mapping[st
     stage, _, figure = name.partition("/")
     key = next((section + figure for section in ("validation/", "eval/", "") if section + figure in figures), None)
     if key is None or not key.startswith(SECTIONS):
-        held_out = [key for key in figures if key.startswith(SECTIONS)]
-        held_out = [key for key in held_out if not key.endswith((*ENDS.values(), "/num_rows"))]
+        no_figures = (*ENDS.values(), "/num_rows")
+        held_out = [key for key in figures if key.startswith(SECTIONS) and not key.endswith(no_figures)]
         known = dict.fromkeys(f"{stage}/{key.removeprefix('validation/').removeprefix('eval/')}" for key in held_out)
         has = f"has {', '.join(known)}" if known else "has no held-out figures. Set its data.test and train it again"
         raise ConfigError(f"require: {name}: no such figure; {path} {has}")
@@ -330,7 +326,7 @@ def _compare(name: str, requirement: Requirement, path: str, figures: Mapping[st
     if value is None:
         raise ConfigError(f"require: {name}: {path} has no 95 % interval of it. Set interval: mean")
     low, high = requirement.above, requirement.below
-    limits = ([] if low is None else [f"above {low:g}"]) + ([] if high is None else [f"below {high:g}"])
+    limits = [f"{side} {limit:g}" for side, limit in (("above", low), ("below", high)) if limit is not None]
     is_met = (low is None or value > low) and (high is None or value < high)
     interval = ""
     if key + "_low95" in figures and key + "_high95" in figures:

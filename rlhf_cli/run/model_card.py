@@ -13,9 +13,10 @@ import torch
 import transformers
 
 import rlhf_cli
+from rlhf_cli.config.by_stage import AnyConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.config.stage import STAGES, Stage
+from rlhf_cli.config.stage import STAGES
 from rlhf_cli.hub import is_local
 from rlhf_cli.run.artifacts import (
     MANIFEST,
@@ -26,7 +27,6 @@ from rlhf_cli.run.artifacts import (
     repeat_commands,
 )
 
-Config = SFTConfig | RMConfig | PPOConfig
 CARD = "README.md"
 
 TASKS = {"sft": "text-generation", "rm": "text-classification", "ppo": "text-generation"}
@@ -68,10 +68,9 @@ def library_versions() -> dict[str, str]:
 
 
 def write_cards(
-    stage: str, config: Stage, metrics: Mapping[str, float], versions: Mapping[str, str], root: Path
+    stage: str, config: AnyConfig, metrics: Mapping[str, float], versions: Mapping[str, str], root: Path
 ) -> None:
     """Write README.md into every model directory of a stage that is built in `root`."""
-    assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
     earlier = [name for name in STAGES[: STAGES.index(stage)] if (root.parent / name / MANIFEST).is_file()]
     base = base_model(config, root.parent)
     for folder in sorted(root.iterdir()):
@@ -82,15 +81,15 @@ def write_cards(
         values = json.loads(file.read_text(encoding="utf-8"))
         mean, std = values.get("score_mean"), values.get("score_std")
         scale = (mean, std) if isinstance(mean, int | float) and isinstance(std, int | float) else None
-        named = stage, folder.name, config, metrics, versions, scale
-        text = card(*named, base=base, stages=[*earlier, stage], is_adapter=has_adapter)
+        facts = stage, folder.name, config, metrics, versions, scale
+        text = card(*facts, base=base, stages=[*earlier, stage], is_adapter=has_adapter)
         (folder / CARD).write_text(text, encoding="utf-8")
 
 
 def card(
     stage: str,
     part: str,
-    config: Config,
+    config: AnyConfig,
     metrics: Mapping[str, float],
     versions: Mapping[str, str],
     scale: tuple[float, float] | None,
@@ -113,17 +112,9 @@ def card(
     shown = finite if part == "model" else {}  # the figures are those of `model`
     task = TASKS[stage] if part != "value_model" else "text-classification"
     name = f"{Path(config.artifacts).name}-{stage}"
-    results = [
-        EvalResult(
-            task_type=task,
-            dataset_type="held-out",
-            dataset_name="held-out rows of the run",
-            metric_type=METRICS[key][0],
-            metric_name=METRICS[key][1],
-            metric_value=round(value, 6),
-        )
-        for key, value in shown.items()
-    ]
+    dataset = "held-out", "held-out rows of the run"
+    figures = [(*METRICS[key], round(value, 6)) for key, value in shown.items()]
+    results = [EvalResult(task, *dataset, kind, value, metric_name=words) for kind, words, value in figures]
     names = {part.path for part in config.data.train if not is_local(part.path)}
     datasets = sorted(name for name in names if not name.endswith((".jsonl", ".json", ".parquet", ".csv", ".gz")))
     hub_id = base.hub_id if base is not None else None
@@ -191,11 +182,10 @@ class Origin:
         return None if _is_directory(self.path) else self.path
 
 
-def base_model(config: SFTConfig | RMConfig | PPOConfig, root: Path) -> Origin | None:
+def base_model(config: AnyConfig, root: Path) -> Origin | None:
     """The model from which the stages up to this one started; None if it was made from scratch.
 
-    The stages' manifests name it: RM and PPO start from an SFT stage, which may belong to another run. `root` is the
-    directory of this run.
+    The manifests of earlier stages name it, which may belong to other runs. `root` is the directory of this run.
     """
     start = config.policy if isinstance(config, PPOConfig) else config.model
     stage = "sft" if isinstance(config, SFTConfig) else None

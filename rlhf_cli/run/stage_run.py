@@ -16,9 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from rlhf_cli.config.by_stage import AnyConfig
 from rlhf_cli.config.ppo import PPO, PPOConfig
-from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.config.stage import Stage, Training
+from rlhf_cli.config.sft_rm import RMConfig
+from rlhf_cli.config.stage import Training
 from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrupted, RewardError, RunError, UserError
 from rlhf_cli.health.findings import Finding
@@ -48,11 +49,11 @@ ADVICE_ON_BAD_STEPS = (
 class StageRun:
     """A context in which a stage is built in `directory`; `publish` turns it into the finished stage.
 
-    Only the first process writes and prints. The others take part in collective operations. An interrupted run is
-    resumed: `resume` restores the state of the last checkpoint, and `finish_step` writes the next one when it is due.
+    Only the first process writes and prints. `resume` restores the last checkpoint of an interrupted run, and
+    `finish_step` writes the next one when it is due.
     """
 
-    def __init__(self, stage: str, config: Stage, *, quiet: bool = False, restart: bool = False):
+    def __init__(self, stage: str, config: AnyConfig, *, quiet: bool = False, restart: bool = False):
         self.stage, self.config, self.restart = stage, config, restart
         require_inputs(config)
         distributed.at_step(f"{stage} start")
@@ -64,22 +65,25 @@ class StageRun:
         self.world.of_main(self._require_adapters)  # nothing is written yet
         self.identity = self.world.of_main(lambda: identity(config))  # one process reads all data and models
         self.display = Display(stage, quiet=quiet, silent=not self.world.is_main)
-        self.directory: Path = artifacts.partial_directory(config.artifacts, stage)
-        self.files = StageFiles(self.directory, writes=self.world.is_main)
+        self.checkpoints_directory = checkpoint_files.checkpoints_directory(config.artifacts, stage)
+        self._train_in(artifacts.partial_directory(config.artifacts, stage), self.checkpoints_directory)
         self.trackers: Trackers | None = None
         self.lock = Lock(config.artifacts, stage)
-        self.checkpoints_directory = checkpoint_files.checkpoints_directory(config.artifacts, stage)
-        self.checkpoints = CheckpointStore(self.checkpoints_directory, keep=config.checkpoints.keep, world=self.world)
         self.stop_requests = StopRequests()
-        assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
-        self.bad_steps = BadSteps(config.optimizer.max_bad_steps)
-        self.loss_scale = LossScale(self.world.device, config.precision)
         self.speed = Speed(stage, self.world)
         self.tokens_per_microbatch: int | None = None
         """Set by `microbatch_tokens`; named in the message when memory runs out."""
         self._last_checkpoint = time.monotonic()
-        self._saved_step = 0
         self._is_due = False
+
+    def _train_in(self, directory: Path, checkpoints: Path) -> None:
+        """Begin a training that writes into these directories."""
+        self.directory, config = directory, self.config
+        self.files = StageFiles(directory, writes=self.world.is_main)
+        self.checkpoints = CheckpointStore(checkpoints, keep=config.checkpoints.keep, world=self.world)
+        self.bad_steps = BadSteps(config.optimizer.max_bad_steps)
+        self.loss_scale = LossScale(self.world.device, config.precision)
+        self._saved_step = 0
 
     def __enter__(self) -> Self:
         self.world.of_main(self._open)
@@ -110,7 +114,7 @@ class StageRun:
             raise shown from None
 
     def _shown(self, error: BaseException | None, failure: Exception | None) -> BaseException | None:
-        """The exception with which the run ends: what a user needs to know instead of `error`, or `error` itself."""
+        """The exception with which the run ends: one that says more than `error`, or `error` itself."""
         own = (str(self.directory), str(self.checkpoints_directory))  # only this run writes there
         if isinstance(error, FileNotFoundError) and str(error.filename).startswith(own):
             return ArtifactError(
@@ -119,12 +123,10 @@ class StageRun:
         if failure is not None:
             return failure
         if error is not None and is_out_of_memory(error):
-            lacking = (
-                f"the system refused to start a thread ({error}). Raise its limit of memory or processes "
-                "(ulimit -v, ulimit -u) and run the same command again"
-                if lacks_thread(error)
-                else what_to_lower(self.config, self.world.size, self.tokens_per_microbatch)
-            )
+            lacking = what_to_lower(self.config, self.world.size, self.tokens_per_microbatch)
+            if lacks_thread(error):
+                lacking = f"the system refused to start a thread ({error}). Raise its limit of memory or processes "
+                lacking += "(ulimit -v, ulimit -u) and run the same command again"
             return RunError(f"{distributed.where(self.world)}: {lacking}")
         if self.stop_requests.received is not None and (error is None or isinstance(error, RewardError)):
             what = str(error) if error is not None else "the stage had already finished"
@@ -153,7 +155,6 @@ class StageRun:
     def microbatch_tokens(self, models: Mapping[str, PreTrainedModel]) -> int:
         """Maximum tokens of a microbatch: as configured, or what `auto` chooses for the models (by name)."""
         config = self.config
-        assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
         given = (config.ppo if isinstance(config, PPOConfig) else config.training).tokens_per_microbatch
         if given == "auto":
             from rlhf_cli.plan.stages import microbatch_tokens
@@ -204,16 +205,15 @@ class StageRun:
                 "checkpoints beside it may belong to another run; starting over"
             )
             return False
-        changed = artifacts.differences(saved, self.identity)
-        names = [key.removeprefix("config.") for key in changed]
-        if refused := [key.removeprefix("config.") for key in changed if not may_change(key)]:
+        names = {key: key.removeprefix("config.") for key in artifacts.differences(saved, self.identity)}
+        if refused := [name for key, name in names.items() if not may_change(key)]:
             raise ConfigError(
                 f"{root}: an unfinished {self.stage} run (step {checkpoint_files.step_of(checkpoints[-1])}) was "
                 f"started with a different {', '.join(refused)}. Restore it to resume, pass --restart to start over, "
                 "or set another `artifacts`"
             )
         if names:
-            self.display.note(f"resuming with a different {', '.join(names)}")
+            self.display.note(f"resuming with a different {', '.join(names.values())}")
         return True
 
     def resume(self, parts: Mapping[str, Stateful], total: int) -> int:
@@ -234,12 +234,12 @@ class StageRun:
                 f"the unfinished run has done {done} steps, more than the {total} of this config. Raise the number of "
                 "steps, or pass --restart to start over"
             )
-        if path is not None:
+        if path is None:
+            self.files.restore({}, NOTHING_WRITTEN)
+        else:
             self.checkpoints.restore(path)
             self.display.note(f"resuming after step {done} of {total}, from {path}")
             self.display.reported = last_names(self.directory)
-        else:
-            self.files.restore({}, NOTHING_WRITTEN)
         if self.world.is_main:
             # Else they would count among the last `checkpoints.keep`.
             checkpoint_files.remove(list(rejected))
@@ -247,10 +247,8 @@ class StageRun:
             checkpoint_files.write_text(self.checkpoints_directory / checkpoint_files.TOTAL, text)
             for name in ("metrics", "samples"):
                 self.files.rows(name)
-            # Not for a member of a reward model.
-            if self.config.trackers and self.directory == artifacts.partial_directory(
-                self.config.artifacts, self.stage
-            ):
+            is_member = self.checkpoints.directory != self.checkpoints_directory
+            if self.config.trackers and not is_member:
                 from rlhf_cli.report.trackers import Trackers
 
                 self.trackers = Trackers(self.stage, self.config, self.display)
@@ -262,7 +260,7 @@ class StageRun:
         return done
 
     def restore_finished(self, parts: Mapping[str, Stateful], unusable: Callable[[Any], str | None]) -> bool:
-        """Whether the newest checkpoint has exactly `parts`, which are then restored: a member is finished."""
+        """Restore `parts` if the newest checkpoint has exactly these: a member is finished. Returns whether it is."""
         self.checkpoints.parts = dict(parts)
         path, _ = self.world.of_main(lambda: self.checkpoints.newest(unusable))
         if path is not None:
@@ -284,13 +282,8 @@ class StageRun:
         """
         own = dict(vars(self))
         place = self.checkpoints_directory / checkpoint_files.MEMBERS / str(number)
-        self.directory = place / "rows"
-        self.world.of_main(lambda: self.directory.mkdir(parents=True, exist_ok=True))
-        self.files = StageFiles(self.directory, writes=self.world.is_main)
-        self.checkpoints = CheckpointStore(place, keep=self.config.checkpoints.keep, world=self.world)
-        self.bad_steps = BadSteps(self.bad_steps.limit)
-        self.loss_scale = LossScale(self.world.device, self.config.precision)
-        self._saved_step = 0
+        self.world.of_main(lambda: (place / "rows").mkdir(parents=True, exist_ok=True))
+        self._train_in(place / "rows", place)
         yield
         self.checkpoints.wait()
         self.files.close()
@@ -300,10 +293,10 @@ class StageRun:
     # ---------------------------------------------------------------------------------------------- steps
 
     def finish_step(self, step: int, total: int) -> None:
-        """End a step: save a checkpoint if one is due, and stop if a signal asked for it.
+        """End a step: save a checkpoint if one is due or a signal asks the run to stop.
 
-        After a bad step only a signal causes a checkpoint, so that the last good ones are kept. Raises Interrupted
-        after saving if a signal arrived, and RunError if a weight is NaN or infinite.
+        After a bad step only a signal causes one, so that the last good ones are kept. Raises Interrupted after a
+        signal, and RunError if a weight is NaN or infinite.
         """
         settings, now = self.config.checkpoints, time.monotonic()
         is_late = settings.every_minutes is not None and now - self._last_checkpoint > 60 * settings.every_minutes
@@ -333,7 +326,7 @@ class StageRun:
             raise self._interrupted(stop, f"stopped after step {step} of {total}, and saved")
 
     def save_now(self, step: int) -> None:
-        """Save the unchanged state after `step`, because an error outside the training is about to end the run."""
+        """Save the state after `step`, because an error outside the training is about to end the run."""
         if step > 0 and step != self._saved_step and not self.bad_steps.in_a_row:
             self.checkpoints.save(step)
             self._saved_step = step
@@ -345,8 +338,8 @@ class StageRun:
     ) -> bool:
         """Whether an optimizer step may be taken: the loss and gradient norm in `numbers` are finite.
 
-        If not, and the scale of the loss does not explain it, the batch from `rows` is written beside the stage. All
-        processes must call this with the same numbers. Raises RunError after `optimizer.max_bad_steps` in a row.
+        If not, and the scale of the loss is not the reason, write the batch, `rows`, beside the stage. All processes
+        must pass the same numbers. Raises RunError after `optimizer.max_bad_steps` in a row.
         """
         is_scale = self.loss_scale.explains(numbers)
         wrong = self.bad_steps.count(numbers, is_excused=is_scale)
@@ -396,7 +389,7 @@ class StageRun:
     # -------------------------------------------------------------------------------------------- rows
 
     def log(self, step: int, metrics: dict[str, float], shown: tuple[str, ...] = ()) -> None:
-        """Write a row of metrics.jsonl, and show the latest value of the metrics in `shown` beside the progress."""
+        """Write a row of metrics.jsonl; show the latest value of each metric in `shown` beside the progress."""
         self.record("metrics", {"step": step, **metrics, "time/elapsed_s": self.files.seconds()})
         if shown and self.world.is_main:
             latest = self.files.latest
@@ -435,8 +428,7 @@ class StageRun:
         self.world.barrier()
         if self.world.is_main:
             self._publish(metrics)
-        # No process may start the next stage before this one is published.
-        self.world.barrier()
+        self.world.barrier()  # no process may start the next stage before
 
     def _publish(self, metrics: dict[str, float]) -> None:
         from rlhf_cli.run.model_card import library_versions, write_cards
@@ -475,12 +467,11 @@ class StageRun:
 # ------------------------------------------------------------------------------------ out of memory: which key to lower
 
 
-def what_to_lower(config: Stage, num_processes: int, tokens_per_microbatch: int | None) -> str:
-    """A message with the size of a microbatch on one process, and the keys to lower.
+def what_to_lower(config: AnyConfig, num_processes: int, tokens_per_microbatch: int | None) -> str:
+    """The message for a lack of memory: the size of a microbatch on one process, and the keys to lower.
 
-    `tokens_per_microbatch` is the limit in use; None if memory ran out while the model was loaded.
+    `tokens_per_microbatch` is None if the model was not yet loaded.
     """
-    assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
     part: PPO | Training
     if isinstance(config, PPOConfig):
         section, part, what = "ppo", config.ppo, "responses"

@@ -1,7 +1,4 @@
-"""Where a stage is: finished, running, failed, interrupted or not run; and whether a finished one may be used as it is.
-
-Does not import torch.
-"""
+"""The state of a stage, and whether a finished one may be used as it is. Does not import torch."""
 
 from __future__ import annotations
 
@@ -33,8 +30,6 @@ from rlhf_cli.run.lock import Owner, owner_of
 
 @dataclass(frozen=True)
 class StageState:
-    """Where a stage is."""
-
     name: str
     """finished, running, failed, interrupted or not run."""
     step: int = 0
@@ -46,8 +41,7 @@ class StageState:
     """The process of a running stage."""
 
     def words(self, stage: str) -> str:
-        """The state in words.
-
+        """
         >>> StageState("failed", 12, 134, "NaN").words("ppo"), StageState("interrupted").words("sft")
         ('failed after iteration 12 of 134: NaN', 'interrupted before step 1: its process was killed')
         """
@@ -81,7 +75,7 @@ def unfinished_state(root: str | Path, stage: str) -> StageState | None:
 
 
 def state_of(root: str | Path, stage: str) -> StageState:
-    """The state of a stage. That of an unfinished run counts even if an earlier one is finished."""
+    """The state of a stage. An unfinished run counts even if an earlier one is finished."""
     if (unfinished := unfinished_state(root, stage)) is not None:
         return unfinished
     return StageState("finished") if stage_directory(root, stage).is_dir() else NOT_RUN
@@ -90,7 +84,7 @@ def state_of(root: str | Path, stage: str) -> StageState:
 def unfinished_stages(root: str | Path) -> list[tuple[StageState, str]]:
     """The stages of a run that are not finished, each with a sentence about it.
 
-    A stage that has not run is left out while another one runs, which may be followed by it.
+    While one runs, those that have not run are left out: they may follow it.
     """
     states = {stage: state_of(root, stage) for stage in STAGES}
     is_running = any(state.name == "running" for state in states.values())
@@ -105,10 +99,10 @@ def unfinished_stages(root: str | Path) -> list[tuple[StageState, str]]:
 
 
 def what_changed(config: Stage, recorded: Mapping[str, Any], root: str | Path) -> str:
-    """How the data and inputs of the finished stage at `root` differ from the current ones; "" if they are the same.
+    """How the data and inputs of the finished stage at `root` differ from those in its manifest; "" if they do not.
 
-    `recorded` is the identity in the stage's manifest. Relative paths are resolved from the directory in which the run
-    was started, if that is known, and the run's own stages are looked up in `root`. So the run may have been moved.
+    `recorded` is the manifest's identity. The run may have been moved: relative paths start from the directory in which
+    it was started, if that is known, and its own stages are looked up in `root`.
     """
     base = working_directory(config.artifacts, root) or Path.cwd()
     stages_of_run = {f"{config.artifacts}/{stage}": str(Path(root) / stage) for stage in STAGES}
@@ -141,7 +135,7 @@ def what_changed(config: Stage, recorded: Mapping[str, Any], root: str | Path) -
 
 
 def problems_of(root: str | Path, stage: str, manifest: Manifest) -> str:
-    """Why the finished stage at `root` should not be used as it is: damaged models, changed data; "" if it can be.
+    """Why the finished stage at `root` should not be used as it is; "" if it can be.
 
     Raises ConfigError or OSError if its config.yaml or data cannot be read.
     """

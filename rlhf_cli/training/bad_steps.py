@@ -1,9 +1,7 @@
 """Bad steps: those with a NaN or infinite loss or gradient. They are skipped and counted, and their batches kept.
 
 A bad step changes no weight, optimizer state or moving average. The learning-rate schedule and the data stream advance
-as usual. So the learning rate depends on the step number alone, and the run has its planned length.
-
-A gradient of exactly 0 stops the run: it would finish without learning.
+as usual, so the run has its planned length.
 """
 
 from __future__ import annotations
@@ -22,8 +20,6 @@ from rlhf_cli.run.checkpoint import State, Stateful
 
 
 class BadSteps:
-    """Counts bad steps: consecutive ones, and all of them."""
-
     def __init__(self, limit: int):
         self.limit = limit
         """Consecutive bad steps that stop the run."""
@@ -32,7 +28,7 @@ class BadSteps:
     def count(self, numbers: Mapping[str, float], *, is_excused: bool = False) -> str | None:
         """Count a step; returns which of its loss and gradient norm is not finite, or None for a good step.
 
-        A bad step that is excused does not count among the consecutive ones.
+        An excused bad step is not counted among the consecutive ones.
 
         >>> steps = BadSteps(2)
         >>> steps.count({"loss": 0.5, "norm": math.inf}), steps.in_a_row
@@ -54,7 +50,7 @@ class BadSteps:
 
 
 def no_gradient(norms: Mapping[str, float], what: str) -> list[Finding]:
-    """The finding if a gradient norm of a step that should learn is exactly 0; else nothing.
+    """The finding that stops the run if a gradient norm of a step that should learn is exactly 0; else nothing.
 
     >>> no_gradient({"sft/grad_norm": 1e-9}, "step 3")
     []
@@ -76,9 +72,9 @@ def no_gradient(norms: Mapping[str, float], what: str) -> list[Finding]:
 
 
 def append_new(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append those rows to a .jsonl file that it lacks, and flush it to disk. Removes an incomplete last row first.
+    """Append rows to a .jsonl file, instead of an incomplete last row, and flush it to disk.
 
-    A resumed run repeats its last steps and gives the same rows again.
+    A resumed run repeats its last steps, so rows that the file has are left out.
     """
     lines = [json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass") + b"\n" for row in rows]
     path.touch()
@@ -103,27 +99,25 @@ class LossScale:
 
     Gradients below 6e-8 are 0 in float16. So the loss is multiplied by a scale before the backward pass, and the
     gradients are divided by it before they are clipped. If a gradient overflows, the step is skipped and the scale
-    halved. After 2,000 steps without an overflow it doubles. In every other precision the scale is 1 and nothing is
-    computed. Saved in checkpoints.
+    halved. After 2,000 steps without an overflow it doubles. In other precisions the scale is 1.
     """
 
     def __init__(self, device: torch.device, precision: str):
-        self._scaler = torch.amp.GradScaler(device.type) if precision == "float16" else None
+        self._scaler = torch.amp.GradScaler(device.type, enabled=precision == "float16")
         self._is_unscaled = False
 
     @property
     def scale(self) -> float:
-        return self._scaler.get_scale() if self._scaler is not None else 1.0
+        return self._scaler.get_scale()
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the scale."""
-        return self._scaler.scale(loss) if self._scaler is not None else loss
+        return self._scaler.scale(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale, after they have been summed over all processes."""
-        if self._scaler is not None:
-            self._scaler.unscale_(optimizer)
-            self._is_unscaled = True
+        self._scaler.unscale_(optimizer)
+        self._is_unscaled = True
 
     def explains(self, numbers: Mapping[str, float]) -> bool:
         """Whether the scale may have made these figures infinite: they are norms of gradients, and it can fall."""
@@ -132,21 +126,20 @@ class LossScale:
 
     def update(self) -> None:
         """Choose the scale of the next step, after `unscale` of every optimizer that had a gradient."""
-        if self._scaler is not None and self._is_unscaled:
+        if self._is_unscaled:
             self._scaler.update()
             self._is_unscaled = False
 
     def figures(self, group: str) -> dict[str, float]:
         """The scale as a row of metrics; {} if it is not used."""
-        return {f"{group}/loss_scale": self.scale} if self._scaler is not None else {}
+        return {f"{group}/loss_scale": self.scale} if self._scaler.is_enabled() else {}
 
     def parts(self) -> dict[str, Stateful]:
         """What a checkpoint stores of it."""
-        return {"loss_scale": self} if self._scaler is not None else {}
+        return {"loss_scale": self} if self._scaler.is_enabled() else {}
 
     def state(self) -> State:
-        return {}, self._scaler.state_dict() if self._scaler is not None else {}
+        return {}, self._scaler.state_dict()
 
     def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:  # noqa: ARG002
-        if self._scaler is not None:
-            self._scaler.load_state_dict(dict(numbers))
+        self._scaler.load_state_dict(dict(numbers))

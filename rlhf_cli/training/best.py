@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,9 +31,8 @@ class Best:
         """Compare the figures of `step` with the best so far, and remember them if they are better."""
         if self.metric is None:
             return False
-        value = figures[self.metric]
-        is_nan = value != value
-        if is_nan or (self.value is not None and (value >= self.value if self.lower else value <= self.value)):
+        value, sign = figures[self.metric], -1 if self.lower else 1
+        if math.isnan(value) or (self.value is not None and sign * value <= sign * self.value):
             return False
         self.step, self.value = step, value
         return True

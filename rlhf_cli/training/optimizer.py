@@ -35,7 +35,7 @@ from rlhf_cli.training.bad_steps import LossScale
 
 @dataclass
 class Stepper:
-    """A model's optimizer and learning-rate schedule: everything between one backward pass and the next."""
+    """A model's optimizer and learning-rate schedule: what happens between two backward passes."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -103,7 +103,7 @@ class Stepper:
         for name in tensors:
             number, _, key = name.partition(".")
             names.setdefault(int(number), {})[key] = name
-        state = {number: restored_state(parameters[number], tensors, of_one) for number, of_one in names.items()}
+        state = {number: restored_state(parameters[number], tensors, own) for number, own in names.items()}
         self.optimizer.load_state_dict({**full_state, "state": state})
         self.steps = int(numbers["steps"])
         self._set_rate()
@@ -118,7 +118,7 @@ class Stepper:
 
 
 def sharded_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The norm of gradients of which some are sharded among the processes, and the others the same on all: [].
+    """The norm, [], of gradients of which some are sharded among the processes, and the others the same on all.
 
     All processes must call this. Rows may be in the CPU's memory; the sum of their squares goes to `device`.
     """
@@ -158,13 +158,8 @@ def build_stepper(
     total_steps = max(total_steps, config.warmup_steps + 1)
     # Clipping to an infinite norm multiplies every gradient by exactly 1.
     max_grad_norm = math.inf if config.max_grad_norm is None else config.max_grad_norm
-    return Stepper(
-        model,
-        optimizer,
-        lambda step: peak * rate_at(step, config=config, total_steps=total_steps),
-        max_grad_norm,
-        scale,
-    )
+    rate = partial(rate_at, config=config, total_steps=total_steps)
+    return Stepper(model, optimizer, lambda step: peak * rate(step), max_grad_norm, scale)
 
 
 def rate_at(step: int, *, config: Optimizer, total_steps: int) -> float:
@@ -173,9 +168,10 @@ def rate_at(step: int, *, config: Optimizer, total_steps: int) -> float:
     During warm-up it is step / warmup_steps, so the first step has rate 0. After it, with
     progress = (step - warmup_steps) / (total_steps - warmup_steps), it is
     min_lr_ratio + (1 - min_lr_ratio) * left, where left is 1 - progress (linear), (1 + cos(pi * progress)) / 2
-    (cosine) or 1 (constant). The minimum would be reached one step after the last. These are the schedules of
-    transformers' `get_scheduler`, whose module takes longer to import than a small model takes to train. Those of torch
-    compute each rate from the one before, so resuming with another `total_steps` would not be exact.
+    (cosine) or 1 (constant). The minimum would be reached one step after the last.
+
+    transformers' `get_scheduler` has these schedules too, and its import takes longer than a small model to train.
+    torch's compute each rate from the one before, so resuming with another `total_steps` would not be exact.
 
     >>> config = Optimizer(learning_rate=1e-3, schedule="linear", warmup_steps=2, min_lr_ratio=0.5)
     >>> [rate_at(step, config=config, total_steps=6) for step in range(7)]
@@ -234,7 +230,7 @@ class RoundedAdamW(torch.optim.Optimizer):
 
     A step is computed in float32. Near 1 the bfloat16 numbers are 2**-7 apart, so rounding to the nearest would undo
     every smaller step. Stochastic rounding keeps it on average (Gupta et al. 2015). The random numbers depend on the
-    seed, step, parameter and place in it, so all processes, sharded or not, and a resumed run draw the same.
+    seed, step, parameter and place in it, so they are the same on all processes, sharded or not, and after a resume.
     """
 
     def __init__(
@@ -279,23 +275,10 @@ def _step(
 ) -> None:
     """Step number `steps` of [n] weights and their two moments, in place. `draw` is `_noise` of one of the three."""
     weight, average, square = wide = [t.float() for t in chunk]
+    tensors = [weight], [gradient], [average], [square], [], [torch.tensor(float(steps), device=weight.device)]
     beta1, beta2 = group["betas"]
-    adamw(
-        [weight],
-        [gradient],
-        [average],
-        [square],
-        [],
-        [torch.tensor(float(steps), device=weight.device)],
-        fused=True,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
+    settings = {key: group[key] for key in ("lr", "weight_decay", "eps")}
+    adamw(*tensors, **settings, beta1=beta1, beta2=beta2, fused=True, amsgrad=False, maximize=False)
     for which, (target, exact) in enumerate(zip(chunk, wide, strict=True)):
         if target.dtype == torch.bfloat16:
             target.copy_(round_stochastically(exact, draw(which, len(exact))))
@@ -320,9 +303,9 @@ def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------- what a checkpoint keeps of each weight
 #
-# It is a tensor with a row for each row of the weight, so a checkpoint of several processes is that of one. In 8 bits
-# a moment is a byte and, for each block of 256 numbers, a scale. Neighbouring rows of a sharded weight may be on two
-# processes, so such a weight keeps float32 moments if its row length is not a multiple of 256.
+# Each tensor has a row for each row of the weight, so a checkpoint of several processes is that of one. In 8 bits a
+# moment is a byte and, for each block of 256 numbers, a scale. Rows of a sharded weight may be on two processes, so it
+# keeps float32 moments if its row length is not a multiple of 256.
 
 
 BLOCK = 256
@@ -349,7 +332,7 @@ def saved_state(weight: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def restored_state(weight: Tensor, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor | int]:
-    """What the optimizer keeps of a weight, from a checkpoint. `names` are those there, by the optimizer's own."""
+    """What the optimizer keeps of a weight, from a checkpoint: `names` has the names there by the optimizer's own."""
     first, count = first_row(weight), len(local(weight)) if weight.ndim else 0
     found: dict[str, Tensor | int] = {}
     if "absmax1" in names and not has_whole_blocks(weight):  # its moments are float32 here
@@ -374,21 +357,6 @@ def restored_state(weight: Tensor, tensors: Mapping[str, Tensor], names: Mapping
     return found
 
 
-def float32_moments(config: Optimizer, *models: torch.nn.Module | None) -> list[str]:
-    """The line about large sharded weights that 8-bit AdamW steps with float32 moments, if there are any."""
-    trained = {p for model in models if model is not None for p in model.parameters() if p.requires_grad}
-    # bitsandbytes keeps the moments of weights with fewer than 4096 numbers in float32 everywhere.
-    sizes = [p.numel() for p in trained if p.numel() >= 4096 and not has_whole_blocks(p)]
-    if config.precision != "8bit" or not sizes:
-        return []
-    share = sum(sizes) / sum(p.numel() for p in trained)
-    return [
-        f"optimizer.precision: 8bit keeps the moments of {len(sizes):,} sharded weights ({share:.2%} of the trained "
-        f"numbers) in float32: their rows are no multiple of {BLOCK} numbers. One process has them in 8 bits, so its "
-        "result differs"
-    ]
-
-
 # ------------------------------------------------------------------------------ a moving average of the trained weights
 
 
@@ -405,10 +373,9 @@ def ema(average: Tensor, value: Tensor, *, decay: float) -> Tensor:
 
 
 class WeightAverage:
-    """The exponential moving average of a model's trained weights, on the CPU in float32, updated after each step.
+    """The exponential moving average of a model's trained weights, on the CPU in float32, from the initial weights on.
 
-    It starts at the initial weights, so there is no bias to correct. `torch.optim.swa_utils.AveragedModel` would copy
-    the whole module, with LoRA also the frozen base model, and a checkpoint would store it.
+    `torch.optim.swa_utils.AveragedModel` would copy and save the whole module, with LoRA also the frozen base model.
     """
 
     def __init__(self, model: torch.nn.Module, *, decay: float):
@@ -421,7 +388,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Give the model the averaged weights inside the context."""
+        """Give the model the averaged weights inside the block."""
         own = {name: local(p.detach()).clone() for name, p in self._trained()}
         self._set(self.weights)
         try:

@@ -1,4 +1,4 @@
-"""The speed of a run: seconds, tokens and FLOPs of each phase. Training does not depend on it."""
+"""The speed of a run: seconds, tokens and FLOPs of each phase."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ class Speed:
         """Yield the items, and count the seconds spent waiting for each."""
         while True:
             with self.phase(name):
-                next_items = list(islice(items, 1))
-            if not next_items:
+                one = list(islice(items, 1))
+            if not one:
                 return
-            yield next_items[0]
+            yield from one
 
     def count(self, name: str, *, seconds: float = 0.0, tokens: int = 0, flops: int = 0) -> None:
         """Add work of this process to a phase."""
@@ -102,7 +102,7 @@ class Speed:
         return row | {"memory/peak_gb": round(peak_memory(self.world.device) / GB, 3)}
 
     def line(self) -> str:
-        """A summary of the run: tokens per second, model FLOPs utilization (MFU), shares of the time, peak memory."""
+        """A summary of the run: tokens per second, model FLOPs utilization (MFU), shares of the time, memory."""
         for name, count in self._now.items():
             self._total[name].add(count)  # for example an evaluation after the last row
             self._now[name] = Count()

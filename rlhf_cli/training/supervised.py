@@ -1,7 +1,4 @@
-"""The optimizer steps that SFT and RM share: batches, gradient clipping, evaluation, the best model, checkpoints.
-
-A stage computes the loss and its gradient. The loop around it is here.
-"""
+"""The loop that SFT and RM share: batches, optimizer steps, evaluation, the best model, checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.tensor_ops import num_weights
 from rlhf_cli.training.bad_steps import no_gradient
 from rlhf_cli.training.best import Best
-from rlhf_cli.training.optimizer import build_stepper, float32_moments, warmup_warning
+from rlhf_cli.training.optimizer import build_stepper, warmup_warning
 
 MANY_EPOCHS = 10
 """With more passes over the training rows than this a run warns: a model then memorises its rows."""
@@ -87,9 +84,8 @@ class Loop(Generic[T]):
             f"({epochs(self.num_steps * training.minibatch_size / num_rows)}), at most {passes.budget.tokens:,} "
             f"tokens per microbatch; {sum(map(num_weights, model.parameters())):,} parameters on {stage.world.device}"
         )
-        moments = float32_moments(config.optimizer, model)
         choice = "evaluation.keep_best" if best.metric is not None else None
-        stage.display.notes(plan, *passes.lines, *moments, *held_out.notes("evaluation.max_rows", choice))
+        stage.display.notes(plan, *passes.lines, *held_out.notes("evaluation.max_rows", choice))
         for warning in warnings(config, self.num_steps, num_rows):
             stage.display.warn(warning)
 
@@ -124,11 +120,9 @@ class Loop(Generic[T]):
     ) -> dict[str, float]:
         """Clip the gradient and step the optimizer, or skip the step if the loss or the gradient is not finite.
 
-        Raises RunError for a gradient of exactly 0, although the loss is not. `describe` gives the batch as rows for
-        the file of failed batches.
-
-        Returns the step's row of metrics: `stats`, and <stage>/grad_norm, learning_rate and bad_steps; in float16 also
-        the scale of the loss.
+        Raises RunError for a gradient of exactly 0 although the loss is not. `describe` gives the batch as rows for the
+        file of failed batches. Returns the step's row of metrics: `stats`, and <stage>/grad_norm, learning_rate,
+        bad_steps and, in float16, loss_scale.
         """
         name, learning_rate = self.stage.stage, self.stepper.learning_rate
         loss, grad_norm = stats[f"loss/{name}"], self.stepper.clip(self.stage.world)
@@ -192,7 +186,7 @@ class Loop(Generic[T]):
         return figures
 
     def _named(self, name: str) -> str:
-        """`eval/...` of test rows is `validation/...` where validation rows are watched."""
+        """`eval/...` is `validation/...` where validation rows are watched."""
         return re.sub("^eval/", "validation/", name) if self.held_out.validation else name
 
     def save(self, name: str) -> None:
@@ -202,7 +196,7 @@ class Loop(Generic[T]):
 
 
 def warnings(config: SFTConfig | RMConfig, num_steps: int, num_rows: int) -> list[str]:
-    """What looks wrong about the length of a run: a warm-up that never ends, a few rows repeated many times."""
+    """Warnings about the length of a run: a warm-up that never ends, a few rows repeated many times."""
     found = []
     if config.optimizer.warmup_ratio is None and config.optimizer.warmup_steps >= num_steps:
         found.append(warmup_warning(config.optimizer.warmup_steps, num_steps))
@@ -210,9 +204,9 @@ def warnings(config: SFTConfig | RMConfig, num_steps: int, num_rows: int) -> lis
     if epochs > MANY_EPOCHS:
         key = "num_steps" if config.training.num_steps is not None else "num_epochs"
         several = "the 1 training row" if num_rows == 1 else f"the {num_rows:,} training rows"
-        # Less than one batch of rows is repeated within a step, however few epochs were asked for.
-        larger = num_rows < config.training.minibatch_size
-        lower = f"training.{key}" + (" or training.minibatch_size" if larger else "")
+        lower = f"training.{key}"
+        if num_rows < config.training.minibatch_size:  # repeats rows within a step
+            lower += " or training.minibatch_size"
         found.append(
             f"the run passes {epochs:.1f} times over {several}; after more than {MANY_EPOCHS} epochs a model memorises "
             f"its rows. Add rows to data.train, or lower {lower}"
@@ -223,7 +217,7 @@ def warnings(config: SFTConfig | RMConfig, num_steps: int, num_rows: int) -> lis
 def memorises(held_out: Sequence[tuple[int, float]], training: Sequence[tuple[int, float]]) -> str | None:
     """The message if the held-out loss is above its lowest while the training loss fell further; else None.
 
-    Both are (step, loss), in order. The training loss is averaged over as many steps as lie between two evaluations.
+    Both are (step, loss), in order. The training loss is a mean over the steps between two evaluations.
 
     >>> held_out, training = [(10, 1.0), (20, 1.2)], [(step, 2.0 - step / 10) for step in range(1, 21)]
     >>> memorises(held_out, training)[:78]

@@ -6,23 +6,18 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import distribute_tensor
 
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.errors import ConfigError, Interrupted
 from rlhf_cli.plan.memory import STATES
-from rlhf_cli.report.progress import Display
 from rlhf_cli.run.stage_run import StageRun
-from rlhf_cli.training.optimizer import RoundedAdamW, build_stepper, float32_moments, round_stochastically
+from rlhf_cli.training.optimizer import RoundedAdamW, build_stepper, round_stochastically
 from support.gpu import DEVICES
 from support.resume import stopping_after
 from support.worlds import run_in_threads
 
 BFLOAT16 = {"optimizer": {"precision": "bfloat16"}, "precision": "bfloat16"}
-EIGHT_BIT = {"optimizer": {"precision": "8bit"}}
 LIKENESS = {"8bit": 0.99, "bfloat16": 0.9}
 """Least cosine between the movement of the weights and that in float32."""
 
@@ -62,42 +57,6 @@ def test_eps_bounds_the_first_step(precision):
     model.weight.grad = torch.full_like(model.weight, 1e-2)
     stepper.advance()
     torch.testing.assert_close(before - model.weight, torch.full_like(before, 0.5e-2), rtol=2e-2, atol=0)
-
-
-@pytest.fixture
-def mesh():
-    """One process that shards among itself."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield DeviceMesh("cpu", [0])
-    dist.destroy_process_group()
-
-
-def test_sharded_weights_that_keep_float32_moments_are_named(mesh):
-    """Rows of 96 and of 250 numbers, of which the first weight is small; a frozen one, and one that is not sharded."""
-    sizes = {"small": (40, 96), "odd": (64, 250), "even": (64, 256), "frozen": (64, 250)}
-    model = torch.nn.ParameterDict({name: distribute_tensor(torch.ones(size), mesh) for name, size in sizes.items()})
-    model["frozen"].requires_grad_(False)
-    model["whole"] = torch.nn.Parameter(torch.ones(64, 250))
-    (line,) = float32_moments(config(precision="8bit"), model, None)
-    share = 64 * 250 / (40 * 96 + 2 * 64 * 250 + 64 * 256)
-    assert f"moments of 1 sharded weights ({share:.2%} of the trained numbers) in float32" in line
-    assert float32_moments(config(), model) == []
-    del model["odd"]
-    assert float32_moments(config(precision="8bit"), model) == []
-
-
-@pytest.mark.parametrize("stage", ["sft", "ppo"])
-def test_a_run_says_at_its_start_which_moments_are_float32(stage, run_stage, make_model, tmp_path, monkeypatch):
-    pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr("rlhf_cli.training.optimizer.has_whole_blocks", lambda _: False)
-    notes, name = [], "policy" if stage == "ppo" else "model"
-    monkeypatch.setattr(Display, "note", lambda _, line: notes.append(line))
-    monkeypatch.setattr(Display, "begin", lambda *_: sys.exit("the steps begin"))
-    rewards = {"rewards": [{"type": "function", "function": f"{tmp_path}/f.py:f"}]} if stage == "ppo" else {}
-    (tmp_path / "f.py").write_text("def f(prompts, responses, rows): return [0.0] * len(rows)", encoding="utf-8")
-    with pytest.raises(SystemExit, match="the steps begin"):
-        run_stage(stage, tmp_path, **{name: {"path": str(make_model("llama"))}}, **rewards, **EIGHT_BIT)
-    assert len([line for line in notes if line.startswith("optimizer.precision: 8bit keeps the moments of ")]) == 1
 
 
 def test_small_steps_are_kept_on_average():
