@@ -337,8 +337,7 @@ def restored(tensors: Mapping[str, torch.Tensor], name: str, target: torch.Tenso
     if not isinstance(target, DTensor):
         return tensors[name]
     first, count = first_row(target), len(local(target))
-    is_saved = isinstance(tensors, SavedTensors)
-    rows = tensors.rows(name, first, count) if is_saved else tensors[name][first : first + count]
+    rows = tensors.rows(name, first, count) if isinstance(tensors, SavedTensors) else tensors[name][first:][:count]
     return like(target, rows.to(target.device))
 
 

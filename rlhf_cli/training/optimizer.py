@@ -275,10 +275,11 @@ def _step(
 ) -> None:
     """Step number `steps` of [n] weights and their two moments, in place. `draw` is `_noise` of one of the three."""
     weight, average, square = wide = [t.float() for t in chunk]
-    tensors = [weight], [gradient], [average], [square], [], [torch.tensor(float(steps), device=weight.device)]
-    beta1, beta2 = group["betas"]
-    settings = {key: group[key] for key in ("lr", "weight_decay", "eps")}
-    adamw(*tensors, **settings, beta1=beta1, beta2=beta2, fused=True, amsgrad=False, maximize=False)
+    step = torch.tensor(float(steps), device=weight.device)
+    settings: dict[str, Any] = {"amsgrad": False, "maximize": False}
+    settings |= {key: group[key] for key in ("lr", "weight_decay", "eps")}
+    settings["beta1"], settings["beta2"] = group["betas"]
+    adamw([weight], [gradient], [average], [square], [], [step], fused=True, **settings)
     for which, (target, exact) in enumerate(zip(chunk, wide, strict=True)):
         if target.dtype == torch.bfloat16:
             target.copy_(round_stochastically(exact, draw(which, len(exact))))

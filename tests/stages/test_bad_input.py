@@ -31,25 +31,6 @@ def test_a_missing_stage_is_reported_with_the_command_that_runs_it(project: Path
 
 
 @pytest.mark.parametrize(
-    ("stage", "text", "message"),
-    [
-        ("sft", '{"prompt": "a", ', "not JSON"),
-        ("ppo", "[1, 2]", "every row must be an object"),
-        ("sft", '{"prompt": "a", "respones": "b"}', "every row needs one of response, completion, answer, output"),
-        ("rm", '{"prompt": "a", "chosen": "b"}', "every row needs `rejected`"),
-        ("ppo", '{"text": "a"}', "one of prompt"),
-    ],
-)
-def test_a_bad_row_is_reported_with_its_line(project: Path, stage: str, text: str, message: str) -> None:
-    path = project / ("pref.jsonl" if stage == "rm" else "sft.jsonl")
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([*lines[:4], text, *lines[5:]]), encoding="utf-8")
-    line = fails(project, stage)
-    assert line.startswith(f"{path}:5: ")
-    assert message in line
-
-
-@pytest.mark.parametrize(
     ("stage", "setting", "message"),
     [
         ("sft", "data.max_length=3", "longer than 3 tokens"),
@@ -145,13 +126,10 @@ def test_a_folder_without_data_or_a_model_is_refused_before_it_is_scanned(
     (project / "rows.d").mkdir()
     # The project folder itself has data files, so only a model is missing there.
     monkeypatch.setattr(artifacts, "digest_file", lambda path: pytest.fail(f"reads {path}"))
-    if path != str(project):
-        for stage in ("sft", "rm", "ppo"):
-            message = fails(project, stage, "--set", f"data.train={path}")
-            assert f"data.train: {path}: the folder has no data file" in message
-            assert f"data.test: {path}: the folder has no data file" in fails(
-                project, stage, "--set", f"data.test={path}"
-            )
+    for stage in ("sft", "rm", "ppo") if path != str(project) else ():
+        for key in ("data.train", "data.test"):
+            message = fails(project, stage, "--set", f"{key}={path}")
+            assert f"{key}: {path}: the folder has no data file" in message
     for stage, key in (("sft", "model"), ("rm", "model"), ("ppo", "policy"), ("ppo", "ref_policy")):
         assert f"{key}: {path}: has no config.json" in fails(project, stage, "--set", f"{key}={{path: {path}}}")
 
@@ -233,23 +211,14 @@ OPTIONAL = ("contract", "dtypes")
 
 
 def test_a_manifest_with_values_of_a_wrong_type_is_reported(project: Path) -> None:
-    """Every value, nested ones included, gets one in `every` of OTHERS, and the next key others."""
-    every = len(OTHERS) // 2
+    """Or within a mapping, or missing."""
     path = project / "run" / "ppo" / "manifest.json"
     manifest = json.loads(path.read_text())
-    key_paths = [(key,) for key in manifest] + [
-        (k, inside) for k, v in manifest.items() if isinstance(v, dict) for inside in v
-    ]
-    for number, key_path in enumerate(key_paths):
-        for value in OTHERS[number % every :: every]:
-            spoiled = json.loads(json.dumps(manifest))
-            inside = spoiled
-            for key in key_path[:-1]:
-                inside = inside[key]
-            inside[key_path[-1]] = value
-            path.write_text(json.dumps(spoiled))
+    for key, right in manifest.items():
+        within = [right | {"x": value} for value in OTHERS] if isinstance(right, dict) else []
+        for wrong in (*OTHERS[:: 1 + len(within)], *within):
+            path.write_text(json.dumps(manifest | {key: wrong}))
             ends("status", str(project / "run"))
-    for key in manifest:
         path.write_text(json.dumps({k: v for k, v in manifest.items() if k != key}))
         assert "broken" in CliRunner().invoke(app, ["status", str(project / "run")]).stdout or key in OPTIONAL
 
@@ -257,22 +226,13 @@ def test_a_manifest_with_values_of_a_wrong_type_is_reported(project: Path) -> No
 @pytest.mark.parametrize(
     ("name", "key", "value", "message"),
     [
-        *(
-            ("config.json", key, value, "")
-            for key, value in (
-                ("num_hidden_layers", -1),
-                ("attention_dropout", None),
-                ("num_attention_heads", 3),
-                ("num_hidden_layers", 10**9),
-                ("vocab_size", "x"),
-            )
-        ),
+        ("config.json", "num_hidden_layers", -1, ""),
+        ("config.json", "attention_dropout", None, ""),
+        ("config.json", "num_attention_heads", 3, ""),
+        ("config.json", "num_hidden_layers", 10**9, ""),
         ("tokenizer_config.json", "model_max_length", "x", "cannot load a tokenizer ("),
-        ("tokenizer_config.json", "model_max_length", [], "cannot load a tokenizer ("),
-        ("tokenizer_config.json", "chat_template", {"a": {"b": 1}}, "cannot load a tokenizer ("),
         ("tokenizer_config.json", "chat_template", 3, "cannot load a tokenizer ("),
         # At the start, not when the trained model is saved.
-        ("generation_config.json", "eos_token_id", {}, ""),
         ("generation_config.json", "eos_token_id", ["x"], ""),
         ("generation_config.json", "output_attentions", True, ""),
     ],

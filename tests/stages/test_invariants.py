@@ -240,52 +240,31 @@ def held_out_figures(model, test, budget, config):
     return rm_stage._figures(test, scores, rm_stage.TargetScale(0.0, 1.0), config)
 
 
-def test_rm_accuracy_is_an_exact_count(make_model, write_config, tmp_path):
-    """[31] Seven pairs in batches of 3, with a tie, and again with both answers swapped."""
-    model, _ = new_reward_model(str(make_model("llama")), None, seed=0, head_std=1.0)
-    prepare(model, CPU)
-    ids = random_ids(*range(4, 18), seed=3)
-    row = Record("", "row", (Answer(""), Answer("")), ranked=True)
-    pairs = [RankedIds([ids[2 * i], ids[2 * i + 1]], row) for i in range(6)]
-    pairs.append(RankedIds([ids[12], ids[12]], row))
-    swapped = [RankedIds(p.answers[::-1], row) for p in pairs]
-    with torch.no_grad():
-        sides = [[plain_score(model, ids) for ids in p.answers] for p in pairs[:6]]
-    wins = [float(a > b) for a, b in sides] + [0.5]
-    assert 0 < sum(wins[:6]) < 6
-    for size in (3, 1, 7):
-        config = config_of(write_config, "rm", RMConfig, tmp_path, training={"minibatch_size": size})
-        metrics = held_out_figures(model, Drawn(pairs, len(pairs), 0), BUDGETS[-1], config)
-        other = held_out_figures(model, Drawn(swapped, len(swapped), 0), BUDGETS[0], config)
-        assert metrics["eval/accuracy"] == pytest.approx(sum(wins) / 7, abs=1e-12)
-        assert other["eval/accuracy"] == pytest.approx(1 - sum(wins) / 7, abs=1e-12)
-        assert other["eval/margin"] == pytest.approx(-metrics["eval/margin"], abs=1e-6)
-
-
-def test_a_ranking_counts_once_in_the_accuracy_interval(make_model, write_config, tmp_path):
-    """Accuracy, margin and length baseline of rankings of 2 to 5 answers equal those of loops."""
+def test_a_ranking_counts_once_in_the_accuracy_and_its_interval(make_model, write_config, tmp_path):
+    """[31] Accuracy, margin and length baseline of rankings of 2 to 5 answers, and of a tie, equal those of loops."""
     model, _ = new_reward_model(str(make_model("llama")), None, seed=0, head_std=1.0)
     prepare(model, CPU)
     ids = random_ids(*range(3, 17), seed=4)
-    cuts = [(0, 2), (2, 5), (5, 9), (9, 14)]
-    items = [RankedIds(ids[a:b][::-1] if a == 2 else ids[a:b], Record("", "row", (), ranked=True)) for a, b in cuts]
+    answers = [ids[0:2], ids[2:5][::-1], ids[5:9], ids[9:14], [ids[0], ids[0]]]
+    items = [RankedIds(each, Record("", "row", (), ranked=True)) for each in answers]
     accuracy, margin, longer = [], [], []
     for item in items:
         with torch.no_grad():
             scores = [plain_score(model, one).item() for one in item.answers]
         pairs = [(i, j) for i in range(len(scores)) for j in range(i + 1, len(scores))]
-        accuracy.append(sum(scores[i] > scores[j] for i, j in pairs) / len(pairs))
+        accuracy.append(sum((scores[i] > scores[j]) + (scores[i] == scores[j]) / 2 for i, j in pairs) / len(pairs))
         margin.append(sum(scores[i] - scores[j] for i, j in pairs) / len(pairs))
         longer.append(sum(len(item.answers[i]) > len(item.answers[j]) for i, j in pairs) / len(pairs))
-    assert 0 < sum(accuracy) < 4
+    assert 0 < sum(accuracy) < 5
     config = config_of(write_config, "rm", RMConfig, tmp_path)
-    metrics = held_out_figures(model, Drawn(items, len(items), 0), BUDGETS[-1], config)
-    assert metrics["eval/accuracy"] == pytest.approx(sum(accuracy) / 4, abs=1e-6)
-    assert metrics["eval/margin"] == pytest.approx(sum(margin) / 4, abs=1e-5)
-    assert metrics["eval/length_baseline"] == sum(longer) / 4 == 0.25
-    assert metrics["eval/shorter_baseline"] == 0.75
-    assert metrics["eval/num_rows"] == 4
-    low, high = wilson_interval(sum(accuracy), 4)
+    for budget in (BUDGETS[0], BUDGETS[-1]):
+        metrics = held_out_figures(model, Drawn(items, len(items), 0), budget, config)
+        assert metrics["eval/accuracy"] == pytest.approx(sum(accuracy) / 5, abs=1e-6)
+        assert metrics["eval/margin"] == pytest.approx(sum(margin) / 5, abs=1e-5)
+    assert metrics["eval/length_baseline"] == pytest.approx((sum(longer) + 0.5) / 5)
+    assert metrics["eval/shorter_baseline"] == pytest.approx(1 - (sum(longer) + 0.5) / 5)
+    assert metrics["eval/num_rows"] == 5
+    low, high = wilson_interval(sum(accuracy), 5)
     assert (metrics["eval/accuracy_low95"], metrics["eval/accuracy_high95"]) == pytest.approx((low, high), abs=1e-6)
 
 

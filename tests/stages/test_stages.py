@@ -12,7 +12,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    GenerationConfig,
     RobertaConfig,
     RobertaForSequenceClassification,
 )
@@ -31,16 +30,6 @@ from support.setup import config_of
 from support.tiny import encoder, read_jsonl, write_jsonl
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
-def arch(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def root(arch, pipeline):
-    return pipeline(arch)
-
-
 def metrics(root, stage):
     return read_jsonl(root / stage / "metrics.jsonl")
 
@@ -52,23 +41,6 @@ def function_file(folder, body):
 
 
 # ---------------------------------------------------------------------------------- artifacts
-
-
-def test_transformers_loads_the_policy_and_samples_from_it(root):
-    """tests/ppo/test_ppo_models.py has the other settings of its generation config."""
-    path = root / "ppo/model"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-    settings = GenerationConfig.from_pretrained(path)
-    assert (settings.do_sample, settings.temperature) == (True, 1.0)
-    inputs = tokenizer("Q: please help\nA:", return_tensors="pt")
-    inputs = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
-    torch.manual_seed(0)
-    first, second = (model.generate(**inputs, max_new_tokens=12)[0] for _ in range(2))
-    assert first.tolist() != second.tolist(), "it samples"
-    sft = AutoModelForCausalLM.from_pretrained(root / "sft/model")
-    assert any(
-        not torch.equal(a, b) for a, b in zip(model.state_dict().values(), sft.state_dict().values(), strict=True)
-    )
 
 
 # ------------------------------------------------------------------------------- models and data

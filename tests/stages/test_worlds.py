@@ -1,21 +1,14 @@
-"""SFT and RM on two processes, as threads, against one; and what ends all processes together."""
+"""SFT and RM on two processes, as threads, against one; test_bad_steps.py has what ends all of them."""
 
 from __future__ import annotations
 
-import threading
-
 import pytest
-import torch
 
-from rlhf_cli.config.by_stage import CONFIGS
-from rlhf_cli.config.loader import load_config
-from rlhf_cli.errors import RunError
-from rlhf_cli.processes import distributed
 from rlhf_cli.rollout import speaker
 from rlhf_cli.rollout.sampling import sample
 from rlhf_cli.run.artifacts import read_manifest
 from support.compare import same_runs
-from support.worlds import PROGRAMS, in_each_process, run_in_threads
+from support.worlds import run_in_threads
 
 
 @pytest.mark.parametrize(("stage", "more"), [("sft", {}), ("rm", {}), ("rm", {"members": 2})])
@@ -47,39 +40,3 @@ def test_the_samples_that_normalise_scores_are_shared_out(pipeline, write_config
     changes = {"model": {"path": str(pipeline("llama") / "sft")}, "evaluation": {"num_normalization_samples": 5}}
     run_in_threads(2, "rm", write_config("rm", tmp_path, **changes))
     assert sorted(shares) == [2, 3]
-
-
-OVERFLOWS = {"sft": "target_logprobs", "rm": "pairwise_loss", "ppo": "policy_loss"}
-"""The function of each stage whose result is infinite on one process."""
-
-
-@pytest.mark.parametrize("stage", PROGRAMS)
-def test_a_loss_that_is_infinite_on_one_process_stops_all(stage, pipeline, write_config, monkeypatch, tmp_path):
-    """With the same message, and no process waits for another. Only the second process has such a loss."""
-    program, name = PROGRAMS[stage], OVERFLOWS[stage]
-    computed = getattr(program, name)
-    worlds = {}
-
-    def overflows(*args, **kwargs):
-        found = computed(*args, **kwargs)
-        if worlds[threading.get_ident()].is_main:
-            return found
-        return (found[0] * torch.inf, *found[1:]) if isinstance(found, tuple) else found * torch.inf
-
-    root = pipeline("llama")
-    monkeypatch.setattr(program, name, overflows)
-    monkeypatch.setattr(distributed, "start", lambda *_: worlds[threading.get_ident()])
-    changes = {"policy": {"path": str(root / "sft")}} if stage == "ppo" else {"model": {"path": str(root / "sft")}}
-    if stage == "ppo":
-        changes["rewards"] = [{"type": "reward_model", "path": str(root / "rm")}]
-    config = write_config(stage, tmp_path, **changes)
-
-    def run(world):
-        worlds[threading.get_ident()] = world
-        with pytest.raises(RunError) as stopped:
-            program.run(load_config(config, CONFIGS[stage]), quiet=True)
-        return str(stopped.value)
-
-    one, two = in_each_process(2, run)
-    assert "the step was skipped" in one
-    assert one == two

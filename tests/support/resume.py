@@ -20,7 +20,6 @@ from rlhf_cli.run.stage_run import StageRun
 ALL = bool(os.environ.get("RLHF_ALL_KILLS"))
 """Test every point and 300 kills; otherwise a sample of them."""
 STEPS = {"sft": 6, "rm": 6, "ppo": 4}
-OPTIMIZER = {"schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
 TRAINING = {"training": {"num_steps": 6, "microbatch_size": 3}, "evaluation": {"every_steps": 2}}
 PPO_CARRIES: dict[str, Any] = {
     "ppo": {
@@ -72,13 +71,13 @@ def ask_to_stop(_: StageRun) -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
-def stopping_after(step: int) -> Callable[[StageRun, int, int], None]:
-    """A replacement for `StageRun.finish_step` that asks the run to stop after `step`."""
-    finish_step = StageRun.finish_step
+def stopping_after(step: int, happens: Callable[[StageRun], object] = ask_to_stop, real: Any = None) -> Any:
+    """A replacement for `StageRun.finish_step` that asks the run to stop after `step`, or does something else."""
+    finish_step = real or StageRun.finish_step
 
     def finish(self: StageRun, done: int, total: int) -> None:
         if done == step:
-            ask_to_stop(self)
+            happens(self)
         finish_step(self, done, total)
 
     return finish

@@ -19,6 +19,7 @@ import torch
 
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
+from rlhf_cli.errors import RunError
 from rlhf_cli.processes import distributed
 from rlhf_cli.processes.distributed import World
 from stages import ppo, rm, sft
@@ -114,13 +115,22 @@ def in_each_process(size: int, program: Callable[[World], T]) -> list[T]:
 
 
 def run_in_threads(size: int, stage: str, config: Path) -> None:
-    """Run a stage on `size` processes, as `support.runs.run_forked` does with real ones."""
+    """Run a stage on `size` processes, as `support.runs.run_forked` does with real ones.
 
-    def program(world: World) -> None:
+    Raises the RunError that ends it. No process may wait for another then, and all must have the same message.
+    """
+
+    def program(world: World) -> str | None:
         worlds[threading.get_ident()] = world
-        PROGRAMS[stage].run(load_config(config, CONFIGS[stage]), quiet=True)
+        try:
+            PROGRAMS[stage].run(load_config(config, CONFIGS[stage]), quiet=True)
+        except RunError as error:
+            return str(error)
+        return None
 
     worlds: dict[int, World] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "start", lambda *_: worlds[threading.get_ident()])
-        in_each_process(size, program)
+        (message,) = set(in_each_process(size, program))
+    if message is not None:
+        raise RunError(message)

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_cli.run.stage_run import StageRun
 from support import crash
-from support.resume import OPTIMIZER, PPO_CARRIES, TINY, TRAINING, ask_to_stop, rlhf, same, succeed
+from support.resume import PPO_CARRIES, TINY, TRAINING, ask_to_stop, rlhf, same, stopping_after, succeed
 from support.tiny import merged
 
 CHANGED_MODEL = {"add_tokens": ["<|end|>"], "freeze": ["layers.0"]}
@@ -22,7 +22,8 @@ CHANGED_MODEL = {"add_tokens": ["<|end|>"], "freeze": ["layers.0"]}
 def changes(pipeline) -> dict[str, dict[str, Any]]:
     """Changes to the shared config of each case. The first word of a case is its stage."""
     root = pipeline("llama")
-    often = {"checkpoints": {"every_steps": 2, "every_minutes": None}, "optimizer": OPTIMIZER}
+    optimizer = {"schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
+    often = {"checkpoints": {"every_steps": 2, "every_minutes": None}, "optimizer": optimizer}
     ppo = often | {"policy": {"path": str(root / "sft")}, "rewards": [{"type": "reward_model", "path": f"{root}/rm"}]}
     shaped = {**ppo["rewards"][0], "shaping": {"kind": "par", "num_references": 2}}
     four = {"ppo": {"num_iterations": 4}}
@@ -99,17 +100,12 @@ def config_in(write_config, changes, pipeline, data) -> Callable[..., list[str]]
 
 
 @pytest.fixture
-def at_step(monkeypatch) -> Callable[[int, Callable[[StageRun], object]], None]:
-    """A function: step, action -> run the action after the step and before it is saved."""
+def at_step(monkeypatch) -> Callable[..., None]:
+    """A function: step, action -> run the action, by default a signal to stop, after the step, before it is saved."""
     real = StageRun.finish_step
 
-    def arrange(step: int, happens: Callable[[StageRun], object]) -> None:
-        def finish(self: StageRun, done: int, total: int) -> None:
-            if done == step:
-                happens(self)
-            real(self, done, total)
-
-        monkeypatch.setattr(StageRun, "finish_step", finish)
+    def arrange(step: int, happens: Callable[[StageRun], object] = ask_to_stop) -> None:
+        monkeypatch.setattr(StageRun, "finish_step", stopping_after(step, happens, real))
 
     return arrange
 
@@ -155,14 +151,7 @@ def stopped(config_in, tmp_path_factory) -> Callable[[str, Path], list[str]]:
         if case not in known:
             known[case] = tmp_path_factory.mktemp("stopped") / "run"
             with pytest.MonkeyPatch.context() as patch:
-                real = StageRun.finish_step
-
-                def finish(self: StageRun, done: int, total: int) -> None:
-                    if done == {"sft": 4, "rm": 4, "ppo": 3}[stage]:
-                        ask_to_stop(self)
-                    real(self, done, total)
-
-                patch.setattr(StageRun, "finish_step", finish)
+                patch.setattr(StageRun, "finish_step", stopping_after(3 if stage == "ppo" else 4))
                 assert rlhf(config_in(case, known[case]), "--quiet").exit_code == 143
         shutil.copytree(known[case], root, dirs_exist_ok=True)
         return config_in(case, root)

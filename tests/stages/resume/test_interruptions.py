@@ -27,7 +27,7 @@ from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.run.state import state_of
 from stages import sft as sft_stage
 from support import crash
-from support.resume import STEPS, ask_to_stop, checkpoints, refused, rlhf, same, status, succeed, words
+from support.resume import STEPS, checkpoints, refused, rlhf, same, status, succeed, words
 
 # ------------------------------------------------------------------------------------------ signals
 
@@ -242,7 +242,7 @@ def test_a_stage_directory_that_is_deleted_during_the_run(
     assert not (root / "sft").exists()
     if removed == ".":
         assert not root.exists()
-    at_step(0, ask_to_stop)
+    at_step(0)
     succeed(config_in("sft", root))
     same(crash.outcome(root / "sft"), undisturbed("sft"))
 
@@ -256,14 +256,14 @@ def test_the_finished_stage_stays_until_a_new_run_is_complete(config_in, at_step
     at_step(3, lambda _: 1 / 0)
     assert isinstance(rlhf(arguments).exception, ZeroDivisionError)
     same(crash.outcome(tmp_path / "run/sft"), old)
-    at_step(4, ask_to_stop)
+    at_step(4)
     assert rlhf(arguments).exit_code == 143
     same(crash.outcome(tmp_path / "run/sft"), old)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(artifacts, "sync", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         assert "cannot be published (Input/output error)" in refused(arguments)
     same(crash.outcome(tmp_path / "run/sft"), old)
-    at_step(0, ask_to_stop)
+    at_step(0)
     assert "resuming after step 4" in finish(arguments)
 
 

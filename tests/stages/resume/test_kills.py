@@ -22,7 +22,7 @@ from rlhf_cli.run import artifacts, checkpoint_files
 from support import crash
 from support.crash import wait_for
 from support.paths import ROOT
-from support.resume import ALL, PPO_CARRIES, ask_to_stop, checkpoints, rlhf, same, status, succeed, truncate
+from support.resume import ALL, PPO_CARRIES, checkpoints, rlhf, same, status, succeed, truncate
 from support.runs import ended_forked
 from support.tiny import merged, read_jsonl
 
@@ -200,7 +200,7 @@ def test_resume_with_another_number_of_processes(begins_with, config_in, at_step
         assert checkpoint_files.step_of(newest) in (2, 3)
         assert f"resuming after step {checkpoint_files.step_of(newest)}" in succeed(arguments)
     else:
-        at_step(4, ask_to_stop)
+        at_step(4)
         assert rlhf(arguments).exit_code == 143
         (code, output), (other, _) = ended_forked(2, "ppo", *arguments[1:], log=log)
         assert (code, other) == (0, 0), output

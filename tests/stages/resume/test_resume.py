@@ -58,11 +58,11 @@ def test_a_resumed_run_gives_the_same_bytes(case, config_in, undisturbed, at_ste
         states["restored"] = state_of(self)
 
     monkeypatch.setattr(CheckpointStore, "save", saves)
-    at_step(STEPS[stage] // 2, ask_to_stop)
+    at_step(STEPS[stage] // 2)
     assert rlhf(arguments, "--quiet").exit_code == 143
     monkeypatch.setattr(CheckpointStore, "save", save)
     monkeypatch.setattr(CheckpointStore, "restore", restores)
-    at_step(0, ask_to_stop)
+    at_step(0)
     with monkeypatch.context() as patch:
         patch.setattr(normalization, "_draw", None)  # the first run has kept its samples
         patch.setattr(ReferenceReplies, "_sample", None)
@@ -129,9 +129,9 @@ def test_a_finished_member_is_trained_again_only_if_it_was_changed(
 def test_a_run_stopped_after_its_first_and_its_last_step_gives_the_same_bytes(config_in, finish, at_step, tmp_path):
     arguments = config_in("ppo", tmp_path)
     for step in (1, STEPS["ppo"]):
-        at_step(step, ask_to_stop)
+        at_step(step)
         assert rlhf(arguments, "--quiet").exit_code == 143
-    at_step(0, ask_to_stop)
+    at_step(0)
     finish(arguments)
 
 
@@ -158,7 +158,7 @@ def test_seconds_before_the_stop_are_included(stopped, tmp_path):
 
 def test_the_last_checkpoints_are_kept_until_the_stage_is_finished(config_in, at_step, tmp_path):
     arguments = config_in("sft", tmp_path, checkpoints={"every_steps": 1, "keep": 3})
-    at_step(5, ask_to_stop)
+    at_step(5)
     assert rlhf(arguments).exit_code == 143
     assert [path.name for path in checkpoints(tmp_path, "sft")] == [f"step-0000000{n}" for n in (3, 4, 5)]
     succeed(arguments)
@@ -267,10 +267,10 @@ def test_a_damaged_checkpoint_does_not_replace_a_good_one(stopped, at_step, fini
     """Pruning keeps the last checkpoints by name. A damaged one with a later name must not push a good one out."""
     arguments = stopped("sft", tmp_path)
     truncate(checkpoints(tmp_path, "sft")[-1] / "state.safetensors")
-    at_step(3, ask_to_stop)
+    at_step(3)
     assert rlhf(arguments, "--set", "checkpoints.keep=1").exit_code == 143
     assert [path.name for path in checkpoints(tmp_path, "sft")] == ["step-00000003"]
-    at_step(0, ask_to_stop)
+    at_step(0)
     assert "resuming after step 3" in finish(arguments)
 
 
@@ -381,9 +381,9 @@ def test_an_extended_run_equals_one_that_was_long_from_the_start(config_in, at_s
     constant = {"optimizer": {"schedule": "constant"}}
     long = {"training": {"num_steps": 9}}
     succeed(config_in("sft", tmp_path / "long", **constant, **long))
-    at_step(5, ask_to_stop)
+    at_step(5)
     assert rlhf(config_in("sft", tmp_path / "short", **constant)).exit_code == 143
-    at_step(0, ask_to_stop)
+    at_step(0)
     assert "resuming with a different training.num_steps" in succeed(
         config_in("sft", tmp_path / "short", **constant, **long)
     )
@@ -407,12 +407,12 @@ def test_a_stopped_restart_of_a_finished_stage_is_resumed(config_in, at_step, fi
     """By the same command without --restart, as the message says, though a finished stage exists."""
     arguments = config_in("sft", tmp_path)
     succeed(arguments)
-    at_step(4, ask_to_stop)
+    at_step(4)
     result = rlhf(arguments, "--restart", "--quiet")
     assert result.exit_code == 143
     assert f"To resume: {program()} sft --config {arguments[2]}" in result.stderr
     assert "a new run of it is interrupted (saved after step 4" in status(tmp_path)
-    at_step(0, ask_to_stop)
+    at_step(0)
     assert "resuming after step 4" in finish(arguments)
     assert "skipped" in succeed(arguments)
 
@@ -420,11 +420,11 @@ def test_a_stopped_restart_of_a_finished_stage_is_resumed(config_in, at_step, fi
 def test_a_resumed_run_ends_with_the_findings_of_the_whole_run(config_in, at_step, tmp_path):
     """It does not repeat the warning that is given once."""
     arguments = [*config_in("sft", tmp_path), "--set", "warn_loss_above=0.01"]
-    at_step(4, ask_to_stop)
+    at_step(4)
     first = rlhf(arguments)
     assert first.exit_code == 143
     assert ", high_loss: The loss is" in first.output
-    at_step(0, ask_to_stop)
+    at_step(0)
     output = succeed(arguments)
     assert ", high_loss: The loss is" not in output
     assert "sft: this run had 1 kind of warning: high_loss, step " in output
