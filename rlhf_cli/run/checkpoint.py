@@ -56,7 +56,7 @@ class Weights:
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:  # noqa: ARG002
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        trained, _ = self.state()
         assert trained.keys() == tensors.keys(), "a run with the same identity has the same model"
         for name, p in trained.items():
             local(p).copy_(local(restored(tensors, name, p)))
@@ -89,12 +89,9 @@ class CheckpointStore:
 
     def not_finite(self) -> str | None:
         """The name of the first weight with a NaN or infinite value, in this process's rows; None if all are finite."""
-        for part in self.parts.values():
-            if isinstance(part, Weights):
-                for name, weight in part.state()[0].items():
-                    if not local(weight).isfinite().all():
-                        return name
-        return None
+        models = [part.state()[0] for part in self.parts.values() if isinstance(part, Weights)]
+        weights = ((name, local(weight)) for model in models for name, weight in model.items())
+        return next((name for name, weight in weights if not weight.isfinite().all()), None)
 
     def wait(self) -> None:
         """Wait until the current checkpoint is written; raises its error, if it had one."""
@@ -107,8 +104,7 @@ class CheckpointStore:
                 raise ArtifactError(f"{self.directory}: was removed during a checkpoint. Run the same command again")
             # safetensors writes from Rust and reports a full disk with its own exception.
             if isinstance(error, OSError | SafetensorError):
-                reason = (error.strerror if isinstance(error, OSError) else None) or error
-                raise self._unwritable(reason) from None
+                raise self._unwritable(getattr(error, "strerror", None) or error) from None
             raise error
 
     def newest(self, unusable: Callable[[Mapping[str, Any]], str | None]) -> tuple[Path | None, dict[Path, str]]:

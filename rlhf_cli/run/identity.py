@@ -92,17 +92,14 @@ def require_files(config: Stage) -> None:
             raise DataError(f"data.{role}: {error}") from None
     stages_of_run = {f"{config.artifacts}/{stage}" for stage in STAGES}
     for role, (path, _) in config.inputs.items():
-        local = Path(path)
-        if path in stages_of_run:
+        local, names = Path(path), (MANIFEST, "config.json", ADAPTER_CONFIG)
+        if path in stages_of_run or local.is_file() or any((local / name).is_file() for name in names):
             continue
-        if local.exists():
-            names = (MANIFEST, "config.json", ADAPTER_CONFIG)  # looked for before the files of the folder are hashed
-            if local.is_dir() and not any((local / name).is_file() for name in names):
-                raise ArtifactError(
-                    f"{role}: {path}: has no config.json, so it is neither a Hugging Face model directory nor a "
-                    "finished stage"
-                )
-            continue
+        if local.is_dir():  # found before the files of the folder are hashed
+            raise ArtifactError(
+                f"{role}: {path}: has no config.json, so it is neither a Hugging Face model directory nor a finished "
+                "stage"
+            )
         if local.suffix == ".py":
             raise ConfigError(f"{role}: {path}: no such file (looked in {Path.cwd()})")
         if local.name in STAGES and len(local.parts) > 2:

@@ -120,9 +120,8 @@ def _check_here(stage: str, config: Stage, *, restart: bool, thorough: bool) -> 
     inputs = dict.fromkeys(path for path, _ in config.inputs.values())
     for path in inputs:
         artifacts.require_intact(path)  # reads files with new time stamps; the stage compares all that it loads
-    if LAUNCHED not in os.environ:
-        for path in inputs:
-            _warn_if_stale(stage, path)
+    for path in inputs if LAUNCHED not in os.environ else ():
+        _warn_if_stale(stage, path)
     reason = _reason_to_run(stage, config, restart=restart)
     if reason is not None:
         for path in inputs if thorough else ():
@@ -153,14 +152,9 @@ def _reason_to_run(stage: str, config: Stage, *, restart: bool) -> str | None:
     current, directory = identity(config), artifacts.stage_directory(config.artifacts, stage)
     # An interrupted --restart of a finished stage is resumed by the same command without --restart.
     is_unfinished = checkpoint_files.unfinished_identity(config.artifacts, stage) == current
-    try:
-        manifest = artifacts.read_manifest(directory)
-    except ArtifactError:
-        if not restart:
-            raise
-        return "its manifest cannot be read"
+    manifest = read_manifest_or_none(directory) if restart else artifacts.read_manifest(directory)
     if manifest is None:
-        return ""
+        return "its manifest cannot be read" if (directory / artifacts.MANIFEST).exists() else ""
     changed = artifacts.differences(manifest.identity, current)
     if "config.seed" in changed and not restart and not is_unfinished:
         others = [key.removeprefix("config.") for key in changed if key != "config.seed"]
@@ -218,14 +212,11 @@ def _command_for(stage: str, root: str, config_path: str | Path, given: Sequence
     path = Path(config_path).parent / f"{stage}.yaml"
     if not path.is_file():
         return command(stage, "--config", f"YOUR_{stage.upper()}.yaml", "--set", f"artifacts={root}")
-    overrides = [text for text in given if text.partition("=")[0].strip() in SHARED_KEYS]
-    try:
-        found = load_stage_config(stage, path, overrides).artifacts
-    except ConfigError:
-        found = root
-    if Path(found) != Path(root):
-        overrides = [text for text in overrides if text.partition("=")[0].strip() != "artifacts"]
-        overrides.append(f"artifacts={root}")
+    keys = {text: text.partition("=")[0].strip() for text in given}
+    overrides = [text for text in given if keys[text] in SHARED_KEYS]
+    with contextlib.suppress(ConfigError):
+        if Path(load_stage_config(stage, path, overrides).artifacts) != Path(root):
+            overrides = [*(text for text in overrides if keys[text] != "artifacts"), f"artifacts={root}"]
     return command(stage, "--config", str(path), *set_options(overrides))
 
 

@@ -6,8 +6,8 @@ import json
 import math
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -117,7 +117,7 @@ def card(
     results = [EvalResult(task, *dataset, kind, value, metric_name=words) for kind, words, value in figures]
     names = {part.path for part in config.data.train if not is_local(part.path)}
     datasets = sorted(name for name in names if not name.endswith((".jsonl", ".json", ".parquet", ".csv", ".gz")))
-    hub_id = base.hub_id if base is not None else None
+    hub_id = base.path if base is not None and not _is_directory(base.path) else None
     licence = license_of(base) if base is not None else None
     data = ModelCardData(
         library_name="peft" if is_adapter else "transformers",
@@ -168,18 +168,12 @@ def card(
 # ---------------------------------------------------------------------------- the base model of a run, and its licence
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(NamedTuple):
     """A model that no stage of this program made."""
 
     path: str
     """A directory or a hub id."""
     revision: str | None = None
-
-    @property
-    def hub_id(self) -> str | None:
-        """Its hub id; None for a directory."""
-        return None if _is_directory(self.path) else self.path
 
 
 def base_model(config: AnyConfig, root: Path) -> Origin | None:
@@ -211,7 +205,7 @@ def license_of(base: Origin) -> str | None:
     from huggingface_hub import ModelCard, try_to_load_from_cache
 
     file: str | Path | object = Path(model_directory(base.path)) / CARD
-    if base.hub_id is not None:
+    if not _is_directory(base.path):
         file = try_to_load_from_cache(base.path, CARD, revision=base.revision)
     if not isinstance(file, str | Path) or not Path(file).is_file():
         return None

@@ -117,9 +117,7 @@ class StageRun:
         """The exception with which the run ends: one that says more than `error`, or `error` itself."""
         own = (str(self.directory), str(self.checkpoints_directory))  # only this run writes there
         if isinstance(error, FileNotFoundError) and str(error.filename).startswith(own):
-            return ArtifactError(
-                f"{error.filename}: was removed while the {self.stage} stage was running. Run the same command again"
-            )
+            return self._removed(error.filename)
         if failure is not None:
             return failure
         if error is not None and is_out_of_memory(error):
@@ -170,7 +168,6 @@ class StageRun:
             if warning := self.lock.acquire():
                 self.display.warn(warning)
             checkpoint_files.refuse_links(root, stage)
-            artifacts.recover(root, stage)
             resumes = self._resumes()
             if not resumes:
                 # Before the files of rows: a checkpoint without its rows cannot be used.
@@ -382,9 +379,12 @@ class StageRun:
         if not self.lock.is_held():
             missing = [self.lock.path]
         if missing:
-            raise ArtifactError(
-                f"{missing[0]}: was removed while the {self.stage} stage was running. Run the same command again"
-            )
+            raise self._removed(missing[0])
+
+    def _removed(self, path: object) -> ArtifactError:
+        return ArtifactError(
+            f"{path}: was removed while the {self.stage} stage was running. Run the same command again"
+        )
 
     # -------------------------------------------------------------------------------------------- rows
 
@@ -440,23 +440,20 @@ class StageRun:
         if self.trackers is not None:
             self.trackers.close("finished")
         self.files.close()
-        try:
-            versions = library_versions()
-            write_cards(self.stage, self.config, metrics, versions, self.directory)
-            artifacts.publish(
-                self.config.artifacts,
-                self.stage,
-                identity=self.identity,
-                metrics={key: round(value, 6) for key, value in metrics.items() if math.isfinite(value)},
-                seed=self.config.seed,
-                versions=versions,
-                device=str(self.world.device),
-                num_processes=self.world.size,
-                seconds=round(self.files.seconds(), 1),
-                finished=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            )
-        except OSError as error:
-            raise ArtifactError(f"{self.directory}: cannot be published ({error.strerror or error})") from None
+        versions = library_versions()
+        write_cards(self.stage, self.config, metrics, versions, self.directory)
+        artifacts.publish(
+            self.config.artifacts,
+            self.stage,
+            identity=self.identity,
+            metrics={key: round(value, 6) for key, value in metrics.items() if math.isfinite(value)},
+            seed=self.config.seed,
+            versions=versions,
+            device=str(self.world.device),
+            num_processes=self.world.size,
+            seconds=round(self.files.seconds(), 1),
+            finished=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        )
         shutil.rmtree(self.checkpoints_directory, ignore_errors=True)
         directory = artifacts.stage_directory(self.config.artifacts, self.stage)
         self.display.recap(findings_of(directory))

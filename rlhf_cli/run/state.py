@@ -124,10 +124,9 @@ def what_changed(config: Stage, recorded: Mapping[str, Any], root: str | Path) -
             changed.append(name)
         else:
             missing.append(f"{name} ({path})")
-    roles = {section: {role for other, role, _, _ in used if other == section} for section in ("data", "inputs")}
-    changed += [
-        f"{section.removesuffix('s')} {role}" for section in roles for role in recorded[section].keys() - roles[section]
-    ]
+    known = {(section, role) for section, role, _, _ in used}
+    gone = [(section, role) for section in ("data", "inputs") for role in recorded[section]]
+    changed += [f"{section.removesuffix('s')} {role}" for section, role in gone if (section, role) not in known]
     words = [f"stale, changed since: {', '.join(changed)}"] if changed else []
     if missing:
         words.append(f"not found from {base}: {', '.join(missing)}")

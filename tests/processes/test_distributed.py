@@ -241,20 +241,14 @@ def test_threads_that_ask_the_store_do_not_abort_a_process_that_exits(short, tmp
     assert [process.wait(300) for process in processes] == [5] * 4, log.read_text()
 
 
-def started(path: Path, overrides: list[str], environments: list[dict[str, str]]) -> list[tuple[int, str]]:
-    """(exit code, output) of each process of SFT. Process i reads `<path>`, or `<path>i` where that exists."""
-    code = """
+OWN_CONFIG = """
 import os, sys
-from rlhf_cli.processes.environment import set_up_process
-set_up_process()  # as python -m stages.sft does
 if os.path.exists(own := sys.argv[2] + os.environ["RANK"]):
     sys.argv[2] = own
 from rlhf_cli.run import launch
 from stages import sft
 launch.main("sft", sft.run)
 """
-    options = [word for override in overrides for word in ("--set", override)]
-    return [process.wait() for process in start_forked(environments, code, "--config", str(path), *options, log=path)]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -262,7 +256,8 @@ def test_a_mistake_that_one_process_alone_has_is_printed_and_ends_all(rank, writ
     """For example a file that differs on one machine. The others do not wait for `distributed.timeout_s`."""
     config = write_config("sft", tmp_path, model={"path": str(make_model("llama"))})
     Path(f"{config}{rank}").write_text(f"{config.read_text()}\nsead: 1\n", encoding="utf-8")
-    ended = started(config, [], variables(2))
+    processes = start_forked(variables(2), OWN_CONFIG, "--config", str(config), log=config)
+    ended = [process.wait() for process in processes]
     assert [code for code, _ in ended] == [2, 2]
     assert ended[1 - rank][1] == ""
     assert re.match(r"error: .*sead: unknown key", ended[rank][1]), ended
@@ -293,9 +288,8 @@ def test_process_0_keeps_the_store_until_the_others_know_the_exit_code():
 def test_a_process_that_never_starts_is_waited_for_until_the_timeout(tmp_path):
     code = PROGRAM.replace("world = distributed", "program = lambda: distributed").partition("def program")[0]
     code = code.format(timeout_s=1.0, patience_s=0.5) + "distributed.START_S = 0.0\nsys.exit(launch.exit_code(program))"
-    ((exit_code, output),) = [
-        process.wait() for process in start_forked(variables(2)[:1], code, log=tmp_path / "alone")
-    ]
+    (process,) = start_forked(variables(2)[:1], code, log=tmp_path / "alone")
+    exit_code, output = process.wait()
     assert exit_code == 1
     lines = [line for line in output.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, output
@@ -320,14 +314,10 @@ def test_processes_of_srun_train_and_one_reads_models_and_data_for_their_digests
     """The others are told the digests, also when they load the model."""
     model = make_model("llama")
     config = write_config("sft", tmp_path, model={"path": str(model)}, training={"num_steps": 1})
-    output = ""
-    for process in start_forked(slurm_variables(2), COUNTED, "--config", str(config), "--quiet", log=tmp_path / "srun"):
-        code, log = process.wait()
-        assert code == 0, log
-        output += log
-    manifest = read_manifest(tmp_path / "sft")
-    assert manifest is not None
-    assert manifest.num_processes == 2
-    data = load_stage_config("sft", config).sources["train"].path
-    for path in (f"{model}/model.safetensors", data):
+    options = ("--config", str(config), "--quiet")
+    ended = [process.wait() for process in start_forked(slurm_variables(2), COUNTED, *options, log=tmp_path / "srun")]
+    output = "".join(log for _, log in ended)
+    assert [code for code, _ in ended] == [0, 0], output
+    assert read_manifest(tmp_path / "sft").num_processes == 2
+    for path in (f"{model}/model.safetensors", load_stage_config("sft", config).sources["train"].path):
         assert output.count(f"read {path}\n") == 1, output

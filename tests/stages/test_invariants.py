@@ -245,7 +245,7 @@ def test_a_ranking_counts_once_in_the_accuracy_and_its_interval(make_model, writ
     model, _ = new_reward_model(str(make_model("llama")), None, seed=0, head_std=1.0)
     prepare(model, CPU)
     ids = random_ids(*range(3, 17), seed=4)
-    answers = [ids[0:2], ids[2:5][::-1], ids[5:9], ids[9:14], [ids[0], ids[0]]]
+    answers = [ids[0:2], ids[2:5][::-1], ids[5:9], ids[9:14], [ids[13], ids[13]]]
     items = [RankedIds(each, Record("", "row", (), ranked=True)) for each in answers]
     accuracy, margin, longer = [], [], []
     for item in items:

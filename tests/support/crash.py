@@ -1,10 +1,8 @@
 """Run a stage and kill it; compare the outcome of finished stages.
 
-An attempt runs the `rlhf` command in a child of a fork server, which has imported everything once. So an attempt costs
-the work of the stage and no seconds of imports. SIGKILL comes from outside at any moment, or at a chosen point: just
-before one of the file operations below the artifact root, or when a weights file or a row is half written. What a
-process did between two file operations is lost with it, so a kill before an operation is also a kill after the
-previous one.
+An attempt runs the `rlhf` command in a child of a fork server, which has imported everything once. SIGKILL comes from
+outside at any moment, or at a chosen point: just before a file operation below the artifact root, or when a weights
+file or a row is half written. A kill before an operation is also one after the previous one.
 """
 
 from __future__ import annotations
@@ -100,21 +98,15 @@ def _watch(watch: Watch) -> None:
                 last_words()
             os.kill(os.getpid(), watch.signals[label])
 
-    def at(path: Any, folder: int) -> str:
-        inside = f"{_path_of(folder)}/" if folder != -1 else ""
-        return inside + os.fsdecode(path)
-
     def audit(event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and not isinstance(args[0], int):
             path, mode, flags = args
             if (mode and set(mode) & set("wax+")) or (mode is None and flags & (os.O_WRONLY | os.O_RDWR)):
                 point("open", path)
-        elif event == "os.rename":
-            point("rename", at(args[0], args[2]))
-        elif event in ("os.remove", "os.rmdir"):
-            point(event.removeprefix("os."), at(args[0], args[1]))
-        elif event == "os.mkdir":
-            point("mkdir", at(args[0], args[2]))
+        elif event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir"):
+            folder = args[2] if event in ("os.rename", "os.mkdir") else args[1]
+            inside = f"{_path_of(folder)}/" if folder != -1 else ""
+            point(event.removeprefix("os."), inside + os.fsdecode(args[0]))
         elif event == "os.truncate" and not isinstance(args[0], int):
             point("truncate", args[0])
 

@@ -100,7 +100,6 @@ def answers(change: Callable[[int, str], str]) -> Data:
 
 
 def prompts(change: Callable[[str], str], sides: tuple[str, ...] = ("train", "test")) -> Data:
-    """Rows whose prompts are changed."""
     return changed(lambda rows: [row | {"prompt": change(row["prompt"])} for row in rows], sides)
 
 
