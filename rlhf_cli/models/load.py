@@ -41,15 +41,7 @@ from rlhf_cli.kernels.layers import use_fast_attention, use_fast_norm, use_short
 from rlhf_cli.kernels.linear import use_fast_linear
 from rlhf_cli.models.adapter_files import AdapterDirectory, attach, own_generation_config, read_adapter
 from rlhf_cli.models.adapters import merge_in_place, merge_when_read
-from rlhf_cli.models.deferred import (
-    blocks,
-    is_deferred,
-    is_finite,
-    load_deferred,
-    not_finite,
-    place_of,
-    read_deferred,
-)
+from rlhf_cli.models.deferred import blocks, is_deferred, is_finite, load_deferred, not_finite, place_of, read_deferred
 from rlhf_cli.models.forward import autocast, choose_attention, held_precision, vocabulary_rows
 from rlhf_cli.models.heads import (
     is_encoder,

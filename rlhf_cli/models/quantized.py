@@ -46,18 +46,18 @@ def quantize(model: PreTrainedModel, quantization: Quantization, key: str) -> No
     Raises ConfigError, naming the config `key`, if bitsandbytes is missing or computes wrong weights here, or if no
     layer can be quantized.
     """
-    library = _bitsandbytes(key)
+    _bitsandbytes(key)
     layers = _quantizable(model, key)
     while layers:  # a layer that is done is freed
         parent, name, layer = layers.pop()
-        setattr(parent, name, _quantized(layer, quantization, library, key))
+        setattr(parent, name, _quantized(layer, quantization, key))
 
 
 def round_when_read(model: PreTrainedModel, quantization: Quantization, key: str) -> None:
     """Give the deferred weights the values that `quantize` would give them."""
-    library = _bitsandbytes(key)
+    _bitsandbytes(key)
     for _, _, layer in _quantizable(model, key):
-        change(layer.weight, partial(_rounded, quantization=quantization, library=library, key=key))
+        change(layer.weight, partial(_rounded, quantization=quantization, key=key))
 
 
 def require_quantizable(model: PreTrainedModel, quantization: Quantization, key: str, *, here: bool = True) -> None:
@@ -65,13 +65,12 @@ def require_quantizable(model: PreTrainedModel, quantization: Quantization, key:
     _quantizable(model, key)
     if here:
         # `nf4_double` needs blocks of similar size, as those of a model are.
-        values = torch.randn(BLOCK, BLOCK, generator=torch.Generator().manual_seed(0))
-        _rounded(values, quantization, _bitsandbytes(key), key)
+        _rounded(torch.randn(BLOCK, BLOCK, generator=torch.Generator().manual_seed(0)), quantization, key)
 
 
 @torch.no_grad()
-def _rounded(values: Tensor, quantization: Quantization, library: Any, key: str) -> Tensor:
-    return _weight_of(_quantized(_linear(values, None), quantization, library, key))
+def _rounded(values: Tensor, quantization: Quantization, key: str) -> Tensor:
+    return _weight_of(_quantized(_linear(values, None), quantization, key))
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
@@ -93,8 +92,9 @@ def _quantizable(model: PreTrainedModel, key: str) -> list[tuple[Any, str, nn.Li
     return layers
 
 
-def _quantized(layer: nn.Linear, quantization: Quantization, library: Any, key: str) -> nn.Module:
+def _quantized(layer: nn.Linear, quantization: Quantization, key: str) -> nn.Module:
     read_deferred(layer)
+    library = _bitsandbytes(key)
     # Under autocast the product is in bfloat16 all the same.
     quantized = _autocast_linear()(1, 1, bias=False, compute_dtype=torch.float32, quant_type="nf4")
     quantized.in_features, quantized.out_features = layer.in_features, layer.out_features
@@ -102,22 +102,16 @@ def _quantized(layer: nn.Linear, quantization: Quantization, library: Any, key: 
     # and log-probabilities are off by 0.05.
     quantized.support_avx512bf16_for_cpu = False
     quantized.bias = layer.bias
-    weight = library.nn.Params4bit(
-        layer.weight.detach(),
-        requires_grad=False,
-        blocksize=BLOCK,
-        quant_type="nf4",
-        compress_statistics=quantization == "nf4_double",
-        module=quantized,
-    )
+    options = {"blocksize": BLOCK, "quant_type": "nf4", "compress_statistics": quantization == "nf4_double"}
+    weight = library.nn.Params4bit(layer.weight.detach(), requires_grad=False, module=quantized, **options)
     quantized.weight = weight.to(layer.weight.device)
     exact = layer.weight.reshape(-1, BLOCK)
     error = (_weight_of(quantized).reshape(-1, BLOCK) - exact).abs().amax(1) / exact.abs().amax(1).clamp_min(1e-30)
     if not error.max() <= WIDEST_ERROR[quantization]:
-        what = f"bitsandbytes {library.__version__} computes wrong weights on this {layer.weight.device.type}"
         raise ConfigError(
-            f"{key}: {what} (an error of {error.max():.2f}, at most {WIDEST_ERROR[quantization]} is possible). Remove "
-            "it, or install another version"
+            f"{key}: bitsandbytes {library.__version__} computes wrong weights on this {layer.weight.device.type} (an "
+            f"error of {error.max():.2f}, at most {WIDEST_ERROR[quantization]} is possible). Remove it, or install "
+            "another version"
         )
     return quantized.train(layer.training)
 

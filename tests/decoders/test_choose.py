@@ -42,9 +42,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return decoders
 
 
-def test_the_sampler_uses_the_named_decoder_and_every_decoder_draws_the_same_tokens(
-    used: list[object],
-) -> None:
+def test_the_sampler_uses_the_named_decoder_and_every_decoder_draws_the_same_tokens(used: list[object]) -> None:
     names: list[DecoderName] = ["auto", "paged", "plain", "sharded"]
     assert set(names) == set(get_args(DecoderName))
     responses = [sample(made("qwen2"), PROMPTS, UNIFORMS, replace(SAMPLINGS["plain"], decoder=name)) for name in names]

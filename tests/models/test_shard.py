@@ -36,6 +36,18 @@ def run(program, count, folder, *arguments):
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
+def compared(start, count, folder, cases, *device):
+    """(name, differences) of each case, as training whole and sharded gives them."""
+    make_models(folder, *cases)
+    (folder / "cases.json").write_text(json.dumps(cases), encoding="utf-8")
+    gaps = start("compare", count, folder, *device)
+    assert list(gaps) == list(cases)
+    for name, found in gaps.items():
+        assert found["before"] == 0.0, name
+        assert found["moved"] > 1e-3, name
+    return gaps.items()
+
+
 @pytest.mark.parametrize(
     ("count", "cases"),
     [
@@ -47,13 +59,7 @@ def run(program, count, folder, *arguments):
 def test_sharded_models_train_as_whole_ones(count, cases, tmp_path):
     """Three steps with unequal rows; in one of them only the first process has any. With their rows in the memory of
     the CPU they train to the same bits."""
-    make_models(tmp_path, *cases)
-    (tmp_path / "cases.json").write_text(json.dumps(list(cases)), encoding="utf-8")
-    gaps = run("compare", count, tmp_path)
-    assert list(gaps) == list(cases)
-    for name, found in gaps.items():
-        assert found["before"] == 0.0, name
-        assert found["moved"] > 1e-3, name
+    for name, found in compared(run, count, tmp_path, cases):
         assert found.get("offloaded", 1.0) == 1.0, name
         if "float16" in name:  # the norms of the blocks are rounded too
             assert max(found["loss"], found["norm"], found["weights"]) < HALF_TOLERANCE, (name, found)
@@ -65,26 +71,17 @@ def test_sharded_models_train_as_whole_ones(count, cases, tmp_path):
 
 ONE_GPU = pytest.param("cuda", 1, marks=MARKS)
 TWO_GPUS = pytest.param(
-    "cuda",
-    2,
-    marks=(pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")),
+    "cuda", 2, marks=(pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"))
 )
 
 
 @pytest.mark.parametrize(("device", "count"), [pytest.param("cpu", 1, marks=pytest.mark.slow), ONE_GPU, TWO_GPUS])
 def test_sharded_models_train_as_whole_ones_by_the_backend_of_the_device(device, count, tmp_path):
     """On GPUs by NCCL. One process exchanges with itself alone. On a GPU sums are not in a fixed order."""
-    cases = ["llama tied", "llama lora", "llama bfloat16"]
-    make_models(tmp_path, *cases)
-    (tmp_path / "cases.json").write_text(json.dumps(cases), encoding="utf-8")
-    start = run if device == "cpu" else run_anew
-    found = start("compare", count, tmp_path, device)
-    for name, gaps in found.items():
+    cases = ("llama tied", "llama lora", "llama bfloat16")
+    for name, gaps in compared(run if device == "cpu" else run_anew, count, tmp_path, cases, device):
         tolerance = 0.05 if "bfloat16" in name else TOLERANCE if device == "cpu" else 1e-4
-        assert gaps["before"] == 0.0, name
-        assert gaps["moved"] > 1e-3, name
         assert max(gaps["loss"], gaps["norm"], gaps["weights"]) < tolerance, (name, gaps)
-    assert list(found) == cases
 
 
 def run_anew(program, count, folder, *arguments):
@@ -162,8 +159,8 @@ def test_the_bytes_that_a_process_sends_are_those_of_the_page_about_scale(count,
 
 @pytest.mark.slow
 def test_a_sharded_model_is_compiled_block_by_block(tmp_path):
-    make_models(tmp_path, "llama")
     """One process, which exchanges with itself alone: each more would compile the blocks again."""
+    make_models(tmp_path, "llama")
     assert run("compiled", 1, tmp_path) < TOLERANCE
 
 

@@ -134,9 +134,8 @@ class Trained:
         stage: Any = SimpleNamespace(world=self.world, loss_scale=LossScale(self.world.device, "float32"))
         if self.case.get("reward"):
             pairs = zip(ids, ids[1:] + ids[:1], strict=True)
-            items: list[Any] = [
-                RankedIds([a, b], Record("", "", (Answer("a"), Answer("b")), ranked=True)) for a, b in pairs
-            ]
+            record = Record("", "", (Answer("a"), Answer("b")), ranked=True)
+            items: list[Any] = [RankedIds([a, b], record) for a, b in pairs]
             config = RM.model_copy(update={"precision": self.precision})
             loss = rm._accumulate(self.model, items, TargetScale(0.0, 1.0), budget, config, stage)["loss/rm"]
         else:
@@ -150,14 +149,8 @@ class Trained:
         return {name: whole(p.detach()) for name, p in self.model.named_parameters()}
 
 
-RM = RMConfig.model_validate(
-    {
-        "artifacts": "none",
-        "data": {"train": "none.jsonl"},
-        "training": {"num_steps": STEPS},
-        "optimizer": {"learning_rate": 1.0},
-    }
-)
+TRAINING = {"training": {"num_steps": STEPS}, "optimizer": {"learning_rate": 1.0}}
+RM = RMConfig.model_validate({"artifacts": "none", "data": {"train": "none.jsonl"}, **TRAINING})
 
 
 def gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -171,9 +164,8 @@ def train(folder: Path, name: str, case: dict[str, Any], world: World) -> dict[s
     together = Trained(folder / name, case, world, sharded=True)
     alone = Trained(folder / name, case, World(0, 1, world.device)) if world.is_main else None
     if alone is not None and world.size > 1:
-        assert sum(local(p).numel() for p in together.model.parameters()) < 0.7 * sum(
-            p.numel() for p in alone.model.parameters()
-        )
+        held, total = (sum(local(p).numel() for p in one.model.parameters()) for one in (together, alone))
+        assert held < 0.7 * total
     assert not any(sharded.offload_to_cpu for sharded in sharded_weights(together.model))
     waiting = Trained(folder / name, {**case, "offloads": True}, world, sharded=True) if name in OFFLOADED else None
     # torch takes the way through the CPU's memory for every weight.
@@ -255,13 +247,13 @@ def resumed(folder: str, case: str) -> None:
     for ids in batches()[3:]:
         run.step(ids)
     weights = run.weights()
+    difference = 0.0
     if world.is_main:
         alone = Trained(Path(folder, case), CASES[case], World(0, 1, world.device))
         for ids in batches():
             alone.step(ids)
         difference = gap(alone.weights(), weights)
-        Path(folder, "gaps.json").write_text(json.dumps(difference), encoding="utf-8")
-    distributed.stop()
+    end(world, folder, difference)
 
 
 def same_bits(a: Trained, b: Trained) -> bool:
@@ -318,8 +310,7 @@ def compiled(folder: str) -> None:
     compile_passes(other.model, world.device, "float32")
     for _ in range(2):  # of one length, as another would be compiled again
         plain.step(batches()[1]), other.step(batches()[1])
-    difference = gap(plain.weights(), other.weights())
-    end(world, folder, difference)
+    end(world, folder, gap(plain.weights(), other.weights()))
 
 
 def check_devices(world: World) -> None:
@@ -427,12 +418,10 @@ def counted(folder: str, per_node: int | None = None) -> None:
         sft._accumulate(run.model, rows, Budget(999), "bfloat16", stage)
         figures |= {"step": sent, "sum": summed}
         run.model.eval()
-        with autocast(world.device, "bfloat16"):
-            sample(run.model, ids[:1], torch.zeros(1, 5), Sampling())
-        # The first sampling compares the layouts, too.
-        sent = 0.0
-        with autocast(world.device, "bfloat16"):
-            sample(run.model, ids[:1], torch.zeros(1, 5), Sampling())
+        for _ in range(2):  # the first sampling compares the layouts, too
+            sent = 0.0
+            with autocast(world.device, "bfloat16"):
+                sample(run.model, ids[:1], torch.zeros(1, 5), Sampling())
         figures["sampling"] = sent
     end(world, folder, figures)
 
