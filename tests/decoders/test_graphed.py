@@ -41,7 +41,6 @@ def on(device, name):
 @pytest.mark.parametrize("name", FAST)
 @torch.no_grad()
 def test_the_logits_of_every_step_equal_a_plain_forward(name, device, monkeypatch):
-    """Rows of different lengths. Some leave, others change places, and others enter beside them."""
     monkeypatch.setattr("rlhf_cli.decoders.graphed.READ_TOKENS", 200)
     decoder = GraphedDecoder(on(device, name), 157)
     assert compare_steps(decoder, made(name), 60, flipped=True) > 300
@@ -63,7 +62,6 @@ def decoded(model, text, prompt_length):
 @pytest.mark.parametrize("held", [False, True], ids=["autocast", "held"])
 @pytest.mark.parametrize("name", FAST)
 def test_in_bfloat16_it_is_as_close_to_float32_as_the_model(name, held, device):
-    """Under autocast, and with weights held in bfloat16."""
     model, (text,) = on(device, name), random_ids(60, seed=3)
     if held:
         model = model.to(torch.bfloat16)

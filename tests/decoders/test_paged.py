@@ -66,7 +66,6 @@ def sampled_by(model, prompts, uniforms, sampling, name, monkeypatch, **settings
 @pytest.mark.parametrize(("read_tokens", "new"), [(1024, paged_decoder), (40, PagedDecoder)], ids=["recorded", "not"])
 @torch.no_grad()
 def test_the_logits_of_every_step_equal_a_plain_forward(name, read_tokens, new, monkeypatch):
-    """Rows of different lengths over several pages. Some leave, and others enter once pages have been freed."""
     monkeypatch.setattr(paged_module, "READ_TOKENS", read_tokens)
     model = made(name)
     decoder = new(model, 160)
@@ -104,19 +103,6 @@ def test_a_new_row_does_not_read_values_of_an_old_one():
     query, key = torch.ones(1, 2, 4), torch.ones(1, 1, 4)
     pools, now, bias = (cache.keys[0], cache.values[0]), places.at(positions), places.bias(positions)
     assert paged_cache.attend(now, bias, *pools, query, key, key, 1.0).isfinite().all()
-
-
-def test_a_growing_pool_keeps_its_values():
-    cache = PagedCache(2, heads=2, kv_heads=1, head_dim=4)
-    (place,) = cache.open_rows([[1] * 40], [[0]])
-    key, value = torch.randn(2, 40, 1, 4, generator=torch.Generator().manual_seed(1))
-    cache.write_prompts(1, key, value, place)
-    before = [pool[cache.pages[0]] for pool in (cache.keys[1], cache.values[1])]
-    pages = len(cache.users)
-    cache.open_rows([[1] * 40 * pages], [[0]])
-    assert len(cache.users) > pages
-    for pool, written in zip((cache.keys[1], cache.values[1]), before, strict=True):
-        assert torch.equal(pool[cache.pages[0]], written)
 
 
 # ---------------------------------------------------------------------------------- against the plain decoder

@@ -239,7 +239,6 @@ def test_a_frozen_weight_costs_no_gradient(part):
 
 
 def test_a_shared_prompt_counts_once():
-    """Three answers to one prompt cost the prompt once, plus the tokens of each answer after it."""
     work = work_of(model_of("llama"))
     prompt, answers = 20, [5, 7, 6]
     lengths = [prompt + n for n in answers]
@@ -263,7 +262,6 @@ class Two(World):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that is set by hand."""
     now = SimpleNamespace(at=100.0)
     monkeypatch.setattr(speed, "time", SimpleNamespace(monotonic=lambda: now.at))
     return now

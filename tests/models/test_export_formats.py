@@ -40,8 +40,6 @@ def export(directory: Path, out: Path, *options: str) -> dict[str, Any]:
 
 @needs_torchao
 def test_int8_is_read_by_transformers_and_its_cost_is_measured(pipeline: Any, tmp_path: Path) -> None:
-    """A policy, and a reward model in several files. Every linear layer but the heads has integers, off by half a step
-    at most."""
     root = pipeline("llama")
     facts = export(root, tmp_path / "ppo", "--quantize", "int8")
     assert facts["written_as"] == "int8 with float32"
@@ -85,7 +83,6 @@ def test_int8_and_int4_are_refused_where_torchao_cannot_write_them(make_model: A
 def test_gguf_has_the_tensors_and_the_tokenizer_of_the_model(
     architecture: str, tied: bool, tokenizer: Any, eos_only_tokenizer: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """By the converter itself, read with the package gguf, and with transformers, whose logits are equal."""
     import gguf
 
     monkeypatch.setenv("PATH", f"{LLAMA_CPP}{os.pathsep}{os.environ['PATH']}")
@@ -112,7 +109,6 @@ def test_gguf_has_the_tensors_and_the_tokenizer_of_the_model(
 def test_a_model_that_llama_cpp_has_not_is_refused_with_its_reason(
     pipeline: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """A reward model; and a policy in q8_0, whose cost is measured through transformers' reader."""
     root = pipeline("llama")
     monkeypatch.setenv("PATH", f"{LLAMA_CPP}{os.pathsep}{os.environ['PATH']}")
     command = ["export", str(root), "--stage", "rm", "--out", str(tmp_path / "rm"), "--format", "gguf"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from torch.nn.functional import linear
@@ -73,7 +71,6 @@ def test_the_head_runs_in_float32_under_bfloat16(reward_model, scored_ids):
 
 @pytest.fixture(scope="module", params=["codegen", "mamba"])
 def family(request, tokenizer, tmp_path_factory):
-    """The directory of a tiny language model."""
     model = new_model(ScratchModel(architecture=request.param, config=SETTINGS[request.param]), tokenizer, seed=3)
     path = tmp_path_factory.mktemp(request.param) / "model"
     save(model, tokenizer, path)
@@ -104,17 +101,3 @@ def test_a_head_is_trained_saved_and_loaded_again(family, tokenizer, tmp_path):
     assert torch.equal(kept.score.weight, model.score.weight)
     assert load_value_model(str(tmp_path)).config.num_labels == 1
     assert new_value_model(str(family), None).score.weight.abs().max() == 0
-
-
-@pytest.mark.slow
-def test_codegen_goes_through_all_stages(tokenizer, tmp_path, run_stage):
-    scratch = ScratchModel(architecture="codegen", config=SETTINGS["codegen"])
-    save(new_model(scratch, tokenizer, seed=3), tokenizer, tmp_path / "m")
-    run_stage("sft", tmp_path, model={"path": str(tmp_path / "m")})
-    run_stage("rm", tmp_path)
-    ppo = run_stage("ppo", tmp_path)
-    for name in ("rm/model", "ppo/value_model"):
-        config = json.loads((tmp_path / name / "config.json").read_text())
-        assert config["architectures"] == ["CodeGenForSequenceClassification"]
-    models = {"policy": {"path": str(ppo)}, "value_model": {"path": f"{ppo}/value_model"}}
-    run_stage("ppo", tmp_path / "again", **models, rewards=[{"type": "reward_model", "path": str(tmp_path / "rm")}])

@@ -68,7 +68,6 @@ def trained(run_stage, monkeypatch):
 
 
 def logits(model) -> torch.Tensor:
-    """By transformers' own layers."""
     model.set_attn_implementation("eager")
     return logits_of(model)
 
@@ -156,7 +155,6 @@ def test_adapters_name_no_folder_of_this_machine_and_others_load_them_from_the_p
 
 
 def test_an_export_never_has_the_model_in_float32(trained, make_model, tmp_path, monkeypatch):
-    """Merging and writing reads a weight, adds its adapter and converts it before it reads the next one."""
     _, stage = trained("sft", tmp_path, model={"path": str(make_model("llama")), "lora": {"r": 2, "save": "adapter"}})
     expected = load_policy(str(stage / "model")).bfloat16().state_dict()
     models: list[Any] = []
@@ -214,7 +212,6 @@ def test_rm_trains_adapters_and_the_head(trained, pipeline, tmp_path):
 
 
 def test_later_stages_read_adapters(run_stage, make_model, tmp_path):
-    """PPO trains from an SFT and a reward model that are adapters, each on plain weights."""
     base = str(make_model("llama"))
     lora = {"path": base, "lora": {"r": 2, "save": "adapter"}}
     run_stage("sft", tmp_path, model=lora)
@@ -244,7 +241,6 @@ def test_a_reward_model_without_a_padding_token_is_saved_as_an_adapter_if_one_is
 
 @pytest.fixture
 def bfloat16_base(make_model, tmp_path) -> Path:
-    """A model whose weights are bfloat16 numbers, as those of most published models."""
     model, tokenizer = load_policy(str(make_model("llama"))), load_tokenizer(str(make_model("llama")))
     save(model.bfloat16().float(), tokenizer, tmp_path / "base")
     return tmp_path / "base"
@@ -308,7 +304,6 @@ def test_adapters_that_would_compute_something_else_are_refused(adapters, tmp_pa
 
 
 def test_merge_writes_plain_weights(trained, pipeline, tmp_path):
-    """`rlhf merge` of a language model and of a reward model; nothing is overwritten, and plain weights are refused."""
     base = pipeline("llama") / "sft/model"
     for stage, auto in (("sft", AutoModelForCausalLM), ("rm", AutoModelForSequenceClassification)):
         model, folder = trained(stage, tmp_path, model={"path": str(base), "lora": {"r": 2, "save": "adapter"}})

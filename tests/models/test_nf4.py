@@ -80,7 +80,6 @@ def pair(base):
 @pytest.mark.parametrize("quantization", ["nf4", "nf4_double"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_quantized_weights_compute_what_the_dequantized_ones_do(pair, base, quantization, device):
-    """Logits, and the gradients of all adapters. The rounding itself is a few percent of a weight."""
     model, plain = pair(quantization, device)
     assert {p.device.type for p in model.parameters()} == {device}
     start, blocks = load_policy(str(base)).state_dict(), (-1, 64)
@@ -188,7 +187,6 @@ def test_a_quantized_run_through_all_stages(run_stage, base, tmp_path):
 
 
 def test_policy_value_and_reward_model_share_quantized_weights(write_config, run_stage, base, tmp_path):
-    """One set of packed weights in memory, and the scores of the reward model alone."""
     lora = {"r": 2, "quantize": "nf4"}
     rm = run_stage("rm", tmp_path, model={"path": str(base), "lora": {**lora, "save": "adapter"}})
     keys = {"policy": {"path": str(base), "lora": lora}, "value_model": {"lora": lora}}

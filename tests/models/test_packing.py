@@ -159,7 +159,6 @@ def test_hidden_states_logits_and_gradients_equal_a_plain_forward(pair, groups):
 
 
 def test_sequences_of_equal_length_share_one_attention_call(pair):
-    """With and without a window, followed by a sequence that shares a prefix with the third one."""
     plain, model = pair
     sequences = [ids(9, n) for n in range(5)]
     sequences.append(sequences[2][:8] + ids(4, 30))
@@ -192,7 +191,6 @@ def test_scores_and_their_gradients_equal_a_plain_forward(name):
 
 
 def test_attention_across_sequences_is_detected(monkeypatch):
-    """A model whose packed rows attend across sequences runs on padded batches."""
     model, _ = made("llama")
 
     def leaky(*args, packed=None, **kwargs):
@@ -284,7 +282,6 @@ def test_shared_prompts_change_no_score_in_ppo(pair):
 
 @pytest.fixture
 def tokens(monkeypatch):
-    """The number of tokens of each pass over a packed row."""
     tokens, real = [], forward._packed_inputs
     monkeypatch.setattr(forward, "_packed_inputs", lambda batch: tokens.append(len(batch.ids)) or real(batch))
     return tokens
@@ -316,7 +313,6 @@ def test_the_kl_to_an_equal_ref_policy_is_zero_to_the_last_bit(pair):
 
 
 def test_the_full_kl_needs_no_extra_pass_for_ref_logprobs(pair):
-    """One pass of each model over the responses gives the same numbers as separate passes."""
     _, model = pair
     other = copy.deepcopy(model)
     with torch.no_grad():

@@ -30,7 +30,6 @@ def dtypes(folder) -> set[torch.dtype]:
 
 
 def test_a_stage_saves_what_it_started_from(run_stage, bfloat16_model, tmp_path):
-    """SFT, RM and PPO from bfloat16 weights; the manifests say it, and the head of a classifier keeps its digits."""
     assert dtypes(bfloat16_model) == {torch.bfloat16}
     assert json.loads((bfloat16_model / "config.json").read_text())["dtype"] == "bfloat16"
     best = {"keep_best": True, "every_steps": 1}
@@ -57,7 +56,6 @@ def test_the_figures_are_those_of_the_saved_model(run_stage, bfloat16_model, tmp
 
 
 def test_another_format_on_request(run_stage, make_model, bfloat16_model, tmp_path):
-    """float32 from bfloat16, and bfloat16 from float32; by default float32 stays float32."""
     wide = run_stage("sft", tmp_path / "wide", model={"path": str(bfloat16_model)}, save_dtype="float32")
     assert dtypes(wide / "model") == {torch.float32}
     plain = {"path": str(make_model("llama"))}

@@ -22,7 +22,7 @@ from rlhf_cli.models.load import load_policy, new_value_model, prepare
 from rlhf_cli.models.passes import has_bfloat16, recomputing, set_up_passes
 from rlhf_cli.rewards.models import sequence_scores
 from support.compare import adapt, same_weights
-from support.tiny import CPU, tiny_model
+from support.tiny import CPU
 
 SEQUENCES = [[5, 9, 3, 17, 4], [8, 2, 6], [7, 1, 1, 30, 22, 6, 19]]
 
@@ -99,27 +99,6 @@ def test_sampling_with_a_cache_does_not_recompute(make_model) -> None:
         assert cache.get_seq_length() == ids.shape[1] - 1
         last = model(input_ids=ids[:, -1:], past_key_values=cache).logits[0, -1]
         torch.testing.assert_close(last, model(input_ids=ids).logits[0, -1], rtol=1e-5, atol=1e-6)
-
-
-def test_recomputing_keeps_fewer_bytes_for_the_backward_pass() -> None:
-    """Bytes of the tensors that autograd keeps, for a deep model."""
-
-    def kept(**choice) -> int:
-        model = tiny_model("llama", num_hidden_layers=8)
-        prepare(model, CPU)
-        set_up_passes([model], config(**choice), CPU)
-        seen: dict[int, int] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        with recomputing(model), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            target_logprobs(model, SEQUENCES * 4, [[False] + [True] * (len(ids) - 1) for ids in SEQUENCES * 4])
-        return sum(size for place, size in seen.items() if place not in weights)
-
-    assert kept(gradient_checkpointing=True) < kept() / 4
 
 
 def test_a_model_without_gradient_checkpointing_is_refused(make_model) -> None:

@@ -87,7 +87,6 @@ def test_a_model_must_know_the_tokens_of_the_policy(tokenizer):
 
 
 def test_tokens_of_the_sft_stage_are_known_to_the_later_stages(make_model, run_stage, tmp_path):
-    """RM and PPO read the tokenizer of the SFT stage. A reference that does not know the tokens is refused."""
     start = make_model("llama")
     template = {"data": {"prompt_template": "<|user|>{prompt}<|end|>"}}
     sft = run_stage("sft", tmp_path, model={"path": str(start), "add_tokens": NEW}, **template)
