@@ -10,7 +10,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,22 +44,18 @@ sys.exit(code)
 
 
 @pytest.fixture
-def start(tmp_path) -> Iterator[Callable[..., list[Forked]]]:
+def start(tmp_path) -> Callable[..., list[Forked]]:
     """A function that runs the body of a program in several processes with a `world`.
 
     `timeout_s` is that of the world. The store may take `patience_s` to answer.
     """
-    started: list[Forked] = []
 
     def processes(body: str, count: int, *, timeout_s: float = 120.0, patience_s: float = 20.0) -> list[Forked]:
         body = textwrap.indent(textwrap.dedent(body), "    ")
         code = PROGRAM.format(body=body, timeout_s=timeout_s, patience_s=patience_s)
-        started.extend(start_forked(variables(count), code, log=tmp_path / "body"))
-        return started
+        return start_forked(variables(count), code, log=tmp_path / "body")
 
-    yield processes
-    for process in started:
-        process.kill()
+    return processes
 
 
 def test_the_others_wait_for_longer_than_the_timeout_while_the_first_process_works(start):

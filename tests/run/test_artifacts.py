@@ -41,28 +41,11 @@ def test_a_published_stage_lists_every_file_with_its_digest(tmp_path: Path) -> N
     assert artifacts.model_directory(str(directory / "model")) == str(directory / "model")
 
 
-def test_the_old_result_stays_until_the_new_one_is_complete(tmp_path: Path) -> None:
-    make(tmp_path, "old")
-    partial = artifacts.open_partial(tmp_path, "sft")
-    (partial / "half").write_text("half")
-    weights = tmp_path / "sft" / "model" / "model.safetensors"
-    assert weights.read_text() == "old"
-    make(tmp_path, "new")
-    assert weights.read_text() == "new"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["sft"]
-
-
 def test_a_publication_cut_off_between_its_renames_is_undone(tmp_path: Path) -> None:
     make(tmp_path, "old")
     (tmp_path / "sft").rename(tmp_path / ".sft.old")
     assert artifacts.require_stage(tmp_path, "sft") == tmp_path / "sft"
     assert (tmp_path / "sft" / "model" / "model.safetensors").read_text() == "old"
-
-
-def test_a_missing_stage_is_its_own_error(tmp_path: Path) -> None:
-    with pytest.raises(artifacts.MissingStageError, match="no finished 'rm' stage") as error:
-        artifacts.require_stage(tmp_path, "rm")
-    assert (error.value.root, error.value.stage) == (str(tmp_path), "rm")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"contract": 99}', '{"contract": 1}'])

@@ -10,7 +10,7 @@ import copy
 import json
 import math
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,6 @@ REWARD = """
 def score(prompts, responses, rows):
     return [1e30 if row["number"] in {numbers} else float(len(r)) for r, row in zip(responses, rows)]
 """
-
-
-@pytest.fixture(autouse=True)
-def _no_attempt_is_left() -> Iterator[None]:
-    yield
-    crash.end_all()
 
 
 @pytest.fixture(scope="module")

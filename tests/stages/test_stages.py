@@ -7,14 +7,7 @@ import math
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    RobertaConfig,
-    RobertaForSequenceClassification,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_cli.config.models import ScratchModel
 from rlhf_cli.errors import ConfigError, RunError
@@ -27,34 +20,14 @@ from rlhf_cli.training.optimizer import Stepper
 from stages import rm as rm_stage
 from stages import sft as sft_stage
 from support.setup import config_of
-from support.tiny import encoder, read_jsonl, write_jsonl
-
-
-def metrics(root, stage):
-    return read_jsonl(root / stage / "metrics.jsonl")
-
-
-def function_file(folder, body):
-    path = folder / "reward.py"
-    path.write_text(f"def reward(prompts, responses, rows):\n    {body}\n", encoding="utf-8")
-    return [{"type": "function", "function": f"{path}:reward"}]
-
-
-# ---------------------------------------------------------------------------------- artifacts
-
+from support.tiny import SETTINGS, encoder, read_jsonl, tiny_model, write_jsonl
 
 # ------------------------------------------------------------------------------- models and data
 
 
-TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_tokenizer_from_scratch_is_loaded_as_one_of_the_models_family(run_stage, tmp_path, name):
-    config = {**TINY, "max_position_embeddings": 128}
-    if name == "gpt2":
-        config = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 128}
-    scratch = {"architecture": name, "config": config, "tokenizer": {"vocab_size": 290}}
+    scratch = {"architecture": name, "config": SETTINGS[name], "tokenizer": {"vocab_size": 290}}
     path = run_stage("sft", tmp_path, model={"scratch": scratch}) / "model"
     model, tokenizer = (auto.from_pretrained(path) for auto in (AutoModelForCausalLM, AutoTokenizer))
     assert len(tokenizer) <= model.get_input_embeddings().weight.shape[0]
@@ -96,19 +69,8 @@ def test_an_encoder_is_trained_as_reward_model(word_piece, run_stage, tmp_path):
 
 def test_a_long_text_is_cut_to_the_positions_of_roberta(word_piece, tmp_path):
     """RoBERTa's 130 positions hold 128 tokens: the first position is pad_token_id + 1."""
-    torch.manual_seed(0)
-    config = RobertaConfig(
-        vocab_size=len(word_piece),
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=130,
-        type_vocab_size=1,
-        pad_token_id=1,
-        num_labels=1,
-    )
-    RobertaForSequenceClassification(config).save_pretrained(tmp_path)
+    sizes = {"vocab_size": len(word_piece), "max_position_embeddings": 130, "pad_token_id": 1, "num_labels": 1}
+    tiny_model("roberta", AutoModelForSequenceClassification, **sizes).save_pretrained(tmp_path)
     word_piece.save_pretrained(tmp_path)
     model, tokenizer = load_reward_model(str(tmp_path)), load_tokenizer(str(tmp_path))
     tokenizer.model_max_length = 128  # as in released tokenizers
@@ -117,7 +79,9 @@ def test_a_long_text_is_cut_to_the_positions_of_roberta(word_piece, tmp_path):
 
 
 def test_ppo_runs_with_a_reward_function_alone(pipeline, run_stage, tmp_path):
-    rewards = function_file(tmp_path, "return [float(row['number']) + 0.25 * row['ended'] for row in rows]")
+    body = "return [float(row['number']) + 0.25 * row['ended'] for row in rows]"
+    (tmp_path / "reward.py").write_text(f"def reward(prompts, responses, rows): {body}")
+    rewards = [{"type": "function", "function": f"{tmp_path}/reward.py:reward"}]
     policy = {"path": str(pipeline("llama") / "sft")}
     run_stage("ppo", tmp_path, policy=policy, rewards=rewards)
     evaluation = json.loads((tmp_path / "ppo/evaluation.json").read_text())
@@ -155,7 +119,7 @@ def test_sft_learns_a_fixed_answer(make_model, data, run_stage, tmp_path):
         optimizer={"learning_rate": 1e-2},
         evaluation={"temperature": 0.1, "max_new_tokens": 16},
     )
-    losses = [row["loss/sft"] for row in metrics(tmp_path, "sft") if "loss/sft" in row]
+    losses = [row["loss/sft"] for row in read_jsonl(tmp_path / "sft/metrics.jsonl") if "loss/sft" in row]
     assert losses[0] > 4
     assert losses[-1] < 0.2
     assert {row["response"] for row in read_jsonl(tmp_path / "sft/samples.jsonl")} == {" thank you today"}

@@ -106,6 +106,14 @@ def _fork_server(_own_cache, _no_wait_for_the_disk, _one_thread, request):
         sys.modules["support.crash"].server()
 
 
+@pytest.fixture(autouse=True)
+def _no_process_is_left():
+    """End the processes of `support.crash` that a test has started."""
+    yield
+    if "support.crash" in sys.modules:
+        sys.modules["support.crash"].end_all()
+
+
 if torch.cuda.is_available():
 
     @pytest.fixture(autouse=True)

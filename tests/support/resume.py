@@ -37,13 +37,6 @@ PPO_CARRIES: dict[str, Any] = {
     "num_logged_samples": 3,
 }
 """All the state that PPO can carry from one step to the next."""
-TINY = {
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 128,
-}
 
 
 def rlhf(arguments: list[str], *more: str) -> Result:

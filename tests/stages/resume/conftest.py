@@ -12,8 +12,8 @@ import pytest
 
 from rlhf_cli.run.stage_run import StageRun
 from support import crash
-from support.resume import PPO_CARRIES, TINY, TRAINING, ask_to_stop, rlhf, same, stopping_after, succeed
-from support.tiny import merged
+from support.resume import PPO_CARRIES, TRAINING, ask_to_stop, rlhf, same, stopping_after, succeed
+from support.tiny import SETTINGS, merged
 
 CHANGED_MODEL = {"add_tokens": ["<|end|>"], "freeze": ["layers.0"]}
 
@@ -30,7 +30,10 @@ def changes(pipeline) -> dict[str, dict[str, Any]]:
     lora = {"lora": {"r": 2, "alpha": 4, "target_modules": ["q_proj", "up_proj"]}}
     cases = {
         "sft": (often, {"model": {"path": str(root / "sft/model"), **CHANGED_MODEL}, **TRAINING}),
-        "sft scratch": (often, {"model": {"scratch": {"architecture": "llama", "config": TINY}}, **TRAINING}),
+        "sft scratch": (
+            often,
+            {"model": {"scratch": {"config": SETTINGS["llama"]}}, **TRAINING},
+        ),
         "sft dora": (often, {"model": {"path": str(root / "sft/model"), "lora": {"r": 2, "dora": True}}, **TRAINING}),
         "rm": (often, TRAINING),
         "rm members": (often, TRAINING | {"members": 3}),
@@ -75,12 +78,6 @@ def changes(pipeline) -> dict[str, dict[str, Any]]:
         ),
     }
     return {name: functools.reduce(merged, parts) for name, parts in cases.items()}
-
-
-@pytest.fixture(autouse=True)
-def _no_attempt_is_left():
-    yield
-    crash.end_all()
 
 
 @pytest.fixture(scope="session")
