@@ -6,13 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_cli.run.artifacts import read_manifest
 from support.compare import same_runs
 from support.runs import run_forked
-from support.tiny import SETTINGS, STOP, merged
+from support.tiny import STOP, merged, tiny_model
 
 pytestmark = pytest.mark.slow
 VOCABULARY = 301
@@ -28,9 +26,7 @@ def model_of(tmp_path_factory, tokenizer) -> Callable[[str], str]:
     def make(family: str) -> str:
         if family not in directories:
             special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-            settings = SETTINGS[family] | special | {"vocab_size": VOCABULARY, "tie_word_embeddings": TIED[family]}
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
+            model = tiny_model(family, **special, vocab_size=VOCABULARY, tie_word_embeddings=TIED[family])
             directories[family] = tmp_path_factory.mktemp(family) / "model"
             model.save_pretrained(directories[family])
             tokenizer.save_pretrained(directories[family])

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlhf_cli.config.models import Lora
 from rlhf_cli.config.sft_rm import RMConfig
@@ -47,10 +47,10 @@ from rlhf_cli.training.bad_steps import LossScale
 from rlhf_cli.training.optimizer import build_stepper
 from stages import rm, sft
 from support.compare import merged_copy
-from support.tiny import SETTINGS, random_ids
+from support.tiny import random_ids, tiny_model
 
 VOCABULARY = 97
-"""Neither 2 nor 4 processes divide it."""
+"""That of `tiny_model`. Neither 2 nor 4 processes divide it."""
 STEPS = 6
 COMPARED_STEPS = 3
 """Steps of each case. In the second only the first process has a row."""
@@ -87,13 +87,10 @@ OFFLOADED = ("llama tied", "llama bfloat16", "llama bfloat16 adamw", "llama hybr
 def make_models(folder: Path, *names: str) -> None:
     """Write the model of each of these cases, or of all."""
     for name, case in {name: CASES[name] for name in names or CASES}.items():
-        family = case.get("family", "llama")
         size = 64 if case.get("wide") else case.get("size")
         wide = {"hidden_size": size, "intermediate_size": 2 * size} if size else {}
-        settings = SETTINGS[family] | wide | {"vocab_size": VOCABULARY, "tie_word_embeddings": case.get("tied", False)}
-        config = AutoConfig.for_model(family, **settings, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+        model = tiny_model(case.get("family", "llama"), **wide, tie_word_embeddings=case.get("tied", False))
+        model.save_pretrained(folder / name)
 
 
 def batches() -> list[list[list[int]]]:
