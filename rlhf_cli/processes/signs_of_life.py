@@ -81,7 +81,7 @@ class Pulse(threading.Thread):
     def __init__(self, ending: Ending, timeout_s: float, step: str):
         super().__init__(name="pulse", daemon=True)
         self.ending = ending
-        # Connections of its own, since the process group may wait in the other one. One that timed out is useless.
+        # Connections of its own: the process group may wait in the other one. One that timed out is of no use again.
         self._store = self._connected()
         self._spare: dist.Store | None = self._connected()
         self.rank, self.size, self.timeout_s = ending.rank, ending.size, timeout_s

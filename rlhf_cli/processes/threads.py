@@ -1,8 +1,8 @@
 """Work in threads: passes that do not depend on each other run at the same time on a CPU, one core each.
 
 torch can split one product among threads instead (OpenMP). For small products that gains little, and the last digits
-then depend on the number of threads. Here results are taken in order, so it changes no number. Only if there are fewer
-passes than threads, those of LARGE models use several cores each, as do decoding steps (`rollout/sampling.py`).
+then depend on the number of threads. Here they do not, as results are taken in order. Only if there are fewer passes
+than threads, those of LARGE models use several cores each, as do decoding steps (`rollout/sampling.py`).
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def read_manifest_or_none(directory: str | Path) -> Manifest | None:
 
 
 def fingerprint(path: str | None, revision: str | None = None) -> str:
-    """A digest of the content of `path`, of a finished stage's manifest; "missing" for None.
+    """A digest of the content of `path`, or of its manifest if it is a finished stage; "missing" for None.
 
     A path that is not on disk is taken as a hub id, which is identified by its name and revision.
     """

@@ -166,7 +166,7 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def _new(self, step: int, numbers: str, digests: dict[str, str]) -> Iterator[Path]:
-        """`new_checkpoint` with its numbers, which replaces the oldest one."""
+        """`new_checkpoint` with these numbers. Afterwards the oldest ones are removed."""
         with new_checkpoint(self._absolute, step, digests) as directory:
             yield directory
             (directory / NUMBERS).write_text(numbers, encoding="utf-8")

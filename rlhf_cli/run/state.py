@@ -107,9 +107,9 @@ def what_changed(config: Stage, recorded: Mapping[str, Any], root: str | Path) -
     base = working_directory(config.artifacts, root) or Path.cwd()
     stages_of_run = {f"{config.artifacts}/{stage}": str(Path(root) / stage) for stage in STAGES}
     changed, missing = [], []
-    used = [("data", role, source.path, source.revision) for role, source in config.sources.items()]
-    used += [("inputs", role, *path) for role, path in inputs_of(config, base).items()]
-    for section, role, path, revision in used:
+    used = {("data", role): (source.path, source.revision) for role, source in config.sources.items()}
+    used |= {("inputs", role): place for role, place in inputs_of(config, base).items()}
+    for (section, role), (path, revision) in used.items():
         local = stages_of_run.get(path, str(base / path))
         digest_of = data_fingerprint if section == "data" else fingerprint
         exists = Path(local).exists() or (section == "data" and data_fingerprint(local) != "missing")
@@ -124,9 +124,8 @@ def what_changed(config: Stage, recorded: Mapping[str, Any], root: str | Path) -
             changed.append(name)
         else:
             missing.append(f"{name} ({path})")
-    known = {(section, role) for section, role, _, _ in used}
-    gone = [(section, role) for section in ("data", "inputs") for role in recorded[section]]
-    changed += [f"{section.removesuffix('s')} {role}" for section, role in gone if (section, role) not in known]
+    all_recorded = [(section, role) for section in ("data", "inputs") for role in recorded[section]]
+    changed += [f"{section.removesuffix('s')} {role}" for section, role in all_recorded if (section, role) not in used]
     words = [f"stale, changed since: {', '.join(changed)}"] if changed else []
     if missing:
         words.append(f"not found from {base}: {', '.join(missing)}")

@@ -11,6 +11,7 @@ import json
 import math
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from rlhf_cli.training.bad_steps import append_new
 from rlhf_cli.training.optimizer import Stepper
 from support import crash
 from support.compare import same_weights
-from support.resume import rlhf, stopping_after, succeed
+from support.resume import checkpoints, refused, rlhf, stopping_after, succeed
 from support.tiny import SETTINGS, merged, read_jsonl, write_jsonl
 from support.worlds import run_in_threads
 
@@ -113,20 +114,12 @@ def config_in(write_config, data, poisoned_model, make_model) -> Callable[..., l
     return prepare
 
 
-def stops(arguments: list[str], *more: str) -> str:
-    """Run a command that must stop with one line and exit code 1; return the line."""
-    result = rlhf(arguments, "--quiet", *more)
-    assert result.exit_code == 1, result.output
-    assert isinstance(result.exception, SystemExit), repr(result.exception)
-    assert result.stderr.startswith("error: ")
-    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
-    return result.stderr
+stops = partial(refused, code=1)
 
 
 def saved_steps(root: Path, stage: str) -> list[int]:
-    paths = checkpoint_files.list_checkpoints(checkpoint_files.checkpoints_directory(root, stage))
-    assert all(checkpoint_files.damage_of(path) is None for path in paths)
-    return [checkpoint_files.step_of(path) for path in paths]
+    assert all(checkpoint_files.damage_of(path) is None for path in checkpoints(root, stage))
+    return [checkpoint_files.step_of(path) for path in checkpoints(root, stage)]
 
 
 def step_rows(directory: Path, stage: str) -> list[dict[str, Any]]:
