@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -50,11 +49,9 @@ def test_a_setting_that_cannot_work_is_reported(project: Path, stage: str, setti
 
 
 def test_a_held_out_prompt_that_is_longer_than_the_model_is_reported(project: Path) -> None:
-    path = project / "long.jsonl"
-    path.write_text(json.dumps({"prompt": "late " * 42}) + "\n")
-    assert "the model has 128 positions" in fails(
-        project, "ppo", "--set", f"data.test={path}", "--set", "data.max_prompt_length=200"
-    )
+    path = write_jsonl(project / "long.jsonl", [{"prompt": "late " * 42}])
+    message = fails(project, "ppo", "--set", f"data.test={path}", "--set", "data.max_prompt_length=200")
+    assert "the model has 128 positions" in message
 
 
 # ------------------------------------------------------------------------------------------- models
@@ -69,9 +66,8 @@ def copy_model(project: Path, stage: str) -> Path:
 def test_a_model_directory_without_weights_is_reported(project: Path) -> None:
     model = copy_model(project, "sft")
     (model / "model.safetensors").unlink()
-    assert "has no weights. Save the model again with save_pretrained" in fails(
-        project, "ppo", "--set", f"policy.path={model}"
-    )
+    message = fails(project, "ppo", "--set", f"policy.path={model}")
+    assert "has no weights. Save the model again with save_pretrained" in message
     (model / "pytorch_model.bin").write_bytes(b"not read")
     assert "a pickle is never read" in fails(project, "ppo", "--set", f"policy.path={model}")
     (model / "config.json").unlink()
@@ -116,9 +112,7 @@ def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(project: Path) -> 
 
 
 @pytest.mark.parametrize("path", ["/", "{up}", "/proc", "{project}", "{project}/empty"])
-def test_a_folder_without_data_or_a_model_is_refused_before_it_is_scanned(
-    project: Path, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_without_data_or_a_model_is_refused_before_it_is_scanned(project, path, monkeypatch):
     """`data.train: /` would hash the whole disk before any message."""
     path = path.format(project=project, up="../" * 40)
     (project / "empty").mkdir()
@@ -237,9 +231,7 @@ def test_a_manifest_with_values_of_a_wrong_type_is_reported(project: Path) -> No
         ("generation_config.json", "output_attentions", True, ""),
     ],
 )
-def test_a_file_of_a_model_with_wrong_values_is_reported(
-    project: Path, name: str, key: str, value: Any, message: str
-) -> None:
+def test_a_file_of_a_model_with_wrong_values_is_reported(project, name, key, value, message):
     path = model_file(project, f"sft/model/{name}")
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     line = fails(project, "ppo" if name == "generation_config.json" else "rm", "--restart")

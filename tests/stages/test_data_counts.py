@@ -6,7 +6,6 @@ import copy
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +86,8 @@ def awkward(stage: str) -> list[dict[str, Any]]:
     ],
 )
 def test_data_check_and_the_stage_count_the_same_rows(
-    name: str,
-    options: dict[str, Any],
-    architecture: str,
-    tmp_path: Path,
-    make_model: Callable[[str], Path],
-    word_piece: Any,
-    write_config: Callable[..., Path],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    architecture, name, options, make_model, word_piece, write_config, tmp_path, capsys
+):
     stage = name.split()[0]
     path = str(make_model("llama"))
     if architecture == "encoder":
@@ -162,9 +154,7 @@ def test_a_tenth_of_skipped_rows_gives_no_warning() -> None:
     ]
 
 
-def test_if_all_rows_are_too_long_the_error_names_the_length_to_set(
-    tmp_path: Path, make_model: Any, run_stage: Any
-) -> None:
+def test_if_all_rows_are_too_long_the_error_names_the_length_to_set(make_model, run_stage, tmp_path):
     rows = [{"prompt": "lamp " * 50, "response": f" answer {n}"} for n in range(20)]
     data = {"train": str(write_jsonl(tmp_path / "a.jsonl", rows)), "test": None, "test_fraction": 0, "max_length": 9}
     model = {"path": str(make_model("llama"))}
@@ -173,13 +163,11 @@ def test_if_all_rows_are_too_long_the_error_names_the_length_to_set(
     )
     with pytest.raises(DataError, match=message) as error:
         run_stage("sft", tmp_path, model=model, data=data)
-    length = int(re.search(r"max_length: (\d+)", str(error.value)).group(1))  # type: ignore[union-attr]
+    length = int(re.search(r"max_length: (\d+)", str(error.value)).group(1))
     run_stage("sft", tmp_path, model=model, data=data | {"max_length": length}, evaluation={"num_samples": 0})
 
 
-def test_data_check_takes_the_tokenizer_of_a_stage_directory_and_measures_as_its_model_reads(
-    tmp_path: Path, word_piece: Any
-) -> None:
+def test_data_check_takes_the_tokenizer_of_a_stage_directory_and_measures_as_its_model_reads(word_piece, tmp_path):
     """`--tokenizer RUN/rm` takes RUN/rm/model. That is an encoder, so texts are measured whole, with special tokens."""
     folder = tmp_path / "rm"
     tokenizer = copy.deepcopy(word_piece)
@@ -207,21 +195,17 @@ def test_data_check_takes_the_tokenizer_of_a_stage_directory_and_measures_as_its
         ({"num_epochs": 1}, 1, "lower training.num_epochs or training.minibatch_size"),
     ],
 )
-def test_more_than_ten_epochs_give_a_warning(
-    training: dict[str, Any], rows: int, warned: str | None, write_config: Any, tmp_path: Path
-) -> None:
+def test_more_than_ten_epochs_give_a_warning(training, rows, warned, write_config, tmp_path):
     changes = {"model": {"path": "org/model"}, "training": {"num_steps": None, "minibatch_size": 16, **training}}
     config = load_config(write_config("sft", tmp_path, **changes), CONFIGS["sft"])
-    messages = warnings(config, config.training.total_steps(rows), rows)  # type: ignore[attr-defined, arg-type]
+    messages = warnings(config, config.training.total_steps(rows), rows)
     assert (not messages) if warned is None else messages[0].endswith(warned)
 
 
 # --------------------------------------------------------------------------------------- figures with counts
 
 
-def test_every_figure_of_rm_is_printed_with_its_number_of_rows(
-    tmp_path: Path, make_model: Any, write_config: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_figure_of_rm_is_printed_with_its_number_of_rows(make_model, write_config, tmp_path, capsys):
     probes = [
         {"prompt": f"p {n}", "chosen": " thank", "rejected": " sorry", "probe": "tone" if n % 3 else "length"}
         for n in range(10)
@@ -241,9 +225,7 @@ def test_every_figure_of_rm_is_printed_with_its_number_of_rows(
     assert (counts["probe/tone"], counts["probe/length"]) == ("6", "4")
 
 
-def test_the_table_of_sft_names_its_rows_and_tokens(
-    tmp_path: Path, make_model: Any, write_config: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_of_sft_names_its_rows_and_tokens(make_model, write_config, tmp_path, capsys):
     config = write_config("sft", tmp_path, model={"path": str(make_model("llama"))})
     sft.run(load_config(config, CONFIGS["sft"]))
     assert re.search(r"SFT on 5 held-out rows, \d+ target tokens", capsys.readouterr().out)

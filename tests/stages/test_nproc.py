@@ -94,16 +94,12 @@ def test_two_processes_give_the_weights_of_one(write_config, make_model, run_sta
     run_stage("sft", tmp_path / "one", **changes)
     config = write_config("sft", tmp_path / "two", **changes)
     command = [*RLHF, "sft", str(config), "--nproc", "2"]
-    done = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.count("finished in") == 1
+    options = {"env": ENVIRONMENT, "cwd": ROOT, "capture_output": True, "text": True}
+    assert subprocess.run(command, **options, check=True).stdout.count("finished in") == 1
     same_weights(tmp_path / "one/sft", tmp_path / "two/sft")
-    manifest = read_manifest(tmp_path / "two/sft")
-    assert manifest is not None
-    assert manifest.num_processes == 2
-    skipped = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "skipped" in skipped.stdout
-    wrong = [*command, "--set", "training.num_steps=no"]
-    refused = subprocess.run(wrong, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert read_manifest(tmp_path / "two/sft").num_processes == 2
+    assert "skipped" in subprocess.run(command, **options, check=True).stdout
+    refused = subprocess.run([*command, "--set", "training.num_steps=no"], **options, check=False)
     assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
 
 

@@ -60,7 +60,5 @@ def test_four_processes_give_the_tokens_and_figures_of_one(
     one = run_stage("ppo", tmp_path / "one", **merged(ITERATIONS, models))
     run_forked(4, "ppo", write_config("ppo", tmp_path / "four", **merged(ITERATIONS, models | distributed)))
     four = tmp_path / "four/ppo"
-    manifest = read_manifest(four)
-    assert manifest is not None
-    assert manifest.num_processes == 4
+    assert read_manifest(four).num_processes == 4
     same_runs(one, four)

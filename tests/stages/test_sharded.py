@@ -21,9 +21,7 @@ def same_results(stage, changes, write_config, run_stage, root):
     same_runs(one, two)
     files = [{str(path.relative_to(place)) for path in place.rglob("*")} for place in (one, two)]
     assert files[0] == files[1]
-    manifest = read_manifest(two)
-    assert manifest is not None
-    assert manifest.num_processes == 2
+    assert read_manifest(two).num_processes == 2
 
 
 def test_a_sharded_run_is_the_run_of_one_process(make_model, write_config, run_stage, tmp_path):

@@ -257,6 +257,9 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(stopped, fin
             expected = "" if (name, damage) == ("manifest.json", "flipped") else name
             assert expected in checkpoint_files.damage_of(damaged), (name, damage)
             shutil.rmtree(damaged.parent)
+    (before / "more.safetensors").touch()
+    assert checkpoint_files.damage_of(before) == "its manifest.json was modified"
+    (before / "more.safetensors").unlink()
     flip_a_bit(newest / "state.safetensors")
     output = finish(arguments)
     assert f"warning: {newest}: cannot be used, state.safetensors was modified" in output
