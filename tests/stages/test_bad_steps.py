@@ -31,7 +31,7 @@ from rlhf_cli.training.bad_steps import append_new
 from rlhf_cli.training.optimizer import Stepper
 from support import crash
 from support.compare import same_weights
-from support.resume import checkpoints, refused, rlhf, stopping_after, succeed
+from support.resume import checkpoints, refused, rlhf, stopped_after, succeed
 from support.tiny import SETTINGS, merged, read_jsonl, write_jsonl
 from support.worlds import run_in_threads
 
@@ -311,13 +311,11 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_published(stage, conf
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_count_of_consecutive_bad_steps_is_resumed(stage, config_in, monkeypatch, tmp_path):
+def test_the_count_of_consecutive_bad_steps_is_resumed(stage, config_in, tmp_path):
     """Five consecutive bad steps are allowed. Three come before the stop and three after it."""
     bad = [2, 3, 4, 5, 6] if stage != "ppo" else [2, 3]
     arguments = config_in(stage, tmp_path, bad=bad)
-    with monkeypatch.context() as patch:
-        patch.setattr(StageRun, "finish_step", stopping_after(4 if stage != "ppo" else 2))
-        assert rlhf(arguments, "--quiet").exit_code == 143
+    stopped_after(4 if stage != "ppo" else 2, arguments, "--quiet")
     message = stops(arguments)
     assert message.startswith("error: ppo iteration 3, step 9: " if stage == "ppo" else f"error: {stage} step 6: ")
     assert "These were 5 bad steps in a row" in message

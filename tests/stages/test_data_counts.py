@@ -206,17 +206,11 @@ def test_more_than_ten_epochs_give_a_warning(training, rows, warned, write_confi
 
 
 def test_every_figure_of_rm_is_printed_with_its_number_of_rows(make_model, write_config, tmp_path, capsys):
-    probes = [
-        {"prompt": f"p {n}", "chosen": " thank", "rejected": " sorry", "probe": "tone" if n % 3 else "length"}
-        for n in range(10)
-    ]
-    config = write_config(
-        "rm",
-        tmp_path,
-        model={"path": str(make_model("llama"))},
-        data={"probes": str(write_jsonl(tmp_path / "probes.jsonl", probes))},
-        evaluation={"num_normalization_samples": 0},
-    )
+    pair = {"prompt": "p", "chosen": " thank", "rejected": " sorry"}
+    rows = [pair | {"probe": "tone" if n % 3 else "length"} for n in range(10)]
+    probes = write_jsonl(tmp_path / "probes.jsonl", rows)
+    keys = {"model": {"path": str(make_model("llama"))}, "data": {"probes": str(probes)}}
+    config = write_config("rm", tmp_path, **keys, evaluation={"num_normalization_samples": 0})
     rm.run(load_config(config, CONFIGS["rm"]))
     output = capsys.readouterr().out
     cells = [line.split() for line in output.splitlines() if line.strip().startswith(("eval/", "probe/"))]

@@ -177,14 +177,8 @@ def test_one_set_that_chooses_and_reports_is_named(make_model, write_config, spl
     settings = {"num_samples": 0, "every_steps": 1, "keep_best": True, "max_rows": 3}
     words = "evaluation.keep_best chooses by the test rows"
     for data, is_named in ((changes, False), (changes | {"validation": None}, True)):
-        path = write_config(
-            "sft",
-            tmp_path / str(is_named),
-            model={"path": str(make_model("llama"))},
-            data=data,
-            evaluation=settings,
-            training={"num_steps": 1},
-        )
+        keys = {"model": {"path": str(make_model("llama"))}, "data": data, "evaluation": settings}
+        path = write_config("sft", tmp_path / str(is_named), **keys, training={"num_steps": 1})
         sft.run(load_config(path, SFTConfig))
         output = " ".join(capsys.readouterr().out.split())
         assert (words in output) is is_named

@@ -271,14 +271,9 @@ def test_a_ranking_counts_once_in_the_accuracy_and_its_interval(make_model, writ
 def test_one_scored_row_of_zero_reaches_the_loss(run_stage, make_model, tmp_path):
     """[39] All scores but one are 0: the mean squared target before the first step is 1, so every row counts."""
     rows = [{"prompt": "p", "response": f" r{i}", "score": 0.0 if i else 8.0} for i in range(8)]
-    run_stage(
-        "rm",
-        tmp_path,
-        model={"path": str(make_model("llama")), "head_std": 1e-9},
-        data={"train": str(write_jsonl(tmp_path / "rows.jsonl", rows)), "test": None, "test_fraction": 0},
-        loss="mse",
-        training={"num_steps": 1, "minibatch_size": 8},
-    )
+    data = {"train": str(write_jsonl(tmp_path / "rows.jsonl", rows)), "test": None, "test_fraction": 0}
+    keys = {"model": {"path": str(make_model("llama")), "head_std": 1e-9}, "data": data, "loss": "mse"}
+    run_stage("rm", tmp_path, **keys, training={"num_steps": 1, "minibatch_size": 8})
     assert read_jsonl(tmp_path / "rm/metrics.jsonl")[0]["loss/rm"] == pytest.approx(1.0, abs=1e-4)
     config = json.loads((tmp_path / "rm/model/config.json").read_text())
     assert (config["target_mean"], config["target_std"]) == (1.0, pytest.approx(7**0.5))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -34,13 +33,11 @@ def pids_of(root: Path) -> dict[int, int]:
     for path in Path("/proc").glob("[0-9]*"):
         try:
             is_ours = str(root).encode() in (path / "cmdline").read_bytes()
-            variables = dict(
-                line.split(b"=", 1) for line in (path / "environ").read_bytes().split(b"\0") if b"=" in line
-            )
+            rank = re.search(rb"\0RANK=(\d+)", b"\0" + (path / "environ").read_bytes())
         except OSError:
             continue
-        if is_ours and b"RANK" in variables:
-            found[int(variables[b"RANK"])] = int(path.name)
+        if is_ours and rank:
+            found[int(rank[1])] = int(path.name)
     return found
 
 
@@ -49,25 +46,12 @@ def begin(write_config, make_model, tmp_path) -> Iterator[Callable[..., subproce
     """A function that starts a long SFT run by a command, and returns when both processes train."""
     started = []
 
-    def start(
-        *command: str, shard: bool = False, minibatch_size: int = 4, timeout_s: float = 60
-    ) -> subprocess.Popen[str]:
-        config = write_config(
-            "sft",
-            tmp_path,
-            model={"path": str(make_model("llama"))},
-            training={"num_steps": 100_000, "minibatch_size": minibatch_size},
-            checkpoints={"every_minutes": None},
-            distributed={"timeout_s": timeout_s, "shard": shard},
-        )
-        process = subprocess.Popen(
-            [word.format(config=config) for word in command],
-            env=ENVIRONMENT,
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def start(*command: str, shard: bool = False, timeout_s: float = 60) -> subprocess.Popen[str]:
+        changes = {"model": {"path": str(make_model("llama"))}, "training": {"num_steps": 100_000}}
+        changes |= {"checkpoints": {"every_minutes": None}, "distributed": {"timeout_s": timeout_s, "shard": shard}}
+        words = [word.format(config=write_config("sft", tmp_path, **changes)) for word in command]
+        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(words, env=ENVIRONMENT, cwd=ROOT, **streams)
         started.append(process)
         metrics = tmp_path / ".sft.partial/metrics.jsonl"
         wait_for(lambda: process.poll() is not None or (metrics.exists() and metrics.stat().st_size > 2000))
@@ -141,5 +125,4 @@ def test_the_processes_of_a_torchrun_that_has_ended_save_and_stop(begin, tmp_pat
     process.kill()
     wait_for(lambda: not pids_of(tmp_path), every=0.1)
     assert checkpoint_files.last_step(str(tmp_path), "sft") > 0
-    rows = [json.loads(line) for line in (tmp_path / ".sft.partial/metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["step"] >= 1
+    assert read_jsonl(tmp_path / ".sft.partial/metrics.jsonl")[-1]["step"] >= 1

@@ -94,12 +94,8 @@ def test_ppo_runs_with_a_reward_function_alone(pipeline, run_stage, tmp_path):
 
 def test_one_normalization_sample_gives_no_nan(pipeline, run_stage, tmp_path):
     """One number has no standard deviation. A NaN in config.json would make every later score NaN."""
-    run_stage(
-        "rm",
-        tmp_path,
-        model={"path": str(pipeline("llama") / "sft")},
-        evaluation={"num_normalization_samples": 1},
-    )
+    model = {"path": str(pipeline("llama") / "sft")}
+    run_stage("rm", tmp_path, model=model, evaluation={"num_normalization_samples": 1})
     assert math.isfinite(json.loads((tmp_path / "rm/model/config.json").read_text())["score_std"])
 
 
@@ -110,15 +106,9 @@ def test_sft_learns_a_fixed_answer(make_model, data, run_stage, tmp_path):
     """The same answer to every prompt: the loss falls from at least ln(300) = 5.7 nats to almost 0."""
     rows = [{"prompt": row["prompt"], "response": " thank you today"} for row in read_jsonl(data["prompts"])]
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
-    run_stage(
-        "sft",
-        tmp_path,
-        model={"path": str(make_model("llama"))},
-        data={"train": path, "test": path},
-        training={"num_steps": 40, "minibatch_size": 8},
-        optimizer={"learning_rate": 1e-2},
-        evaluation={"temperature": 0.1, "max_new_tokens": 16},
-    )
+    keys = {"model": {"path": str(make_model("llama"))}, "data": {"train": path, "test": path}}
+    keys |= {"training": {"num_steps": 40, "minibatch_size": 8}, "optimizer": {"learning_rate": 1e-2}}
+    run_stage("sft", tmp_path, **keys, evaluation={"temperature": 0.1, "max_new_tokens": 16})
     losses = [row["loss/sft"] for row in read_jsonl(tmp_path / "sft/metrics.jsonl") if "loss/sft" in row]
     assert losses[0] > 4
     assert losses[-1] < 0.2
@@ -169,14 +159,10 @@ def test_a_failing_gold_judge_fails_before_training(tmp_path, make_model, run_st
         "def judge(prompts, responses, rows):\n    raise KeyError('nothing')\n"
     )
     expected = r"evaluation\.gold \(.*judge\.py:judge\).*raised KeyError.*fits your data, or remove evaluation\.gold"
+    rewards = [{"type": "function", "function": f"{judge}:ones"}]
+    keys = {"policy": {"path": str(make_model("llama"))}, "rewards": rewards, "evaluation": {"gold": f"{judge}:judge"}}
     with pytest.raises(RunError, match=expected):
-        run_stage(
-            "ppo",
-            tmp_path / "run",
-            policy={"path": str(make_model("llama"))},
-            rewards=[{"type": "function", "function": f"{judge}:ones"}],
-            evaluation={"gold": f"{judge}:judge"},
-        )
+        run_stage("ppo", tmp_path / "run", **keys)
     assert not (tmp_path / "run/.ppo.partial/metrics.jsonl").exists()
 
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -99,6 +99,11 @@ class Job:
         local = ["--rdzv-conf", hosting, "--local-addr", ADDRESSES[rank]]
         return [*endpoint, *local, "--max-restarts", str(self.restarts)]
 
+    def train(self, until: Callable[[], bool]) -> None:
+        """Wait until it has trained so far on both hosts."""
+        wait_for(lambda: until() or any(process.poll() is not None for process in self.processes))
+        assert all(process.poll() is None for process in self.processes), self.text()
+
     def wait(self) -> list[int]:
         return [process.wait(600) for process in self.processes]
 
@@ -114,14 +119,9 @@ class Job:
 
 @pytest.mark.usefixtures("hosts")
 def test_a_short_cut_is_waited_for_and_a_long_one_ends_the_run_which_resumes(write_config, make_model, tmp_path):
-    config = write_config(
-        "sft",
-        tmp_path,
-        model={"path": str(make_model("llama"))},
-        training={"num_steps": 100_000},
-        checkpoints={"every_steps": 20, "every_minutes": None},
-        distributed={"timeout_s": 15},
-    )
+    keys = {"model": {"path": str(make_model("llama"))}, "training": {"num_steps": 100_000}}
+    keys |= {"checkpoints": {"every_steps": 20, "every_minutes": None}, "distributed": {"timeout_s": 15}}
+    config = write_config("sft", tmp_path, **keys)
     metrics = tmp_path / ".sft.partial/metrics.jsonl"
 
     def num_rows() -> int:
@@ -129,15 +129,12 @@ def test_a_short_cut_is_waited_for_and_a_long_one_ends_the_run_which_resumes(wri
 
     job = Job(config, tmp_path)
     try:
-        wait_for(lambda: num_rows() > 25 or any(process.poll() is not None for process in job.processes))
-        assert all(process.poll() is None for process in job.processes), job.text()
-
+        job.train(lambda: num_rows() > 25)
         set_link("down")
         time.sleep(3)
         set_link("up")
         at = num_rows()
-        wait_for(lambda: num_rows() > at + 25 or any(process.poll() is not None for process in job.processes))
-        assert all(process.poll() is None for process in job.processes), job.text()
+        job.train(lambda: num_rows() > at + 25)
 
         set_link("down")
         assert 0 not in job.wait()
@@ -157,14 +154,9 @@ def test_a_short_cut_is_waited_for_and_a_long_one_ends_the_run_which_resumes(wri
 @pytest.mark.usefixtures("hosts")
 def test_a_killed_process_of_a_sharded_run_is_restarted_on_both_hosts(write_config, make_model, tmp_path):
     """`distributed.shard` between the hosts. The run resumes from its last checkpoint and ends."""
-    config = write_config(
-        "sft",
-        tmp_path,
-        model={"path": str(make_model("llama"))},
-        training={"num_steps": 30},
-        checkpoints={"every_steps": 4, "every_minutes": None},
-        distributed={"timeout_s": 60, "shard": True},
-    )
+    keys = {"model": {"path": str(make_model("llama"))}, "training": {"num_steps": 30}}
+    keys |= {"checkpoints": {"every_steps": 4, "every_minutes": None}, "distributed": {"timeout_s": 60, "shard": True}}
+    config = write_config("sft", tmp_path, **keys)
     second_host = {"GLOO_SOCKET_IFNAME": LINKS[1]}
     program = dies_once(tmp_path / "dies.py", tmp_path / ".sft.checkpoints", **second_host)
     job = Job(config, tmp_path, restarts=1, program=(program,))

@@ -64,16 +64,27 @@ def ask_to_stop(_: StageRun) -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
-def stopping_after(step: int, happens: Callable[[StageRun], object] = ask_to_stop, real: Any = None) -> Any:
+FINISH_STEP = StageRun.finish_step
+
+
+def stopping_after(step: int, happens: Callable[[StageRun], object] = ask_to_stop) -> Callable[..., None]:
     """A replacement for `StageRun.finish_step` that asks the run to stop after `step`, or does something else."""
-    finish_step = real or StageRun.finish_step
 
     def finish(self: StageRun, done: int, total: int) -> None:
         if done == step:
             happens(self)
-        finish_step(self, done, total)
+        FINISH_STEP(self, done, total)
 
     return finish
+
+
+def stopped_after(step: int, arguments: list[str], *more: str) -> Result:
+    """Run the command until it has been asked to stop after `step`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageRun, "finish_step", stopping_after(step))
+        result = rlhf(arguments, *more)
+    assert result.exit_code == 143, result.output
+    return result
 
 
 def same(one: dict[str, Any], two: dict[str, Any]) -> None:

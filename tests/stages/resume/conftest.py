@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_cli.run.stage_run import StageRun
 from support import crash
-from support.resume import PPO_CARRIES, TRAINING, ask_to_stop, rlhf, same, stopping_after, succeed
+from support.resume import PPO_CARRIES, TRAINING, same, stopped_after, stopping_after, succeed
 from support.tiny import SETTINGS, merged
 
 CHANGED_MODEL = {"add_tokens": ["<|end|>"], "freeze": ["layers.0"]}
@@ -30,10 +30,7 @@ def changes(pipeline) -> dict[str, dict[str, Any]]:
     lora = {"lora": {"r": 2, "alpha": 4, "target_modules": ["q_proj", "up_proj"]}}
     cases = {
         "sft": (often, {"model": {"path": str(root / "sft/model"), **CHANGED_MODEL}, **TRAINING}),
-        "sft scratch": (
-            often,
-            {"model": {"scratch": {"config": SETTINGS["llama"]}}, **TRAINING},
-        ),
+        "sft scratch": (often, {"model": {"scratch": {"config": SETTINGS["llama"]}}, **TRAINING}),
         "sft dora": (often, {"model": {"path": str(root / "sft/model"), "lora": {"r": 2, "dora": True}}, **TRAINING}),
         "rm": (often, TRAINING),
         "rm members": (often, TRAINING | {"members": 3}),
@@ -97,14 +94,9 @@ def config_in(write_config, changes, pipeline, data) -> Callable[..., list[str]]
 
 
 @pytest.fixture
-def at_step(monkeypatch) -> Callable[..., None]:
-    """A function: step, action -> run the action, by default a signal to stop, after the step, before it is saved."""
-    real = StageRun.finish_step
-
-    def arrange(step: int, happens: Callable[[StageRun], object] = ask_to_stop) -> None:
-        monkeypatch.setattr(StageRun, "finish_step", stopping_after(step, happens, real))
-
-    return arrange
+def at_step(monkeypatch) -> Callable[[int, Callable[[StageRun], object]], None]:
+    """A function: step, action -> run the action after the step and before it is saved."""
+    return lambda step, happens: monkeypatch.setattr(StageRun, "finish_step", stopping_after(step, happens))
 
 
 @pytest.fixture(scope="session")
@@ -147,9 +139,7 @@ def stopped(config_in, tmp_path_factory) -> Callable[[str, Path], list[str]]:
         stage = case.split()[0]
         if case not in known:
             known[case] = tmp_path_factory.mktemp("stopped") / "run"
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(StageRun, "finish_step", stopping_after(3 if stage == "ppo" else 4))
-                assert rlhf(config_in(case, known[case]), "--quiet").exit_code == 143
+            stopped_after(3 if stage == "ppo" else 4, config_in(case, known[case]), "--quiet")
         shutil.copytree(known[case], root, dirs_exist_ok=True)
         return config_in(case, root)
 

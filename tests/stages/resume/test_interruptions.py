@@ -27,7 +27,18 @@ from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.run.state import state_of
 from stages import sft as sft_stage
 from support import crash
-from support.resume import STEPS, checkpoints, refused, rlhf, same, status, succeed, words
+from support.resume import (
+    STEPS,
+    checkpoints,
+    refused,
+    rlhf,
+    same,
+    status,
+    stopped_after,
+    stopping_after,
+    succeed,
+    words,
+)
 
 # ------------------------------------------------------------------------------------------ signals
 
@@ -219,9 +230,7 @@ def test_a_disk_that_is_full_at_any_point_gives_one_line_and_can_be_resumed(size
     ("removed", "step"),
     [(".", 3), (".sft.checkpoints", 6), (".sft.lock", 6), (".sft.partial", None)],
 )
-def test_a_stage_directory_that_is_deleted_during_the_run(
-    removed, step, config_in, at_step, undisturbed, tmp_path, monkeypatch
-):
+def test_a_stage_directory_that_is_deleted_during_the_run(removed, step, config_in, undisturbed, tmp_path, monkeypatch):
     """Deleted in a step, in the last one, or before publishing: nothing is published, and the next run is complete."""
     root = tmp_path / "run"
     arguments = config_in("sft", root)
@@ -236,13 +245,12 @@ def test_a_stage_directory_that_is_deleted_during_the_run(
             publish = StageRun.publish
             patch.setattr(StageRun, "publish", lambda self, metrics: (remove(self), publish(self, metrics)))
         else:
-            at_step(step, remove)
+            patch.setattr(StageRun, "finish_step", stopping_after(step, remove))
         message = refused(arguments)
     assert "removed" in message
     assert not (root / "sft").exists()
     if removed == ".":
         assert not root.exists()
-    at_step(0)
     succeed(config_in("sft", root))
     same(crash.outcome(root / "sft"), undisturbed("sft"))
 
@@ -256,14 +264,12 @@ def test_the_finished_stage_stays_until_a_new_run_is_complete(config_in, at_step
     at_step(3, lambda _: 1 / 0)
     assert isinstance(rlhf(arguments).exception, ZeroDivisionError)
     same(crash.outcome(tmp_path / "run/sft"), old)
-    at_step(4)
-    assert rlhf(arguments).exit_code == 143
+    stopped_after(4, arguments)
     same(crash.outcome(tmp_path / "run/sft"), old)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(artifacts, "sync", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         assert "cannot be written (Input/output error); finished stages" in refused(arguments)
     same(crash.outcome(tmp_path / "run/sft"), old)
-    at_step(0)
     assert "resuming after step 4" in finish(arguments)
 
 

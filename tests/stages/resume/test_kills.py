@@ -22,7 +22,7 @@ from rlhf_cli.run import artifacts, checkpoint_files
 from support import crash
 from support.crash import wait_for
 from support.paths import ROOT
-from support.resume import ALL, PPO_CARRIES, checkpoints, rlhf, same, status, succeed, truncate
+from support.resume import ALL, PPO_CARRIES, checkpoints, same, status, stopped_after, succeed, truncate
 from support.runs import ended_forked
 from support.tiny import merged, read_jsonl
 
@@ -161,7 +161,7 @@ def seen(prompts, responses, rows):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("begins_with", [2, 1])
-def test_resume_with_another_number_of_processes(begins_with, config_in, at_step, tmp_path):
+def test_resume_with_another_number_of_processes(begins_with, config_in, tmp_path):
     """Each prompt is used once per epoch, and the weights equal those of one process up to rounding.
 
     A reward of weight 0 records the prompts: it returns two to the power of the prompt's number. In the run that is
@@ -200,8 +200,7 @@ def test_resume_with_another_number_of_processes(begins_with, config_in, at_step
         assert checkpoint_files.step_of(newest) in (2, 3)
         assert f"resuming after step {checkpoint_files.step_of(newest)}" in succeed(arguments)
     else:
-        at_step(4)
-        assert rlhf(arguments).exit_code == 143
+        stopped_after(4, arguments)
         (code, output), (other, _) = ended_forked(2, "ppo", *arguments[1:], log=log)
         assert (code, other) == (0, 0), output
         assert "resuming after step 4 of 9" in output

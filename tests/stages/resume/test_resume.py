@@ -24,7 +24,19 @@ from rlhf_cli.run.checkpoint import CheckpointStore, State
 from rlhf_cli.run.stage_run import StageRun
 from stages import rm as rm_stage
 from support import crash
-from support.resume import STEPS, ask_to_stop, checkpoints, refused, rlhf, same, state_of, status, succeed, truncate
+from support.resume import (
+    STEPS,
+    ask_to_stop,
+    checkpoints,
+    refused,
+    rlhf,
+    same,
+    state_of,
+    status,
+    stopped_after,
+    succeed,
+    truncate,
+)
 from support.tiny import read_jsonl
 
 CASES = (
@@ -43,7 +55,7 @@ OTHER_WEIGHTS = ("sft dora", "rm lora", pytest.param("ppo 8bit", marks=pytest.ma
 
 
 @pytest.mark.parametrize("case", [*CASES, *OTHER_WEIGHTS])
-def test_a_resumed_run_gives_the_same_bytes(case, config_in, undisturbed, at_step, monkeypatch, tmp_path):
+def test_a_resumed_run_gives_the_same_bytes(case, config_in, undisturbed, monkeypatch, tmp_path):
     """Weights have the same bytes, metrics the same values except durations, and every part the same state."""
     stage, states = case.split()[0], {}
     arguments = config_in(case, tmp_path)
@@ -58,11 +70,9 @@ def test_a_resumed_run_gives_the_same_bytes(case, config_in, undisturbed, at_ste
         states["restored"] = state_of(self)
 
     monkeypatch.setattr(CheckpointStore, "save", saves)
-    at_step(STEPS[stage] // 2)
-    assert rlhf(arguments, "--quiet").exit_code == 143
+    stopped_after(STEPS[stage] // 2, arguments, "--quiet")
     monkeypatch.setattr(CheckpointStore, "save", save)
     monkeypatch.setattr(CheckpointStore, "restore", restores)
-    at_step(0)
     with monkeypatch.context() as patch:
         patch.setattr(normalization, "_draw", None)  # the first run has kept its samples
         patch.setattr(ReferenceReplies, "_sample", None)
@@ -126,12 +136,10 @@ def test_a_finished_member_is_trained_again_only_if_it_was_changed(
     same(crash.outcome(tmp_path / "rm"), undisturbed("rm members"))
 
 
-def test_a_run_stopped_after_its_first_and_its_last_step_gives_the_same_bytes(config_in, finish, at_step, tmp_path):
+def test_a_run_stopped_after_its_first_and_its_last_step_gives_the_same_bytes(config_in, finish, tmp_path):
     arguments = config_in("ppo", tmp_path)
     for step in (1, STEPS["ppo"]):
-        at_step(step)
-        assert rlhf(arguments, "--quiet").exit_code == 143
-    at_step(0)
+        stopped_after(step, arguments, "--quiet")
     finish(arguments)
 
 
@@ -156,10 +164,9 @@ def test_seconds_before_the_stop_are_included(stopped, tmp_path):
     assert artifacts.read_manifest(tmp_path / "sft").seconds >= round(times[-1], 1)
 
 
-def test_the_last_checkpoints_are_kept_until_the_stage_is_finished(config_in, at_step, tmp_path):
+def test_the_last_checkpoints_are_kept_until_the_stage_is_finished(config_in, tmp_path):
     arguments = config_in("sft", tmp_path, checkpoints={"every_steps": 1, "keep": 3})
-    at_step(5)
-    assert rlhf(arguments).exit_code == 143
+    stopped_after(5, arguments)
     assert [path.name for path in checkpoints(tmp_path, "sft")] == [f"step-0000000{n}" for n in (3, 4, 5)]
     succeed(arguments)
     assert {path.name for path in tmp_path.iterdir()} == {"sft", "sft.yaml"}
@@ -266,14 +273,12 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(stopped, fin
     assert f"resuming after step 2 of 6, from {before}" in output
 
 
-def test_a_damaged_checkpoint_does_not_replace_a_good_one(stopped, at_step, finish, tmp_path):
+def test_a_damaged_checkpoint_does_not_replace_a_good_one(stopped, finish, tmp_path):
     """Pruning keeps the last checkpoints by name. A damaged one with a later name must not push a good one out."""
     arguments = stopped("sft", tmp_path)
     truncate(checkpoints(tmp_path, "sft")[-1] / "state.safetensors")
-    at_step(3)
-    assert rlhf(arguments, "--set", "checkpoints.keep=1").exit_code == 143
+    stopped_after(3, arguments, "--set", "checkpoints.keep=1")
     assert [path.name for path in checkpoints(tmp_path, "sft")] == ["step-00000003"]
-    at_step(0)
     assert "resuming after step 3" in finish(arguments)
 
 
@@ -379,17 +384,14 @@ def test_more_steps_and_other_logging_are_accepted(case, overrides, stopped, tmp
     assert rows == list(range(1, total + 1))
 
 
-def test_an_extended_run_equals_one_that_was_long_from_the_start(config_in, at_step, tmp_path):
+def test_an_extended_run_equals_one_that_was_long_from_the_start(config_in, tmp_path):
     """With a schedule that does not depend on the length of the run."""
     constant = {"optimizer": {"schedule": "constant"}}
     long = {"training": {"num_steps": 9}}
     succeed(config_in("sft", tmp_path / "long", **constant, **long))
-    at_step(5)
-    assert rlhf(config_in("sft", tmp_path / "short", **constant)).exit_code == 143
-    at_step(0)
-    assert "resuming with a different training.num_steps" in succeed(
-        config_in("sft", tmp_path / "short", **constant, **long)
-    )
+    stopped_after(5, config_in("sft", tmp_path / "short", **constant))
+    output = succeed(config_in("sft", tmp_path / "short", **constant, **long))
+    assert "resuming with a different training.num_steps" in output
     same(crash.outcome(tmp_path / "short/sft"), crash.outcome(tmp_path / "long/sft"))
 
 
@@ -406,28 +408,21 @@ def test_restart_reports_what_it_discards(stopped, finish, tmp_path):
     assert "resuming" not in output
 
 
-def test_a_stopped_restart_of_a_finished_stage_is_resumed(config_in, at_step, finish, tmp_path):
+def test_a_stopped_restart_of_a_finished_stage_is_resumed(config_in, finish, tmp_path):
     """By the same command without --restart, as the message says, though a finished stage exists."""
     arguments = config_in("sft", tmp_path)
     succeed(arguments)
-    at_step(4)
-    result = rlhf(arguments, "--restart", "--quiet")
-    assert result.exit_code == 143
+    result = stopped_after(4, arguments, "--restart", "--quiet")
     assert f"To resume: {program()} sft --config {arguments[2]}" in result.stderr
     assert "a new run of it is interrupted (saved after step 4" in status(tmp_path)
-    at_step(0)
     assert "resuming after step 4" in finish(arguments)
     assert "skipped" in succeed(arguments)
 
 
-def test_a_resumed_run_ends_with_the_findings_of_the_whole_run(config_in, at_step, tmp_path):
+def test_a_resumed_run_ends_with_the_findings_of_the_whole_run(config_in, tmp_path):
     """It does not repeat the warning that is given once."""
     arguments = [*config_in("sft", tmp_path), "--set", "warn_loss_above=0.01"]
-    at_step(4)
-    first = rlhf(arguments)
-    assert first.exit_code == 143
-    assert ", high_loss: The loss is" in first.output
-    at_step(0)
+    assert ", high_loss: The loss is" in stopped_after(4, arguments).output
     output = succeed(arguments)
     assert ", high_loss: The loss is" not in output
     assert "sft: this run had 1 kind of warning: high_loss, step " in output
