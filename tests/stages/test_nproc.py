@@ -18,10 +18,10 @@ from support.compare import same_weights
 from support.crash import wait_for
 from support.paths import ROOT
 from support.resume import succeed
+from support.runs import ENVIRONMENT
 from support.tiny import read_jsonl
 
 pytestmark = pytest.mark.slow
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 RLHF = (sys.executable, "-m", "rlhf_cli")
 GUARD_S = 300
 """A wait that takes longer than this hangs."""

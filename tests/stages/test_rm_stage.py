@@ -8,6 +8,7 @@ import json
 import random
 from functools import partial
 from types import MethodType
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -258,10 +259,13 @@ def test_members_start_from_other_models_and_are_compared(pipeline, make_model, 
             require_intact(path)
 
 
-def test_members_start_from_the_same_new_weights(pipeline, run_stage, tmp_path):
-    """So that their weights can be averaged: the learning rate is too small to change them."""
+def test_members_start_from_the_same_new_weights(pipeline, run_stage, monkeypatch, tmp_path):
+    """So that their weights can be averaged: the learning rate is too small to change them. Trackers see the first."""
+    trackers, rate = Mock(), {"learning_rate": 1e-30}
+    monkeypatch.setattr("rlhf_cli.report.trackers.Trackers", trackers)
     model = {"path": str(pipeline("llama") / "sft"), "lora": {"r": 2}}
-    rm = run_stage("rm", tmp_path, model=model, members=2, optimizer={"learning_rate": 1e-30})
+    rm = run_stage("rm", tmp_path, model=model, members=2, optimizer=rate, trackers=["tensorboard"])
+    assert trackers.call_count == 1
     folders = [rm / "model/adapter", rm / "members/1/adapter"]
     first, second = (load_file(folder / "adapter_model.safetensors") for folder in folders)
     new = [name for name in first if "score" in name or "lora_A" in name]

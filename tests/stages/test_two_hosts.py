@@ -19,7 +19,7 @@ from rlhf_cli.run.artifacts import read_manifest
 from support.crash import wait_for
 from support.paths import ROOT
 from support.resume import succeed
-from support.runs import dies_once
+from support.runs import ENVIRONMENT, dies_once
 
 pytestmark = pytest.mark.slow
 NAMES = [f"rlhf{os.getpid()}{side}" for side in "ab"]
@@ -27,7 +27,6 @@ LINKS = [f"v{os.getpid()}{side}" for side in "ab"]
 ADDRESSES = ["10.213.7.1", "10.213.7.2"]
 NOT_ALLOWED = r"Operation not permitted|Permission denied|not supported|Unknown device type|Read-only file system"
 """What `ip` says where namespaces or links between them are not allowed. Any other failure is one of this test."""
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 
 
 def ip(*words: str) -> None:

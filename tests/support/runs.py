@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rlhf_cli.processes.launcher import free_port
 from support.forked import Forked
 from support.paths import ROOT
 
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+"""For a new Python that runs a stage."""
 STAGE = "from stages import {stage}\nfrom rlhf_cli.run import launch\nlaunch.main({stage!r}, {stage}.run)"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import signal
@@ -23,7 +22,7 @@ from support import crash
 from support.crash import wait_for
 from support.paths import ROOT
 from support.resume import ALL, PPO_CARRIES, checkpoints, same, status, stopped_after, succeed, truncate
-from support.runs import ended_forked
+from support.runs import ENVIRONMENT, ended_forked
 from support.tiny import merged, read_jsonl
 
 KILLS = 100 if ALL else 8
@@ -184,11 +183,9 @@ def test_resume_with_another_number_of_processes(begins_with, config_in, tmp_pat
     if begins_with == 2:
         to_be_stopped.touch()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command += ["-m", "stages.ppo", *arguments[1:]]
         with log.open("w") as file:
-            process = subprocess.Popen(
-                [*command, "-m", "stages.ppo", *arguments[1:]], cwd=ROOT, env=environment, stdout=file, stderr=file
-            )
+            process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=file, stderr=file)
             rows = tmp_path / "changed/.ppo.partial/metrics.jsonl"
             wait_for(lambda: process.poll() is not None or (rows.is_file() and rows.read_text().count("\n") >= 2))
             process.send_signal(signal.SIGTERM)
