@@ -83,21 +83,16 @@ def gap_to_forward(
     steps, device = 4, device_of(model)
     lengths = [min(n, positions(model) - steps) for n in lengths]
     texts = [[((7 + row) * i + 3) % vocabulary_rows(model) for i in range(n + steps)] for row, n in enumerate(lengths)]
-    was_training = model.training
-    model.eval()
-    try:
-        alone = [_own_logits(model, text, n).float() for text, n in zip(texts, lengths, strict=True)]
-        largest = max(logits.abs().max().item() for logits in alone)
-        live, differences, decoder = [0, 1, 2], list[Tensor](), new_decoder(max(map(len, texts)))
-        logits = decoder.admit([text[:n] for text, n in zip(texts, lengths, strict=True)])
-        for step in range(steps):
-            differences += [(logits[i].float() - alone[row][step]).abs().max() for i, row in enumerate(live)]
-            if step == 1:
-                live = [0, 2]
-                decoder.keep(torch.tensor(live, device=device))
-            logits = decoder.step(torch.tensor([texts[row][lengths[row] + step] for row in live], device=device))
-    finally:
-        model.train(was_training)
+    alone = [_own_logits(model, text, n).float() for text, n in zip(texts, lengths, strict=True)]
+    largest = max(logits.abs().max().item() for logits in alone)
+    live, differences, decoder = [0, 1, 2], list[Tensor](), new_decoder(max(map(len, texts)))
+    logits = decoder.admit([text[:n] for text, n in zip(texts, lengths, strict=True)])
+    for step in range(steps):
+        differences += [(logits[i].float() - alone[row][step]).abs().max() for i, row in enumerate(live)]
+        if step == 1:
+            live = [0, 2]
+            decoder.keep(torch.tensor(live, device=device))
+        logits = decoder.step(torch.tensor([texts[row][lengths[row] + step] for row in live], device=device))
     return torch.stack(differences).max().item() / max(largest, 1.0) if math.isfinite(largest) else 0.0
 
 

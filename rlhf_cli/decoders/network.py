@@ -36,12 +36,11 @@ class Layer:
 
     norm_1: Map
     qkv: Map  # [N, hidden] -> [N, (heads + 2 * kv_heads) * head_dim]: queries, keys, values
-    norm_query: Map | None  # of each head, before the rotation (Qwen3)
-    norm_key: Map | None
     scaling: float
     out: Map
     norm_2: Map
     feed: Map
+    head_norms: tuple[Map, Map] | None = None  # of queries and of keys, before the rotation (Qwen3)
 
 
 @dataclass(frozen=True)
@@ -50,13 +49,13 @@ class Network:
 
     weights: NetworkWeights  # all that the functions read
     embed: Callable[[Tensor, Tensor], Tensor]  # token ids [N] and their positions [N] -> [N, hidden]
-    rotation: Map | None  # positions [N] -> [N, head_dim / 2] complex; None without rotary embeddings
     layers: list[Layer]
     norm: Map
     head: Map
     heads: int
     kv_heads: int
     head_dim: int
+    rotation: Map | None = None  # positions [N] -> [N, head_dim / 2] complex
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states before the last norm: ids [N] at `positions` [N] -> [N, hidden]."""
@@ -66,8 +65,9 @@ class Network:
         for number, layer in enumerate(self.layers):
             qkv = layer.qkv(layer.norm_1(x)).view(-1, heads + 2 * kv_heads, self.head_dim)
             qk, value = qkv.split([heads + kv_heads, kv_heads], dim=1)
-            if layer.norm_query is not None and layer.norm_key is not None:
-                qk = torch.cat([layer.norm_query(qk[:, :heads]), layer.norm_key(qk[:, heads:])], dim=1)
+            if layer.head_norms is not None:
+                norm_query, norm_key = layer.head_norms
+                qk = torch.cat([norm_query(qk[:, :heads]), norm_key(qk[:, heads:])], dim=1)
             if rotation is not None:
                 qk = rotate(qk, rotation)
             query, key = qk.split([heads, kv_heads], dim=1)
@@ -83,8 +83,7 @@ class Network:
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Rotary embedding (Su et al. 2021): x [N, heads, D], rotation [N, 1, D / 2] complex -> [N, heads, D].
 
-    Entries d and d + D/2 of x rotate as one complex number, and are neighbours in the result, of queries and keys
-    alike.
+    Entries d and d + D/2 rotate as one complex number, and are neighbours in the result, of queries and keys alike.
     """
     half = x.shape[-1] // 2
     x = x.float() if x.dtype.itemsize == 2 else x  # torch has no complex numbers of two 16-bit ones
@@ -197,7 +196,7 @@ def _read_llama(model: Any, longest: int, weights: NetworkWeights) -> Network:
     rope = config.rope_parameters["rope_type"]
     if rope not in FIXED_ROPE:
         raise UnsupportedError(f"its rotary embedding ({rope}) changes with the length of the text")
-    head_dim = backbone.layers[0].self_attn.head_dim
+    head_dim, qwen3 = backbone.layers[0].self_attn.head_dim, config.model_type == "qwen3"
     device = next(model.parameters()).device
     embed = weights.embedding(backbone.embed_tokens)
     positions = torch.arange(longest, device=device)[None]
@@ -205,7 +204,6 @@ def _read_llama(model: Any, longest: int, weights: NetworkWeights) -> Network:
 
     def layer(block: Any) -> Layer:
         attention, mlp = block.self_attn, block.mlp
-        with_head_norms = config.model_type == "qwen3"
         gate_and_up, down = weights.linear(mlp.gate_proj, mlp.up_proj), weights.linear(mlp.down_proj)
         activation = weights.activation(mlp.act_fn)
 
@@ -216,12 +214,11 @@ def _read_llama(model: Any, longest: int, weights: NetworkWeights) -> Network:
         return Layer(
             norm_1=weights.rms_norm(block.input_layernorm),
             qkv=weights.linear(attention.q_proj, attention.k_proj, attention.v_proj),
-            norm_query=weights.rms_norm(attention.q_norm) if with_head_norms else None,
-            norm_key=weights.rms_norm(attention.k_norm) if with_head_norms else None,
             scaling=attention.scaling,
             out=weights.linear(attention.o_proj),
             norm_2=weights.rms_norm(block.post_attention_layernorm),
             feed=feed,
+            head_norms=(weights.rms_norm(attention.q_norm), weights.rms_norm(attention.k_norm)) if qwen3 else None,
         )
 
     return Network(
@@ -249,8 +246,6 @@ def _read_gpt2(model: Any, weights: NetworkWeights) -> Network:
         return Layer(
             norm_1=weights.layer_norm(block.ln_1),
             qkv=weights.linear(block.attn.c_attn),
-            norm_query=None,
-            norm_key=None,
             scaling=block.attn.scaling,
             out=weights.linear(block.attn.c_proj),
             norm_2=weights.layer_norm(block.ln_2),
@@ -260,7 +255,6 @@ def _read_gpt2(model: Any, weights: NetworkWeights) -> Network:
     return Network(
         weights=weights,
         embed=lambda ids, positions: token(ids) + position(positions),
-        rotation=None,
         layers=[layer(block) for block in backbone.h],
         norm=weights.layer_norm(backbone.ln_f),
         head=weights.linear(model.lm_head),

@@ -33,8 +33,7 @@ from rlhf_cli.processes.threads import num_threads
 FEWEST_ROWS = 16
 """Rows of a step when rows are decoded in threads. Products of fewer rows may have other last digits."""
 GROUP_NUMBERS = 8192
-"""Fewest rows that a thread decodes, times the width of the model, if the step is not recorded. With fewer the threads
-mostly wait for Python."""
+"""Fewest rows that a thread decodes, times the width of the model, if the step is not recorded."""
 READ_TOKENS = 1024
 """Maximum prompt tokens per forward pass, whose tensors stay in the processor's cache: a quarter less time."""
 
@@ -46,10 +45,7 @@ def paged_decoder(model: PreTrainedModel, longest: int) -> PagedDecoder:
         # Before the decoder exists: each has a copy of the weights.
         if reason := _why_not(model):
             raise UnsupportedError(reason)
-        recorded_step = _recorded_step(model)
-        decoder = PagedDecoder(model, longest)
-        decoder._recorded = recorded_step
-        return decoder
+        return PagedDecoder(model, longest, _recorded_step(model))
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedError(f"its modules are not the ones this decoder expects ({type(error).__name__})") from error
 
@@ -69,9 +65,7 @@ def _recorded_step(model: PreTrainedModel) -> Callable[..., Tensor] | None:
     decoder = PagedDecoder(model, longest)
     weights = decoder.network.weights
 
-    def step(
-        given: list[Tensor], ids: Tensor, positions: Tensor, places: Sequence[Tensor], *pools: list[Tensor]
-    ) -> Tensor:
+    def step(given: list[Tensor], ids: Tensor, positions: Tensor, places: Sequence[Tensor], *pools: Any) -> Tensor:
         with weights.replaced(given):
             return decoder._next_logits(ids, positions, Places(*places), *pools)
 
@@ -114,15 +108,15 @@ class PagedDecoder(Decoder):
 
     admits_beside_others = True
 
-    def __init__(self, model: PreTrainedModel, longest: int):
-        """`longest` is the maximum length of a row in tokens. Raises UnsupportedError."""
+    def __init__(self, model: PreTrainedModel, longest: int, step: Callable[..., Tensor] | None = None):
+        """`longest` is the maximum length of a row in tokens, `step` a recorded one. Raises UnsupportedError."""
         weight = next(model.parameters())
         if weight.device.type != "cpu" or weight.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
             raise UnsupportedError("the paged decoder needs float32 on a CPU")
         self._model = model
         self.network = read_network(model, longest, NetworkWeights())
         self.cache = self._new_cache()
-        self._recorded: Callable[..., Tensor] | None = None
+        self._recorded = step
 
     def _new_cache(self) -> PagedCache:
         network = self.network

@@ -223,8 +223,6 @@ def choose_attention(model: PreTrainedModel, precisions: Sequence[str] = ()) -> 
     """
     if is_seq2seq(model):
         return f"{type(model).__name__}: an encoder-decoder; it runs on padded batches (slower, as exact)"
-    was_training = model.training
-    model.eval()
     default = model.config._attn_implementation
     device, vocab = device_of(model), vocabulary_rows(model)
     rows = [[(7 * i + 3) % vocab for i in range(n)] for n in (9, 5)]
@@ -244,7 +242,6 @@ def choose_attention(model: PreTrainedModel, precisions: Sequence[str] = ()) -> 
     else:
         model.set_attn_implementation(default)
         manner = "on padded batches"
-    model.train(was_training)
     return f"{type(model).__name__}: {reasons[0]}; it runs {manner} (slower, as exact)" if reasons else None
 
 

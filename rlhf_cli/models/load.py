@@ -171,9 +171,7 @@ def new_reward_model(
     1/sqrt(hidden_size + 1) (Stiennon et al. 2020): the first scores are of order one, with small differences.
     """
     with seeded(seed, "reward head"):
-        model, new = _load(
-            AutoModelForSequenceClassification, path, revision, new_head=True, deferred=deferred, num_labels=1
-        )
+        model, new = _load(AutoModelForSequenceClassification, path, revision, new_labels=1, deferred=deferred)
         for head in (head for name, head in scalar_heads(model).items() if f"{name}.weight" in new):
             start_head(head, head_std if head_std is not None else 1.0 / math.sqrt(head.in_features + 1))
     _forget_facts(model)
@@ -183,7 +181,7 @@ def new_reward_model(
 def new_value_model(path: str, revision: str | None, *, deferred: bool = False) -> PreTrainedModel:
     """The weights at `path` (a policy's or a reward model's) with a scalar head that starts at zero."""
     auto = AutoModelForSequenceClassification
-    model, _ = _load(auto, path, revision, new_head=True, for_values=True, deferred=deferred, num_labels=1)
+    model, _ = _load(auto, path, revision, new_labels=1, for_values=True, deferred=deferred)
     if not reads_last_token(model):
         raise ArtifactError(
             f"{path}: a {type(model).__name__} does not give a value for each token. Set value_model.init: policy"
@@ -309,21 +307,21 @@ def _load(
     path: str,
     revision: str | None,
     *,
-    new_head: bool = False,
+    new_labels: int | None = None,
     for_values: bool = False,
     deferred: bool = False,
-    **settings: Any,
 ) -> tuple[PreTrainedModel, list[str]]:
     """A model in float32 and eval mode, and the names of its parameters that are not in the file.
 
-    With `new_head` these may be parameters outside the backbone. Raises ArtifactError for any other. With `for_values`
+    With `new_labels` the head has so many, and may be new. Raises ArtifactError for other parameters. With `for_values`
     the head is read at each token. Weights are deferred only if that is possible.
     """
     check_directory(path, revision, weights=True)
     if (adapter := read_adapter(path)) is not None:
-        return _load_adapted(auto, adapter, new_head=new_head, deferred=deferred, **settings)
+        return _load_adapted(auto, adapter, new_labels, deferred=deferred)
     try:
-        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False, **settings)
+        labels = {} if new_labels is None else {"num_labels": new_labels}
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False, **labels)
         # A config may name a kernel from the hub as its attention, which is code.
         config._attn_implementation = None
         _refuse_pickles(path, revision, config)
@@ -364,7 +362,7 @@ def _load(
         raise
     except Exception as error:
         raise ArtifactError(f"{path}: cannot load a model ({reason_of(error)})") from None
-    new = check_weights(model, info, path, new_head=new_head)
+    new = check_weights(model, info, path, new_head=new_labels is not None)
     set_dropout_off(model)
     if not deferred:
         read_deferred(model)
@@ -376,23 +374,20 @@ def _load(
 
 
 def _load_adapted(
-    auto: Any, adapter: AdapterDirectory, *, new_head: bool, deferred: bool, **settings: Any
+    auto: Any, adapter: AdapterDirectory, new_labels: int | None, *, deferred: bool
 ) -> tuple[PreTrainedModel, list[str]]:
     """The base model with the adapters merged into its weights, and the names of its new parameters.
 
-    With `deferred` a weight is merged when it is read. A head in the adapters is kept if it has as many labels as
-    `settings` ask for.
+    With `deferred` a weight is merged when it is read. A head in the adapters is kept unless `new_labels` are others.
     """
     if auto is AutoModelForCausalLM and adapter.is_classifier:
         raise ArtifactError(
             f"{adapter.path}: has the adapters of a classifier (reward or value model), not of a language model"
         )
-    num_labels = settings.get("num_labels", adapter.num_labels)
-    keeps_head = bool(adapter.head) and auto is not AutoModelForCausalLM and num_labels == adapter.num_labels
-    if keeps_head:
-        settings["num_labels"] = adapter.num_labels
-    base, new_head = adapter.base, new_head or keeps_head
-    model, new = _load(auto, base.path, base.revision, new_head=new_head, deferred=deferred, **settings)
+    num_labels = adapter.num_labels
+    keeps_head = bool(adapter.head) and auto is not AutoModelForCausalLM and new_labels in (None, num_labels)
+    new_labels = num_labels if keeps_head else new_labels
+    model, new = _load(auto, adapter.base.path, adapter.base.revision, new_labels=new_labels, deferred=deferred)
     is_later = is_deferred(model)
     if adapter.quantization is not None:
         # The adapters were trained on rounded weights, and fit only those.
@@ -532,10 +527,9 @@ def try_out(model: PreTrainedModel, path: str) -> None:
     """
     if model.config.is_encoder_decoder:
         return
-    was_training = model.training
     try:
         with autocast(torch.device("cpu"), held_precision(model) or "float32"):
             model.train()(input_ids=torch.zeros(1, 2, dtype=torch.int64))
     except Exception as error:
         raise ArtifactError(f"{path}: a model with its config.json cannot compute ({reason_of(error)})") from None
-    model.train(was_training)
+    model.eval()

@@ -72,12 +72,12 @@ def made(name, auto=AutoModelForCausalLM, **settings):
     return plain, model
 
 
-def close(found, wanted, tolerance=1e-4):
-    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+def close(found, wanted):
+    compare.close(found, wanted, 1e-4)
 
 
-def same_gradients(model, plain, tolerance=1e-4):
-    compare.same_gradients(compare.grads(model), compare.grads(plain), tolerance)
+def same_gradients(model, plain):
+    compare.same_gradients(compare.grads(model), compare.grads(plain), 1e-4)
     for m in (model, plain):
         m.zero_grad()
 

@@ -77,7 +77,7 @@ def test_a_shape_has_the_counts_and_the_activations_of_the_real_model(name, lora
     config = config_of(name)
     config.num_labels = 1
     build = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
-    real = build.from_config(config)
+    real = build.from_config(config).eval()
     base = real.num_parameters()
     assert prepare(real, torch.device("cpu")) is None
     if lora is not None:
