@@ -42,6 +42,28 @@ MIN_TEXTS = 3
 """Different prompts that show what all prompts have in common."""
 
 
+class Figures(float):
+    """A figure that a run does not have: NaN, so that comparisons with it are false. Its attributes are the figures
+    whose names begin with its own.
+
+    >>> ppo = Figures("ppo", {"ppo.end.kl": 3.5})
+    >>> ppo.end.kl, ppo.end.score, ppo.end.score > 1
+    (3.5, nan, False)
+    """
+
+    _name: str
+    _known: Mapping[str, Any]
+
+    def __new__(cls, name: str, known: Mapping[str, Any]) -> Figures:
+        figures = super().__new__(cls, math.nan)
+        figures._name, figures._known = name, known
+        return figures
+
+    def __getattr__(self, name: str) -> Any:
+        full = f"{self._name}.{name}"
+        return self._known[full] if full in self._known else Figures(full, self._known)
+
+
 @dataclass(frozen=True)
 class Evidence:
     """What a run left, in numbers. `dataclasses.asdict` of it is plain JSON."""
@@ -60,9 +82,21 @@ class Evidence:
     problems: list[str] = field(default_factory=list)
     """What could not be measured, a line each."""
 
-    def __getitem__(self, name: str) -> Any:
-        """A figure, setting or text; NaN if it is unknown, so that every comparison with it is false."""
-        return self.figures.get(name, self.settings.get(name, self.texts.get(name, math.nan)))
+    @property
+    def sft(self) -> Figures:
+        """SFT's figures, settings and texts: `run.sft.loss_end`, `run.sft.data.max_length`."""
+        return self._of("sft")
+
+    @property
+    def rm(self) -> Figures:
+        return self._of("rm")
+
+    @property
+    def ppo(self) -> Figures:
+        return self._of("ppo")
+
+    def _of(self, stage: str) -> Figures:
+        return Figures(stage, self.settings | self.texts | self.figures)
 
     def gain(self, name: str) -> float:
         """The difference of the policies after and before PPO in a figure of its evaluation."""

@@ -83,7 +83,7 @@ class History:
         if len(self.first_words) < START:
             self.first_words.append(common)
         self.recent_words = [*self.recent_words, common][-PERSIST:]
-        score, kl = self["objective/score.mean"], self["objective/kl.mean"]
+        score, kl = self.mean("objective/score"), self.mean("objective/kl")
         if not math.isnan(score + kl) and (not self.bests or score > self.bests[-1][1]):
             self.bests.append([iteration, score, kl])
 
@@ -92,20 +92,23 @@ class History:
         rows = self.recent[-n:]
         return [row[key] for row in rows] if len(rows) == n and all(key in row for row in rows) else []
 
-    def __getitem__(self, name: str) -> float:
-        """The newest value of a metric, or another figure of it; NaN without one, so that comparisons are false.
+    def __getitem__(self, key: str) -> float:
+        """The newest value of a metric; NaN without one, so that comparisons with it are false."""
+        return self.recent[-1].get(key, self.metrics.get(key, math.nan))
 
-        `policy/entropy.start` is its mean over the first START iterations that have it. `.mean`, `.least` and `.most`
-        are over the last PERSIST iterations, or over as many as the name ends with: `.most10`.
-        """
-        key, _, figure = name.partition(".")
-        if not figure:
-            return self.recent[-1].get(key, self.metrics.get(key, math.nan))
-        if figure == "start":
-            return fmean([row[key] for row in self.start[:START] if key in row] or [math.nan])
-        kind = figure.rstrip("0123456789")
-        last = self.last(key, int(figure.removeprefix(kind) or PERSIST)) or [math.nan]
-        return fmean(last) if kind == "mean" else min(last) if kind == "least" else max(last)
+    def at_start(self, key: str) -> float:
+        """The mean over the first START iterations that have the metric, or NaN."""
+        return fmean([row[key] for row in self.start[:START] if key in row] or [math.nan])
+
+    def mean(self, key: str, n: int = PERSIST) -> float:
+        """The mean of the last n values; NaN if one is missing, as in `least` and `most`."""
+        return fmean(self.last(key, n) or [math.nan])
+
+    def least(self, key: str, n: int = PERSIST) -> float:
+        return min(self.last(key, n) or [math.nan])
+
+    def most(self, key: str, n: int = PERSIST) -> float:
+        return max(self.last(key, n) or [math.nan])
 
     def before_and_now(self, key: str) -> tuple[list[float], list[float]] | None:
         """The values of the first and of the last EARLY iterations; None if the two overlap or a row lacks the key."""
@@ -133,7 +136,7 @@ class History:
     def near_best(self) -> float:
         """The lowest score that is near the best one; NaN if there is none."""
         best = self.bests[-1][1] if self.bests else math.nan
-        return best - NEAR_BEST * max(best - self["objective/score.start"], 0.0)
+        return best - NEAR_BEST * max(best - self.at_start("objective/score"), 0.0)
 
     @property
     def rewards_can_be_compared(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from rlhf_cli.health.causes import CAUSES
 from rlhf_cli.health.evidence import Evidence, read_evidence
-from rlhf_cli.health.findings import Cause, Rule, value_of
+from rlhf_cli.health.findings import Cause, Rule
 
 OUTCOMES = (
     "replies_cut",
@@ -48,9 +48,7 @@ def rank(evidence: Evidence) -> list[Cause]:
     """
     named = []
     for rule in CAUSES:
-        if rule.stage not in evidence.stages or not value_of(rule.given, run=evidence):
-            continue
-        signs = [seen for sign in rule.signs for seen in sign(evidence)]
+        signs = list(rule.signs(evidence)) if rule.stage in evidence.stages else []
         weight = sum(weight for weight, _ in signs)
         if weight >= NAMED:
             certainty: Literal["sure", "likely"] = "sure" if weight >= SURE else "likely"

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import islice
 from statistics import fmean
 from typing import Any
 
@@ -88,7 +89,7 @@ class Health(History):
         if golds is None:
             return []
         self.judged = {"iteration": iteration, "scores": list(scores), "golds": list(golds)}
-        found = self._apply([EVALUATION])
+        found = self._apply(EVALUATION)
         if golds:
             self.golds.append([iteration, fmean(golds)])
             if self.best_gold is None or fmean(golds) > fmean(self.best_gold["golds"]):
@@ -117,21 +118,20 @@ class Health(History):
 
     def _apply(self, rules: Sequence[Rule]) -> list[tuple[Finding, float]]:
         """What the rules find, each with its number that grows as it becomes worse."""
-        found = [(rule, next((seen for sign in rule.signs for seen in sign(self)), None)) for rule in rules]
         return [
-            (Finding(rule.name, rule.severity, seen[1], rule.advice.format(**self.advice)), seen[0])
-            for rule, seen in found
-            if seen is not None
+            (Finding(rule.name, rule.severity, text, rule.advice.format(**self.advice)), size)
+            for rule in rules
+            for size, text in islice(rule.signs(self), 1)
         ]
 
     def _due(self, iteration: int, found: list[tuple[Finding, float]], *, evaluation: bool) -> list[Finding]:
         """The warnings to give: those that were not given yet, and those that have become worse since."""
-        names = {finding.name for finding, _ in found}
+        names, of_evaluation = {finding.name for finding, _ in found}, {rule.name for rule in EVALUATION}
         # A finding of the other kinds of check still holds.
         self.present = {
             name: since
             for name, since in self.present.items()
-            if name in names or name == OF_START or (name == EVALUATION.name) is not evaluation
+            if name in names or name == OF_START or (name in of_evaluation) is not evaluation
         }
         due = []
         for finding, size in found:

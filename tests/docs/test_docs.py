@@ -334,7 +334,7 @@ def test_every_figure_that_a_page_names_is_written_by_the_code(page: str) -> Non
 
 def test_every_finding_is_documented_and_every_documented_one_exists() -> None:
     rows = set(re.findall(r"^\| `(\w+)` \|", TEXTS["docs/health.md"], flags=re.MULTILINE))
-    names = {rule.name for rule in (*STOPS, *WARNINGS, EVALUATION)}
+    names = {rule.name for rule in (*STOPS, *WARNINGS, *EVALUATION)}
     assert names <= rows
     assert all(f'"{name}"' in SOURCE for name in rows - names)
 

@@ -87,7 +87,7 @@ def test_a_stage_that_is_still_running_is_judged_by_its_files(run: Path) -> None
     evidence = gather(run, device="cpu", files_only=True)
     assert evidence.stages == ["sft", "rm", "ppo"]
     assert evidence.finished == ["sft", "rm"]
-    assert evidence["ppo.iterations"] == 1
+    assert evidence.ppo.iterations == 1
 
 
 def test_a_directory_without_a_run_is_one_line_and_exit_code_2(tmp_path: Path) -> None:

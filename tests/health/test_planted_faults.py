@@ -5,17 +5,19 @@ The fast tests read figures that tests/support/faults.py recorded of real runs. 
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
+from types import ModuleType
 
 import pytest
 
 from rlhf_cli.commands import diagnose
+from rlhf_cli.health import causes, ppo_rules
 from rlhf_cli.health.evidence import Evidence
-from rlhf_cli.health.findings import FIELD, FIGURE, Rule, Sign, first_number
-from rlhf_cli.health.ppo_rules import WARNINGS
 from rlhf_cli.health.ranking import CAUSES, gather, not_judged, rank
 from support.faults import EVERYTHING, FAULTS, OF_THE_TEST, RECORDED, make_run
 from support.paths import ROOT
@@ -116,21 +118,35 @@ SAID_ELSEWHERE = {"pairs_dropped", "prompts_dropped", "sampler_gap", "sft_steps_
 """Rules whose limit another row of the page has, or whose limit depends on the precision."""
 
 
-def test_the_pages_have_the_limits_of_the_tables() -> None:
+def functions_of(module: ModuleType) -> dict[str, ast.FunctionDef]:
+    tree = ast.parse(inspect.getsource(module))
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def limits_of(function: ast.FunctionDef) -> set[str]:
+    """The limits in the sentences of a rule, as `0.5` or `50%`."""
+    texts = [
+        node.value for node in ast.walk(function) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    return {limit for text in texts for limit in re.findall(r"\(limit (-?[\d.]+%?)", text)}
+
+
+def test_the_limit_in_a_sentence_is_that_of_the_condition_and_of_the_page() -> None:
     pages = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("diagnose", "health")}
     said = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", pages["diagnose"], re.MULTILINE | re.DOTALL))
     said |= dict(re.findall(r"^\| `(\w+)` \|(.*)$", pages["health"], re.MULTILINE))
-    missing = []
-    for rule in (*CAUSES, *WARNINGS):
-        for sign in (sign for sign in rule.signs if isinstance(sign, Sign) and "{limit" in sign.text):
-            limit = first_number(sign.when)
-            assert limit is not None
+    functions, missing, checked = functions_of(causes) | functions_of(ppo_rules), [], 0
+    for name, function in functions.items():
+        numbers = {node.value for node in ast.walk(function) if isinstance(node, ast.Constant)}
+        for text in limits_of(function):
+            limit = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
+            assert abs(limit) in numbers, f"{name} has no number for its limit of {text}"
             forms = [f"{limit:g}", f"{100 * limit:g} %", IN_WORDS.get(limit, "in figures only")]
-            if not any(
-                re.search(rf"(?<![\d.]){re.escape(form)}(?!\d|\.\d)", " ".join(said[rule.name].split()))
-                for form in forms
-            ):
-                missing.append((rule.name, sign.when))
+            pattern = "|".join(rf"(?<![\d.]){re.escape(form)}(?!\d|\.\d)" for form in forms)
+            checked += 1
+            if name in said and not re.search(pattern, " ".join(said[name].split())):
+                missing.append((name, text))
+    assert checked > 25
     assert [one for one in missing if one[0] not in SAID_ELSEWHERE] == []
 
 
@@ -141,23 +157,18 @@ def test_what_a_cause_explains_is_a_cause_and_never_explains_it_back() -> None:
             assert cause.name not in by_name[other].explains, (cause.name, other)
 
 
-def figures_of(rules: Sequence[Rule]) -> set[str]:
-    """The figures in the conditions, sentences and weights of the rows."""
-    signs = [sign for rule in rules for sign in rule.signs if isinstance(sign, Sign)]
-    texts = [
-        text for sign in signs for text in (sign.when, sign.weight, *(found[0] for found in FIELD.findall(sign.text)))
-    ]
-    return {name for text in (*texts, *(rule.given for rule in rules)) for name in FIGURE.findall(text)}
-
-
-def test_every_figure_that_a_row_reads_is_one_that_runs_have() -> None:
+def test_every_figure_that_a_cause_reads_is_one_that_runs_have() -> None:
     runs = [recorded(name) for name in FAULTS]
     known = {name for run in runs for part in (run.figures, run.settings, run.texts) for name in part}
     # Pairs with gold columns, reward models that learn scores, and runs that `rlhf eval` measured.
     known |= {"rm.gold_accuracy", "rm.mse_high95", "rm.target_variance"}
     known |= {"ppo.score_gold_correlation", "ppo.score_gold_pairs", "ppo.gold_change_high"}
-    assert figures_of(CAUSES) - known == set()
-    assert len(figures_of(CAUSES)) > 80
+    parts = {part for name in known for part in accumulate(name.split("."), "{}.{}".format)}
+    attributes = [node for node in ast.walk(ast.parse(inspect.getsource(causes))) if isinstance(node, ast.Attribute)]
+    names = {re.sub(r"^run\.|\.(split|strip)$", "", ast.unparse(node)) for node in attributes}
+    read = {name for name in names if name.startswith(("sft.", "rm.", "ppo."))}
+    assert read - parts == set()
+    assert len(read & known) > 80
 
 
 def test_no_figures_give_no_cause() -> None:
