@@ -16,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from rlhf_cli.config.by_stage import AnyConfig
 from rlhf_cli.config.ppo import PPO, PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.config.stage import Training
@@ -38,6 +37,7 @@ from rlhf_cli.training.speed import Speed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from rlhf_cli.config.by_stage import AnyConfig
     from rlhf_cli.report.trackers import Trackers
 
 ADVICE_ON_BAD_STEPS = (
