@@ -18,6 +18,7 @@ from rlhf_cli.report.charts import frontier_charts
 from rlhf_cli.report.run_data import read_run
 from rlhf_cli.run import artifacts
 from rlhf_cli.run.identity import identity
+from support.projects import FACTS
 
 
 class Stages:
@@ -40,18 +41,8 @@ class Stages:
             metrics = {}
             if stage == "ppo":
                 metrics = {"ppo/score_mean": 2 - config.ppo.kl_coef + config.seed, "ppo/kl": 1.0, "sft/score_mean": 0.5}
-            artifacts.publish(
-                config.artifacts,
-                stage,
-                identity=identity(config),
-                metrics=metrics,
-                seed=config.seed,
-                versions={},
-                device="cpu",
-                num_processes=1,
-                seconds=1.0,
-                finished="",
-            )
+            facts = FACTS | {"identity": identity(config), "metrics": metrics, "seed": config.seed}
+            artifacts.publish(config.artifacts, stage, **facts)
 
         return run
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,6 +25,7 @@ from rlhf_cli.evaluation.benchmark import (
     shares_base,
 )
 from rlhf_cli.models.load import load_reward_model, load_tokenizer
+from support.projects import write_manifest
 from support.tiny import write_jsonl
 
 ROW = {
@@ -166,10 +166,7 @@ def test_prompt_and_answer_that_meet_without_a_space():
 
 
 def finished(root, stage, **inputs):
-    (root / stage).mkdir(parents=True, exist_ok=True)
-    manifest = {"stage": stage, "identity": {"config": {}, "data": {}, "inputs": inputs}, "files": {}, "metrics": {}}
-    manifest |= {"seed": 0, "versions": {}, "device": "cpu", "num_processes": 1, "seconds": 1.0, "finished": ""}
-    (root / stage / "manifest.json").write_text(json.dumps({**manifest, "contract": 1}), encoding="utf-8")
+    write_manifest(root / stage, stage, identity={"config": {}, "data": {}, "inputs": inputs})
 
 
 def test_reward_model_and_policy_share_a_base_by_their_manifests(tmp_path):

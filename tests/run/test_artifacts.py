@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.run import artifacts
-
-FACTS: dict[str, Any] = {
-    "identity": {"config": {"seed": 0}, "data": {"train": "x"}, "inputs": {}},
-    "metrics": {"eval/loss": 1.0},
-    "seed": 0,
-    "versions": {},
-    "device": "cpu",
-    "num_processes": 1,
-    "seconds": 1.0,
-    "finished": "2026-01-01T00:00:00+00:00",
-}
+from support.projects import FACTS
 
 
 def make(root: Path, text: str = "weights") -> artifacts.Manifest:

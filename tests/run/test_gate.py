@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +20,8 @@ from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.evaluation.agreement import answer_metrics, ranking_figures
 from rlhf_cli.run import launch
-from rlhf_cli.run.artifacts import Manifest
 from rlhf_cli.run.launch import check_requirements
+from support.projects import write_manifest
 
 FIGURES = {
     "eval/accuracy": 0.62,
@@ -36,20 +35,11 @@ FIGURES = {
 }
 
 
-def finish(folder: Path, stage: str, metrics: dict[str, float]) -> None:
-    """The manifest of a finished stage."""
-    folder.mkdir(parents=True)
-    facts = {"seed": 0, "versions": {}, "device": "cpu", "num_processes": 1, "seconds": 1.0, "finished": ""}
-    identity = {"config": {}, "data": {}, "inputs": {}}
-    manifest = Manifest(stage=stage, identity=identity, files={}, metrics=metrics, **facts)
-    (folder / "manifest.json").write_text(json.dumps(manifest.model_dump()), encoding="utf-8")
-
-
 @pytest.fixture
 def config(tmp_path, configs):
     """A function: the `require` of a PPO config, and what else differs -> the config."""
-    finish(tmp_path / "run" / "sft", "sft", {"eval/loss": 0.4})
-    finish(tmp_path / "run" / "rm", "rm", FIGURES)
+    write_manifest(tmp_path / "run" / "sft", "sft", metrics={"eval/loss": 0.4})
+    write_manifest(tmp_path / "run" / "rm", "rm", metrics=FIGURES)
 
     def load(require: dict[str, Any], **changes: Any) -> PPOConfig:
         values = {"artifacts": str(tmp_path / "run"), **configs["ppo"], "require": require, **changes}
@@ -112,7 +102,7 @@ def test_a_requirement_that_cannot_be_met_is_refused(config, require, says):
 
 
 def test_every_reward_model_must_meet_the_limit_and_one_must_exist(config, tmp_path):
-    finish(tmp_path / "other" / "rm", "rm", {"eval/accuracy": 0.5})
+    write_manifest(tmp_path / "other" / "rm", "rm", metrics={"eval/accuracy": 0.5})
     rewards = [{"type": "reward_model", "path": str(tmp_path / "other" / "rm")}, {"type": "reward_model", "name": "b"}]
     with pytest.raises(RunError, match=r"other/rm is 0\.5,"):
         check_requirements(config({"rm/accuracy": {"above": 0.6}}, rewards=rewards))
@@ -167,8 +157,8 @@ def test_the_known_figures_are_those_that_the_stages_write(finished):
 
 
 def test_figures_of_validation_rows_decide_where_a_stage_has_some(tmp_path, config):
-    shutil.rmtree(tmp_path / "run" / "rm")
-    finish(tmp_path / "run" / "rm", "rm", FIGURES | {"validation/accuracy": 0.55, "eval/accuracy/hard": 0.4})
+    metrics = FIGURES | {"validation/accuracy": 0.55, "eval/accuracy/hard": 0.4}
+    write_manifest(tmp_path / "run" / "rm", "rm", metrics=metrics)
     with pytest.raises(RunError, match=r"rm/accuracy of .* is 0.55"):
         check_requirements(config({"rm/accuracy": {"above": 0.6}}))
     (line,) = check_requirements(config({"rm/accuracy/hard": {"above": 0.3}}))

@@ -8,6 +8,7 @@ from huggingface_hub import ModelCard
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.run.model_card import Origin, base_model, card, license_of
+from support.projects import write_manifest
 
 VERSIONS = {"rlhf": "0.9.0"}
 
@@ -78,10 +79,8 @@ def finished_sft(tmp_path):
 
     def write(path, root=tmp_path / "artifacts" / "mine"):
         (root / "sft" / "model").mkdir(parents=True)
-        identity = {"config": {"model": {"path": path, "revision": "v1"}}, "data": {}, "inputs": {}}
-        facts = {"stage": "sft", "identity": identity, "seed": 0, "versions": {}, "metrics": {}, "files": {}}
-        facts |= {"contract": 1, "device": "cpu", "num_processes": 1, "seconds": 1.0, "finished": ""}
-        (root / "sft" / "manifest.json").write_text(json.dumps(facts))
+        config = {"model": {"path": path, "revision": "v1"}}
+        write_manifest(root / "sft", "sft", identity={"config": config, "data": {}, "inputs": {}})
         return root
 
     return write

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,18 @@ def configs(folder: Path) -> dict[str, dict[str, Any]]:
             "evaluation": {"num_prompts": 4},
         },
     }
+
+
+FACTS: dict[str, Any] = {"identity": {"config": {}, "data": {}, "inputs": {}}, "metrics": {}, "seed": 0, "versions": {}}
+FACTS |= {"device": "cpu", "num_processes": 1, "seconds": 1.0, "finished": "2026-01-01T00:00:00+00:00"}
+"""What a manifest says beside the stage and its files."""
+
+
+def write_manifest(directory: Path, stage: str, **facts: Any) -> None:
+    """The directory of a finished stage without files."""
+    directory.mkdir(parents=True, exist_ok=True)
+    manifest = {"stage": stage, "files": {}, **FACTS, **facts}
+    (directory / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
 
 
 def write_project(folder: Path) -> None:
