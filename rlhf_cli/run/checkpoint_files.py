@@ -27,10 +27,9 @@ from typing import Any
 
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import digest_file, read_object, read_text
-from rlhf_cli.run.artifacts import partial_directory, recover, set_aside_directory, stage_directory, sync
+from rlhf_cli.run.artifacts import MANIFEST, partial_directory, recover, set_aside_directory, stage_directory, sync
 from rlhf_cli.run.lock import Lock
 
-MANIFEST = "manifest.json"
 RUN = "run.json"
 TOTAL = "total.json"
 END = "end.json"

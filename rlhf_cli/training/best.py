@@ -16,8 +16,8 @@ class Best:
     """The step with the best value of the figure `metric`. With metric None nothing is kept.
 
     >>> best = Best("eval/loss", lower=True)
-    >>> [best.is_better(step, {"eval/loss": loss}) for step, loss in ((1, 3.0), (2, 2.0), (3, 2.5), (4, float("nan")))]
-    [True, True, False, False]
+    >>> [best.is_better(step, {"eval/loss": loss}) for step, loss in enumerate((3.0, 2.0, 2.0, 2.5, math.nan), 1)]
+    [True, True, False, False, False]
     >>> best.step, best.value
     (2, 2.0)
     """
