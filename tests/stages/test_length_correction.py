@@ -18,6 +18,7 @@ from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models.load import load_reward_model, load_tokenizer, new_reward_model
 from rlhf_cli.rewards.base import total_score
 from rlhf_cli.rewards.models import length_curve
+from rlhf_cli.run.artifacts import read_manifest
 from support.compare import same_figures, same_weights
 from support.rewards import batch, source_of
 from support.tiny import BAD, GOOD, WORDS, read_jsonl, write_jsonl
@@ -106,10 +107,6 @@ def runs(make_model, run_stage, biased, tmp_path_factory):
     return found
 
 
-def metrics_of(root):
-    return json.loads((root / "rm/manifest.json").read_text())["metrics"]
-
-
 def test_a_planted_bias_leaves_the_scores(runs, biased, tmp_path):
     """By the scores that `rlhf rm score` gives to held-out pairs, whose lengths say nothing."""
     correlations, accuracies = [], []
@@ -123,7 +120,7 @@ def test_a_planted_bias_leaves_the_scores(runs, biased, tmp_path):
     assert correlations[0] > 0.4
     assert abs(correlations[1]) < 0.05
     assert accuracies[1] > accuracies[0] - 0.01
-    plain, corrected = map(metrics_of, runs)
+    plain, corrected = (read_manifest(root / "rm").metrics for root in runs)
     assert plain["eval/accuracy"] == corrected["eval/accuracy"] == accuracies[0]
     for found in (plain, corrected):
         assert found["rm/accuracy_without_length"] == accuracies[1]

@@ -28,15 +28,10 @@ from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer, new_reward_model, prepare
 from rlhf_cli.rollout import speaker
 from rlhf_cli.rollout.sampling import sample
-from rlhf_cli.run.artifacts import require_intact
+from rlhf_cli.run.artifacts import read_manifest, require_intact
 from rlhf_cli.trained.run import open_run
 from stages import rm as rm_stage
 from support.tiny import BAD, CPU, GOOD, encoder, read_jsonl, sentence, write_jsonl
-
-
-def metrics_of(root):
-    return json.loads((root / "manifest.json").read_text())["metrics"]
-
 
 # ------------------------------------------------------------------------------------------- heads
 
@@ -46,7 +41,7 @@ def test_a_finished_reward_model_keeps_its_head(pipeline, run_stage, tmp_path):
     before = pipeline("llama") / "rm"
     again = run_stage("rm", tmp_path, model={"path": str(before)}, optimizer={"learning_rate": 1e-12})
     for key in ("eval/accuracy", "eval/margin"):
-        assert metrics_of(again)[key] == pytest.approx(metrics_of(before)[key], abs=1e-4)
+        assert read_manifest(again).metrics[key] == pytest.approx(read_manifest(before).metrics[key], abs=1e-4)
     weights = [load_file(root / "model/model.safetensors")["score.weight"] for root in (before, again)]
     assert torch.allclose(*weights, atol=1e-6)
     assert weights[0].abs().max() > 1e-3
@@ -111,7 +106,7 @@ def test_labels_are_learned_as_labels(make_model, run_stage, tmp_path, capsys):
     rows = read_jsonl(rm / "metrics.jsonl")
     assert rows[10]["loss/rm"] < 0.3 < rows[0]["loss/rm"]
     assert rows[10]["rm/accuracy"] > 0.9
-    found = metrics_of(rm)
+    found = read_manifest(rm).metrics
     assert found["eval/num_rows"] == 10
     assert found["eval/base_rate"] == found["eval/brier_baseline"] * 2 == 0.5
     assert found["eval/accuracy"] > 0.8
@@ -210,7 +205,7 @@ def test_a_model_at_chance_is_called_so(make_model, run_stage, data, tmp_path, c
     changes = {"train": str(data["scored"]), "test": str(data["scored"])} if loss == "mse" else {}
     model = {"path": str(make_model("llama"))}
     rm = run_stage("rm", tmp_path, model=model, data=changes, loss=loss, optimizer={"learning_rate": 1e-9})
-    sentence, is_better = held_out_verdict(metrics_of(rm))
+    sentence, is_better = held_out_verdict(read_manifest(rm).metrics)
     assert not is_better
     printed = " ".join(capsys.readouterr().out.split())
     assert "rm: warning: held-out" in printed
@@ -226,7 +221,7 @@ def test_members_start_from_other_models_and_are_compared(pipeline, make_model, 
     model = {"path": str(root / "sft")}
     frozen = {"freeze": ["embeddings", "layers"]}
     rm = run_stage("rm", tmp_path, model=model | frozen, members=3, member_models=[str(other), model["path"]])
-    metrics = metrics_of(rm)
+    metrics = read_manifest(rm).metrics
     folders = [rm / "model", rm / "members/1", rm / "members/2"]
     weights = [load_file(folder / "model.safetensors") for folder in folders]
     norm = "model.layers.0.mlp.up_proj.weight"
