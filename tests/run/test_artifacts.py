@@ -30,6 +30,12 @@ def test_a_published_stage_lists_every_file_with_its_digest(tmp_path: Path) -> N
     assert artifacts.model_directory(str(directory / "model")) == str(directory / "model")
 
 
+def test_a_stage_is_built_in_an_empty_folder_unless_it_is_resumed(tmp_path: Path) -> None:
+    (artifacts.open_partial(tmp_path, "rm") / "members").mkdir()
+    assert (artifacts.open_partial(tmp_path, "rm", keep=True) / "members").is_dir()
+    assert list(artifacts.open_partial(tmp_path, "rm").iterdir()) == []
+
+
 def test_a_publication_cut_off_between_its_renames_is_undone(tmp_path: Path) -> None:
     make(tmp_path, "old")
     (tmp_path / "sft").rename(tmp_path / ".sft.old")
