@@ -22,7 +22,7 @@ from rlhf_cli.models.deferred import BLOCK
 from rlhf_cli.models.forward import is_packed, positions, vocabulary_rows
 from rlhf_cli.models.frozen import freeze
 from rlhf_cli.models.heads import offer_classifier
-from rlhf_cli.models.load import reason_of
+from rlhf_cli.models.load import reason_of, set_dropout_off
 from rlhf_cli.plan.activations import activation_bytes, fake_activation_bytes
 from rlhf_cli.tensor_ops import num_weights, weight_shape
 
@@ -175,6 +175,7 @@ def built(config: PreTrainedConfig, is_classifier: bool, key: str) -> PreTrained
             model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
     except Exception as error:
         raise ConfigError(f"{key}: transformers cannot build this {config.model_type} ({reason_of(error)})") from None
+    set_dropout_off(model)  # as of a loaded one: its masks would count
     return model
 
 

@@ -22,7 +22,7 @@ from rlhf_cli.models.adapter_files import BaseModel, save_adapter
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.forward import autocast, hidden_at
 from rlhf_cli.models.frozen import hold_frozen
-from rlhf_cli.models.load import load_policy, prepare
+from rlhf_cli.models.load import load_policy, prepare, set_dropout_off
 from rlhf_cli.packing import pack
 from rlhf_cli.plan.activations import ROW, kept_bytes
 from rlhf_cli.plan.memory import BUCKET_BYTES, STATES, Batch, Held, Setting
@@ -77,7 +77,8 @@ def test_a_shape_has_the_counts_and_the_activations_of_the_real_model(name, lora
     config = config_of(name)
     config.num_labels = 1
     build = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
-    real = build.from_config(config).eval()
+    real = build.from_config(config)
+    set_dropout_off(real)
     base = real.num_parameters()
     assert prepare(real, torch.device("cpu")) is None
     if lora is not None:
