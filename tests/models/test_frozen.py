@@ -286,6 +286,13 @@ def test_embeddings_and_layers_have_one_name_in_every_family(make_model, family)
     assert ("the output head shares the embeddings" in line) == tied
 
 
+def test_the_layers_are_the_outermost_stack():
+    """A block of a T5 has two layers, as many as the model has blocks here."""
+    model = made("t5").requires_grad_(True)
+    freeze(model, ["layers.0"], "model.freeze")
+    assert frozen(model) == {name for name, _ in model.named_parameters() if name.startswith("encoder.block.0.")}
+
+
 @pytest.mark.parametrize(
     ("patterns", "expected"),
     [
