@@ -150,6 +150,12 @@ def test_each_file_is_read_once_for_its_digest(here, monkeypatch):
     assert artifacts.fingerprint("run/sft/model") != before
 
 
+def test_a_stage_whose_manifest_is_broken_runs_again_by_restart(here):
+    (here / "run/rm/manifest.json").write_text("{}")
+    assert "cannot be read by this version of rlhf" in rlhf("rm", "rm.yaml", code=2)
+    assert "rm: runs again (its manifest cannot be read); run/rm is replaced" in rlhf("rm", "rm.yaml", "--restart")
+
+
 def test_a_stale_input_is_named(here):
     """The rm stage was trained on other rows than its config names now; PPO says so, and still runs or skips."""
     with (here / "pref.jsonl").open("a") as file:
@@ -255,3 +261,6 @@ def test_a_change_of_a_helper_module_is_a_change_of_the_reward(modules, changed,
     role = "rewards.0" if changed == "reward.py" else f"rewards.0 import {changed}"
     assert artifacts.differences(before, identity(config)) == [f"inputs.{role}"]
     assert what_changed(config, before, tmp_path / "run") == f"stale, changed since: input {role}"
+    if changed != "reward.py":
+        (modules / changed).unlink()
+        assert f"input {role}" in what_changed(config, before, tmp_path / "run"), "a module that is gone"
