@@ -209,7 +209,7 @@ def write_statistics(
         scores = torch.tensor(stage.world.interleave([part.tolist() for part in stage.world.gather_tensors(share)]))
         mean, std = scores.mean().item(), max(scores.std(correction=0).item(), SMALLEST_STD)
     if stage.world.is_main:
-        save_facts(model, {**facts, "score_mean": mean, "score_std": std}, directory)
+        save_facts({**facts, "score_mean": mean, "score_std": std}, directory)
     return mean, std
 
 

@@ -46,7 +46,6 @@ def quantize(model: PreTrainedModel, quantization: Quantization, key: str) -> No
     Raises ConfigError, naming the config `key`, if bitsandbytes is missing or computes wrong weights here, or if no
     layer can be quantized.
     """
-    _bitsandbytes(key)
     layers = _quantizable(model, key)
     while layers:  # a layer that is done is freed
         parent, name, layer = layers.pop()

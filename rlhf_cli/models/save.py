@@ -167,9 +167,8 @@ def _write_configs(
     tokenizer.save_pretrained(directory)
 
 
-def save_facts(model: PreTrainedModel, facts: dict[str, Any], directory: Path) -> None:
-    """Add keys to the config of a model and to the config.json of the saved one."""
-    model.config.update(facts)
+def save_facts(facts: dict[str, Any], directory: Path) -> None:
+    """Add keys to the config.json of a saved model."""
     path = directory / (MODEL_CONFIG if is_adapter(directory) else "config.json")
     try:
         config = json.loads(path.read_text(encoding="utf-8")) | facts

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -244,6 +244,17 @@ def test_the_head_beside_adapters_is_read_with_them(load, name, adapters):
     read_twice(load, path, HOLDS["nf4" if name == "lora" else "rounded"])
     score = load(path, deferred=True).score.weight
     assert (score.abs().max() == 0) == (name == "nf4")
+
+
+def test_a_head_with_other_labels_beside_adapters_gives_way_to_a_new_one(adapters):
+    path, _ = adapters("lora", is_reward=True)
+    file = Path(path, "adapter_model.safetensors")
+    weights = load_file(file)
+    weights["base_model.model.score.weight"] = weights["base_model.model.score.weight"].repeat(2, 1)
+    save_file(weights, file, metadata={"format": "pt"})
+    model, new = new_reward_model(path, None, seed=0, head_std=None)
+    assert (model.config.num_labels, new) == (1, ["score.weight"])
+    assert load_reward_model(path).score.weight.shape == (2, 64)
 
 
 def test_adapters_on_adapters_and_a_trained_head_in_the_base(adapters, tmp_path):

@@ -290,13 +290,14 @@ PICKLED: dict[str, Any] = {}
         ({"base_model_name_or_path": None}, "names no base model"),
         ({"r": 3}, "does not fit"),
         ({"target_modules": ["q_proj"]}, "does not fit"),
+        ([], "adapter_config.json: is not a JSON object"),
         (PICKLED, "Pickled adapters are never read"),
     ],
 )
 def test_adapters_that_would_compute_something_else_are_refused(adapters, tmp_path, change, message):
     shutil.copytree(adapters, tmp_path / "adapter")
     path = tmp_path / "adapter/adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    path.write_text(json.dumps(json.loads(path.read_text()) | change if isinstance(change, dict) else change))
     if change is PICKLED:
         path.with_name("adapter_model.safetensors").rename(path.with_name("adapter_model.bin"))
     with pytest.raises(ArtifactError, match=message):

@@ -10,12 +10,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
+from rlhf_cli.config.models import ScratchModel
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models.frozen import freeze
 from rlhf_cli.models.load import load_policy, load_tokenizer
 from rlhf_cli.models.save import save
+from rlhf_cli.models.scratch import new_model
 from rlhf_cli.models.vocabulary import add_tokens, embed_tokens, require_same_tokens
-from support.tiny import read_jsonl
+from support.tiny import SETTINGS, read_jsonl
 
 NEW = ["<|user|>", "<|end|>"]
 
@@ -105,6 +107,12 @@ def test_tokens_of_the_sft_stage_are_known_to_the_later_stages(make_model, run_s
         run_stage("ppo", tmp_path / "base", **changes | {"policy": {"path": str(start)}})
     with pytest.raises(ArtifactError, match=r"ref_policy.path: .* does not know 2 of the policy's tokens"):
         run_stage("ppo", tmp_path / "other", **changes, ref_policy={"path": str(start)})
+
+
+def test_a_new_model_has_the_tokens_of_its_tokenizer_whatever_its_settings_say(tokenizer):
+    settings = SETTINGS["llama"] | {"vocab_size": 5, "eos_token_id": 4}
+    config = new_model(ScratchModel(architecture="llama", config=settings), tokenizer, seed=0).config
+    assert (config.vocab_size, config.eos_token_id) == (len(tokenizer), tokenizer.eos_token_id)
 
 
 def test_a_new_token_that_no_row_contains_is_said(make_model, write_config, tmp_path):
