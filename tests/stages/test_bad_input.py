@@ -205,7 +205,7 @@ OPTIONAL = ("contract", "dtypes")
 
 
 def test_a_manifest_with_values_of_a_wrong_type_is_reported(project: Path) -> None:
-    """Or within a mapping, or missing."""
+    """At the top, within a mapping, or where one is missing."""
     path = project / "run" / "ppo" / "manifest.json"
     manifest = json.loads(path.read_text())
     for key, right in manifest.items():

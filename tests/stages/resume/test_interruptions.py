@@ -26,19 +26,8 @@ from rlhf_cli.run.lock import Lock, Owner, lock_path, owner_of
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.run.state import state_of
 from stages import sft as sft_stage
-from support import crash
-from support.resume import (
-    STEPS,
-    checkpoints,
-    refused,
-    rlhf,
-    same,
-    status,
-    stopped_after,
-    stopping_after,
-    succeed,
-    words,
-)
+from support import crash, resume
+from support.resume import STEPS, checkpoints, refused, rlhf, same, status, stopped_after, succeed, words
 
 # ------------------------------------------------------------------------------------------ signals
 
@@ -245,7 +234,7 @@ def test_a_stage_directory_that_is_deleted_during_the_run(removed, step, config_
             publish = StageRun.publish
             patch.setattr(StageRun, "publish", lambda self, metrics: (remove(self), publish(self, metrics)))
         else:
-            patch.setattr(StageRun, "finish_step", stopping_after(step, remove))
+            patch.setattr(StageRun, "finish_step", resume.stopping_after(step, remove))
         message = refused(arguments)
     assert "removed" in message
     assert not (root / "sft").exists()

@@ -23,20 +23,8 @@ from rlhf_cli.run import artifacts, checkpoint, checkpoint_files
 from rlhf_cli.run.checkpoint import CheckpointStore, State
 from rlhf_cli.run.stage_run import StageRun
 from stages import rm as rm_stage
-from support import crash
-from support.resume import (
-    STEPS,
-    ask_to_stop,
-    checkpoints,
-    refused,
-    rlhf,
-    same,
-    state_of,
-    status,
-    stopped_after,
-    succeed,
-    truncate,
-)
+from support import crash, resume
+from support.resume import STEPS, ask_to_stop, checkpoints, refused, same, status, stopped_after, succeed, truncate
 from support.tiny import read_jsonl
 
 CASES = (
@@ -62,12 +50,12 @@ def test_a_resumed_run_gives_the_same_bytes(case, config_in, undisturbed, monkey
     save, restore = CheckpointStore.save, CheckpointStore.restore
 
     def saves(self: CheckpointStore, step: int) -> None:
-        states["saved"] = state_of(self)
+        states["saved"] = resume.state_of(self)
         save(self, step)
 
     def restores(self: CheckpointStore, path: Path) -> None:
         restore(self, path)
-        states["restored"] = state_of(self)
+        states["restored"] = resume.state_of(self)
 
     monkeypatch.setattr(CheckpointStore, "save", saves)
     stopped_after(STEPS[stage] // 2, arguments, "--quiet")
@@ -102,7 +90,7 @@ def test_members_resume_where_they_were(config_in, undisturbed, monkeypatch, tmp
 
     monkeypatch.setattr(StageRun, "finish_step", finish)
     for step in (4, 6, 3, 3):
-        assert rlhf(arguments, "--quiet").exit_code == 143
+        assert resume.rlhf(arguments, "--quiet").exit_code == 143
         assert f"saved after step {step} of 6" in status(tmp_path)
     assert "members/accuracy_mean" in succeed(arguments)
     assert taken == [1, 2, 3, 4, 5, 6] * 3
