@@ -25,7 +25,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from rlhf_cli.commands.options import OnBadRow
-from rlhf_cli.commands.writer import Failure
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import Purpose
 from rlhf_cli.data.paths import find_files
@@ -51,6 +50,15 @@ class Dropped:
     """A few words, the same for items of the same kind, so that they can be counted."""
     columns: dict[str, Any] = field(default_factory=dict)
     """More about the item, for the file of dropped items."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request has no answer."""
+
+    reason: str
+    fatal: bool = False
+    """No further request can be answered, so the run must stop."""
 
 
 Outcome = OutputRow | Dropped | Failure

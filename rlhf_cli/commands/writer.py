@@ -1,6 +1,6 @@
 """The model that writes for `rlhf data generate` and `rlhf data score`: what it is asked, and what it answers.
 
-A model on a server is asked here, one on this machine in `local_writer`. Imports no torch.
+Imports torch only for a model on this machine.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Annotated, Any, Protocol
 import typer
 
 from rlhf_cli.commands.options import Device, Seed, TopP
+from rlhf_cli.commands.output import Failure, batched
+from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.config.rewards import check_url
-from rlhf_cli.data.records import Message, turns_of
+from rlhf_cli.data.records import Message, Record, transcript, turns_of
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.files import read_text
 from rlhf_cli.rewards.chat_client import OF_DATA, OptionNames, Written, completion_in, completions_url
@@ -43,15 +45,6 @@ class Request:
     def of(cls, text: str, *counters: int) -> Request:
         """A request of one message."""
         return cls((Message("user", text),), counters)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a request has no answer."""
-
-    reason: str
-    fatal: bool = False
-    """No further request can be answered, so the run must stop."""
 
 
 class Writer(Protocol):
@@ -111,12 +104,65 @@ class WriterOptions:
     def open(self) -> Writer:
         """The writer. A local model is loaded now; a server is contacted at the first request."""
         if self.server is None:
-            from rlhf_cli.commands.local_writer import LocalWriter
-
             return LocalWriter(self)
         if self.keep_special:
             raise ConfigError("--keep-special: is for a local model, a server encodes texts by itself. Remove it")
         return ServerWriter(self)
+
+
+class LocalWriter:
+    """A Hugging Face directory or a finished stage that writes answers.
+
+    Messages are rendered with the tokenizer's chat template. Without a template, a single message is used as it is
+    and several become a transcript. The uniforms of an answer are seeded by (seed, its counters), so an answer does
+    not depend on the batch it is sampled in, except for rounding.
+
+    Raises ArtifactError for a directory without a language model.
+    """
+
+    def __init__(self, options: WriterOptions):
+        from rlhf_cli.data.encode import require_eos
+        from rlhf_cli.models.load import check_vocabulary, load_policy, load_tokenizer, prepare
+        from rlhf_cli.processes.distributed import start
+        from rlhf_cli.rollout.speaker import PromptForm, Speaker
+
+        self.options = options
+        directory = model_directory(options.model)
+        tokenizer = load_tokenizer(directory)
+        require_eos(tokenizer, options.model)
+        model = load_policy(directory)
+        check_vocabulary(model, tokenizer, options.model)
+        prepare(model, start(options.device).device)
+        rollout = Rollout(top_p=options.top_p, max_new_tokens=options.max_new_tokens)
+        form = PromptForm(keep_special=options.keep_special)
+        self.speaker = Speaker.of(rollout, model, tokenizer, "float32", form).at(options.temperature)
+
+    def write(self, requests: Sequence[Request]) -> list[Written | Failure]:
+        """One answer for each request; a Failure when the model or its chat template cannot take the prompt."""
+        return [answer for batch in batched(requests, self.options.batch_size) for answer in self._batch(batch)]
+
+    def _batch(self, requests: Sequence[Request]) -> list[Written | Failure]:
+        import torch
+
+        from rlhf_cli.rollout.speaker import PromptRefused
+        from rlhf_cli.seeding import generator
+
+        columns, seed = self.options.max_new_tokens, self.options.seed
+        answers: list[Written | Failure | None] = []
+        prompts, draws = [], []
+        for request in requests:
+            messages = request.messages
+            text = messages[0].content if len(messages) == 1 else transcript(messages)
+            try:
+                prompts.append(self.speaker.encode(Record(text, "a prompt", messages=messages)))
+            except PromptRefused as error:
+                answers.append(Failure(str(error)))
+                continue
+            draws.append(torch.rand(columns, generator=generator(seed, "writer", *request.counters)))
+            answers.append(None)
+        responses = self.speaker.respond(prompts, torch.stack(draws)) if prompts else []
+        written = (Written(self.speaker.text(response), response.ended) for response in responses)
+        return [answer or next(written) for answer in answers]
 
 
 class ServerWriter:

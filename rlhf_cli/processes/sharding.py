@@ -12,6 +12,7 @@ joins the others' (`join`). What reads weights besides the model's own forward, 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -27,6 +28,8 @@ R = TypeVar("R")
 M = TypeVar("M", bound=nn.Module)
 LARGEST_FILE = 2_000_000_000
 """The most bytes in one file of a sharded model. The first process holds this much while it writes."""
+BLOCK = 256
+"""Numbers with one scale in the 8-bit AdamW of bitsandbytes."""
 _open: set[int] = set()
 """The ids of the sharded models that a function under `gathered` now computes with."""
 
@@ -132,6 +135,11 @@ def first_row(tensor: Tensor) -> int:
     assert coordinate is not None
     # As `torch.chunk` cuts them, among the processes of the last dimension of the mesh.
     return min(coordinate[-1] * -(-len(tensor) // mesh.size(mesh.ndim - 1)), len(tensor))
+
+
+def has_whole_blocks(weight: Tensor) -> bool:
+    """Whether no block of 8-bit moments is in rows of two processes."""
+    return not isinstance(weight, DTensor) or math.prod(weight.shape[1:]) % BLOCK == 0
 
 
 def like(tensor: Tensor, local_rows: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -189,8 +188,9 @@ def load_reward_source(
     keep_special: bool = False,
     backbone: Backbone | None = None,
     sharded_by: Stage | None = None,
+    make: Callable[..., RewardModel] | None = None,
 ) -> tuple[RewardModel, list[str]]:
-    """The reward model at `path`, ready to score, and notes for the user.
+    """The reward model at `path`, ready to score, and notes for the user. `make` is its class, if it is another one.
 
     It scores the policy's token ids if its tokenizer equals `policy_tokenizer`, and text otherwise. Adapters on
     `backbone` share its weights. With `sharded_by` the model is sharded among the processes as that config says.
@@ -226,13 +226,7 @@ def load_reward_source(
         notes.append(f"{path}: has no stored score mean and standard deviation, scores are not normalized")
     # The stored mean and standard deviation describe the logit.
     normalize = reward.normalize and mean is not None and std is not None and reward.output == "logit"
-    make: Callable[..., RewardModel] = RewardModel
-    if reward.steps is not None:
-        from rlhf_cli.rewards.process_reward import StepModel
-
-        assert policy_tokenizer is not None
-        make = partial(StepModel, steps=reward.steps, policy_tokenizer=policy_tokenizer)
-    source = make(
+    source = (make or RewardModel)(
         name=name,
         weight=reward.share,
         on_error=reward.on_error,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, assert_never
 
 import torch
@@ -55,6 +56,11 @@ def load_rewards(
                 from rlhf_cli.rewards.models import load_reward_source
 
                 path = reward.path if reward.path is not None else f"{artifacts_root}/rm"
+                make = None
+                if reward.steps is not None:
+                    from rlhf_cli.rewards.process_reward import StepModel
+
+                    make = partial(StepModel, steps=reward.steps, policy_tokenizer=policy_tokenizer)
                 source, lines = load_reward_source(
                     reward,
                     path,
@@ -66,6 +72,7 @@ def load_rewards(
                     keep_special=keep_special,
                     backbone=backbone,
                     sharded_by=sharded_by,
+                    make=make,
                 )
             case FunctionReward():
                 from rlhf_cli.rewards.functions import load_function_reward

@@ -9,8 +9,7 @@ from bitsandbytes.optim import AdamW8bit
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rlhf_cli.processes.sharding import local
-from rlhf_cli.training.optimizer import has_whole_blocks
+from rlhf_cli.processes.sharding import has_whole_blocks, local
 
 
 class ShardedAdamW8bit(AdamW8bit):

@@ -26,7 +26,7 @@ from torch.optim.adamw import adamw
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.processes.distributed import World, collective
-from rlhf_cli.processes.sharding import first_row, like, local
+from rlhf_cli.processes.sharding import BLOCK, first_row, has_whole_blocks, like, local
 from rlhf_cli.program import import_extra
 from rlhf_cli.run.checkpoint import State, restored
 from rlhf_cli.seeding import derived_seed
@@ -309,15 +309,8 @@ def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
 # keeps float32 moments if its row length is not a multiple of 256.
 
 
-BLOCK = 256
-"""Numbers with one scale in the 8-bit AdamW of bitsandbytes."""
 SAME_FOR_ALL = ("step", "qmap1", "qmap2")
 """What is the same on every process: the number of steps, and the tables from a byte to its value."""
-
-
-def has_whole_blocks(weight: Tensor) -> bool:
-    """Whether no block of 8-bit moments is in rows of two processes."""
-    return not isinstance(weight, DTensor) or math.prod(weight.shape[1:]) % BLOCK == 0
 
 
 def saved_state(weight: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -21,8 +21,7 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands import data_generate as module
 from rlhf_cli.commands import output
 from rlhf_cli.commands.data_generate import data_generate, near_duplicate, prompts_in
-from rlhf_cli.commands.local_writer import LocalWriter
-from rlhf_cli.commands.writer import WriterOptions, Written
+from rlhf_cli.commands.writer import LocalWriter, WriterOptions, Written
 from rlhf_cli.data.stage_rows import demonstration, ranking
 from rlhf_cli.data.words import words
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError

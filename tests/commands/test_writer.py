@@ -18,8 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_cli.commands import writer as writer_module
-from rlhf_cli.commands.local_writer import LocalWriter
-from rlhf_cli.commands.writer import Failure, Request, ServerWriter, WriterOptions, Written
+from rlhf_cli.commands.writer import Failure, LocalWriter, Request, ServerWriter, WriterOptions, Written
 from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.rewards.http_client import JSONClient, retry_after
