@@ -81,7 +81,7 @@ def brier_score(probability: Tensor, outcome: Tensor) -> float:
     return (probability.double() - outcome.double()).square().mean().item()
 
 
-def best_temperature(margin: Tensor) -> float:
+def best_temperature(margin: Tensor, *, steps: int = 100) -> Tensor:
     """The temperature that makes `sigmoid(margin / temperature)` most likely, given that every margin should be > 0.
 
     ``argmin over T of mean(log(1 + exp(-margin / T)))``
@@ -90,32 +90,24 @@ def best_temperature(margin: Tensor) -> float:
     bisection. Above 1 the model is too sure of itself, below 1 not sure enough.
 
     Args:
-        margin: [n] score of the better answer minus score of the worse one.
+        margin: [..., n] score of the better answer minus score of the worse one, n above 0.
+        steps: of the bisection; each halves the error of 1 / T.
 
     Returns:
-        The temperature. 0 if every margin is positive: no confidence is too high. Infinity if the model is no better
+        [...] float64. 0 if every margin is positive: no confidence is too high. Infinity if the model is no better
         than chance.
 
     Guo et al. 2017 (arXiv 1706.04599), section 4.2.
 
-    >>> round(best_temperature(torch.tensor([2.0, 2.0, 2.0, -2.0])), 3)  # 3 of 4 right: 2 / log(3)
-    1.82
-    """
-    return best_temperatures(margin[None]).item() if margin.numel() else float("inf")
-
-
-def best_temperatures(margin: Tensor, *, steps: int = 100) -> Tensor:
-    """The `best_temperature` of each row of [B, n] margins, [B] float64, by `steps` steps of bisection.
-
-    >>> best_temperatures(torch.tensor([[2.0, 2.0, 2.0, -2.0], [1.0, 1.0, 1.0, -1.0]])).round(decimals=2).tolist()
-    [1.82, 0.91]
+    >>> best_temperature(torch.tensor([[2.0, 2.0, 2.0, -2.0], [1.0, 1.0, 1.0, -1.0]]))  # 3 of 4 right: 2 / log(3)
+    tensor([1.8205, 0.9102], dtype=torch.float64)
     """
     m = margin.double()
 
     def slope(inverse: Tensor) -> Tensor:
-        return (m * torch.sigmoid(-m * inverse[:, None])).mean(-1)
+        return (m * torch.sigmoid(-m * inverse[..., None])).mean(-1)
 
-    low = torch.zeros(len(m), dtype=torch.float64)
+    low = torch.zeros(m.shape[:-1], dtype=torch.float64)
     high = torch.full_like(low, HIGHEST_INVERSE)
     is_chance = slope(low) <= 0
     for _ in range(steps):

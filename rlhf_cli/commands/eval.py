@@ -33,8 +33,6 @@ class EvalJudgeOptions:
     max_new_tokens: Annotated[int, typer.Option("--judge-tokens", min=1, help="Longest answer of the judge.")] = 16
     attempts: int = 3
     """Requests until an answer names exactly one of A and B."""
-    retries: int = 5
-    backoff_s: float = 1.0
 
 
 def evaluate(
@@ -91,15 +89,8 @@ class ServerJudge:
         self.name, self.attempts = model, options.attempts
         needed = ["prompt", "a", "b"]
         self.template = read_template(options.template, needed, "--judge-template") or COMPARE_TEMPLATE
-        writer = WriterOptions(
-            model,
-            url,
-            options.key_env,
-            temperature=0.0,
-            max_new_tokens=options.max_new_tokens,
-            retries=options.retries,
-            backoff_s=options.backoff_s,
-        )
+        tokens = options.max_new_tokens
+        writer = WriterOptions(model, url, options.key_env, temperature=0.0, max_new_tokens=tokens)
         self.writer = ServerWriter(writer, NAMES)
 
     def compare(self, pairs: Sequence[tuple[str, str, str]]) -> list[Verdict | None]:

@@ -50,22 +50,14 @@ class BenchRow:
     """`id`, for Ties."""
 
 
-@dataclass(frozen=True)
-class Bench:
-    """A file of the benchmark."""
-
-    name: str
-    rows: list[BenchRow]
-
-
-def read_bench(path: Path) -> Bench:
+def read_bench(path: Path) -> list[BenchRow]:
     """A file of any kind that the stages read. Raises DataError for a row of another form."""
     rows = []
     for row in read_rows(DataSource(path=str(path))):
         if isinstance(row, BadRow):
             raise DataError(f"{row.where}: {row.reason}")
         rows.append(_bench_row(row.values, row.where))
-    return Bench(path.name, rows)
+    return rows
 
 
 def _bench_row(values: dict[str, Any], where: str) -> BenchRow:

@@ -66,7 +66,7 @@ def evaluate(
     for option, value, needed in (("--rm-bench", bench, "rm"), ("--judge", judge, "ppo")):
         if value is not None and needed not in run.stages:
             raise ConfigError(f"{option}: needs the stage {needed}, which is not evaluated here. Remove the option")
-    rows = read_bench(bench) if bench is not None else None
+    rows = {} if bench is None else {bench.name: read_bench(bench)}
     for one in run.stages:
         match one:
             case "sft":

@@ -119,5 +119,5 @@ def show(display: Display, title: str, columns: dict[str, Figures], *, counts: b
     for name in dict.fromkeys(name for figures in columns.values() for name in figures):
         row = [figures.get(name) for figures in columns.values()]
         rows = [f"{next(figure.rows for figure in row if figure is not None):,}"] if counts else []
-        lines.append([name if counts else readable(name), *cells(name, row), *rows])
+        lines.append([name if counts else readable(name), *cells(row), *rows])
     display.table(title, heads, lines)

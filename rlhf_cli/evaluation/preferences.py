@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_cli.algorithms.calibration import best_temperature, best_temperatures, calibration_error
+from rlhf_cli.algorithms.calibration import best_temperature, calibration_error
 from rlhf_cli.algorithms.comparison import wins
 from rlhf_cli.algorithms.statistics import bootstrap_interval, correlation
 from rlhf_cli.data.answers import AnswerEncoder, RankedIds, ScoredIds
@@ -53,7 +53,7 @@ LENGTH_BINS = {
 PREFIXES = ("Hello. ", "Please read this carefully. ", "Thank you for your time. ")
 """Words before a prompt that say nothing about which answer is better."""
 MOST_PAIRS = 128
-"""Pairs that are scored again, in other places or with such words."""
+"""Pairs that are scored again with such words."""
 
 Score = Callable[[list[list[list[int]]], list[list[int]]], Tensor]
 """Scores of the sequences of all rows, row by row, from these and the `reply_length` of each."""
@@ -111,7 +111,7 @@ def preference_figures(pairs: Pairs, *, seed: int) -> Figures:
 
     margin, right, longer = pairs.margin, pairs.right, pairs.longer_by
     confidence = torch.sigmoid(margin.abs())
-    temperatures = partial(best_temperatures, steps=TEMPERATURE_STEPS)
+    temperatures = partial(best_temperature, steps=TEMPERATURE_STEPS)
     temperature = bootstrap_interval(temperatures, margin, seed=seed, num_resamples=TEMPERATURE_RESAMPLES)
     figures = {
         "accuracy": share_figure(right),
@@ -120,7 +120,7 @@ def preference_figures(pairs: Pairs, *, seed: int) -> Figures:
         "margin": mean_figure(margin, seed=seed),
         "calibration_error": bootstrapped(partial(calibration_error, low=0.5), confidence, right, seed=seed),
         "brier": mean_figure((confidence - right).square(), seed=seed),
-        "best_temperature": Figure(best_temperature(margin), *temperature, len(margin)),
+        "best_temperature": Figure(best_temperature(margin).item(), *temperature, len(margin)),
         "score_length_correlation": bootstrapped(of_both, pairs.better, pairs.worse, *pairs.lengths, seed=seed),
         "length_controlled": equal_length_figure(right, longer, torch.zeros_like(longer)),
     }
@@ -208,19 +208,6 @@ def worst_answers(rows: Sequence[ScoredIds], stated: Tensor, target: Tensor) -> 
 
 
 # --------------------------------------------------------------------- what should not change the model's opinion
-
-
-def position_figures(pairs: Pairs, score: Score) -> Figures:
-    """The largest change of a score if rows and answers come in the reverse order, in standard deviations of the score.
-
-    Every answer is read by itself, so this is rounding, unless batching is wrong.
-    """
-    rows = pairs.rows[:MOST_PAIRS]
-    turned = [[row.answers[-1], row.answers[0]] for row in reversed(rows)]
-    again = score(turned, [[row.lengths[-1], row.lengths[0]] for row in reversed(rows)]).flip(0)
-    first = torch.stack([pairs.better, pairs.worse], 1)[: len(rows)]
-    spread = torch.cat([pairs.better, pairs.worse]).std(correction=0).item() or 1.0
-    return {"position_shift": Figure((again.view(-1, 2) - first).abs().max().item() / spread, rows=len(rows))}
 
 
 def prefix_figures(pairs: Pairs, encoder: AnswerEncoder[RankedIds], score: Score, *, seed: int) -> Figures:

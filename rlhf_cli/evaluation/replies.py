@@ -112,6 +112,7 @@ class Arena:
         ppo stage's own evaluation.
         """
         longest, size = self.config.rollout.max_new_tokens, (len(self.prompts), count)
+        gold_name = self.config.evaluation.gold
         drawn = [draw_uniforms(self.run.seed, "ppo evaluation", k, size[0], longest) for k in range(count)]
         # Replies to one prompt are side by side: they share its keys and values.
         uniforms = torch.stack(drawn, 1).flatten(0, 1)  # [P * K, longest]
@@ -131,11 +132,8 @@ class Arena:
             for name, values in judged.each.items():
                 each.setdefault(name, []).append(values)
             if self.judge is not None:
-                name, advice = (
-                    f"evaluation.gold ({self.config.evaluation.gold})",
-                    "Fix the function, or remove evaluation.gold",
-                )
-                for row in call(name, self.judge, samples, named_numbers, advice):
+                about, advice = f"evaluation.gold ({gold_name})", "Fix the function, or remove evaluation.gold"
+                for row in call(about, self.judge, samples, named_numbers, advice):
                     for name, value in row.items():
                         gold.setdefault(name, []).append(value)
             responses += found

@@ -24,7 +24,7 @@ from rlhf_cli.evaluation.agreement import (
     score_figures,
     scores_of_rows,
 )
-from rlhf_cli.evaluation.benchmark import Bench, bench_figures, encode_bench, is_joined, num_unpaired, shares_base
+from rlhf_cli.evaluation.benchmark import BenchRow, bench_figures, encode_bench, is_joined, num_unpaired, shares_base
 from rlhf_cli.evaluation.figures import Sentences, as_json, correlation_figure, share_figure, show
 from rlhf_cli.evaluation.normalization import SMALLEST_STD, fit_length, texts_of
 from rlhf_cli.health.baselines import held_out_verdict
@@ -84,8 +84,11 @@ class Scorer:
         return self.score(ends, [[row.lengths[0], row.lengths[-1]] for row in rows])
 
 
-def measure_reward_model(run: Run, bench: Bench | None, display: Display) -> dict[str, Any]:
-    """The figures of the `rm` stage, printed and as JSON values; {} without held-out rows and without a benchmark."""
+def measure_reward_model(run: Run, bench: dict[str, list[BenchRow]], display: Display) -> dict[str, Any]:
+    """The figures of the `rm` stage, printed and as JSON values; {} without held-out rows and without a benchmark.
+
+    `bench` has the benchmark's rows by the name of its file.
+    """
     config = run.rm
     assert config is not None
     path = run.model_path("rm")
@@ -96,8 +99,8 @@ def measure_reward_model(run: Run, bench: Bench | None, display: Display) -> dic
         report = (_of_pairs if config.is_pairwise else _of_scores)(scorer, rows, sentences)
     else:
         display.warn("rm: no held-out rows, so no figures. Set data.test or data.test_fraction and train again")
-    if bench is not None:
-        report["bench"] = _of_benchmark(scorer, bench, sentences)
+    for name, bench_rows in bench.items():
+        report["bench"] = _of_benchmark(scorer, name, bench_rows, sentences)
     return report | {"sentences": sentences.texts} if report else {}
 
 
@@ -155,7 +158,6 @@ def _of_pairs(scorer: Scorer, ranked: Drawn[RankedIds], sentences: Sentences) ->
     pairs = preferences.Pairs(ranked, found[0::2], found[1::2])
     figures = preferences.preference_figures(pairs, seed=seed)
     if not isinstance(scorer.encoder, ScoreEncoder):  # Pairs of labelled texts have no prompt.
-        figures |= preferences.position_figures(pairs, scorer.score)
         figures |= preferences.prefix_figures(pairs, scorer.encoder, scorer.score, seed=seed)
     tables = preferences.groups(pairs, pairs.right, ranked.by_source)
     chance = {name: preferences.CHANCE for name in preferences.AGAINST_CHANCE if name in figures}
@@ -243,9 +245,8 @@ def distributions(sides: dict[str, Tensor], scorer: Scorer, sentences: Sentences
     return table
 
 
-def _of_benchmark(scorer: Scorer, bench: Bench, sentences: Sentences) -> dict[str, Any]:
+def _of_benchmark(scorer: Scorer, name: str, rows: list[BenchRow], sentences: Sentences) -> dict[str, Any]:
     """The scores on a benchmark in the format of RewardBench 2, and whether they say something about PPO."""
-    rows, name = bench.rows, bench.name
     sequences, is_chat = encode_bench(rows, scorer.model, scorer.tokenizer, rm_rows(scorer.config))
     figures, chance = bench_figures(rows, scorer.score, sequences, seed=scorer.run.seed)
     columns = {"score": figures, "chance": {name: Figure(value) for name, value in chance.items()}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -142,25 +141,10 @@ def _interpolated(distance: Tensor, at: Tensor, *curves: Tensor) -> list[Tensor]
 # ------------------------------------------------------------------------------------------ the tilt
 
 
-@dataclass(frozen=True)
-class Tilt:
-    """The exponential tilt of the SFT samples at a KL."""
+def tilted(samples: Replies, kl: float) -> tuple[Tensor, dict[str, float]] | None:
+    """The exponential tilt of the SFT samples at this KL: its [P] scores, and its KL, beta and means for the file.
 
-    kl: float
-    beta: float
-    score: Tensor
-    """[P]"""
-    gold: Tensor | None = None
-    """[P], with a judge."""
-
-    def as_json(self) -> dict[str, float]:
-        """The KL, beta, and the means over prompts."""
-        gold = {} if self.gold is None else {"gold": self.gold.mean().item()}
-        return {"kl": self.kl, "beta": self.beta, "score": self.score.mean().item(), **gold}
-
-
-def tilted(samples: Replies, kl: float) -> Tilt | None:
-    """The exponential tilt of the SFT samples at this KL; None if so few samples cannot express that KL.
+    None if so few samples cannot express that KL.
 
     The true tilt has the best score of any policy there. Its estimate is too low where the KL is near the logarithm of
     the number of samples, and surely so where best-of-n is above it.
@@ -171,7 +155,8 @@ def tilted(samples: Replies, kl: float) -> Tilt | None:
         return None
     weights, _ = exponential_tilt(samples.score, beta=beta)
     score, *gold = ((weights * values).sum(1) for values in (samples.score, *_gold(samples)))
-    return Tilt(kl, beta, score, *gold)
+    means = zip(("score", "gold"), (score, *gold), strict=False)
+    return score, {"kl": kl, "beta": beta, **{name: values.mean().item() for name, values in means}}
 
 
 def tilt_curve(best: BestOfN, highest: float) -> list[dict[str, float]]:
@@ -180,9 +165,9 @@ def tilt_curve(best: BestOfN, highest: float) -> list[dict[str, float]]:
     curve = []
     for kl in grid:
         tilt = tilted(best.samples, kl)
-        if tilt is None or tilt.score.mean() < best.score_at(kl).mean():
+        if tilt is None or tilt[0].mean() < best.score_at(kl).mean():
             break
-        curve.append(tilt.as_json())
+        curve.append(tilt[1])
     return curve
 
 
@@ -265,9 +250,9 @@ def beside_the_best(best: BestOfN, own: Tensor, kl: float, sentences: Sentences,
         return {}
     name = "best_of_n"
     if tilt is not None:
-        found["tilt"] = tilt.as_json()
-    if tilt is not None and tilt.score.mean() >= highest.mean():
-        name, highest = "tilt", tilt.score
+        found["tilt"] = tilt[1]
+        if tilt[0].mean() >= highest.mean():
+            name, highest = "tilt", tilt[0]
     share = share_of_gain(own, highest, start, seed=seed)
     found["yardstick"] = {"policy": name, "score": highest.mean().item(), "share": share.as_json()}
     gain = f"{highest.mean().item():.3f}; PPO has {share:%} of its gain over SFT"
@@ -282,7 +267,7 @@ def beside_the_best(best: BestOfN, own: Tensor, kl: float, sentences: Sentences,
     else:
         sentences.say(
             f"{best.most} samples a prompt are too few to estimate what the best policy gains at PPO's KL: the "
-            f"estimate, {tilt.score.mean().item():.3f}, is below best-of-n. Give more --samples"
+            f"estimate, {tilt[1]['score']:.3f}, is below best-of-n. Give more --samples"
         )
     sentences.say(f"best-of-n at PPO's KL or less has the score {gain}. The best possible is higher")
     return found

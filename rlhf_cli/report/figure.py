@@ -25,8 +25,6 @@ NAMES = {
 }
 METRICS = {"longer_wins": "length_baseline", "shorter_wins": "shorter_baseline"}
 """Figures that the metrics of the RM stage call by another name."""
-ROUNDING = 1e-5
-"""A position shift below it is rounding."""
 
 
 @dataclass(frozen=True)
@@ -117,14 +115,11 @@ def as_metrics(figures: Figures) -> dict[str, float]:
     return found
 
 
-def cells(name: str, figures: Sequence[Figure | None]) -> list[str]:
+def cells(figures: Sequence[Figure | None]) -> list[str]:
     """A row of a table: as many digits as its narrowest interval justifies, and "" for a missing figure."""
     known = [one.digits for one in figures if one is not None]
     digits = max((number for number in known if number is not None), default=None)
-    return [
-        "" if one is None else "0 (rounding)" if name == "position_shift" and one.value < ROUNDING else one.text(digits)
-        for one in figures
-    ]
+    return ["" if one is None else one.text(digits) for one in figures]
 
 
 def readable(name: str) -> str:

@@ -77,7 +77,7 @@ def tables_of(data: StageData) -> list[Table]:
     sides = {label: found[key] for key, label in SIDES[data.stage].items() if key in found}
     if sides:
         rows = [
-            [readable(name), *cells(name, [Figure.of(side[name]) if name in side else None for side in sides.values()])]
+            [readable(name), *cells([Figure.of(side[name]) if name in side else None for side in sides.values()])]
             for name in dict.fromkeys(name for side in sides.values() for name in side)
         ]
         tables.append(_table("Figures", ["", *sides], rows))

@@ -117,7 +117,7 @@ def test_rows_are_read_as_they_are_from_jsonl_and_parquet(tmp_path):
     table = pyarrow.Table.from_pylist([ROW])
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     for path in (write_jsonl(tmp_path / "rows.jsonl", [ROW]), tmp_path / "rows.parquet"):
-        (row,) = read_bench(path).rows
+        (row,) = read_bench(path)
         assert row.row.texts == ("thank you", "sorry", "late", "lamp")
         assert (row.num_right, row.subset, row.name) == (1, "Focus", "7")
 

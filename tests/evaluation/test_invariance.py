@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,7 @@ from rlhf_cli.data.encode import LengthLimits
 from rlhf_cli.data.records import Answer, Message, Record, transcript
 from rlhf_cli.data.stage_rows import StageRows
 from rlhf_cli.evaluation import normalization
-from rlhf_cli.evaluation.preferences import PREFIXES, Pairs, position_figures, prefix_figures, with_prefix
+from rlhf_cli.evaluation.preferences import PREFIXES, Pairs, prefix_figures, with_prefix
 
 
 @pytest.fixture
@@ -56,22 +55,6 @@ def test_a_ranking_without_its_equal_answer_has_the_texts_of_those_that_are_left
     ((item,),) = [encoder.items(row, tokens) for tokens in encoder.sequences([row])]
     assert item.row.texts == (" the tent", " is late")
     assert len(item.answers) == 2
-
-
-def test_a_scorer_of_single_answers_ignores_their_position(encoder):
-    rows = ranked(encoder, 6)
-    figure = position_figures(pairs_of(rows, by_length), by_length)["position_shift"]
-    assert (figure.value, figure.rows) == (0, 6)
-
-
-def test_a_scorer_that_sees_the_position_is_found(encoder):
-    def by_place(rows, _lengths=None):
-        return torch.arange(float(sum(map(len, rows))))
-
-    figure = position_figures(pairs_of(ranked(encoder, 6), by_place), by_place)["position_shift"]
-    assert figure.value == pytest.approx(11 / math.sqrt(143 / 12)), (
-        "the first score moves from 0 to 11, in standard deviations of 0 to 11"
-    )
 
 
 def test_words_before_the_prompt_change_nothing_for_a_scorer_of_answers(encoder):

@@ -9,7 +9,6 @@ import torch
 from rlhf_cli.algorithms.best_of_n import best_of_n, best_of_n_kl, best_of_n_kl_bound
 from rlhf_cli.algorithms.calibration import (
     best_temperature,
-    best_temperatures,
     calibration_error,
     reliability,
 )
@@ -26,7 +25,6 @@ from rlhf_cli.algorithms.statistics import (
     distinct_n_interval,
     kendall,
     newcombe_interval,
-    student_quantile,
 )
 from rlhf_cli.evaluation.figures import mean_figure
 from rlhf_cli.evaluation.replies import Replies
@@ -108,11 +106,6 @@ def test_an_interval_resamples_paired_columns_together_repeats_with_its_seed_and
     assert all(math.isnan(mean_figure(torch.ones(n), seed=seed).low) for n, seed in ((1, 0), (9, None)))
 
 
-@pytest.mark.parametrize(("freedom", "expected"), [(5, 2.5706), (10, 2.2281), (30, 2.0423)])
-def test_students_quantile_matches_the_table(freedom, expected):
-    assert student_quantile(0.975, freedom) == pytest.approx(expected, rel=2e-3)
-
-
 def test_bins_of_confidence_start_at_one_half():
     bins = reliability(torch.tensor([0.5, 0.76, 1.0]), torch.tensor([0.0, 1.0, 1.0]), low=0.5, num_bins=2)
     assert [(b.low, b.high, b.count) for b in bins] == [(0.5, 0.75, 1), (0.75, 1.0, 2)]
@@ -122,21 +115,20 @@ def test_the_best_temperature_undoes_an_overconfident_scale():
     true_margin = torch.randn(100_000, generator=generator(3), dtype=torch.float64) * 2
     right = torch.rand(100_000, generator=generator(4), dtype=torch.float64) < torch.sigmoid(true_margin)
     margin = torch.where(right, true_margin, -true_margin) * 3  # three times too sure
-    assert best_temperature(margin) == pytest.approx(3, rel=0.03)
+    assert best_temperature(margin).item() == pytest.approx(3, rel=0.03)
     assert best_temperature(torch.tensor([1.0, 2.0])) == 0
     assert best_temperature(torch.tensor([1.0, -2.0])) == math.inf
-    assert best_temperature(torch.tensor([])) == math.inf
 
 
 def test_the_batched_calibration_figures_are_those_of_each_row():
     margin = torch.randn(3, 50, generator=generator(5), dtype=torch.float64) + 0.5
     confidence, right = torch.sigmoid(margin.abs()), (margin > 0).double()
-    errors, temperatures = calibration_error(confidence, right, low=0.5), best_temperatures(margin)
+    errors, temperatures = calibration_error(confidence, right, low=0.5), best_temperature(margin)
     for i in range(3):
         bins = [b for b in reliability(confidence[i], right[i], low=0.5) if b.count]
         expected = sum(b.count * abs(b.frequency - b.confidence) for b in bins) / 50
         assert errors[i].item() == pytest.approx(expected)
-        assert temperatures[i].item() == pytest.approx(best_temperature(margin[i]))
+        assert temperatures[i].item() == pytest.approx(best_temperature(margin[i]).item())
 
 
 def test_the_interval_of_distinct_words_is_that_of_leaving_out_each_text():
@@ -237,7 +229,7 @@ def test_kendall_with_ties_against_all_pairs():
 def test_the_tilt_of_two_samples_and_a_share_of_a_gain():
     """The tilt of two equally likely samples with scores 10 and 11 has the weights 1/4 and 3/4 at a KL of 0.130812."""
     zero, score = torch.zeros(4, 2, dtype=torch.float64), torch.tensor([[10.0, 11.0]] * 4, dtype=torch.float64)
-    tilt = tilted(Replies([], [], score, {}, {}, zero - math.log(2), zero, [], zero, zero), 0.130812)
-    assert tilt.score.mean().item() == pytest.approx(10.75, abs=1e-4)
+    tilt, _ = tilted(Replies([], [], score, {}, {}, zero - math.log(2), zero, [], zero, zero), 0.130812)
+    assert tilt.mean().item() == pytest.approx(10.75, abs=1e-4)
     share = share_of_gain(*(torch.tensor(x) for x in ([2.0, 3.0], [4.0, 5.0], [1.0, 2.0])), seed=0)
     assert share.value == pytest.approx((2.5 - 1.5) / (4.5 - 1.5)), "it counts from the start"
