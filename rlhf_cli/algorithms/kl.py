@@ -107,9 +107,7 @@ def kl_loss(
     Args:
         kl: [B, R] (or [N], packed, if all arguments are), nats; carries the gradient.
         mask: [B, R] bool, True on real response tokens; padding of kl may hold anything.
-        weights: [B, R], of each token's loss, as from ``loss_weights``; None uses 1 / num_tokens.
-        num_tokens: divisor of the stats (and of the loss, without weights), by default mask.sum(). For a microbatch,
-            pass the real tokens of its whole minibatch.
+        weights, num_tokens: as for ``policy_loss``.
 
     Returns:
         (loss, stats): a scalar to minimise, and ``policy/ref_kl``, the mean of kl over tokens, detached.
@@ -148,8 +146,7 @@ def sequence_k2_loss(
         mask: [B, R] bool, True on real response tokens; padding of the others may hold anything.
         weights: [B, R], as from ``loss_weights``, constant within a row; their mean over the row is used. None uses
             1 / num_tokens. With the weights of the policy loss, both losses weigh the responses the same way.
-        num_tokens: divisor of the stats (and of the loss, without weights), by default mask.sum(). For a microbatch
-            of whole rows, pass the real tokens of its whole minibatch.
+        num_tokens: as for ``policy_loss``; a microbatch has whole rows.
 
     Returns:
         (loss, stats): a scalar to minimise, and ``policy/ref_kl``, the mean of new_logprobs - ref_logprobs over

@@ -216,15 +216,8 @@ def penalty_loss(
     gradient of k3 is not that of the KL.
 
     Args:
-        new_logprobs: [B, R] (or [N], packed, if all arguments are), nats, of the sampled tokens under the current
-            policy; carries the gradient.
-        logprobs: [B, R], the same under the policy that sampled them, at the same temperature; a constant.
-        advantages: [B, R], as from ``gae``, whitened or not; a constant.
-        mask: [B, R] bool, True on real response tokens; padding of the others may hold anything.
         policy_kl_coef: 0 or more, as from ``adaptive_policy_kl_coef``.
-        weights: [B, R], of each token's loss, as from ``loss_weights``; None uses 1 / num_tokens.
-        num_tokens: divisor of the stats (and of the loss, without weights), by default mask.sum(); see
-            ``policy_loss``.
+        The others: as for ``policy_loss``.
 
     Returns:
         (loss, stats): a scalar to minimise, and the stats of ``policy_loss``. Nothing is clipped, so both fractions
@@ -306,8 +299,7 @@ def entropy_bonus(
         entropy: [B, R] (or [N], packed, if all arguments are), nats, as from ``token_entropy`` at the sampling
             temperature; carries the gradient.
         mask: [B, R] bool, True on real response tokens; padding of entropy may hold anything.
-        weights: [B, R], as from ``loss_weights``; None uses 1 / num_tokens.
-        num_tokens: as in ``policy_loss``.
+        weights, num_tokens: as for ``policy_loss``.
 
     Returns:
         (bonus, stats): a scalar to maximise, and ``policy/full_entropy``, the mean over tokens, detached.
@@ -347,11 +339,8 @@ def value_loss(
         new_values: [B, R] (or [N], packed, if all arguments are), from the current value model; carries the gradient.
         values: [B, R], from the value model at the rollout, the centre of the clip; a constant.
         returns: [B, R], the targets, as from ``gae``; a constant.
-        mask: [B, R] bool, True on real response tokens; padding of the others may hold anything.
         value_clip_range: above 0; None does not clip, and `values` is not read.
-        weights: [B, R], of each token's loss, as from ``loss_weights``; None uses 1 / num_tokens.
-        num_tokens: divisor of the stats (and of the loss, without weights), by default mask.sum(). For a microbatch,
-            pass the real tokens of its whole minibatch: then losses, gradients and stats *add up*.
+        mask, weights, num_tokens: as for ``policy_loss``.
 
     Returns:
         (loss, stats): a scalar to minimise, and detached scalars, which are means over tokens whatever the weights. A

@@ -62,12 +62,13 @@ def evaluate(
     not evaluated, DataError for a benchmark that cannot be read.
     """
     run = open_run(root, stage=stage, device=start(device).device, seed=seed)
+    stages = run.stages if stage is None else [stage]
     display = Display("eval", quiet=quiet)
     for option, value, needed in (("--rm-bench", bench, "rm"), ("--judge", judge, "ppo")):
-        if value is not None and needed not in run.stages:
+        if value is not None and needed not in stages:
             raise ConfigError(f"{option}: needs the stage {needed}, which is not evaluated here. Remove the option")
     rows = {} if bench is None else {bench.name: read_bench(bench)}
-    for one in run.stages:
+    for one in stages:
         match one:
             case "sft":
                 report = _sft(run, display)

@@ -192,13 +192,12 @@ def best_of_n_report(
     if gold := _gold(after):
         own["gold"] = gold[0][:, 0].mean().item()
     names = [name for name in ("score", "gold") if name in own]
-    lines = [[f"best of {row['n']}", *(str(row[name]) for name in names), f"{row['kl']:.2f}"] for row in rows]
-    lines.append(["PPO", *(f"{own[name]:.3f}" for name in names), f"{own['kl']:.2f}"])
-    heads = ["", *names, "KL"]
-    bounds = [f"{row['kl_bound']:.2f}" for row in rows]
-    if bounds != [line[-1] for line in lines[:-1]]:
-        heads.append("KL at most")
-        lines = [[*line, bound] for line, bound in zip(lines, [*bounds, ""], strict=True)]
+    lines = [
+        [f"best of {row['n']}", *(str(row[name]) for name in names), f"{row['kl']:.2f}", f"{row['kl_bound']:.2f}"]
+        for row in rows
+    ]
+    lines.append(["PPO", *(f"{own[name]:.3f}" for name in names), f"{own['kl']:.2f}", ""])
+    heads = ["", *names, "KL", "KL at most"]
     sentences.display.table(f"Best-of-n of the SFT model, {drawn} prompts", heads, lines)
     needed = best.needed(own["score"])
     says = f"n = {needed}" if needed is not None else f"more than n = {last}"

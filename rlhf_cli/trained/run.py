@@ -43,12 +43,10 @@ class Run:
     sft: SFTConfig | None
     rm: RMConfig | None
     ppo: PPOConfig | None
-    measured: tuple[str, ...] = STAGES
-    """The stages that are measured, if they are finished. The others are there to compare with."""
 
     @property
     def stages(self) -> list[str]:
-        return [stage for stage in STAGES if stage in self.measured and getattr(self, stage) is not None]
+        return [stage for stage in STAGES if getattr(self, stage) is not None]
 
     def is_finished(self, stage: str) -> bool:
         return read_manifest(stage_directory(self.root, stage)) is not None
@@ -99,7 +97,7 @@ def _seen_from(base: Path, value: Any) -> Any:
 
 
 def open_run(root: Path, *, stage: str | None, device: torch.device, seed: int) -> Run:
-    """The run at `root`; `stage` alone is measured, or every finished stage. Raises ArtifactError without it."""
+    """The run at `root`. Raises ArtifactError if no stage is finished, or `stage` is not."""
     if not root.is_dir():
         raise ArtifactError(f"{root}: no such directory. Give the `artifacts` directory of your configs")
     finished = [name for name in STAGES if read_manifest(stage_directory(root, name)) is not None]
@@ -112,5 +110,4 @@ def open_run(root: Path, *, stage: str | None, device: torch.device, seed: int) 
         base = working_directory(load_stage_config(name, path).artifacts, root)
         config = load_stage_config(name, path, [f"artifacts={root}"])  # the directory may have been moved since
         configs[name] = config if base is None else _seen_from(base, config)
-    measured = STAGES if stage is None else (stage,)
-    return Run(root, device, seed, configs.get("sft"), configs.get("rm"), configs.get("ppo"), measured)  # type: ignore[arg-type]
+    return Run(root, device, seed, configs.get("sft"), configs.get("rm"), configs.get("ppo"))  # type: ignore[arg-type]

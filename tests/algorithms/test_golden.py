@@ -384,83 +384,66 @@ def check_lm_microbatches(x):
     return {"micro_losses": torch.stack(losses), "total": sum(losses), "n_tokens": num_tokens}
 
 
-CHECKS = {
-    "token_logprobs_entropy_T1.0": check_token_logprobs_entropy,
-    "token_logprobs_entropy_T0.7": check_token_logprobs_entropy,
+BY_BEGINNING = {
+    "token_logprobs_entropy": check_token_logprobs_entropy,
     "response_logprobs_shift": check_response_logprobs_shift,
     "kl_k1": check_kl("k1"),
     "kl_k2": check_kl("k2"),
     "kl_k3": check_kl("k3"),
     "kl_abs": check_kl("abs"),
     "kl_full": check_kl_full,
-    "token_rewards_last_token": check_token_rewards,
-    "token_rewards_score_clip": check_token_rewards,
-    "gae_gamma1.0_lam0.95": check_gae,
-    "gae_gamma0.97_lam0.95": check_gae,
-    "gae_gamma1.0_lam1.0": check_gae,
-    "gae_gamma0.97_lam1.0": check_gae,
-    "gae_gamma1.0_lam0.0": check_gae,
-    "gae_gamma0.97_lam0.0": check_gae,
-    "mc_returns_gamma1.0": check_monte_carlo_returns,
-    "mc_returns_gamma0.97": check_monte_carlo_returns,
-    "masked_whiten_bessel_shift_True": check_masked_whiten(bessel=True),
-    "masked_whiten_population_shift_True": check_masked_whiten(bessel=False),
-    "masked_whiten_bessel_shift_False": check_masked_whiten(bessel=True),
-    "masked_whiten_population_shift_False": check_masked_whiten(bessel=False),
-    "ppo_policy_loss_token_mean": check_policy_loss(),
+    "token_rewards": check_token_rewards,
+    "gae": check_gae,
+    "mc_returns": check_monte_carlo_returns,
+    "masked_whiten_bessel": check_masked_whiten(bessel=True),
+    "masked_whiten_population": check_masked_whiten(bessel=False),
+    "ppo_policy_loss": check_policy_loss(),
     "ppo_policy_loss_seq_mean_token_mean": check_policy_loss("sequence"),
     "ppo_policy_loss_seq_mean_token_sum": check_policy_loss("constant"),
-    "ppo_policy_loss_seq_mean_token_sum_norm": check_policy_loss("constant"),
-    "ppo_policy_loss_dual_clip": check_policy_loss(),
-    "ppo_policy_loss_asymmetric_clip": check_policy_loss(),
     "ppo_policy_loss_microbatches": check_policy_microbatches,
     "ppo_clip_fraction_and_approx_kl": check_policy_stats,
     "ppo_approx_kl_k3": check_approx_kl,
-    "value_loss_clipped": check_value_loss(),
-    "value_loss_unclipped": check_value_loss(),
+    "value_loss": check_value_loss(),
     "value_loss_clipped_seq_mean": check_value_loss("sequence"),
     "policy_loss_with_entropy_bonus_and_kl_term": check_policy_loss_with_entropy_and_kl,
     "adaptive_kl_ziegler": check_adaptive,
     "ppo_penalty_adaptive_beta": check_adaptive,
     "rloo_advantages": check_group("rloo"),
-    "grpo_advantages_eps1e-6": check_group("grpo"),
-    "grpo_advantages_eps1e-4": check_group("grpo"),
-    "grpo_advantages_eps1e-9": check_group("grpo"),
+    "grpo_advantages": check_group("grpo"),
     "dr_grpo_advantages": check_group("dr_grpo"),
-    "reinforce_pp_bessel_gamma1.0": check_reinforce_pp(bessel=True),
-    "reinforce_pp_bessel_gamma0.97": check_reinforce_pp(bessel=True),
-    "reinforce_pp_population_gamma1.0": check_reinforce_pp(bessel=False),
-    "reinforce_pp_population_gamma0.97": check_reinforce_pp(bessel=False),
-    "reinforce_pp_baseline_population_gamma1.0": check_reinforce_pp(bessel=False, baseline=True),
+    "reinforce_pp_bessel": check_reinforce_pp(bessel=True),
+    "reinforce_pp_population": check_reinforce_pp(bessel=False),
+    "reinforce_pp_baseline_population": check_reinforce_pp(bessel=False, baseline=True),
     "reinforce_pp_baseline_bessel": check_reinforce_pp(bessel=True, baseline=True),
-    "rm_pairwise_logsigmoid": check_pairwise("logsigmoid"),
-    "rm_pairwise_margin": check_pairwise("logsigmoid"),
+    "rm": check_pairwise("logsigmoid"),
     "rm_logexp": check_pairwise("logexp"),
-    "rm_centre_regulariser": check_pairwise("logsigmoid"),
-    "rm_margin_and_centre": check_pairwise("logsigmoid"),
     "rm_kwise_instructgpt": check_rankings,
+    "rm_mse": check_score_loss,
     "best_of_n_kl": check_best_of_n_kl,
     "bradley_terry_and_calibration": check_calibration,
-    "rm_mse": check_score_loss,
     "sft_cross_entropy": check_lm_loss,
     "sft_global_token_mean": check_lm_microbatches,
-    "sft_global_token_mean_hf_float32": check_lm_microbatches,
     "ptx_combined": check_ptx,
     "ema_update": check_ema,
     "running_moments": check_running_moments,
-    "running_moments_trl_float32": check_running_moments,
     "lr_cosine": check_learning_rate("cosine"),
-    "lr_cosine_with_min_lr": check_learning_rate("cosine"),
     "lr_linear": check_learning_rate("linear"),
-    "lr_constant_with_warmup": check_learning_rate("constant"),
+    "lr_constant": check_learning_rate("constant"),
 }
+"""The check of the cases whose name begins so; the longest beginning counts."""
+
+
+def check_of(name):
+    return BY_BEGINNING[max((start for start in BY_BEGINNING if name.startswith(start)), key=len)]
+
+
+CHECKS = {name: check_of(name) for name in CASES if name not in NOT_OFFERED}
 
 
 def test_every_golden_case_is_checked_or_listed_as_not_offered():
     assert len(CHECKS) == 68
     assert len(NOT_OFFERED) == 5
-    assert not set(NOT_OFFERED) & set(CHECKS)
-    assert set(NOT_OFFERED) | set(CHECKS) == set(CASES)
+    assert set(NOT_OFFERED) < set(CASES)
     assert all(NOT_OFFERED.values())
 
 
