@@ -18,10 +18,8 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from rlhf_cli.errors import ArtifactError
+from rlhf_cli.models.forward import TOLERANCE
 from rlhf_cli.models.seq2seq import class_of_family, end_of_text
-
-PADDING_TOLERANCE = 1e-4
-"""Largest change of a score by padding that counts as rounding, relative to the score or to 1."""
 
 
 class ScalarHead(GenericForSequenceClassification):
@@ -120,7 +118,7 @@ def require_scores_without_padding(model: PreTrainedModel) -> None:
     padded = model(input_ids=ids, attention_mask=real_mask).logits.float()
     alone = model(input_ids=ids[:, :5], attention_mask=real_mask[:, :5]).logits.float()
     gap = ((padded - alone).abs().max() / alone.abs().max().clamp_min(1.0)).item()
-    if not gap <= PADDING_TOLERANCE:
+    if not gap <= TOLERANCE:
         raise ArtifactError(
             f"{type(model).__name__}: padding after a text changes its score by {gap:.1e}, so the score would depend "
             "on the other texts of the batch. Use a reward model of another family"

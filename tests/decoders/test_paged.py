@@ -59,9 +59,6 @@ def sampled_by(model, prompts, uniforms, sampling, name, monkeypatch, **settings
     return responses
 
 
-# --------------------------------------------------------------------------------------------- logits
-
-
 @pytest.mark.parametrize("name", FAST)
 @pytest.mark.parametrize(("read_tokens", "new"), [(1024, paged_decoder), (40, PagedDecoder)], ids=["recorded", "not"])
 @torch.no_grad()
@@ -103,9 +100,6 @@ def test_a_new_row_does_not_read_values_of_an_old_one():
     query, key = torch.ones(1, 2, 4), torch.ones(1, 1, 4)
     pools, now, bias = (cache.keys[0], cache.values[0]), places.at(positions), places.bias(positions)
     assert paged_cache.attend(now, bias, *pools, query, key, key, 1.0).isfinite().all()
-
-
-# ---------------------------------------------------------------------------------- against the plain decoder
 
 
 @pytest.mark.parametrize(
@@ -222,9 +216,6 @@ def test_what_a_graph_would_keep_is_not_recorded(monkeypatch):
     assert paged_module._recorded_step(copy.deepcopy(made("llama"))) is None
 
 
-# ------------------------------------------------------------------------------------- where it isn't used
-
-
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_other_families_are_refused_with_a_reason(name):
     model, reason = made(name), UNSUPPORTED[name][2]
@@ -284,9 +275,6 @@ def test_bfloat16_uses_the_plain_decoder(way, monkeypatch):
         responses = sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"], "plain", monkeypatch)
         same(sample(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"]), responses)
     assert way == "a bfloat16 model" or why_not(model) is None
-
-
-# ------------------------------------------------------------------------------------------------ the draw
 
 
 @pytest.mark.parametrize("vocabulary", [2, 63, 64, 65, 1000, 50_257])

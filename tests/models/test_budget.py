@@ -30,8 +30,6 @@ from stages import rm as rm_stage
 from stages import sft as sft_stage
 from support.tiny import CPU, llama, read_jsonl
 
-# ------------------------------------------------------------------------------------------ microbatches
-
 
 @pytest.mark.parametrize("seed", range(30))
 def test_chunks_contain_every_row_once_within_their_limits(seed):
@@ -177,9 +175,6 @@ def test_a_padded_row_counts_its_longest_answer_for_each():
     assert rm_stage._num_tokens(RankedIds([[1] * 7 + [2], [1] * 7 + [3, 4]], None), packed) == 17
 
 
-# ------------------------------------------------------------------------------------------ operations
-
-
 SIZES = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 4}
 MODELS = {
     "llama": {**SIZES, "num_key_value_heads": 2, "head_dim": 48},
@@ -248,9 +243,6 @@ def test_a_shared_prompt_counts_once():
     assert work.training(lengths, sum(answers), shared) == 3 * work.forward(lengths, sum(answers), shared)
     rows = [PromptRow("", [1] * 9, None), PromptRow("", [2] * 4, None), PromptRow("", [1] * 9, None)]
     assert shared_prompts(rows) == [0, 0, 9]
-
-
-# ----------------------------------------------------------------------------------------------- speed
 
 
 class Two(World):

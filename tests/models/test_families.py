@@ -66,9 +66,6 @@ def close(found, wanted):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-# ---------------------------------------------------------------------------------------------- windows
-
-
 IN_MASK_ONLY = {
     "phimoe": ("phimoe", {**WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2}, "its attention window of 12"),
     "doge": ("doge", WINDOWED, "its attention builds its own masks"),
@@ -126,9 +123,6 @@ def test_a_prepared_model_called_directly_equals_the_plain_one(name, cached):
     close(found, plain_logits(plain, SEQUENCES[0]))
 
 
-# ----------------------------------------------------------------------------------- rotary embeddings
-
-
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -161,9 +155,6 @@ def test_positions_with_one_rotation_per_type_of_layer():
     model = tiny("gemma3_text", **WINDOWED, head_dim=8, rope_parameters=kinds)
     assert positions(model) == 32
     assert positions(tiny("llama")) == 128
-
-
-# ------------------------------------------------------------------------------------------- sampling
 
 
 SAMPLED = {
@@ -220,9 +211,6 @@ def test_nan_weights_are_not_reported_as_an_unsupported_model():
     model = tiny("llama")
     torch.nn.init.constant_(model.lm_head.weight, torch.nan)
     assert takes_padding(model)
-
-
-# ------------------------------------------------------------------------------------ training and cost
 
 
 @pytest.mark.parametrize("name", ["mamba", "rwkv", "jamba", "bart"])

@@ -90,9 +90,6 @@ def test_trained_matrices_in_bfloat16_compute_as_rounded_ones(name):
     assert torch.equal(logits(model, "bfloat16"), logits(expected, "bfloat16"))
 
 
-# ------------------------------------------------------------------------------------- reading
-
-
 class PeakOfTensors(TorchDispatchMode):
     """The most bytes that tensors had at the same time, of those that an operation read or wrote."""
 
@@ -190,8 +187,6 @@ def test_a_weight_that_is_not_finite_and_a_model_that_cannot_compute_are_refused
     with pytest.raises(ArtifactError, match=f"{path}: a model with its config.json cannot compute"):
         HOLDS["exact"](model)
 
-
-# ------------------------------------------------------------------------------------- adapters
 
 ADAPTERS = {
     "lora": Lora(r=2, alpha=6),
@@ -351,9 +346,6 @@ def test_the_head_of_a_classifier_is_always_trained(make_model, tokenizer, tmp_p
     freeze(model, ["*"], "model.freeze")
     left = {name for name, p in model.named_parameters() if p.requires_grad}
     assert left == ({"score.weight"} if kind == "decoder" else {"classifier.weight", "classifier.bias"})
-
-
-# ------------------------------------------------------------------------------------------- stages
 
 
 def changed_weights(before, after):

@@ -82,9 +82,6 @@ def same_gradients(model, plain):
         m.zero_grad()
 
 
-# ------------------------------------------------------------------------------- places in the row
-
-
 def everywhere(batch):
     return batch.indices([0] * len(batch.segments), batch.lengths)
 
@@ -136,9 +133,6 @@ def test_runs_of_equal_length():
     assert [(run.num_sequences, run.length, run.prefix) for run in within] == [(4, 12, None), (1, 1, (0, 24, 34))]
 
 
-# ---------------------------------------------------------------------------------- what comes out
-
-
 def plain_hidden(plain, sequences):
     return torch.cat([plain.base_model(input_ids=torch.tensor([s])).last_hidden_state[0] for s in sequences])
 
@@ -185,9 +179,6 @@ def test_scores_and_their_gradients_equal_a_plain_forward(name):
     for scores in (found, wanted):
         (scores * torch.arange(8)).sum().backward()
     same_gradients(model, plain)
-
-
-# --------------------------------------------------------------------------------- the check at start
 
 
 def test_attention_across_sequences_is_detected(monkeypatch):
@@ -241,9 +232,6 @@ def test_the_arguments_of_flash_attention_describe_the_row(pair, groups, monkeyp
     called.clear()
     close(hidden_at(model, batch, everywhere(batch)), exact)
     assert not called, "float32 has no such kernel"
-
-
-# -------------------------------------------------------------------------------------- those who use it
 
 
 ROWS = [PromptRow("", prompt, Record("", "")) for prompt in (PROMPT, PROMPT, OTHER, PROMPT, OTHER, ids(5, 40))]

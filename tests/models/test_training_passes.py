@@ -119,9 +119,6 @@ def test_a_stage_ends_with_the_same_weights(tmp_path: Path, make_model, run_stag
     assert max((end[name] - weight).abs().max() for name, weight in start.items()) > 1e-3
 
 
-# ------------------------------------------------------------------------------------------------ compile
-
-
 def test_a_torch_compile_error_is_one_line(make_model, monkeypatch) -> None:
     def broken(*_, **__):
         raise RuntimeError("\nno compiler\nmore lines")
@@ -144,9 +141,6 @@ def test_compiled_passes_give_the_same_weights_and_names(tmp_path: Path, make_mo
     rows = [json.loads(line) for line in (compiled / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["step"] == 0
     assert rows[0]["time/compile_s"] > 0
-
-
-# ------------------------------------------------------------------------------------------------ bfloat16
 
 
 def test_bfloat16_without_instructions_for_it_is_reported(monkeypatch) -> None:
