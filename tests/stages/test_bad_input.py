@@ -48,6 +48,12 @@ def test_a_setting_that_cannot_work_is_reported(project: Path, stage: str, setti
     assert message in fails(project, stage, "--set", setting.format(project=project))
 
 
+def test_a_file_in_the_place_of_the_folder_that_a_stage_builds_is_reported(project: Path) -> None:
+    (project / "run/.sft.partial").touch()
+    message = fails(project, "sft", "--restart")
+    assert "run/.sft.partial: cannot be written (Not a directory)" in message
+
+
 def test_a_held_out_prompt_that_is_longer_than_the_model_is_reported(project: Path) -> None:
     path = write_jsonl(project / "long.jsonl", [{"prompt": "late " * 42}])
     message = fails(project, "ppo", "--set", f"data.test={path}", "--set", "data.max_prompt_length=200")
