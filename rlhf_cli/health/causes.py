@@ -58,6 +58,15 @@ def odd_end(blamed: str, run: Evidence) -> Iterator[Seen]:
             yield shows(f"The prompts of {stage} end with {one}, those of PPO with {other}.")
 
 
+def skipped_rows(stage: str, figures: Figures, limit: str = "max_length") -> Iterator[Seen]:
+    """The stage skips most of its rows, because they are longer than `data.<limit>`."""
+    if figures.skipped_share > 0.5:
+        yield shows(
+            f"{figures.skipped_share:.0%} of the rows in {stage} data.train are skipped (limit 50%). data.{limit} is "
+            f"{getattr(figures.data, limit)} tokens; the stage prints how many rows are longer."
+        )
+
+
 def ignored_prompts(sft: Figures) -> Iterator[str]:
     """An answer is as likely behind another row's prompt."""
     # The second limit is for losses near 0: there smaller differences mean nothing. Good: 5 times the loss.
@@ -195,12 +204,7 @@ def sft_ignores_prompts(run: Evidence) -> Iterator[Seen]:
 )
 def demonstrations_dropped(run: Evidence) -> Iterator[Seen]:
     """Most demonstrations are not used."""
-    sft = run.sft
-    if sft.skipped_share > 0.5:
-        yield shows(
-            f"{sft.skipped_share:.0%} of the rows in sft data.train are skipped (limit 50%). data.max_length is "
-            f"{sft.data.max_length} tokens; the stage prints how many rows are longer."
-        )
+    yield from skipped_rows("sft", run.sft)
 
 
 @of_sft(
@@ -402,12 +406,7 @@ def rm_steps_too_large(run: Evidence) -> Iterator[Seen]:
 )
 def pairs_dropped(run: Evidence) -> Iterator[Seen]:
     """Most pairs are not used."""
-    rm = run.rm
-    if rm.skipped_share > 0.5:
-        yield shows(
-            f"{rm.skipped_share:.0%} of the rows in rm data.train are skipped (limit 50%). data.max_length is "
-            f"{rm.data.max_length} tokens; the stage prints how many rows are longer."
-        )
+    yield from skipped_rows("rm", run.rm)
 
 
 @of_rm(
@@ -524,10 +523,7 @@ def labels_noisy(run: Evidence) -> Iterator[Seen]:
         )
 
 
-@of_rm(
-    "Add pairs, lower rm training.num_steps, or set evaluation.keep_best",
-    explains=("rm_weak", "rm_without_eos"),
-)
+@of_rm("Add pairs, lower rm training.num_steps, or set evaluation.keep_best", explains=("rm_weak", "rm_without_eos"))
 def rm_memorised(run: Evidence) -> Iterator[Seen]:
     """The reward model memorised its training pairs."""
     rm = run.rm
@@ -539,9 +535,7 @@ def rm_memorised(run: Evidence) -> Iterator[Seen]:
         )
 
 
-@of_rm(
-    "Train it on more pairs, and on pairs that differ in what you want. More rows in data.test narrow the interval",
-)
+@of_rm("Train it on more pairs, and on pairs that differ in what you want. More rows in data.test narrow the interval")
 def rm_weak(run: Evidence) -> Iterator[Seen]:
     """The reward model may be no better than guessing, or than a simple rule."""
     if run.weakness:
@@ -551,9 +545,7 @@ def rm_weak(run: Evidence) -> Iterator[Seen]:
 # ------------------------------------------------------------------------------------------------------------------ PPO
 
 
-@of_ppo(
-    "Give the reward model in rewards a weight above 0, unless it scores something bad",
-)
+@of_ppo("Give the reward model in rewards a weight above 0, unless it scores something bad")
 def reward_opposed(run: Evidence) -> Iterator[Seen]:
     """The reward asks for the opposite: a reward model has a negative weight."""
     ppo = run.ppo
@@ -583,7 +575,7 @@ def reward_constant(run: Evidence) -> Iterator[Seen]:
 
 @of_ppo(
     "Remove ref_policy: null measures the KL to the model that PPO starts from. If it is meant, to continue an "
-    "earlier run, see that it is the model which that run started from",
+    "earlier run, see that it is the model which that run started from"
 )
 def reference_differs(run: Evidence) -> Iterator[Seen]:
     """The KL is measured to another model than the one that PPO starts from."""
@@ -603,12 +595,7 @@ def reference_differs(run: Evidence) -> Iterator[Seen]:
 )
 def prompts_dropped(run: Evidence) -> Iterator[Seen]:
     """Most prompts are not used."""
-    ppo = run.ppo
-    if ppo.skipped_share > 0.5:
-        yield shows(
-            f"{ppo.skipped_share:.0%} of the rows in ppo data.train are skipped (limit 50%). data.max_prompt_length is "
-            f"{ppo.data.max_prompt_length} tokens; the stage prints how many rows are longer."
-        )
+    yield from skipped_rows("ppo", run.ppo, "max_prompt_length")
 
 
 @of_ppo(
@@ -629,9 +616,7 @@ def prompts_few(run: Evidence) -> Iterator[Seen]:
         )
 
 
-@of_ppo(
-    "Train SFT and the reward model on prompts of this kind too, or give PPO prompts of theirs",
-)
+@of_ppo("Train SFT and the reward model on prompts of this kind too, or give PPO prompts of theirs")
 def prompts_differ(run: Evidence) -> Iterator[Seen]:
     """PPO's prompts are of another kind than those that the reward model was trained on."""
     if not run.ppo.unknown_to_sft <= UNKNOWN_WORDS:
@@ -651,9 +636,7 @@ def template_differs(run: Evidence) -> Iterator[Seen]:
     yield from map(supports, shifted(run.ppo))
 
 
-@of_ppo(
-    "Set rollout.temperature to that of the model's use, usually 1.0, and rm evaluation.temperature to the same",
-)
+@of_ppo("Set rollout.temperature to that of the model's use, usually 1.0, and rm evaluation.temperature to the same")
 def temperature_differs(run: Evidence) -> Iterator[Seen]:
     """PPO samples at another temperature than the stages before."""
     sft, ppo = run.sft, run.ppo
@@ -674,7 +657,7 @@ def temperature_differs(run: Evidence) -> Iterator[Seen]:
 
 @of_ppo(
     "Lower ppo.kl_coef (0.05 to 0.2 for normalised scores), or raise ppo.kl_target. If ppo.score_clip is below the "
-    "standard deviation of the scores, raise it to about 5 of them",
+    "standard deviation of the scores, raise it to about 5 of them"
 )
 def kl_too_strong(run: Evidence) -> Iterator[Seen]:
     """The KL penalty costs more than the score can gain."""
@@ -696,10 +679,7 @@ def kl_too_strong(run: Evidence) -> Iterator[Seen]:
         )
 
 
-@of_ppo(
-    "Set ppo.clip_range to 0.2",
-    explains=("ppo_hardly_moved",),
-)
+@of_ppo("Set ppo.clip_range to 0.2", explains=("ppo_hardly_moved",))
 def clip_too_narrow(run: Evidence) -> Iterator[Seen]:
     """The clip range is smaller than ordinary steps."""
     ppo = run.ppo
@@ -711,9 +691,7 @@ def clip_too_narrow(run: Evidence) -> Iterator[Seen]:
         )
 
 
-@of_ppo(
-    "Set value_model.learning_rate to that of the policy or a few times it, and give value_model.warmup_iterations",
-)
+@of_ppo("Set value_model.learning_rate to that of the policy or a few times it, and give value_model.warmup_iterations")
 def value_untrained(run: Evidence) -> Iterator[Seen]:
     """The value model did not learn: its values are worse than a constant."""
     ppo = run.ppo
@@ -816,9 +794,7 @@ def score_unlearned(run: Evidence) -> Iterator[Seen]:
         )
 
 
-@of_ppo(
-    "Raise ppo optimizer.learning_rate or ppo.num_iterations, or lower ppo.kl_coef",
-)
+@of_ppo("Raise ppo optimizer.learning_rate or ppo.num_iterations, or lower ppo.kl_coef")
 def ppo_hardly_moved(run: Evidence) -> Iterator[Seen]:
     """PPO hardly changed the policy."""
     ppo = run.ppo

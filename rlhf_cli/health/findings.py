@@ -21,6 +21,10 @@ numbers, the limit and the likely cause.
 """
 
 
+Signs = Callable[[Any], Iterator[Seen]]
+"""Yields each thing that a rule sees in a run. While a run is running, the first counts."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """One thing that can be wrong, and how to see it."""
@@ -29,8 +33,7 @@ class Rule:
     advice: str
     """What to try, with config keys, on one line. While a run is running, names in braces are replaced by those parts
     of `History.advice`."""
-    signs: Callable[[Any], Iterator[Seen]]
-    """Yields each thing that it sees in a run. While a run is running, the first counts."""
+    signs: Signs
     severity: Literal["stop", "warning"] = "warning"
     """`stop` for what is wrong whatever the data, `warning` for what may be intended."""
     title: str = ""
@@ -45,12 +48,10 @@ class Rule:
     """What gives those figures."""
 
 
-def rule(
-    rules: list[Rule], advice: str, **fields: Any
-) -> Callable[[Callable[[Any], Iterator[Seen]]], Callable[[Any], Iterator[Seen]]]:
+def rule(rules: list[Rule], advice: str, **fields: Any) -> Callable[[Signs], Signs]:
     """Add a function to `rules` as a rule with its name; its docstring is the title, if it has one."""
 
-    def add(signs: Callable[[Any], Iterator[Seen]]) -> Callable[[Any], Iterator[Seen]]:
+    def add(signs: Signs) -> Signs:
         rules.append(Rule(signs.__name__, advice, signs, title=signs.__doc__ or "", **fields))
         return signs
 

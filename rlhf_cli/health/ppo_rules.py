@@ -52,7 +52,7 @@ MUST_BE_FINITE = (
 
 @stop(
     "Look for a reward that can divide by zero, lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or "
-    "set precision: float32",
+    "set precision: float32"
 )
 def not_finite(run: History) -> Iterator[Seen]:
     wrong = [f"{key} is {run.metrics[key]}" for key in MUST_BE_FINITE if not math.isfinite(run.metrics.get(key, 0.0))]
@@ -68,7 +68,7 @@ def not_finite(run: History) -> Iterator[Seen]:
 @stop(
     "Print logprobs and new_logprobs of that minibatch side by side. A constant factor points to "
     "rollout.temperature, random differences to dropout or precision, differences in some rows only to padding or "
-    "position ids",
+    "position ids"
 )
 def ratio_not_one(run: History) -> Iterator[Seen]:
     if "policy/first_ratio_error" in run.metrics:
@@ -93,7 +93,7 @@ def ratio_not_one(run: History) -> Iterator[Seen]:
 
 @stop(
     "Check that both models come from policy.path and policy.revision, are in eval mode and compute "
-    "log-probabilities at rollout.temperature. If they are meant to differ, set ref_policy.path",
+    "log-probabilities at rollout.temperature. If they are meant to differ, set ref_policy.path"
 )
 def kl_not_zero(run: History) -> Iterator[Seen]:
     kl = run.metrics.get("objective/kl", 0.0)
@@ -118,7 +118,7 @@ norm at the start. Good: up to 4."""
 # and 0.1 in bfloat16 with a model of few layers.
 @warning(
     "Set precision: float32. If the gap remains, compare one response token by token with rollout.temperature: 1.0 "
-    "and without rollout.top_k, rollout.top_p and rollout.min_p",
+    "and without rollout.top_k, rollout.top_p and rollout.min_p"
 )
 def sampler_gap(run: History) -> Iterator[Seen]:
     of_both = (
@@ -149,7 +149,7 @@ def skipped(run: History) -> Iterator[Seen]:
 # TRL warns at -1 too. Good: above -0.04. Chance is not negative for long.
 @warning(
     "Compare with policy/sampler_gap. Sample with rollout.temperature: 1.0 and without rollout.top_k, rollout.top_p, "
-    "rollout.min_p and rollout.min_new_tokens. If it is chance, raise ppo.rollout_batch_size",
+    "rollout.min_p and rollout.min_new_tokens. If it is chance, raise ppo.rollout_batch_size"
 )
 def kl_negative(run: History) -> Iterator[Seen]:
     kl, mean = run["objective/kl"], run.mean("objective/kl", 5)
@@ -172,7 +172,7 @@ def kl_negative(run: History) -> Iterator[Seen]:
 # Good: up to 0.3 nats per token. An answer of one token may cost several nats.
 @warning(
     "Read the last rows of samples.jsonl. Start over with a lower {steps}; {stay}. If the KL is in the loss, set "
-    "ppo.kl_estimator: k2_sequence, or lower ppo.kl_coef",
+    "ppo.kl_estimator: k2_sequence, or lower ppo.kl_coef"
 )
 def kl_far(run: History) -> Iterator[Seen]:
     in_loss, kl, length = run["policy/ref_kl"], run["objective/kl"], run["response/length"]
@@ -194,7 +194,7 @@ def kl_far(run: History) -> Iterator[Seen]:
 
 @warning(
     "Lower {steps}, or set ppo.max_ratio, which skips such minibatches. If policy/ref_kl is large too, set "
-    "ppo.kl_estimator: k2_sequence",
+    "ppo.kl_estimator: k2_sequence"
 )
 def gradient_far(run: History) -> Iterator[Seen]:
     norm, clipped_at = run.metrics.get("policy/grad_norm", 0.0), run.config.optimizer.max_grad_norm or 1.0
@@ -209,7 +209,7 @@ def gradient_far(run: History) -> Iterator[Seen]:
 
 @warning(
     "Loosen this limit, or another one that contradicts it; lower ppo.kl_coef, which may keep the policy where the "
-    "limit does not hold; or raise ppo.num_iterations or optimizer.learning_rate if its mean still moves",
+    "limit does not hold; or raise ppo.num_iterations or optimizer.learning_rate if its mean still moves"
 )
 def limit_missed(run: History) -> Iterator[Seen]:
     seen, most = [], 0.0
@@ -237,7 +237,7 @@ def above(run: History, key: str, limit: float, far: float) -> str:
 # Good: 0.01 nats per token, single iterations up to 0.07; bad: 0.2 to 0.8.
 @warning(
     "Lower {steps} (the learning rate for example to a third), lengthen optimizer.warmup_steps, or raise "
-    "ppo.minibatch_size. To end such an update early, {end_early}",
+    "ppo.minibatch_size. To end such an update early, {end_early}"
 )
 def approx_kl(run: History) -> Iterator[Seen]:
     if since := above(run, "policy/approx_kl", 0.1, 1.0):
@@ -266,7 +266,7 @@ def clip_fraction(run: History) -> Iterator[Seen]:
 @warning(
     "Start over, because empty responses give nothing to learn from. If policy/approx_kl was high, lower "
     "optimizer.learning_rate. If empty responses score well, set rollout.min_new_tokens or add a reward against "
-    "them: a reward model that never saw an empty response cannot judge one",
+    "them: a reward model that never saw an empty response cannot judge one"
 )
 def empty(run: History) -> Iterator[Seen]:
     if since := above(run, "response/empty_fraction", 0.25, 0.9):
@@ -281,7 +281,7 @@ def empty(run: History) -> Iterator[Seen]:
 # Good: 5 iterations, the first ones: the value head starts at 0, which explains nothing.
 @warning(
     "Raise value_model.warmup_iterations. Raise value_model.learning_rate if value/error falls slowly, lower it if "
-    "value/error jumps. If scores are far from 1 in size, widen ppo.value_clip_range or set ppo.score_normalization",
+    "value/error jumps. If scores are far from 1 in size, widen ppo.value_clip_range or set ppo.score_normalization"
 )
 def value_blind(run: History) -> Iterator[Seen]:
     if run.most("value/explained_variance", 10) < 0 and run.iteration >= 15 and run.config.ppo.has_value_model:
@@ -320,7 +320,7 @@ NEVER_ENDS = 0.05
 # Good: 0.4 to 1.1 of the start; bad: 0.12 (kl_coef 0), below 0.01 (brevity, learning rates).
 @warning(
     "Look in samples.jsonl for a phrase that is in every response; {stay}, raise ppo.entropy_coef, or lower "
-    "optimizer.learning_rate or ppo.ppo_epochs",
+    "optimizer.learning_rate or ppo.ppo_epochs"
 )
 def entropy_collapse(run: History) -> Iterator[Seen]:
     start = run.at_start("policy/entropy")
@@ -337,7 +337,7 @@ def entropy_collapse(run: History) -> Iterator[Seen]:
 
 @warning(
     "Read samples.jsonl, and score such a response under other prompts; {stay}, raise ppo.entropy_coef, lower "
-    "optimizer.learning_rate, or train the reward model on pairs that reject such responses",
+    "optimizer.learning_rate, or train the reward model on pairs that reject such responses"
 )
 def alike(run: History) -> Iterator[Seen]:
     seen, size = [], 0.0
@@ -366,9 +366,7 @@ def alike(run: History) -> Iterator[Seen]:
         )
 
 
-@warning(
-    "Score a response with and without this word; {stay}, or train the reward model on pairs that both contain it",
-)
+@warning("Score a response with and without this word; {stay}, or train the reward model on pairs that both contain it")
 def same_word(run: History) -> Iterator[Seen]:
     distinct, start = run.mean("response/distinct_2"), run.at_start("response/distinct_2")
     if not distinct < SAME_WORD_DISTINCT_2 * start or not run.first_words:
@@ -397,7 +395,7 @@ def same_word(run: History) -> Iterator[Seen]:
 # 8 tells the two apart (docs/overoptimization.md).
 @warning(
     "Compare samples.jsonl of then and now: the score may be wrong on such replies; {judge}; {stay}, or train the "
-    "reward model on labelled samples of this policy",
+    "reward model on labelled samples of this policy"
 )
 def unfamiliar(run: History) -> Iterator[Seen]:
     now, start = run["response/unfamiliarity"], run.at_start("response/unfamiliarity")
@@ -414,7 +412,7 @@ def unfamiliar(run: History) -> Iterator[Seen]:
 
 @warning(
     "Look at the SFT stage's samples.jsonl; raise rollout.max_new_tokens, name the token in rollout.stop_tokens, or "
-    "train SFT on complete responses",
+    "train SFT on complete responses"
 )
 def never_ends(run: History) -> Iterator[Seen]:
     ended, start = run["response/eos_fraction"], run.at_start("response/eos_fraction")
@@ -430,7 +428,7 @@ def never_ends(run: History) -> Iterator[Seen]:
 
 @warning(
     "Look at response/score_length_correlation; raise ppo.missing_eos_penalty above what length earns, set "
-    "ppo.length_penalty, {stay}; raise rollout.max_new_tokens only if good responses need it",
+    "ppo.length_penalty, {stay}; raise rollout.max_new_tokens only if good responses need it"
 )
 def truncated(run: History) -> Iterator[Seen]:
     ended, start = run["response/eos_fraction"], run.at_start("response/eos_fraction")
@@ -453,7 +451,7 @@ def truncated(run: History) -> Iterator[Seen]:
 # of over-optimisation: of 18 runs on support-hard whose gold fell none was below 0.19 before.
 @warning(
     "Stop here (lower ppo.num_iterations), or use harder prompts or a reward model trained on samples of this "
-    "policy. If it was so from the start, the reward is the same for every response",
+    "policy. If it was so from the start, the reward is the same for every response"
 )
 def score_saturated(run: History) -> Iterator[Seen]:
     score, spread = run.mean("objective/score"), run.mean("objective/score_std")
@@ -503,7 +501,7 @@ MIN_PROMPTS = 10
 
 @warning(
     "Score a response with and without added empty sentences; set ppo.length_penalty, {stay}, raise "
-    "ppo.missing_eos_penalty, or train the reward model on pairs of similar length",
+    "ppo.missing_eos_penalty, or train the reward model on pairs of similar length"
 )
 def length_explains_score(run: History) -> Iterator[Seen]:
     scores, lengths = run.trend("objective/score"), run.trend("response/length")
@@ -523,7 +521,7 @@ def length_explains_score(run: History) -> Iterator[Seen]:
 
 @warning(
     "Check that the reward tells good responses from bad ones: the RM stage prints its held-out accuracy, and "
-    "samples.jsonl has scored responses. Lower optimizer.learning_rate, {stay}, or raise ppo.rollout_batch_size",
+    "samples.jsonl has scored responses. Lower optimizer.learning_rate, {stay}, or raise ppo.rollout_batch_size"
 )
 def objective_falls(run: History) -> Iterator[Seen]:
     kls, scores, gross = (run.before_and_now(key) for key in ("objective/kl", "objective/score", BEFORE_KL))
@@ -550,7 +548,7 @@ def objective_falls(run: History) -> Iterator[Seen]:
 
 
 @warning(
-    "Compare samples.jsonl of then and now, or {judge}; {stay}, lower ppo.num_iterations or optimizer.learning_rate",
+    "Compare samples.jsonl of then and now, or {judge}; {stay}, lower ppo.num_iterations or optimizer.learning_rate"
 )
 def kl_runaway(run: History) -> Iterator[Seen]:
     kl, near = run.mean("objective/kl"), run.near_best

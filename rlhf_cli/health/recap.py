@@ -82,9 +82,3 @@ def findings_of(directory: Path) -> list[Seen]:
             if name in said:
                 one.message, one.advice = said[name]["message"], said[name]["advice"]
     return list(seen.values())
-
-
-def last_names(directory: Path) -> list[str]:
-    """The names of the findings that held after the last step of the run that writes to a stage's directory."""
-    lines = [row["line"] for row in rows_of(directory / "health.jsonl") if row["line"] is not None]
-    return names_in(lines[-1]) if lines else []

@@ -27,13 +27,6 @@ SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 TRAINING, HELD_OUT_COLOR = COLORS[:2]
 WARNING, GRAY, BETTER, WORSE = "var(--warning)", "var(--soft)", "var(--better)", "var(--worse)"
 INK = "var(--ink)"
-PICTURE_COLORS = {
-    **dict(zip(COLORS, ["#1d4ed8", "#0f766e", "#7e22ce", "#a16207", "#0369a1", "#78350f"], strict=True)),
-    WARNING: "#c2410c",
-    GRAY: "#5d5a56",
-    BETTER: "#15803d",
-    WORSE: "#be185d",
-}
 MOST_SCATTER = 1000
 
 

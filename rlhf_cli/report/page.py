@@ -9,7 +9,9 @@ import importlib.metadata
 import itertools
 import json
 import os
+import re
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,6 @@ from rlhf_cli.files import cache_root
 from rlhf_cli.health.recap import unit_of
 from rlhf_cli.report.charts import (
     DISTANCE,
-    PICTURE_COLORS,
     SCHEMA,
     SMOOTHING,
     Chart,
@@ -66,9 +67,9 @@ def write_report(roots: Sequence[Path], out: Path, png: Path | None = None) -> N
         import vl_convert
 
         png.parent.mkdir(parents=True, exist_ok=True)
-        drawn = json.dumps(picture(runs))
-        for variable, color in PICTURE_COLORS.items():  # the page's style sheet defines the variables
-            drawn = drawn.replace(variable, color)
+        light = resources.files("rlhf_cli.report").joinpath("page.css").read_text(encoding="utf-8").partition("}")[0]
+        colors = dict(re.findall(r"(--[\w-]+): (#\w+)", light))
+        drawn = re.sub(r"var\((--[\w-]+)\)", lambda variable: colors[variable[1]], json.dumps(picture(runs)))
         png.write_bytes(vl_convert.vegalite_to_png(drawn, scale=2))
 
 

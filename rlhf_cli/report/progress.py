@@ -14,14 +14,12 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_cli.health.recap import Seen, at, names_in, state_in, unit_of
+from rlhf_cli.health.recap import Seen, names_in, state_in, unit_of
 from rlhf_cli.printing import printable
 
 SECONDS_BETWEEN_LINES = 10.0
-BAR_WIDTH, NARROW_BAR_WIDTH, SHORTEST_BAR = 20, 12, 4
-"""Characters of the bar in a terminal of at least 100 columns, in a narrower one, and where figures need the room."""
-MAIN_FIGURES = 3
-"""The bar becomes shorter to make room for this many figures."""
+BAR_WIDTH, NARROW_BAR_WIDTH = 20, 6
+"""Characters of the bar in a terminal of at least 100 columns, and in a narrower one with room for three figures."""
 LONGEST_FIGURE = 28
 SHORTEST_LINE = 20
 """Columns that a wrapped text has at least, in a narrow terminal too."""
@@ -69,7 +67,6 @@ class Progress:
         self.started = time.monotonic()
         self.figures: Sequence[str] = ()
         self.findings = ""
-        self._longest = 0
 
     def _pace(self) -> float:
         return max(time.monotonic() - self.started, 1e-9) / max(self.done - self.done_before, 1)
@@ -90,10 +87,7 @@ class Progress:
         shown = [one if len(one) <= LONGEST_FIGURE else f"{one[: LONGEST_FIGURE - 3]}..." for one in self.figures]
         figures = [f"  {figure}" for figure in (*shown, self.rate())]
         counts = f"{self.done}/{self.total}  {clock(self.seconds_left())} left"
-        # The bar never grows back when a figure becomes shorter, so that the text does not jump.
-        self._longest = max(self._longest, len("".join([self.stage, counts, *figures[:MAIN_FIGURES]])) + 2)
-        bar = max(min(BAR_WIDTH if width >= 100 else NARROW_BAR_WIDTH, width - self._longest), SHORTEST_BAR)
-        bar = max(0, min(bar, width - len(self.stage) - len(counts) - 2))
+        bar = max(0, min(BAR_WIDTH if width >= 100 else NARROW_BAR_WIDTH, width - len(self.stage) - len(counts) - 2))
         filled = round(bar * self.done / max(self.total, 1))
         character = "-" if options.ascii_only else "━"
         line = Text.assemble((self.stage, "bold"), " ", no_wrap=True, overflow="crop", end="")
@@ -129,8 +123,6 @@ class Display:
     def __init__(self, stage: str, *, quiet: bool, silent: bool = False, console: rich.console.Console | None = None):
         self.stage, self.quiet, self.silent = stage, quiet or silent, silent
         self.console = console or Console(soft_wrap=not Console().is_terminal)
-        self.reported: list[str] = []
-        """The names of the health findings that were printed and have not ended."""
         self._progress: Progress | None = None
         self._live: Live | None = None
         self._last_line = 0.0
@@ -155,21 +147,10 @@ class Display:
             words = [f"{self.stage} {done}/{progress.total}", f"{clock(progress.seconds_left())} left", *shown]
             self.console.print("  ".join([*words, progress.rate()]))
 
-    def health(self, step: int, line: str, new: Iterable[str] = ()) -> None:
-        """Take the health line after a step: show the findings that hold, and say which of those reported have ended.
-
-        `new` are the names of the findings that are reported as warnings.
-        """
-        if self._progress is None:
-            return
-        now = names_in(line)
-        self._progress.findings = state_in(line) if now else ""
-        ended = [name for name in self.reported if name not in now]
-        self.reported = list(dict.fromkeys([*(name for name in self.reported if name in now), *new]))
-        if ended:
-            rest = f"{', '.join(now)} still {'holds' if len(now) == 1 else 'hold'}" if now else "healthy again"
-            have = "has" if len(ended) == 1 else "have"
-            self.note(f"{at(step, unit_of(self.stage))}: {', '.join(ended)} {have} ended; {rest}")
+    def health(self, line: str) -> None:
+        """Show the findings that hold, from a health line."""
+        if self._progress is not None:
+            self._progress.findings = state_in(line) if names_in(line) else ""
 
     def recap(self, seen: Sequence[Seen]) -> None:
         """Print the health findings of the whole run and what to try."""

@@ -21,7 +21,7 @@ from rlhf_cli.run.artifacts import MANIFEST, Manifest, partial_directory, read_m
 from rlhf_cli.run.state import unfinished_stages
 
 COLORS = [f"var(--series-{i})" for i in range(1, 7)]
-"""Colours of runs, defined in page.css for light and dark. A picture takes PICTURE_COLORS.
+"""Colours of runs, defined in page.css for light and dark. A picture takes the light ones.
 
 A page about one run has one meaning for each colour: the first is for what was trained, a stage's figures in training
 and the PPO policy, the second for figures on held-out rows. GRAY is for what PPO is compared with: the SFT model,

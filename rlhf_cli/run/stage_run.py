@@ -22,7 +22,7 @@ from rlhf_cli.config.stage import Training
 from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrupted, RewardError, RunError, UserError
 from rlhf_cli.health.findings import Finding
-from rlhf_cli.health.recap import at, findings_of, last_names, unit_of
+from rlhf_cli.health.recap import at, findings_of, unit_of
 from rlhf_cli.processes import distributed
 from rlhf_cli.processes.signals import StopRequests
 from rlhf_cli.processes.threads import is_out_of_memory, lacks_thread, use_threads
@@ -236,7 +236,6 @@ class StageRun:
         else:
             self.checkpoints.restore(path)
             self.display.note(f"resuming after step {done} of {total}, from {path}")
-            self.display.reported = last_names(self.directory)
         if self.world.is_main:
             # Else they would count among the last `checkpoints.keep`.
             checkpoint_files.remove(list(rejected))
@@ -414,7 +413,7 @@ class StageRun:
         if line is not None or findings:
             self.record("health", {"step": step, "line": line, "findings": [asdict(f) for f in findings]})
         if line is not None:
-            self.display.health(step, line, [finding.name for finding in findings])
+            self.display.health(line)
         when = at(step, unit_of(self.stage))
         for finding in findings:
             if finding.severity == "stop":

@@ -15,7 +15,6 @@ from pydantic import BaseModel
 
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.health import history
 from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.ppo_rules import MUST_BE_FINITE, STOPS, WARNINGS
 from rlhf_cli.health.running import REPEAT, SHOWN, Health
@@ -348,19 +347,6 @@ def test_the_numbers_in_a_message_are_those_of_the_run() -> None:
     assert f"from {statistics.mean(early):.3g} to {statistics.mean(late):.3g}" in finding.message
     assert f"by {statistics.correlation(scores, lengths):.2f} between iterations" in finding.message
     assert "by 0.60 within a batch" in finding.message
-
-
-def test_a_rise_is_one_beyond_two_standard_errors() -> None:
-    rng = random.Random(0)
-    results = []
-    for _ in range(300):
-        slope = rng.uniform(0, 0.15)
-        values = [slope * i + rng.gauss(0, 1) for i in range(20)]
-        early, late = values[:10], values[10:]
-        error = math.sqrt(statistics.variance(early) / 10 + statistics.variance(late) / 10)
-        results.append(statistics.mean(late) - statistics.mean(early) > 2 * error)
-        assert history.rises(values) is results[-1]
-    assert len(set(results)) == 2
 
 
 def test_the_advice_depends_on_whether_there_is_a_kl_penalty() -> None:
