@@ -19,51 +19,33 @@ def wins(a: Tensor, b: Tensor) -> Tensor:
     return ((a - b).sign().double() + 1) / 2
 
 
-def length_controlled_win_rate(win: Tensor, length_a: Tensor, length_b: Tensor) -> float:
-    """The win rate that A would have if its replies were as long as B's.
+def length_controlled_win_rate(win: Tensor, length_a: Tensor, length_b: Tensor) -> tuple[float, float, float]:
+    """The win rate that A would have if its replies were as long as B's, and its 95 % interval.
 
     Fits ``P(win) = sigmoid(strength + slope * tanh(d / std(d)))`` with d the difference of lengths, by logistic
-    regression, and returns ``sigmoid(strength)``.
+    regression; the rate is ``sigmoid(strength)``. The interval is Wald's, on the strength: its standard error comes
+    from the curvature of the fit. Ties make it wider than needed.
 
     Args:
         win: [n] 1, 1/2 or 0: whether A's reply won.
         length_a: [n] lengths of A's replies, in any unit.
         length_b: [n] lengths of B's replies, in the same unit.
 
+    Returns:
+        (rate, low, high); the interval is NaN for fewer than two rows.
+
     Dubois et al. 2024 (arXiv 2404.04475), section 3, without the terms of single prompts.
 
-    >>> length_controlled_win_rate(torch.tensor([1.0, 0.0]), torch.tensor([5.0, 5.0]), torch.tensor([5.0, 5.0]))
-    0.5
-    """
-    return torch.sigmoid(_length_regression(win, length_a, length_b)[0][0]).item()
-
-
-def length_controlled_interval(win: Tensor, length_a: Tensor, length_b: Tensor) -> tuple[float, float]:
-    """The 95 % interval of `length_controlled_win_rate`, with the same arguments.
-
-    Wald's, on the strength: its standard error comes from the curvature of the fit. Ties make it wider than needed.
-    NaN for fewer than two rows.
-
     >>> win = torch.tensor([1.0, 0.0] * 50)
-    >>> low, high = length_controlled_interval(win, torch.zeros(100), torch.zeros(100))
-    >>> round(low, 1), round(high, 1)
-    (0.4, 0.6)
+    >>> [round(x, 1) for x in length_controlled_win_rate(win, torch.zeros(100), torch.zeros(100))]
+    [0.5, 0.4, 0.6]
     """
-    if len(win) < 2:
-        return float("nan"), float("nan")
-    weight, curvature = _length_regression(win, length_a, length_b)
-    half = 1.96 * torch.linalg.inv(curvature)[0, 0].sqrt()
-    return torch.sigmoid(weight[0] - half).item(), torch.sigmoid(weight[0] + half).item()
-
-
-def _length_regression(win: Tensor, length_a: Tensor, length_b: Tensor) -> tuple[Tensor, Tensor]:
-    """(strength and slope [2], curvature of the objective [2, 2])."""
     y, d = win.double(), (length_a - length_b).double()
     spread = d.std(correction=0)
     term = torch.tanh(d / spread) if spread > 0 else torch.zeros_like(d)
     x = torch.stack([torch.ones_like(term), term], dim=1)  # [n, 2]
     penalty = RIDGE * torch.eye(2, dtype=torch.float64)
-    weight = torch.zeros(2, dtype=torch.float64)
+    weight = torch.zeros(2, dtype=torch.float64)  # strength, slope
     for _ in range(50):  # Newton's method; the objective is strictly convex.
         p = torch.sigmoid(x @ weight)
         gradient = x.T @ (p - y) + penalty @ weight
@@ -72,7 +54,10 @@ def _length_regression(win: Tensor, length_a: Tensor, length_b: Tensor) -> tuple
         weight = weight - step / max(1.0, float(step.abs().max()))
         if float(step.abs().max()) < 1e-12:
             break
-    return weight, curvature
+    strength = weight[0]
+    half = 1.96 * torch.linalg.inv(curvature)[0, 0].sqrt() if len(win) > 1 else torch.tensor(torch.nan)
+    rate, low, high = torch.sigmoid(torch.stack([strength, strength - half, strength + half])).tolist()
+    return rate, low, high
 
 
 def bradley_terry(won: Tensor, *, prior: float = 0.5) -> Tensor:

@@ -166,5 +166,5 @@ def shares_base(run: Run) -> bool | None:
         of_sft = sft.identity["inputs"].get("model") if sft is not None and digest == digest_of_sft else None
         return {one for one in (digest, of_sft) if one is not None}
 
-    both = [bases("rm"), bases("ppo" if run.is_finished("ppo") else "sft")]
+    both = [bases("rm"), bases("ppo" if "ppo" in run.stages else "sft")]
     return bool(both[0] & both[1]) if all(both) else None

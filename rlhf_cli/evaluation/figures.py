@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_cli.algorithms.comparison import length_controlled_interval, length_controlled_win_rate
+from rlhf_cli.algorithms.comparison import length_controlled_win_rate
 from rlhf_cli.algorithms.statistics import bootstrap_interval, correlation, newcombe_interval, wilson_interval
 from rlhf_cli.report.figure import Figure, Figures, cells, readable
 from rlhf_cli.report.progress import Display
@@ -83,8 +83,7 @@ def correlation_figure(x: Tensor, y: Tensor, *, seed: int | None) -> Figure:
 
 def equal_length_figure(win: Tensor, length_a: Tensor, length_b: Tensor) -> Figure:
     """The share of rows that A would win at equal length, with its interval (`length_controlled_win_rate`)."""
-    rate = length_controlled_win_rate(win, length_a, length_b)
-    return Figure(rate, *length_controlled_interval(win, length_a, length_b), len(win))
+    return Figure(*length_controlled_win_rate(win, length_a, length_b), len(win))
 
 
 # ------------------------------------------------------------------------------------- printed and written

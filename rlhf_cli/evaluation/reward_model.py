@@ -208,7 +208,7 @@ def policy_scores(
     asked = [replace(one.row, answers=()) for one in rows if one.row.prompt.strip()]
     prompts = Drawn(asked, SAMPLED_ROWS, run.seed)
     for stage in stages:
-        if not run.is_finished(stage) or not prompts:
+        if stage not in run.stages or not prompts:
             continue
         policy, tokenizer = run.load(run.model_path(stage), scorer.config.precision)
         speaker = Speaker.at_evaluation(scorer.config, policy, tokenizer)

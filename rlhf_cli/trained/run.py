@@ -48,9 +48,6 @@ class Run:
     def stages(self) -> list[str]:
         return [stage for stage in STAGES if getattr(self, stage) is not None]
 
-    def is_finished(self, stage: str) -> bool:
-        return read_manifest(stage_directory(self.root, stage)) is not None
-
     def model_path(self, stage: str) -> str:
         return str(stage_directory(self.root, stage) / "model")
 

@@ -81,6 +81,7 @@ def test_keys_that_differ_are_listed_and_replies_of_an_earlier_policy_are_refuse
     manifest = two[1] / "ppo" / "manifest.json"
     identity = json.loads(manifest.read_text())["identity"]
     identity["config"]["ppo"]["kl_coef"] = 0.7
+    identity["inputs"]["rewards.0"] = "another"
     change(manifest, identity=identity)
     result = run_command("compare", *two)
     assert result.exit_code == 2
@@ -89,6 +90,8 @@ def test_keys_that_differ_are_listed_and_replies_of_an_earlier_policy_are_refuse
     result = run_command("compare", *two)
     (line,) = [line for line in result.output.splitlines() if "ppo: ppo.kl_coef" in line]
     assert line.split()[-1] == "0.7"
+    assert "other rewards" in result.output
+    assert "By score" not in result.output, "scores of other rewards are not compared"
 
 
 def test_runs_with_other_seeds_get_the_same_uniforms(two):
@@ -122,17 +125,6 @@ def test_long_names_become_numbers_with_a_legend(evaluated, tmp_path):
     assert max(map(len, lines)) <= 80
     assert sum(line.startswith("3 ") for line in lines) >= 3, "a table names the run by its number"
     assert any("beats 1" in line and "beats 3" in line for line in lines)
-
-
-def test_scores_of_other_rewards_are_not_compared(two):
-    manifest = two[1] / "ppo" / "manifest.json"
-    identity = json.loads(manifest.read_text())["identity"]
-    identity["inputs"]["rewards.0"] = "another"
-    change(manifest, identity=identity)
-    change(two[1] / "eval" / "ppo" / "evaluation.json", manifest=digest_file(manifest))
-    result = run_command("compare", *two)
-    assert "other rewards" in result.output
-    assert "By score" not in result.output
 
 
 def test_other_prompts_are_refused(two):

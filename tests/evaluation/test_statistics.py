@@ -14,7 +14,6 @@ from rlhf_cli.algorithms.calibration import (
 )
 from rlhf_cli.algorithms.comparison import (
     bradley_terry,
-    length_controlled_interval,
     length_controlled_win_rate,
 )
 from rlhf_cli.algorithms.counts import cohen_kappa
@@ -83,7 +82,7 @@ def test_intervals_at_equal_length_cover_it_in_95_percent_of_1000_simulations():
         d = torch.randn(200, generator=generator(run), dtype=torch.float64)
         p = torch.sigmoid(0.5 + torch.tanh(d / d.std(correction=0)))
         won = (torch.rand(200, generator=generator(run + 5000), dtype=torch.float64) < p).double()
-        return length_controlled_interval(won, d, torch.zeros_like(d))
+        return length_controlled_win_rate(won, d, torch.zeros_like(d))[1:]
 
     assert 0.93 <= covered(1 / (1 + math.exp(-0.5)), map(interval, range(1000))) <= 0.97
 
@@ -201,8 +200,8 @@ def test_the_win_rate_at_equal_length_is_recovered():
     p = torch.sigmoid(math.log(0.6 / 0.4) + 1.5 * torch.tanh(d / d.std(correction=0)))
     won = (torch.rand(50_000, generator=generator(9), dtype=torch.float64) < p).double()
     assert won.mean().item() > 0.67
-    assert length_controlled_win_rate(won, length_a, length_b) == pytest.approx(0.6, abs=0.015)
-    always = length_controlled_win_rate(torch.ones(20), torch.arange(20.0), torch.zeros(20))
+    assert length_controlled_win_rate(won, length_a, length_b)[0] == pytest.approx(0.6, abs=0.015)
+    always = length_controlled_win_rate(torch.ones(20), torch.arange(20.0), torch.zeros(20))[0]
     assert 0.5 < always < 1, "finite where one side always wins"
 
 
