@@ -91,9 +91,6 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.view_as_real(rotated).flatten(2)
 
 
-# ---------------------------------------------------------------------------------------- reading a model
-
-
 class NetworkWeights(list[Tensor]):
     """The weights of a network, and functions that read them from this list when they are called.
 

@@ -419,9 +419,6 @@ def set_dropout_off(model: PreTrainedModel) -> None:
                 setattr(module, name, 0.0)
 
 
-# ------------------------------------------------------------------------------------------- what is refused
-
-
 def check_directory(path: str, revision: str | None, *, weights: bool) -> None:
     """Raise ArtifactError if this is no model directory and no model on the hub, or with `weights` has none."""
     directory = Path(path)
