@@ -200,6 +200,7 @@ def test_a_wrong_temperature_for_ref_policy_stops_the_run(watch, tmp_path, monke
 def test_dropout_left_on_stops_the_run(watch, tmp_path, make_model, monkeypatch):
     """[14] The config of GPT-2 enables dropout. This test keeps it on, with the policy in train mode."""
     monkeypatch.setattr(load, "set_dropout_off", lambda model: None)  # noqa: ARG005
+    monkeypatch.setattr("rlhf_cli.decoders.plain.takes_padding", lambda model: True)  # noqa: ARG005  it would refuse
     monkeypatch.setattr(
         "rlhf_cli.ppo.setup.load_policy", lambda path, revision, **more: load_policy(path, revision, **more).train()
     )
