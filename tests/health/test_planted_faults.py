@@ -180,6 +180,14 @@ def test_causes_that_the_files_cannot_show_are_listed() -> None:
     assert {"labels_swapped", "sft_without_eos", "template_differs"} <= names
 
 
+@pytest.mark.parametrize(("stage", "key"), [("sft", "max_length"), ("rm", "max_length"), ("ppo", "max_prompt_length")])
+def test_skipped_rows_are_reported_with_the_limit_of_their_stage(stage: str, key: str) -> None:
+    evidence = Evidence([stage], figures={f"{stage}.skipped_share": 0.6}, settings={f"{stage}.data.{key}": 44})
+    (cause,) = rank(evidence)
+    says = f"60% of the rows in {stage} data.train are skipped (limit 50%). data.{key} is 44 tokens;"
+    assert cause.evidence[0].startswith(says)
+
+
 def test_few_pairs_of_one_length_are_no_bias() -> None:
     evidence = recorded("length_biased")
     assert "pairs_length_biased" in named(evidence)
