@@ -92,7 +92,6 @@ def compare(roots: Sequence[Path]) -> None:
 
 
 def _read(root: Path, name: str) -> Compared:
-    """A run's replies and manifests."""
     found = evaluation_of(root, "ppo", stage_directory(root, "ppo"))
     if not isinstance(found.get("replies"), list):
         path = root / "eval" / "ppo" / "evaluation.json"

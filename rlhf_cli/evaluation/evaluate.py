@@ -84,7 +84,6 @@ def evaluate(
 
 
 def _write(run: Run, stage: str, report: dict[str, Any]) -> Path:
-    """Write a stage's evaluation.json."""
     path = run.root / "eval" / stage / "evaluation.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     manifest = digest_file(stage_directory(run.root, stage) / MANIFEST)

@@ -147,7 +147,8 @@ def test_best_of_one_is_the_mean_of_the_samples(evaluated):
     assert [row["n"] for row in every] == [1, 2, 3, 4]
     for row in rows:
         assert every[row["n"] - 1]["score"] == pytest.approx(row["score"]["value"])
-    assert "best of 4" in output
+    (line,) = [line for line in output.splitlines() if line.startswith("best of 4 ")]
+    assert line.split()[-1] == "0.64", "the bound log(4) - 3/4"
 
 
 def test_an_evaluation_of_one_stage_repeats_what_it_found_among_all_and_changes_no_stage(evaluated, server):
@@ -171,6 +172,7 @@ def test_the_reward_model_is_asked_on_the_benchmark(evaluated):
     assert bench["chance"] == {"Focus": 0.25, "Math": 0.25}
     assert set(bench["figures"]) == {"Focus", "Math", "mean of subsets"}
     assert bench["shares_base"] is True
+    assert bench["file"] == "bench.jsonl"
     assert "Reward model and policy come from the same model" in output
     model, tokenizer = load_reward_model(str(root / "rm" / "model")), load_tokenizer(str(root / "rm" / "model"))
     eos = tokenizer.eos_token_id

@@ -203,6 +203,8 @@ def test_the_win_rate_at_equal_length_is_recovered():
     assert length_controlled_win_rate(won, length_a, length_b)[0] == pytest.approx(0.6, abs=0.015)
     always = length_controlled_win_rate(torch.ones(20), torch.arange(20.0), torch.zeros(20))[0]
     assert 0.5 < always < 1, "finite where one side always wins"
+    one = torch.ones(1)
+    assert [math.isnan(x) for x in length_controlled_win_rate(one, one, one)] == [False, True, True]
 
 
 def test_bradley_terry_recovers_strengths():
