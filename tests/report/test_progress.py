@@ -56,6 +56,7 @@ def line(
 def test_steps_and_time_left_are_shown_at_any_width(shown: list[str]) -> None:
     for width in (40, 60, 80, 100, 120, 200):
         assert re.match("sft ━+ *123/500 6:17 left", line(width, shown)), width
+    assert line(24, shown) == "sft 123/500 6:17 left", "the bar makes room"
 
 
 def test_80_columns_show_the_first_figures_and_120_all() -> None:
@@ -116,6 +117,17 @@ def test_a_terminal_shows_the_line_a_file_gets_plain_lines_and_quiet_shows_nothi
 
 
 # ------------------------------------------------------------------------------------------------------- health
+
+
+def test_the_line_has_the_findings_that_hold_without_their_figures() -> None:
+    display = new_display(80, is_terminal=True)
+    display.begin(50, "iteration")
+    shown = []
+    for line in ("empty (since iteration 3), alike: score 1", "healthy: score 1"):
+        display.health(line)
+        shown.append(display._progress.findings)
+    display.end()
+    assert shown == ["empty (since iteration 3), alike", ""]
 
 
 def test_the_recap_has_every_kind_of_finding_with_its_steps(tmp_path: Path) -> None:
