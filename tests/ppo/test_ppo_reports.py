@@ -82,7 +82,7 @@ def test_samples_every_prints_the_first_response_of_an_iteration(watch, monkeypa
 # ----------------------------------------------------------------------------------------------------- health
 
 
-def test_a_reward_model_that_may_be_guessing_is_reported_at_the_start(watch, pipeline, tmp_path):
+def test_a_reward_model_that_may_be_guessing_is_reported_at_the_start(watch, pipeline, tmp_path, monkeypatch):
     """By the held-out figures in its manifest, whether the stage or its model is named. It is said once."""
     good, weak = pipeline("llama") / "rm", tmp_path / "weak"
     shutil.copytree(good, weak)
@@ -91,6 +91,8 @@ def test_a_reward_model_that_may_be_guessing_is_reported_at_the_start(watch, pip
     (weak / "manifest.json").write_text(json.dumps(manifest))
     paths = {"good": good, "stage": weak, "its_model": weak / "model"}
     rewards = [{"type": "reward_model", "name": name, "path": str(path)} for name, path in paths.items()]
+    shown = []
+    monkeypatch.setattr(Display, "health", lambda _, line: shown.append(line))
     start, *others = read_jsonl(watch(rewards=rewards).stage_dir / "health.jsonl")
     assert (start["step"], start["line"]) == (0, None)
     assert [f["name"] for f in start["findings"]] == ["weak_reward_model"] * 2
@@ -99,6 +101,7 @@ def test_a_reward_model_that_may_be_guessing_is_reported_at_the_start(watch, pip
         assert finding["message"].startswith(f"Reward model {name}: {measured}")
     assert [(row["step"], row["findings"]) for row in others] == [(1, []), (2, [])]
     assert all(row["line"].startswith("weak_reward_model (from the start): score") for row in others)
+    assert shown == [row["line"] for row in others]
 
 
 @pytest.fixture
