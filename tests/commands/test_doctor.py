@@ -237,7 +237,7 @@ def test_checkpoints_good_and_damaged(tmp_path: Path) -> None:
     for name in ("state.safetensors", "numbers.json", "manifest.json"):
         path = second / name
         content = path.read_bytes()
-        for broken in (content[:-1], bytes([content[0] ^ 1]) + content[1:], None):
+        for broken in (content[:-2], bytes([content[0] ^ 1]) + content[1:], None):
             if broken is None:
                 path.unlink()
             else:
