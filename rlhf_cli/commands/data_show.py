@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
-from rlhf_cli.commands.data_check import RowsOptions, new_console
-from rlhf_cli.data.encode import RowText, Skipped, fit, fit_prompt, last_run, require_chat_template, require_eos
-from rlhf_cli.data.encoders import NO_LIMITS
+from rlhf_cli.commands.data_check import RowsOptions, encoder_of, new_console
+from rlhf_cli.data.encode import Skipped, encode_for_classifier, fit, fit_prompt, last_run
+from rlhf_cli.data.encoders import RowEncoder
 from rlhf_cli.data.formats import read_record, recognise
 from rlhf_cli.data.read import read_rows
 from rlhf_cli.data.records import BadRow, Record, Row, shown_name
@@ -44,15 +44,13 @@ def data_show(
 ) -> None:
     """Show rows as the model sees them: prompt, answer, special tokens, learned tokens."""
     (part, *_), tokenizer_path = rows.read()
-    loaded = None
+    encoder = None
     if tokenizer_path is not None:
         from rlhf_cli.models.load import load_tokenizer
 
-        loaded = load_tokenizer(model_directory(tokenizer_path))
-        require_eos(loaded, tokenizer_path)
-        if part.template == "chat":
-            require_chat_template(loaded)
-    screen = Screen(new_console(), part, loaded)
+        tokenizer_path = model_directory(tokenizer_path)
+        encoder = encoder_of(part, load_tokenizer(tokenizer_path), tokenizer_path)
+    screen = Screen(new_console(), part, encoder)
     if row is not None:
         screen.legend()
         screen.show(_numbered(screen, part, row))
@@ -97,8 +95,8 @@ def _numbered(screen: Screen, part: StageRows, number: int) -> Record:
 class Screen:
     """Prints rows with the targets in colour, or between marks on a screen without colour."""
 
-    def __init__(self, console: Console, part: StageRows, tokenizer: PreTrainedTokenizerBase | None):
-        self.console, self.part, self.tokenizer = console, part, tokenizer
+    def __init__(self, console: Console, part: StageRows, encoder: RowEncoder[Any] | None):
+        self.console, self.part, self.encoder = console, part, encoder
         self.coloured = console.color_system is not None and not console.no_color
         self.marks = ("[[", "]]") if console.options.ascii_only else ("⟦", "⟧")
 
@@ -132,16 +130,17 @@ class Screen:
         elif purpose == "rm pairs":
             ranks = [f"rank {n}" for n in range(1, 1 + len(seen.answers))]
             names = ["chosen", "rejected"] if len(ranks) == 2 else ranks
-        if self.tokenizer is None:
+        if self.encoder is None:
             for number, (name, answer) in enumerate(zip(names, seen.texts or ("",), strict=True)):
                 self.line("  ".join(filter(None, (f"\n{where}", name))), "bold")
                 self.body([("" if number else record.prompt, False, False), (answer, True, False)])
             return
         first: list[int] = []
-        for number, (name, (ids, target_mask, about)) in enumerate(zip(names, self._encoded(seen), strict=True)):
+        encoded = self._encoded(seen, self.encoder)
+        for number, (name, (ids, target_mask, about)) in enumerate(zip(names, encoded, strict=True)):
             before = len(ids) - last_run(target_mask)
             self.line(f"\n{where}  {', '.join(filter(None, (name, about)))}", "bold")
-            found = pieces(self.tokenizer, ids, target_mask)
+            found = pieces(self.encoder.tokenizer, ids, target_mask)
             if number == 0:
                 first = ids[:before]
             elif ids[:before] == first and before:
@@ -149,27 +148,33 @@ class Screen:
                 found = [piece for piece in found if piece[1]]
             self.body(found)
 
-    def _encoded(self, seen: Record) -> Iterator[tuple[list[int], list[bool], str]]:
+    def _encoded(self, seen: Record, encoder: RowEncoder[Any]) -> Iterator[tuple[list[int], list[bool], str]]:
         """For each sequence of a row its ids, which of them are targets, and a description of both."""
-        part, tokenizer = self.part, self.tokenizer
-        assert tokenizer is not None
-        text = RowText(tokenizer, part.template, part.keep_special)
-        limits, bos = part.limits or NO_LIMITS, tokenizer.bos_token_id
-        if part.purpose == "ppo":
-            (ids,) = text.prompt_ids([seen])
-            cut = fit_prompt(ids, limits, bos)
-            kept = ids if isinstance(cut, Skipped) else cut
-            yield kept, [False] * len(kept), _tokens(ids, kept, cut)
-            return
-        for ids, answer in text.answer_ids(seen.each(), start=part.purpose == "sft"):
-            fitting = fit(ids, answer, limits, bos)
-            kept, target_mask = (ids, answer) if isinstance(fitting, Skipped) else fitting
-            if part.purpose != "sft":
-                target_mask = [n >= len(kept) - last_run(target_mask) for n in range(len(kept))]
-            elif part.learn_all:
-                target_mask = [n > 0 for n in range(len(kept))]
-            about = _tokens(ids, kept, fitting)
-            yield kept, target_mask, f"{about}, {sum(target_mask)} trained on" if part.purpose == "sft" else about
+        from rlhf_cli.data.answers import AnswerEncoder
+        from rlhf_cli.packing import common_prefix
+
+        part, bos = self.part, encoder.tokenizer.bos_token_id
+        (sequences,) = encoder.sequences([seen])
+        for one, (ids, answer) in zip(seen.each() or [seen], sequences, strict=True):
+            if part.purpose == "ppo":
+                cut = fit_prompt(ids, encoder.limits, bos)
+                kept = ids if isinstance(cut, Skipped) else cut
+                yield kept, [False] * len(kept), _tokens(ids, kept, cut)
+            elif isinstance(encoder, AnswerEncoder) and not encoder.reads_last_token:
+                whole = encoder.cut(one, (ids, answer))
+                kept = ids if isinstance(whole, Skipped) else whole
+                (prompt,) = encode_for_classifier(encoder.tokenizer, [encoder.text.prompt(one, marked=True)], None)
+                start = common_prefix([ids, prompt])
+                yield kept, [n >= start for n in range(len(kept))], _tokens(ids, kept, whole)
+            else:
+                fitting = fit(ids, answer, encoder.limits, bos)
+                kept, target_mask = (ids, answer) if isinstance(fitting, Skipped) else fitting
+                if part.purpose != "sft":
+                    target_mask = [n >= len(kept) - last_run(target_mask) for n in range(len(kept))]
+                elif part.learn_all:
+                    target_mask = [n > 0 for n in range(len(kept))]
+                about = _tokens(ids, kept, fitting)
+                yield kept, target_mask, f"{about}, {sum(target_mask)} trained on" if part.purpose == "sft" else about
 
     def body(self, parts: Sequence[Piece]) -> None:
         text = Text("  ")

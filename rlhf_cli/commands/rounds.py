@@ -33,6 +33,7 @@ from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.data.records import Record
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.files import read_object
 from rlhf_cli.program import command
 from rlhf_cli.report.progress import Display
 from rlhf_cli.run.artifacts import read_manifest, stage_directory
@@ -212,7 +213,10 @@ def _are_complete(labels: Path, samples: Path) -> bool:
     settings = labels.with_name(labels.name + ".settings")
     if not settings.is_file():
         return True  # not written by a command of ours
-    if json.loads(settings.read_text(encoding="utf-8")).get("data") != data_digest(DataSource(path=str(samples))):
+    made_with = read_object(settings)
+    if not made_with:
+        raise ConfigError(f"{settings}: is not a JSON object. Remove it and {labels.name} to label again")
+    if made_with.get("data") != data_digest(DataSource(path=str(samples))):
         raise ConfigError(f"{labels}: has labels of other pairs than those in {samples}. Remove it to label again")
     files = (labels, labels.with_name(labels.name + ".dropped"), samples)
     done, dropped, total = (sum(1 for _ in path.open("rb")) if path.is_file() else 0 for path in files)

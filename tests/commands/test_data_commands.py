@@ -15,7 +15,7 @@ import pytest
 import yaml
 from click.testing import Result
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, BertConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from rlhf_cli.algorithms.statistics import wilson_interval
@@ -546,6 +546,17 @@ def test_trained_tokens_are_between_marks(tmp_path: Path, make_model) -> None:
     assert output.startswith(f"{path}: rows of prompt_response, read for sft\n⟦trained on⟧\n\n{path}:1  {told}")
     config = written(tmp_path, sft_config({"train": str(path), "loss_on": "all"}, model={"path": str(model)}))
     assert "<bos>⟦the tent is\n  late<eos>⟧\n" in rlhf("show", "--config", config, "-n", 1).stdout
+
+
+def test_an_encoder_model_without_eos_shows_its_own_special_tokens(tmp_path: Path, word_piece) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a b", "chosen": " c d", "rejected": " c e"}])
+    word_piece.save_pretrained(tmp_path / "model")
+    BertConfig(vocab_size=len(word_piece)).save_pretrained(tmp_path / "model")
+    output = rlhf("show", path, "--for", "rm", "--tokenizer", tmp_path / "model").stdout
+    assert output.replace(str(path), "F").split("\n\n")[1:] == [
+        "F:1  chosen, 6 tokens\n  [CLS] a b⟦ c d [SEP]⟧",
+        "F:1  rejected, 6 tokens\n  (the same 3 tokens, then)\n  ⟦ c e [SEP]⟧\n",
+    ]
 
 
 def test_overlong_rows_are_cut_or_shown_as_skipped(tmp_path: Path, make_model) -> None:

@@ -133,6 +133,8 @@ def test_labels_by_hand(project: Path) -> None:
     assert row["labels"] is None
     write_jsonl(run / "samples.jsonl", samples[:-1])
     assert "has labels of other pairs" in rounds(project, exit_code=2)
+    (run / "labels.jsonl.settings").write_text('{"data": ', encoding="utf-8")
+    assert "labels.jsonl.settings: is not a JSON object. Remove it and" in rounds(project, exit_code=2)
 
 
 @pytest.mark.parametrize(
