@@ -1,12 +1,13 @@
 """Keys and values of sequences of many lengths, in pages, and the attention of one new token per row over them.
 
 A page holds PAGE tokens of one sequence, and each row has a list of pages, as in PagedAttention (Kwon et al. 2023,
-arXiv 2309.06180). So no padding is stored or read, rows that end return their pages without a copy, and rows with the
-same prompt share its full pages.
+arXiv 2309.06180). So no padding is stored or read, rows that end return their pages without copying anything, and rows
+with the same prompt share its full pages.
 
-On a CPU the attention of one token is two weighted sums of rows of memory: the scores, over d, of
-``q[d] * keys[d, :]``, and the output, over the tokens, of ``p[token] * values[token, :]``. torch's kernel for such sums
-is embedding_bag. For 64 rows of 30 to 150 tokens it takes a tenth of the time of scaled_dot_product_attention.
+On a CPU the attention of one token is two weighted sums of rows of memory. The scores are the sum over d of
+``q[d] * keys[d, :]`` if the tokens are the last dimension of the keys. The output is the sum over the tokens of
+``p[token] * values[token, :]``. torch's kernel for such sums is embedding_bag. For 64 rows of 30 to 150 tokens it takes
+a tenth of the time of scaled_dot_product_attention with a mask, which computes a matrix product for each single query.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from torch import Tensor
 from rlhf_cli.kernels.linear import rounded_up
 
 PAGE = 32
-"""Tokens per page. Larger pages waste more memory at a row's end; smaller ones give shorter sums, which are slower."""
+"""Tokens per page. On average half of a row's last page is wasted. Smaller pages give shorter sums, which are slower
+per token."""
+
+FEWEST_CLEANED = 16
+"""Pages that are cleaned together at least. Cleaning one page takes as long."""
 
 
 class Places(NamedTuple):
@@ -53,7 +58,10 @@ class Places(NamedTuple):
 
 
 class PagedCache:
-    """Keys and values of the live rows; float32 on a CPU. Query head h reads key head ``h // (heads / kv_heads)``."""
+    """Keys and values of the live rows; float32 on a CPU.
+
+    `kv_heads` divides `heads`, the number of query heads. Query head h reads key head ``h // (heads / kv_heads)``.
+    """
 
     def __init__(self, num_layers: int, heads: int, kv_heads: int, head_dim: int):
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
@@ -61,22 +69,29 @@ class PagedCache:
         self.keys = [torch.zeros(0, kv_heads, head_dim, PAGE) for _ in range(num_layers)]
         self.values = [torch.zeros(0, kv_heads, PAGE, head_dim) for _ in range(num_layers)]
         self.key_head = torch.arange(heads) // (heads // kv_heads)  # [heads]
-        self.free: list[int] = []  # pages of zeros that no row uses
+        # Pages that no row uses: zeroed ones, and ones with old numbers.
+        self.clean: list[int] = []
+        self.unused: list[int] = []
         self.users: list[int] = []  # for each page, the number of rows that use it
-        self.pages: list[list[int]] = []  # of each live row, in order
-        self.lengths: list[int] = []  # tokens of each live row
+        # For each live row: its pages in order, and its number of tokens.
+        self.pages: list[list[int]] = []
+        self.lengths: list[int] = []
         self.is_laid_out = False
-        self.fewest_rows = 1  # of a step; surplus rows are zeros
+        self.fewest_rows = 1
+        """A step computes at least this many rows; surplus rows are zeros."""
 
     def rounded_up(self, rows: int) -> int:
         """The number of rows that a step computes for this many live ones."""
         return max(rounded_up(rows), self.fewest_rows)
 
+    # ------------------------------------------------------------------------------------- rows enter and leave
+
     def open_rows(self, prompts: Sequence[Sequence[int]], copies: Sequence[Sequence[int]]) -> list[Tensor]:
         """Add rows: for each different prompt those with the numbers `copies`, counted from the first new row.
 
-        They share the prompt's full pages. Each has its own last page, where its response continues. Returns where the
-        keys and values of each prompt go: [3, n] with the number of a token in the prompt, its page and its slot.
+        They share the prompt's full pages. Each has its own last page, because its response continues there. Returns
+        for each prompt the places of its keys and values, for `write_prompts`: [3, n] with the number of a token in the
+        prompt, and its page and slot.
         """
         pages: dict[int, list[int]] = {}
         lengths: dict[int, int] = {}
@@ -104,41 +119,51 @@ class PagedCache:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order, and free the pages of the others."""
-        staying, freed = set(rows), []
+        staying = set(rows)
         for page in (page for row, pages in enumerate(self.pages) if row not in staying for page in pages):
             self.users[page] -= 1
             if self.users[page] == 0:
-                freed.append(page)
-        # Slots that are not written yet are read with weight 0, and 0 * NaN would be NaN.
-        index = torch.tensor(freed, dtype=torch.int64)
-        for pool in (*self.keys, *self.values):
-            pool.index_fill_(0, index, 0.0)
-        self.free += freed
+                self.unused.append(page)
         self.pages = [self.pages[row] for row in rows]
         self.lengths = [self.lengths[row] for row in rows]
         self.is_laid_out = False
 
     def _take(self, count: int, *, users: int = 1) -> list[int]:
         self._reserve(count)
-        taken = [self.free.pop() for _ in range(count)]
+        taken = [self.clean.pop() for _ in range(count)]
         for page in taken:
             self.users[page] = users
         return taken
 
     def _reserve(self, count: int) -> None:
-        """Make sure that `count` pages are free. If not, the pool grows by at least half."""
-        missing, old = count - len(self.free), len(self.users)
-        if missing > 0:
-            # Twice what is missing: growing again would copy everything.
-            more = max(2 * missing, old // 2)
+        """Make sure that `count` clean pages exist. If too few pages are unused, the pool grows by at least half."""
+        if len(self.clean) >= count:
+            return
+        count = max(count - len(self.clean), FEWEST_CLEANED)
+        if len(self.unused) < count:
+            old = len(self.users)
+            # Twice what is missing: growing again would copy everything, and untouched memory costs nothing.
+            more = max(2 * (count - len(self.unused)), old // 2)
             for layers in (self.keys, self.values):
                 for layer, pool in enumerate(layers):
-                    layers[layer] = torch.cat([pool, pool.new_zeros(more, *pool.shape[1:])])
+                    layers[layer] = pool.new_empty(old + more, *pool.shape[1:])
+                    layers[layer][:old] = pool
             self.users += [0] * more
-            self.free += range(old + more - 1, old - 1, -1)
+            self.unused += range(old + more - 1, old - 1, -1)
+        # Slots that are not written yet are read with weight 0, and 0 * NaN would be NaN.
+        cleaned, self.unused = self.unused[-count:], self.unused[:-count]
+        index = torch.tensor(cleaned)
+        for pool in (*self.keys, *self.values):
+            pool.index_fill_(0, index, 0.0)
+        self.clean += cleaned
+
+    # ---------------------------------------------------------------------------------------------- one token
 
     def add_token(self) -> tuple[Tensor, Places]:
-        """Make room for a token in each row; return the tokens' positions [N], 0 in surplus rows, and `Places`."""
+        """Make room for one more token in each row; return the tokens' positions [N] and where attention works.
+
+        N is the number of rows, rounded up. The surplus rows have position 0.
+        """
         for pages, length in zip(self.pages, self.lengths, strict=True):
             if length == len(pages) * PAGE:
                 pages += self._take(1)
@@ -190,7 +215,8 @@ def attend(
     """Write the new token's key and value, and attend from it to its row.
 
     keys [pages, kv_heads, D, PAGE] and values [pages, kv_heads, PAGE, D] of a layer; query [N, heads, D], key, value
-    [N, kv_heads, D] -> [N, heads * D]. `places` and `bias` are those of the step (`Places.at`).
+    [N, kv_heads, D] -> [N, heads * D]. A score is the product of a query and a key, times `scaling`.
+    `places` and `bias` are those of the step (`Places.at`).
     """
     num_rows, heads, size = query.shape
     keys.view(-1).scatter_(0, places.new_keys, key.flatten())

@@ -38,7 +38,7 @@ warning = partial(rule, WARNINGS)
 TINY = 1e-9
 """Stands for 0 below a fraction bar."""
 
-# ------------------------------------------------------------------------------------------------------ before any step
+# ----------------------------------------------------------------------------------------------- wrong in any iteration
 MUST_BE_FINITE = (
     "loss/policy",
     "loss/value",

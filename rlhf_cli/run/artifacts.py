@@ -197,12 +197,18 @@ def sync_tree(directory: Path) -> None:
 
 
 def open_partial(root: str | Path, stage: str, *, keep: bool = False) -> Path:
-    """Create the directory in which `stage` is built, empty unless `keep`."""
+    """Create the directory in which `stage` is built, empty unless `keep`. Raises ArtifactError if that fails."""
     recover(root, stage)
     partial = partial_directory(root, stage)
-    if partial.exists() and not keep:
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True, exist_ok=True)
+    try:
+        if partial.exists() and not keep:
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArtifactError(
+            f"{partial}: cannot be written ({error.strerror or error}), and the stage is built here. "
+            "Set another `artifacts`, or free disk space"
+        ) from None
     return partial
 
 

@@ -143,13 +143,14 @@ def list_checkpoints(directory: Path) -> list[Path]:
 def damage_of(checkpoint: Path) -> str | None:
     """Why a checkpoint cannot be used; None if every file is as it was written."""
     try:
-        files = dict(json.loads(read_text(checkpoint / MANIFEST))["files"])
+        manifest = json.loads(read_text(checkpoint / MANIFEST))
+        step, files = manifest["step"], dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return f"its {MANIFEST} cannot be read"
     present = {path.name for path in checkpoint.iterdir() if path.is_file()} - {MANIFEST}
     if missing := files.keys() - present:
         return f"{min(missing)} is missing"
-    if present != files.keys():
+    if present != files.keys() or step != step_of(checkpoint):
         return f"its {MANIFEST} was modified"
     return next((f"{name} was modified" for name in files if digest_file(checkpoint / name) != files[name]), None)
 

@@ -34,7 +34,7 @@ from rlhf_cli.run.state import problems_of
 Run = Callable[..., None]
 FULL_OR_UNWRITABLE = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS),
-    *(errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENOTDIR),
+    *(errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE),
 }
 SHARED_KEYS = ("seed", "artifacts", "device", "precision")
 """Top-level keys that mean the same in every stage: an override of one is carried to a command for another stage."""

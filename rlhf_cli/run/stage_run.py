@@ -439,20 +439,25 @@ class StageRun:
         if self.trackers is not None:
             self.trackers.close("finished")
         self.files.close()
-        versions = library_versions()
-        write_cards(self.stage, self.config, metrics, versions, self.directory)
-        artifacts.publish(
-            self.config.artifacts,
-            self.stage,
-            identity=self.identity,
-            metrics={key: round(value, 6) for key, value in metrics.items() if math.isfinite(value)},
-            seed=self.config.seed,
-            versions=versions,
-            device=str(self.world.device),
-            num_processes=self.world.size,
-            seconds=round(self.files.seconds(), 1),
-            finished=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        )
+        try:
+            versions = library_versions()
+            write_cards(self.stage, self.config, metrics, versions, self.directory)
+            artifacts.publish(
+                self.config.artifacts,
+                self.stage,
+                identity=self.identity,
+                metrics={key: round(value, 6) for key, value in metrics.items() if math.isfinite(value)},
+                seed=self.config.seed,
+                versions=versions,
+                device=str(self.world.device),
+                num_processes=self.world.size,
+                seconds=round(self.files.seconds(), 1),
+                finished=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            )
+        except FileNotFoundError:
+            raise  # something was removed meanwhile, and `_shown` says which file
+        except OSError as error:
+            raise ArtifactError(f"{self.directory}: cannot be published ({error.strerror or error})") from None
         shutil.rmtree(self.checkpoints_directory, ignore_errors=True)
         directory = artifacts.stage_directory(self.config.artifacts, self.stage)
         self.display.recap(findings_of(directory))

@@ -69,7 +69,9 @@ def test_the_logits_of_every_step_equal_a_plain_forward(name, read_tokens, new, 
     assert (decoder._recorded is not None) == (new is paged_decoder)
     assert compare_steps(decoder, model, 70) > 300
     decoder.keep(torch.tensor([], dtype=torch.int64))
-    assert sorted(decoder.cache.free) == list(range(len(decoder.cache.users))), "every page is free again"
+    assert sorted(decoder.cache.clean + decoder.cache.unused) == list(range(len(decoder.cache.users))), (
+        "every page is free again"
+    )
     assert set(decoder.cache.users) == {0}
 
 
@@ -86,8 +88,9 @@ def test_rows_with_the_same_prompt_share_its_full_pages_only():
     assert cache.pages == [second, other]
 
 
-def test_a_new_row_does_not_read_values_of_an_old_one():
+def test_a_new_row_does_not_read_values_of_an_old_one(monkeypatch):
     """The pages of a row of NaN are used again. Slots not written yet have weight 0, and 0 * NaN is NaN."""
+    monkeypatch.setattr(paged_cache, "FEWEST_CLEANED", 1)
     cache = PagedCache(1, heads=2, kv_heads=1, head_dim=4)
     cache.open_rows([[1] * 40], [[0]])
     for pool in (*cache.keys, *cache.values):
@@ -100,6 +103,24 @@ def test_a_new_row_does_not_read_values_of_an_old_one():
     query, key = torch.ones(1, 2, 4), torch.ones(1, 1, 4)
     pools, now, bias = (cache.keys[0], cache.values[0]), places.at(positions), places.bias(positions)
     assert paged_cache.attend(now, bias, *pools, query, key, key, 1.0).isfinite().all()
+
+
+def test_a_growing_pool_keeps_its_values_and_touches_only_the_pages_in_use(monkeypatch):
+    """Memory that nothing has touched takes no room."""
+    monkeypatch.setattr(paged_cache, "FEWEST_CLEANED", 1)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape: self.new_full(shape, math.nan))
+    cache = PagedCache(2, heads=2, kv_heads=1, head_dim=4)
+    (place,) = cache.open_rows([[1] * 40], [[0]])
+    key, value = torch.randn(2, 40, 1, 4, generator=torch.Generator().manual_seed(1))
+    cache.write_prompts(1, key, value, place)
+    before = [pool[cache.pages[0]] for pool in (cache.keys[1], cache.values[1])]
+    pages = len(cache.users)
+    cache.open_rows([[1] * 40 * pages], [[0]])
+    assert len(cache.users) > pages
+    for pool, written in zip((cache.keys[1], cache.values[1]), before, strict=True):
+        assert torch.equal(pool[cache.pages[0]], written)
+        assert cache.unused
+        assert pool[cache.unused].isnan().all()
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,7 @@ def test_the_finished_stage_stays_until_a_new_run_is_complete(config_in, at_step
     same(crash.outcome(tmp_path / "run/sft"), old)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(artifacts, "sync", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-        assert "cannot be written (Input/output error); finished stages" in refused(arguments)
+        assert "cannot be published (Input/output error)" in refused(arguments)
     same(crash.outcome(tmp_path / "run/sft"), old)
     assert "resuming after step 4" in finish(arguments)
 
