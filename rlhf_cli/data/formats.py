@@ -1,10 +1,10 @@
-"""The formats of rows: each is recognised by its keys, or named in the config, and read into a Record.
+"""The formats of rows: the keys of a row or the config name its format, and a reader makes a Record of it.
 
 To add a format, write its reader and its entry in `FORMATS` below, name it in `rlhf_cli.config.data.Format`, and show a
 row of it in docs/data.md and tests/fixtures/formats.
 
-The first row of a source decides its format, and every other row must fit it, so that a file with two kinds of rows is
-reported instead of being read in part. Readers raise DataError and nothing else, whatever a value is.
+The first row of a source decides its format. Every other row must fit it, so a file with two kinds of rows is reported
+instead of being read in part. Readers raise DataError and nothing else, whatever a value is.
 """
 
 from __future__ import annotations
@@ -99,9 +99,7 @@ def mapped(row: Row, source: DataSource) -> Row:
 
 
 def at(row: Row, path: str, why: str = "") -> Any:
-    """The column of this name, or if there is none, the value at a path of names and numbers joined by dots.
-
-    Raises DataError, which ends with `why`, if there is no such value.
+    """The column of this name, else the value at a path of names and numbers joined by dots; `why` ends the error.
 
     >>> at(Row({"passages": [{"text": "a"}, {"text": "b"}]}, "file:1"), "passages.1.text")
     'b'
@@ -123,7 +121,7 @@ def at(row: Row, path: str, why: str = "") -> Any:
 
 
 def text(row: Row, name: str, *, empty: bool = False) -> str:
-    """A column that must be text; blank text is allowed only with `empty`."""
+    """The text of a column, see `checked`."""
     return checked(column(row, name), f"`{name}`", row, empty=empty)
 
 
@@ -147,7 +145,6 @@ def checked(value: Any, what: str, row: Row, *, empty: bool = False) -> str:
 
 
 def sequence(value: Any, name: str, row: Row) -> list[Any]:
-    """A value that must be a list; messages call it `name`."""
     if not isinstance(value, list):
         raise row.error(f"`{name}` is {kind_of(value)}, it must be a list")
     return value
@@ -157,7 +154,6 @@ def sequence(value: Any, name: str, row: Row) -> list[Any]:
 
 
 def messages(items: Any, name: str, row: Row) -> tuple[Message, ...]:
-    """A value that must be a list of messages; see `message`."""
     if not isinstance(items, list) or not items:
         raise row.error(f"`{name}` must be a non-empty list of messages with role and content (or from and value)")
     return tuple(message(item, f"message {n} of `{name}`", row) for n, item in enumerate(items, 1))
@@ -196,8 +192,11 @@ def conversation(row: Row, name: str) -> tuple[Message, ...]:
 # ------------------------------------------------------------------------------------- prompt and answers
 
 
-Said = str | tuple[Message, ...]
+Turns = tuple[Message, ...]
+Said = str | Turns
 """A prompt: text, or the messages of a conversation."""
+Given = tuple[Turns | None, str]
+"""An answer: the messages before it in its own list, None for plain text; and its content."""
 
 
 def prompt(row: Row, *, empty: bool = True, names: tuple[str, ...] = PROMPT_KEYS) -> Said:
@@ -213,22 +212,18 @@ def prompt(row: Row, *, empty: bool = True, names: tuple[str, ...] = PROMPT_KEYS
     return prompt_text if system is None else (*system, Message("user", prompt_text))
 
 
-def open_turns(turns: tuple[Message, ...], what: str, row: Row) -> tuple[Message, ...]:
-    """The messages of a prompt, which must not end with the assistant."""
+def open_turns(turns: Turns, what: str, row: Row) -> Turns:
     if turns[-1].role == "assistant":
         raise row.error(f"{what} ends with the assistant's message, a prompt must end before the answer")
     return turns
 
 
-def answer(value: Any, name: str, row: Row) -> tuple[tuple[Message, ...] | None, str]:
-    """(messages before the answer, the answer's content) of a text, a message, or a list that ends with the assistant.
-
-    The first is None if the answer is plain text.
-    """
+def answer(value: Any, name: str, row: Row) -> Given:
+    """The answer in a text, a message, or a list of messages that ends with the assistant's."""
     if isinstance(value, str):
         return None, checked(value, f"`{name}`", row)
     if isinstance(value, dict):
-        turns: tuple[Message, ...] = (message(value, f"`{name}`", row),)
+        turns: Turns = (message(value, f"`{name}`", row),)
     elif isinstance(value, list):
         turns = messages(value, name, row)
     else:
@@ -239,15 +234,9 @@ def answer(value: Any, name: str, row: Row) -> tuple[tuple[Message, ...] | None,
 
 
 def answered(
-    row: Row,
-    said: Said | None,
-    answers: list[tuple[tuple[Message, ...] | None, str]],
-    scores: Sequence[float | None] = (),
-    *,
-    ranked: bool = False,
-    undesirable: bool = False,
+    row: Row, said: Said | None, answers: list[Given], scores: Sequence[float | None] = (), *, ranked: bool = False
 ) -> Record:
-    """The Record of a row's prompt (None if it has none) and its answers, each as `answer` reads it.
+    """The Record of a row's prompt (None if it has none) and its answers.
 
     If any of them is messages, the row is a conversation: the prompt is its transcript, and each answer's text is a
     space and its content. The messages before the answers in their own lists must be equal for all answers. They
@@ -259,23 +248,18 @@ def answered(
     if starts or not isinstance(said, str):
         said = _before_answers(row, said, starts, len(answers))
         contents = [" " + content for content in contents]
-    graded = tuple(map(Answer, contents, scores or [None] * len(contents)))
-    return record(row, said, graded, ranked=ranked, undesirable=undesirable)
+    return record(row, said, tuple(map(Answer, contents, scores or [None] * len(contents))), ranked=ranked)
 
 
-def _before_answers(
-    row: Row, said: Said | None, starts: list[tuple[Message, ...]], num_answers: int
-) -> tuple[Message, ...]:
+def _before_answers(row: Row, said: Said | None, starts: list[Turns], num_answers: int) -> Turns:
     turns = starts[0] if starts else ()
     if any(start != turns for start in starts) or (turns and len(starts) < num_answers):
         raise row.error("the messages before the answers differ, all must answer the same prompt")
     if isinstance(said, str):
         is_copy = said.strip() in {"", *(m.content.strip() for m in turns)}
         if not is_copy and any(m.role == "user" for m in turns):
-            raise row.error(
-                "the prompt is not among the messages before the answers, it must be one of them. Remove the prompt or "
-                "the messages"
-            )
+            found = "the prompt is not among the messages before the answers, it must be one of them"
+            raise row.error(f"{found}. Remove the prompt or the messages")
         turns = turns if is_copy else (*turns, Message("user", said))
     elif said and turns[: len(said)] != said:
         turns = said if turns and turns == said[-len(turns) :] else said + turns
@@ -284,9 +268,7 @@ def _before_answers(
     return open_turns(turns, "the messages before the answers", row)
 
 
-def record(
-    row: Row, said: Said, answers: tuple[Answer, ...], *, ranked: bool = False, undesirable: bool = False
-) -> Record:
+def record(row: Row, said: Said, answers: tuple[Answer, ...] = (), *, ranked: bool = False) -> Record:
     """The Record of a row with a prompt. Its key is the prompt's text, or its messages as JSON.
 
     A column `ended` says which answers are complete: true or false, or a list with one for each answer.
@@ -296,9 +278,9 @@ def record(
     if isinstance(flags, list) and len(flags) == len(answers) and all(isinstance(flag, bool) for flag in flags):
         answers = tuple(replace(answer, ended=flag) for answer, flag in zip(answers, flags, strict=True))
     if isinstance(said, str):
-        return Record(said, row.where, answers, said, ranked, undesirable, (), row.values)
+        return Record(said, row.where, answers, said, ranked, columns=row.values)
     key = json.dumps(turns_of(said), sort_keys=True)
-    return Record(transcript(said), row.where, answers, key, ranked, undesirable, said, row.values)
+    return Record(transcript(said), row.where, answers, key, ranked, messages=said, columns=row.values)
 
 
 # ------------------------------------------------------------------------------------------------ numbers
@@ -327,14 +309,14 @@ def weighted(grades: Mapping[str, Any], weights: Mapping[str, float], row: Row, 
 # --------------------------------------------------------------------------------------- readers: one answer
 
 
-def read_prompt_response(row: Row, score: float | None = None, *, undesirable: bool = False) -> Record:
+def read_prompt_response(row: Row, score: float | None = None) -> Record:
     """A prompt and an answer; each is text or messages."""
     said, name = prompt(row), first_key(row, RESPONSE_KEYS)
-    return answered(row, said, [answer(row.values[name], name, row)], [score], undesirable=undesirable)
+    return answered(row, said, [answer(row.values[name], name, row)], [score])
 
 
 def read_prompt(row: Row) -> Record:
-    return record(row, prompt(row, empty=False), ())
+    return record(row, prompt(row, empty=False))
 
 
 def read_text(row: Row, prompt_words: int, *, labelled: bool = False) -> Record:
@@ -365,7 +347,7 @@ def read_messages(row: Row) -> Record:
     turns = conversation(row, name)
     before, last = turns[:-1], turns[-1]
     if last.role == "user":
-        return record(row, turns, ())
+        return record(row, turns)
     if last.role == "system" or not last.content.strip():
         raise row.error(f"the last message of `{name}` must be the assistant's and not empty, or the user's")
     if not before:
@@ -422,9 +404,8 @@ def read_hh(row: Row) -> Record:
     chosen, rejected = text(row, "chosen"), text(row, "rejected")
     cut = end_of_prompt(chosen, rejected)
     if cut == 0:
-        raise row.error(
-            'chosen and rejected have no common beginning that ends in "Assistant:". Give the prompt in its own column'
-        )
+        found = 'chosen and rejected have no common beginning that ends in "Assistant:"'
+        raise row.error(f"{found}. Give the prompt in its own column")
     # The published HH-RLHF has empty answers: they are worse answers, not faulty rows.
     answers = (Answer(chosen[cut:] or " "), Answer(rejected[cut:] or " "))
     return record(row, chosen[:cut], answers, ranked=True)
@@ -574,9 +555,8 @@ def read_kto(row: Row) -> Record:
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
         value = value.strip().lower() == "true"
     good = value if isinstance(value, bool) else one_of(value, "label", (0, 1), row) == 1
-    if has(row.values, RESPONSE_KEYS) or not has(row.values, CONVERSATION_KEYS):
-        return read_prompt_response(row, float(good), undesirable=not good)
-    whole = read_messages(row)
+    is_chat = has(row.values, CONVERSATION_KEYS) and not has(row.values, RESPONSE_KEYS)
+    whole = read_messages(row) if is_chat else read_prompt_response(row)
     if not whole.answers:
         raise row.error("the conversation ends with the user's message, the label needs an answer")
     return replace(whole, answers=(replace(whole.answers[0], score=float(good)),), undesirable=not good)
@@ -640,12 +620,14 @@ class Format:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        needed = (names if isinstance(names, tuple) else (names,) for names in self.needs)
-        return tuple(dict.fromkeys([*chain.from_iterable(needed), *self.also]))
+        return tuple(dict.fromkeys([*chain.from_iterable(map(_either, self.needs)), *self.also]))
 
     def is_of(self, values: Values, source: DataSource) -> bool:
-        needed = all(has(values, names if isinstance(names, tuple) else (names,)) for names in self.needs)
-        return needed and self.fits(values, source)
+        return all(has(values, _either(names)) for names in self.needs) and self.fits(values, source)
+
+
+def _either(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return names if isinstance(names, tuple) else (names,)
 
 
 def _has_prompt(values: Values, _source: DataSource) -> bool:

@@ -1,9 +1,5 @@
 """Rows from files and from the hub, one by one, each with its place for messages; and the rows as records.
 
-    path -> files -> bytes (decompressed) -> rows            a file, a folder, a glob
-    path -> `datasets` -> rows                               a dataset of the hub
-    rows -> records                                          in the format of the first one (formats.py)
-
 Only the current row and a block of the file are in memory. A row that cannot be read is a `BadRow`, and reading
 continues after it. A fault that makes the rest of a file unreadable raises DataError.
 
@@ -54,6 +50,7 @@ MAX_DEPTH = 200
 MAX_CELL = 2**24
 """Longest cell of a CSV file in characters. A quote that is never closed would otherwise consume the rest of the
 file."""
+NOT_UTF8 = "not UTF-8, all text must be. Convert the file, or fix or remove the row"
 DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r]*")
 # The first bytes of files whose name claims another type.
@@ -134,10 +131,8 @@ def _rows(source: DataSource) -> Iterator[Row | BadRow]:
     if not files:
         yield from _hub_rows(source)
     elif source.name or source.data_dir or source.revision or source.streaming:
-        raise DataError(
-            f"{shown_path(source.path)}: is a local path; name, data_dir, revision and streaming apply to hub datasets "
-            "only. Remove them"
-        )
+        rule = "name, data_dir, revision and streaming apply to hub datasets only. Remove them"
+        raise DataError(f"{shown_path(source.path)}: is a local path; {rule}")
     for path in files:
         yield from _file_rows(path)
 
@@ -146,10 +141,8 @@ def _file_rows(path: Path) -> Iterator[Row | BadRow]:
     name = shown_path(path)
     kind, compression = ending(path)
     if kind not in KINDS:
-        raise DataError(
-            f"{name}: unknown ending, it must be one of {', '.join(KINDS)} (and may be followed by "
-            f"{', '.join(COMPRESSIONS)}). Rename the file"
-        )
+        rule = f"it must be one of {', '.join(KINDS)} (and may be followed by {', '.join(COMPRESSIONS)})"
+        raise DataError(f"{name}: unknown ending, {rule}. Rename the file")
     try:
         with io.BufferedReader(_open(path, compression), BLOCK) as file:
             if kind in (".parquet", ".arrow"):
@@ -163,11 +156,9 @@ def _file_rows(path: Path) -> Iterator[Row | BadRow]:
             else:
                 yield from _line_rows(name, file, _text_values if kind == ".txt" else _json_values)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        as_type = f" as {compression}" if compression else ""
-        raise DataError(
-            f"{name}: cannot be read{as_type} ({reason(error)}). It may be truncated or of another type: download or "
-            "write it again"
-        ) from None
+        found = f"cannot be read{f' as {compression}' if compression else ''} ({reason(error)})"
+        advice = "It may be truncated or of another type: download or write it again"
+        raise DataError(f"{name}: {found}. {advice}") from None
 
 
 def _open(path: Path, compression: str) -> Any:
@@ -236,7 +227,8 @@ def _json_values(line: str) -> dict[str, Any]:
         if end < len(line):
             raise json.JSONDecodeError("Extra data", line, end)
     except (ValueError, RecursionError) as error:
-        raise Fault(f"not JSON ({json_fault(error)}), every line must hold one JSON object") from None
+        column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise Fault(f"not JSON ({json_fault(error)}{column}), every line must hold one JSON object") from None
     if type(value) is not dict or is_deep(value, line, 0, len(line)):
         raise Fault(object_fault(value))
     return value
@@ -250,16 +242,11 @@ class Fault(Exception):
 
 
 def json_fault(error: Exception) -> str:
-    """What a JSON decoder's exception says, in our words."""
+    """The message of a JSON decoder's exception in our words, without the position."""
     if isinstance(error, json.JSONDecodeError):
-        return f"{json_message(error)} at column {error.colno}"
+        return error.msg.rstrip(": ").removesuffix(" at")
     # The decoder's only other failures, without its advice to programmers.
     return "nested too deeply" if isinstance(error, RecursionError) else "a number of more than 4300 digits"
-
-
-def json_message(error: json.JSONDecodeError) -> str:
-    """The decoder's message without the words that lead to the position."""
-    return error.msg.rstrip(": ").removesuffix(" at")
 
 
 def object_fault(value: Any) -> str:
@@ -271,12 +258,9 @@ def object_fault(value: Any) -> str:
 
 
 def is_deep(value: dict[str, Any], text: str, start: int, end: int) -> bool:
-    """Is an object that was read from `text[start:end]` nested deeper than MAX_DEPTH?
-
-    Too few opening brackets answer for most rows.
-    """
+    """Is an object that was read from `text[start:end]` nested deeper than MAX_DEPTH?"""
     if text.count("{", start, end) + text.count("[", start, end) <= MAX_DEPTH:
-        return False
+        return False  # most rows have too few brackets
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         children = [child for item in level for child in (item.values() if type(item) is dict else item)]
@@ -344,7 +328,7 @@ class _JsonText:
 
     def _grow_or_fail(self, error: json.JSONDecodeError) -> None:
         """Read on if the error may be due to the window's end, else raise Fault."""
-        fault = f"{json_message(error)} in line {self.line(error.pos)}"
+        fault = f"{json_fault(error)} in line {self.line(error.pos)}"
         at_end = error.msg.startswith("Unterminated") or not self.window[error.pos :].strip()
         # A literal or an escape that the window cuts in two fails a few characters before its end.
         if not at_end and error.pos < len(self.window) - 16:
@@ -366,27 +350,26 @@ def json_rows(name: str, file: io.BufferedReader) -> Iterator[Row | BadRow]:
     if sign != "[":
         raise DataError(f"{name}: {_not_a_list(text)}")
     text.at += 1
-    if text.next_sign() == "]":
+    if (sign := text.next_sign()) == "]":
         text.at += 1
-    else:
-        while sign != "]":
-            number += 1
-            where = f"{name} row {number}"
-            try:
-                value, start, end = text.take_value()
-            except Fault as fault:
-                raise DataError(f"{where}: {fault}. Fix it: the rows after it cannot be separated from it") from None
-            if type(value) is not dict or is_deep(value, text.window, start, end):
-                yield BadRow(where, f"{object_fault(value)}. Fix or remove it")
-            elif not is_utf8(text.window[start:end]):
-                yield BadRow(where, "not UTF-8, all text must be. Convert the file, or fix or remove the row")
-            else:
-                yield Row(value, where)
-            sign = text.next_sign()
-            if sign not in (",", "]"):
-                found = f"{sign!r} in line {text.line(text.at)}" if sign else "the end of the file"
-                raise DataError(f"{where}: {found} follows, it must be a comma or the end of the list. Fix the file")
-            text.at += 1
+    while sign != "]":
+        number += 1
+        where = f"{name} row {number}"
+        try:
+            value, start, end = text.take_value()
+        except Fault as fault:
+            raise DataError(f"{where}: {fault}. Fix it: the rows after it cannot be separated from it") from None
+        if type(value) is not dict or is_deep(value, text.window, start, end):
+            yield BadRow(where, f"{object_fault(value)}. Fix or remove it")
+        elif not is_utf8(text.window[start:end]):
+            yield BadRow(where, NOT_UTF8)
+        else:
+            yield Row(value, where)
+        sign = text.next_sign()
+        if sign not in (",", "]"):
+            found = f"{sign!r} in line {text.line(text.at)}" if sign else "the end of the file"
+            raise DataError(f"{where}: {found} follows, it must be a comma or the end of the list. Fix the file")
+        text.at += 1
     if text.next_sign():
         raise DataError(f"{name}: text after the end of the list, line {text.line(text.at)}. Put all rows in one list")
 
@@ -421,32 +404,30 @@ def csv_rows(name: str, file: io.BufferedReader, delimiter: str) -> Iterator[Row
     if header is None:
         return
     _check_header(name, header)
-    number = 0
+    number = 1
     while True:
+        where = f"{name} row {number}"
         try:
             cells = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            number += 1
             rule = "a cell that contains quotes must be quoted and its quotes doubled. Fix or remove the row"
-            yield BadRow(f"{name} row {number}", f"not CSV ({reason(error)}, up to line {reader.line_num}), {rule}")
-            continue
-        if cells:
-            number += 1
-            yield _csv_row(f"{name} row {number}", header, cells)
-
-
-def _csv_row(where: str, header: list[str], cells: list[str]) -> Row | BadRow:
-    text = "".join(cells)
-    if len(cells) != len(header):
-        rule = f"it must have one for each of the header's {len(header)} columns. Fix or remove the row"
-        return BadRow(where, f"has {len(cells)} cells, {rule}")
-    if not is_utf8(text):
-        return BadRow(where, "not UTF-8, all text must be. Convert the file, or fix or remove the row")
-    if "\0" in text:
-        return BadRow(where, "contains a NUL byte, text must not. Fix or remove the row")
-    return Row(dict(zip(header, cells, strict=True)), where)
+            yield BadRow(where, f"not CSV ({reason(error)}, up to line {reader.line_num}), {rule}")
+        else:
+            if not cells:
+                continue
+            text = "".join(cells)
+            if len(cells) != len(header):
+                rule = f"it must have one for each of the header's {len(header)} columns. Fix or remove the row"
+                yield BadRow(where, f"has {len(cells)} cells, {rule}")
+            elif not is_utf8(text):
+                yield BadRow(where, NOT_UTF8)
+            elif "\0" in text:
+                yield BadRow(where, "contains a NUL byte, text must not. Fix or remove the row")
+            else:
+                yield Row(dict(zip(header, cells, strict=True)), where)
+        number += 1
 
 
 def _csv_lines(name: str, file: io.BufferedReader) -> Iterator[str]:
@@ -540,9 +521,8 @@ def _hub_rows(source: DataSource) -> Iterator[Row]:
 
     # `pandas`, `csv` and others are not datasets but readers of files of any kind, including pickles.
     if source.path.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{source.path}"):
-        raise DataError(
-            f"{source.path}: names a file reader of `datasets`, not a dataset. Give the path of the file or folder"
-        )
+        found = "names a file reader of `datasets`, not a dataset"
+        raise DataError(f"{source.path}: {found}. Give the path of the file or folder")
     datasets.disable_progress_bars()
     advice = "Check the path, or its subset (name) and split"
     if is_offline():
@@ -551,16 +531,12 @@ def _hub_rows(source: DataSource) -> Iterator[Row]:
     try:
         rows = datasets.load_dataset(source.path, source.name, **settings)
     except Exception as error:
-        raise DataError(
-            f"{shown_path(source.path)}: neither a local file nor a hub dataset that can be loaded "
-            f"({type(error).__name__}: {reason(error)}). {advice}"
-        ) from None
-    number = 0
+        found = f"neither a local file nor a hub dataset that can be loaded ({type(error).__name__}: {reason(error)})"
+        raise DataError(f"{shown_path(source.path)}: {found}. {advice}") from None
+    number, where = 0, f"{source.path}[{source.split}] row"
     try:
         for number, values in enumerate(rows, 1):
-            yield Row(dict(values), f"{source.path}[{source.split}] row {number}")
+            yield Row(dict(values), f"{where} {number}")
     except Exception as error:
-        raise DataError(
-            f"{source.path}[{source.split}] row {number + 1}: the hub dataset cannot be read further "
-            f"({type(error).__name__}: {reason(error)}). Try again, or set streaming: false"
-        ) from None
+        found = f"the hub dataset cannot be read further ({type(error).__name__}: {reason(error)})"
+        raise DataError(f"{where} {number + 1}: {found}. Try again, or set streaming: false") from None
