@@ -30,8 +30,6 @@ from rlhf_cli.rewards.http_client import key_from_environment
 from rlhf_cli.run.artifacts import reward_model_stage
 
 if TYPE_CHECKING:
-    import socket
-
     from transformers import PreTrainedTokenizerBase
 
     from rlhf_cli.rewards.models import RewardModel
@@ -101,8 +99,15 @@ class RewardServerOptions(RewardModelOptions):
 
 
 class RewardServer(Server):
-    def __init__(self, listener: socket.socket, source: RewardModel, *, token: str | None, max_batch: int):
-        self.source, self.max_batch = source, max_batch
+    def __init__(self, options: RewardServerOptions):
+        """Bind the port and load the reward model; raises ConfigError as `bind` does."""
+        token = key_from_environment(options.token_env, "--token-env")
+        listener = bind(options.host, options.port, token)
+        stage = reward_model_stage(options.model)
+        self.source, notes = options.load(stage, None, keep_special=options.keep_special)
+        self.source.prompts_are_rendered, self.max_batch = True, options.max_batch
+        for note in notes:
+            say(note, error=True)
         routes = [Route(path, self.get_reward, methods=["POST"]) for path in ("/", "/get_reward")]
         super().__init__(listener, routes, token, lambda text: {"error": text}, max_waiting=MAX_WAITING)
 
@@ -167,23 +172,8 @@ def parse_request(body: bytes, max_batch: int) -> tuple[list[str], list[str], li
     return texts, prompts, checked("ended", True, lambda item: isinstance(item, bool), "true and false")
 
 
-# ------------------------------------------------------------------------------------------- the command
-
-
-def start(options: RewardServerOptions) -> RewardServer:
-    """Bind the port and load the reward model; raises ConfigError as `bind` does."""
-    token = key_from_environment(options.token_env, "--token-env")
-    listener = bind(options.host, options.port, token)
-    source, notes = options.load(reward_model_stage(options.model), None, keep_special=options.keep_special)
-    source.prompts_are_rendered = True
-    for note in notes:
-        say(note, error=True)
-    return RewardServer(listener, source, token=token, max_batch=options.max_batch)
-
-
 def serve(options: RewardServerOptions) -> None:
     """Serve a reward model over HTTP, for `type: http` rewards and for OpenRLHF."""
-    # Until SIGTERM or SIGINT. Running requests are still answered.
-    server = start(options)
+    server = RewardServer(options)
     server.run_until_signal(f"serving {options.model} at {server.url}/get_reward")
     say("stopped", flush=True)

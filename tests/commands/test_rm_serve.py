@@ -37,7 +37,7 @@ GUARD_S = 120
 @contextmanager
 def served(model, **settings):
     """A server in a thread; the result has a `url`."""
-    server = rm_serve.start(RewardServerOptions(str(model), **{"port": 0, **settings}))
+    server = rm_serve.RewardServer(RewardServerOptions(str(model), **{"port": 0, **settings}))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
@@ -133,7 +133,7 @@ def test_a_classifier_with_labels_is_served(word_piece, tmp_path):
     model = encoder(tmp_path, word_piece, 2, id2label={0: "bad", 1: "good"}, label2id={"bad": 0, "good": 1})
     for unknown in (None, "great"):
         with pytest.raises(ConfigError, match="bad, good"):
-            rm_serve.start(RewardServerOptions(str(tmp_path), port=0, label=unknown))
+            rm_serve.RewardServer(RewardServerOptions(str(tmp_path), port=0, label=unknown))
     request = {"query": ["p tent", "q map"], "prompts": ["p", "q"]}
     for settings, texts in (
         ({}, ["p tent", "q map"]),

@@ -122,7 +122,7 @@ def test_training_evaluation_ppo_and_serve_give_one_score(run, chats):
     assert source_of(reward, template="chat").score(samples).tolist() == pytest.approx(wanted, abs=1e-4)
 
     settings = rm_serve.RewardServerOptions(str(run), port=0, raw=True, keep_special=True)
-    server = rm_serve.start(settings)
+    server = rm_serve.RewardServer(settings)
     queries = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     whole = [f"{query}<eos>\n" for query in queries]
     try:
