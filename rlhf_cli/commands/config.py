@@ -19,10 +19,9 @@ from pydantic.fields import FieldInfo
 
 from rlhf_cli.commands.options import Overrides
 from rlhf_cli.commands.pipeline import require_lora
-from rlhf_cli.config.by_stage import CONFIGS, known_stage, load_stage_config, stage_of
+from rlhf_cli.config.by_stage import CONFIGS, AnyConfig, known_stage, load_stage_config, stage_of
 from rlhf_cli.config.explain import KEY_SYNONYMS, alternatives, fields_of, tag_values
 from rlhf_cli.config.loader import config_schema
-from rlhf_cli.config.stage import Stage
 from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.errors import ConfigError, UserError
 from rlhf_cli.printing import plain, say
@@ -39,7 +38,7 @@ def check(
     overrides: Overrides = None,
 ) -> None:
     """Read config files and report every mistake."""
-    problems, loaded = [], list[tuple[Path, str, Stage]]()
+    problems, loaded = [], list[tuple[Path, str, AnyConfig]]()
     for place in files:
         inside = (sorted(place.glob("*.yaml")) or sorted(place.glob("*/*.yaml"))) if place.is_dir() else [place]
         if not inside:

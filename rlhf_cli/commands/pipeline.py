@@ -12,8 +12,7 @@ import typer
 
 from rlhf_cli.commands.options import NumProcesses, Quiet, Threads
 from rlhf_cli.commands.rounds import Rounds, show
-from rlhf_cli.config.by_stage import load_stage_config, overrides_for, split_prefix
-from rlhf_cli.config.stage import STAGES, Stage
+from rlhf_cli.config.by_stage import AnyConfig, load_stage_config, overrides_for, split_prefix, stage_files
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.files import read_object
 from rlhf_cli.program import command, set_options
@@ -57,9 +56,7 @@ def pipeline(
     # A stage that is finished and whose config, data and inputs are unchanged is skipped. A stage that runs changes the
     # inputs of the stages after it, so they run too.
     overrides = [*(overrides or []), *([f"threads={threads}"] if threads else [])]
-    configs = {stage: directory / f"{stage}.yaml" for stage in STAGES if (directory / f"{stage}.yaml").is_file()}
-    if not configs:
-        raise ConfigError(f"{directory}: has no sft.yaml, rm.yaml or ppo.yaml. Give a folder that has at least one")
+    configs = stage_files(directory)
     chosen = {stage: overrides_for(stage, overrides) for stage in configs}
     for text in overrides:
         stage_of_it, _ = split_prefix(text)
@@ -116,13 +113,12 @@ def pipeline(
         _report(Path(done[-1]), display)
 
 
-def require_lora(stage: str, configs: Mapping[str, Stage], *, here: bool = True) -> None:
+def require_lora(stage: str, configs: Mapping[str, AnyConfig], *, here: bool = True) -> None:
     """`require_adapters` for a stage of a run with these configs. Imports torch only if the stage trains adapters."""
-    config = configs[stage]
-    if config.trains_adapters:
+    if configs[stage].trains_adapters:
         from rlhf_cli.plan.adapter_errors import require_adapters
 
-        require_adapters(config, {name: other for name, other in configs.items() if name != stage}, here=here)
+        require_adapters(configs[stage], configs, here=here)
 
 
 def _show_result(root: str, stages: Sequence[str], ran: Sequence[str], display: Display) -> None:

@@ -19,10 +19,9 @@ from pydantic import Field
 from rlhf_cli.commands.options import Quiet
 from rlhf_cli.commands.pipeline import pipeline, require_lora
 from rlhf_cli.config.base import EXPANDED, LocalPath, Section
-from rlhf_cli.config.by_stage import CONFIGS, load_stage_config, overrides_for
+from rlhf_cli.config.by_stage import CONFIGS, AnyConfig, load_stage_config, overrides_for, stage_files
 from rlhf_cli.config.explain import alternatives, child_kind
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted, RunError, UserError
 from rlhf_cli.printing import say
 from rlhf_cli.program import command
@@ -60,7 +59,7 @@ class SweepRun:
     """The name without the seeds."""
     root: Path
     overrides: list[str]
-    configs: dict[str, Stage] = field(default_factory=dict)
+    configs: dict[str, AnyConfig] = field(default_factory=dict)
 
 
 def sweep(
@@ -117,9 +116,7 @@ def sweep(
 def members_of(sweep: Sweep, path: Path) -> list[SweepRun]:
     """The runs of a sweep, in the order of the grid. Raises ConfigError for a key that no stage of the folder has."""
     folder = Path(sweep.base)
-    stages = [stage for stage in CONFIGS if (folder / f"{stage}.yaml").is_file()]
-    if not stages:
-        raise ConfigError(f"{path}: base: {folder} has no sft.yaml, rm.yaml or ppo.yaml. Name a folder with configs")
+    stages = list(stage_files(folder, f"{path}: base: "))
     for section, keys in (("set", sweep.set), ("grid", sweep.grid)):
         for key in keys:
             if re.split("[.:]", key)[-1] == "artifacts":
@@ -141,13 +138,9 @@ def members_of(sweep: Sweep, path: Path) -> list[SweepRun]:
     return list(members.values())
 
 
-def _configs(folder: Path, overrides: Sequence[str]) -> dict[str, Stage]:
-    files = {stage: folder / f"{stage}.yaml" for stage in CONFIGS}
-    return {
-        stage: load_stage_config(stage, file, overrides_for(stage, overrides))
-        for stage, file in files.items()
-        if file.is_file()
-    }
+def _configs(folder: Path, overrides: Sequence[str]) -> dict[str, AnyConfig]:
+    files = stage_files(folder).items()
+    return {stage: load_stage_config(stage, file, overrides_for(stage, overrides)) for stage, file in files}
 
 
 def _stages_with(key: str, stages: Sequence[str]) -> list[str]:
@@ -182,7 +175,7 @@ def _name(values: dict[str, Any]) -> str:
 # ------------------------------------------------------------------------------------------- sharing
 
 
-def _is_current(config: Stage, stage: str, root: Path | None = None) -> bool:
+def _is_current(config: AnyConfig, stage: str, root: Path | None = None) -> bool:
     """Whether the stage, at `root` or where it belongs, is finished with what `config` gives, its models intact."""
     directory = stage_directory(root or config.artifacts, stage)
     manifest = read_manifest_or_none(directory)

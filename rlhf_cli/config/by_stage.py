@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.config.stage import STAGES, Stage
+from rlhf_cli.config.stage import STAGES
 from rlhf_cli.config.yaml_text import Tree
 from rlhf_cli.errors import ConfigError
 
 AnyConfig = SFTConfig | RMConfig | PPOConfig
-CONFIGS: dict[str, type[Stage]] = {"sft": SFTConfig, "rm": RMConfig, "ppo": PPOConfig}
+CONFIGS: dict[str, type[AnyConfig]] = {"sft": SFTConfig, "rm": RMConfig, "ppo": PPOConfig}
 
 
-def load_stage_config(stage: str, path: str | Path, overrides: Sequence[str] = ()) -> Stage:
+def load_stage_config(stage: str, path: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
     """The checked config of a stage. A file written for another stage is refused in one line."""
     try:
-        config: Stage = load_config(path, CONFIGS[stage], overrides)
+        return load_config(path, CONFIGS[stage], overrides)
     except ConfigError:
         other = _other_stage(stage, Path(path), overrides)
         if other is None:
             raise
         what = f"is a config for the stage {other}, not {stage}"
         raise ConfigError(f"{path}: {what}. Run: rlhf {other} --config {path}") from None
-    return config
+
+
+def stage_files(folder: Path, place: str = "") -> dict[str, Path]:
+    """The configs in a folder by stage; raises ConfigError without any. `place` is where the folder was named."""
+    files = {stage: folder / f"{stage}.yaml" for stage in STAGES if (folder / f"{stage}.yaml").is_file()}
+    if not files:
+        raise ConfigError(f"{place}{folder}: has no sft.yaml, rm.yaml or ppo.yaml. Give a folder that has at least one")
+    return files
 
 
 def stage_of(file: Path, stage: str | None) -> str:
@@ -56,27 +64,21 @@ def _other_stage(stage: str, path: Path, overrides: Sequence[str]) -> str | None
     """The stage whose config this file is instead of `stage`'s, or None.
 
     A file that is named after `stage` is one of its own, whatever is wrong with it. Another one belongs to the
-    stage that reads it without a problem, or else that has all of its top-level keys where `stage` has not.
+    stage that reads it without a problem, or else that alone has all of its top-level keys.
     """
     if stage in _stages_in_name(path):
         return None
-    others = [other for other in STAGES if other != stage]
-    for other in others:
-        try:
+    for other in STAGES:
+        with contextlib.suppress(ConfigError):
             load_config(path, CONFIGS[other], overrides)
-        except ConfigError:
-            continue
-        return other
+            return other
     tree = Tree()
     try:
         tree.load(path)
     except ConfigError:
         return None
-    keys = set(tree.value)
-    if keys <= set(CONFIGS[stage].model_fields):
-        return None
-    fitting = [other for other in others if keys <= set(CONFIGS[other].model_fields)]
-    return fitting[0] if len(fitting) == 1 else None
+    fitting = [other for other, schema in CONFIGS.items() if tree.value.keys() <= schema.model_fields.keys()]
+    return fitting[0] if len(fitting) == 1 and fitting != [stage] else None
 
 
 def overrides_for(stage: str, overrides: Sequence[str]) -> list[str]:

@@ -510,7 +510,6 @@ class PPOConfig(Stage):
             yield "offload does nothing with device: cpu, whose memory holds everything. Remove it"
         if self.offload and self.distributed.offload:
             yield "offload does nothing with distributed.offload, which moves all of it. Remove one of them"
-        yield from self.rules_of(self.optimizer, "policy.lora" if self.policy.lora is not None else None)
         is_float32 = self.precision == "float32" or (self.precision == "auto" and self.device == "cpu")
         is_read = self.ppo.num_rollouts_per_update > 1 or not is_float32
         if not is_read and self.ppo.importance_ratio_cap != PPO.model_fields["importance_ratio_cap"].default:

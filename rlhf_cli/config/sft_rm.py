@@ -98,10 +98,6 @@ class SFTConfig(Stage):
     """Warn if the loss of a step is above this after the warm-up. Null uses ln(vocabulary size): above it the model
     is worse than a uniform guess."""
 
-    def rules(self) -> Iterator[str]:
-        yield from super().rules()
-        yield from self.rules_of(self.optimizer, "model.lora" if self.model.lora is not None else None)
-
     @property
     def sources(self) -> dict[str, DataSource]:
         return numbered(self.data.by_side)
@@ -186,7 +182,6 @@ class RMConfig(Stage):
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
-        yield from self.rules_of(self.optimizer, "model.lora" if self.model.lora is not None else None)
         of_pairs, chosen = self.loss in get_args(PairwiseLoss), f"loss: {self.loss}, only with logsigmoid and logexp"
         self.refuse_unread(of_pairs, chosen, "label_smoothing", "flip_rate", "zero_mean_coef")
         if self.data.margin_column and not of_pairs:

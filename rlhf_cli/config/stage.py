@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -18,6 +18,7 @@ from rlhf_cli.config.base import (
     Section,
 )
 from rlhf_cli.config.data import DataSource
+from rlhf_cli.config.models import TrainedModel
 
 STAGES = ("sft", "rm", "ppo")
 
@@ -165,6 +166,9 @@ class Stage(Section):
     distributed: Distributed = Distributed()
     """How the processes of a run work together (`--nproc`, `torchrun`)."""
 
+    if TYPE_CHECKING:
+        optimizer: Optimizer  # a field of each stage: the fields of this class come first in config.yaml
+
     def rules(self) -> Iterator[str]:
         if self.compile and self.gradient_checkpointing:
             yield "compile and gradient_checkpointing exclude each other. Remove one of them"
@@ -175,19 +179,23 @@ class Stage(Section):
                 "precision: float16 and distributed.offload exclude each other; whether a gradient overflows is "
                 "found on the GPU. Remove one of them"
             )
-
-    def rules_of(self, optimizer: Optimizer, lora_key: str | None) -> Iterator[str]:
-        """Whether `optimizer.precision` fits the precision of the passes, and adapters, which `lora_key` sets."""
-        if optimizer.precision == "bfloat16" and self.precision not in ("auto", "bfloat16"):
+        key, model = self.trained
+        if self.optimizer.precision == "bfloat16" and self.precision not in ("auto", "bfloat16"):
             yield (
                 f"optimizer.precision: bfloat16 needs bfloat16 passes, and precision is {self.precision}. Set "
                 "precision: bfloat16"
             )
-        if optimizer.precision == "bfloat16" and lora_key is not None:
+        if self.optimizer.precision == "bfloat16" and model.lora is not None:
             yield (
-                f"optimizer.precision: bfloat16 does nothing with {lora_key}, whose adapters are trained in float32. "
+                f"optimizer.precision: bfloat16 does nothing with {key}.lora, whose adapters are trained in float32. "
                 "Remove one of them"
             )
+
+    @property
+    def trained(self) -> tuple[str, TrainedModel]:
+        """The key and the section of the model that the stage trains: `policy` in PPO."""
+        key = "policy" if "policy" in type(self).model_fields else "model"
+        return key, getattr(self, key)
 
     @property
     def sources(self) -> dict[str, DataSource]:

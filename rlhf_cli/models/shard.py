@@ -29,7 +29,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from transformers import PreTrainedModel
 
 from rlhf_cli.config.ppo import PPOConfig, PPOModelName
-from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.deferred import StoredWeight, blocks, is_deferred, not_finite, place_of
@@ -64,7 +63,6 @@ def shard_for(config: Stage, model: PreTrainedModel, device: torch.device) -> st
     note = None if is_deferred(model) else f"{type(model).__name__}: each process held all of it before it was sharded"
     is_hybrid = config.distributed.shard == "hybrid"
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if is_hybrid else None
-    assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
     offloads_frozen = isinstance(config, PPOConfig) and "frozen" in config.offload
     offloads = config.distributed.offload or (offloads_frozen and not is_trained(model))
     narrow = config.optimizer.precision == "bfloat16"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
+from rlhf_cli.config.by_stage import AnyConfig
 from rlhf_cli.config.models import Lora
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.config.stage import Stage
+from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.hub import is_local
 from rlhf_cli.models.adapter_files import BaseModel
@@ -23,17 +23,16 @@ from rlhf_cli.plan.shapes import built
 from rlhf_cli.run.artifacts import is_adapter, model_directory
 
 
-def require_adapters(config: Stage, stages: Mapping[str, Stage] | None = None, *, here: bool = True) -> None:
+def require_adapters(config: AnyConfig, stages: Mapping[str, AnyConfig] | None = None, *, here: bool = True) -> None:
     """Raise the errors about adapters that the stage would raise after it has loaded models and rows.
 
-    A model that cannot be found or built is left to the stage. `stages` are the configs of the run's stages that will
-    have finished before this one. For a plan, `here` is False: packages and the hub do not matter.
+    A model that cannot be found or built is left to the stage. `stages` are the configs of the run's stages. For a
+    plan, `here` is False: packages and the hub do not matter.
 
     Raises ConfigError for adapters that cannot be trained or saved, and ArtifactError for adapters that cannot be read.
     """
-    assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
     origins = ModelOrigins(stages or {})
-    model, section = (config.policy, "policy") if isinstance(config, PPOConfig) else (config.model, "model")
+    section, model = config.trained
     base = BaseModel(model_directory(config.stage_model(model.path, "sft")), model.revision)
     starts = [partial(origins.start, config)]
     if model.lora is not None:

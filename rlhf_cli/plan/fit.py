@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from rlhf_cli.config.by_stage import load_stage_config, overrides_for, split_prefix, stage_of
+from rlhf_cli.config.by_stage import AnyConfig, load_stage_config, overrides_for, split_prefix, stage_files, stage_of
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.config.stage import STAGES, Stage
+from rlhf_cli.config.sft_rm import SFTConfig
+from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ConfigError, UserError
 from rlhf_cli.models.cost import total_memory
 from rlhf_cli.plan.adapter_errors import require_adapters
@@ -64,9 +64,7 @@ def plan_of(
     from the files beside it. `tokens_per_s`, `num_rows`: see `length_of`.
     """
     if path.is_dir():
-        files = {name: path / f"{name}.yaml" for name in STAGES if (path / f"{name}.yaml").is_file()}
-        if not files:
-            raise ConfigError(f"{path}: has no sft.yaml, rm.yaml or ppo.yaml. Give a folder that has at least one")
+        files = stage_files(path)
         wanted = list(files)
     else:
         one = stage_of(path, stage)
@@ -88,7 +86,7 @@ def _planned(
     stage: str,
     file: Path,
     overrides: list[str],
-    configs: dict[str, Stage],
+    configs: dict[str, AnyConfig],
     machine: Machine,
     room: float,
     length: Length,
@@ -105,7 +103,7 @@ def _planned(
             return math.inf
 
     config = configs[stage]
-    require_adapters(config, {name: one for name, one in configs.items() if name != stage}, here=False)
+    require_adapters(config, configs, here=False)
     plan = plan_stage(stage, config, ModelOrigins(configs), machine)
     if plan.peak.total <= room:
         return PlannedStage(plan, length, True, [], None, None)
@@ -162,14 +160,13 @@ def _without(texts: dict[str, str], key: str) -> dict[str, str]:
     return {name: text for name, text in texts.items() if name != key}
 
 
-def _section(config: Stage) -> str:
+def _section(config: AnyConfig) -> str:
     """The section with the microbatches."""
     return "ppo" if isinstance(config, PPOConfig) else "training"
 
 
-def _candidates(config: Stage, plan: StagePlan, machine: Machine) -> Iterator[tuple[list[str], str]]:
+def _candidates(config: AnyConfig, plan: StagePlan, machine: Machine) -> Iterator[tuple[list[str], str]]:
     """(overrides, what they cost), the cheapest first."""
-    assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
     is_several = machine.processes > 1
     for tokens in (plan.batch.tokens // 2, plan.batch.tokens // 8):
         if tokens >= FEWEST_TOKENS:
@@ -198,9 +195,8 @@ def _candidates(config: Stage, plan: StagePlan, machine: Machine) -> Iterator[tu
     if is_several:
         yield [*shard, "distributed.offload=true"], "copies in each pass, AdamW steps on the CPU"
     if not isinstance(config, SFTConfig) or config.model.scratch is None:
-        keys, trained = ["model"], config.policy if isinstance(config, PPOConfig) else config.model
-        if isinstance(config, PPOConfig):
-            keys = ["policy", *["value_model"] * config.ppo.has_value_model]
+        key, trained = config.trained
+        keys = [key, "value_model"] if isinstance(config, PPOConfig) and config.ppo.has_value_model else [key]
         if trained.lora is None:
             yield [f"{key}.lora.r=16" for key in keys], "trains adapters only"
         yield [f"{key}.lora.quantize=nf4" for key in keys], "frozen weights in 4 bits"

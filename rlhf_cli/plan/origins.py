@@ -8,11 +8,11 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from rlhf_cli.config.by_stage import AnyConfig
 from rlhf_cli.config.models import Lora, Model, TrainedModel
 from rlhf_cli.config.ppo import PPOConfig, ValueModel
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.hub import is_local
 from rlhf_cli.models.load import reason_of
@@ -35,7 +35,7 @@ class ModelOrigin:
 class ModelOrigins:
     """The configs of a run's stages. A stage that is not among them has finished, or is not needed."""
 
-    configs: Mapping[str, Stage]
+    configs: Mapping[str, AnyConfig]
     models: Mapping[str, PreTrainedModel] = field(default_factory=dict)
     """The models of a run that are in memory, by the names that its plan gives them."""
     precision: str = "float32"
@@ -64,9 +64,8 @@ class ModelOrigins:
             shape = shape_of(origin.config, is_classifier, setting.precision, lora, frozen, key)
         return Held(name, shape, setting, lora, trained is not None, origin.stored, origin.has_adapters, shares, whole)
 
-    def start(self, config: Stage) -> ModelOrigin:
+    def start(self, config: AnyConfig) -> ModelOrigin:
         """The model that a stage trains; in PPO the policy."""
-        assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
         if isinstance(config, SFTConfig) and (scratch := config.model.scratch) is not None:
             # The vocabulary is the largest that its tokenizer may reach.
             rows = scratch.tokenizer.vocab_size + len(config.model.add_tokens)
@@ -75,11 +74,10 @@ class ModelOrigins:
                 return ModelOrigin(AutoConfig.for_model(scratch.architecture, **own))
             except Exception as error:
                 raise ConfigError(f"model.scratch: cannot build this model ({reason_of(error)})") from None
-        if isinstance(config, PPOConfig):
-            return self.given(config.policy, config, "policy.path")
-        return self.given(config.model, config, "model.path")
+        key, model = config.trained
+        return self.given(model, config, f"{key}.path")
 
-    def given(self, model: Model, config: Stage, key: str) -> ModelOrigin:
+    def given(self, model: Model, config: AnyConfig, key: str) -> ModelOrigin:
         """The model that a section of the config names, or else the model of the run's SFT stage."""
         if model.path is not None:
             return from_path(model.path, model.revision, key)
@@ -101,7 +99,7 @@ class ModelOrigins:
             return self.reward_model(config, reward, key)
         return self.start(config)
 
-    def of_stage(self, stage: str, config: Stage, key: str) -> ModelOrigin:
+    def of_stage(self, stage: str, config: AnyConfig, key: str) -> ModelOrigin:
         """The model that a later stage gets from the run's own `stage`.
 
         It is the model that the stage's config names, or else the finished stage. Raises ConfigError without both.

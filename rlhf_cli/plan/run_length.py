@@ -12,9 +12,9 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
+from rlhf_cli.config.by_stage import AnyConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.config.stage import Stage
 from rlhf_cli.data.answers import answer_encoder
 from rlhf_cli.data.encode import Example, Skipped, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, RowEncoder
@@ -62,7 +62,7 @@ class Length:
     """None without a speed. A bound if `tokens` is one."""
 
 
-def length_of(stage: str, configs: Mapping[str, Stage], tokens_per_s: float | None, num_rows: int | None) -> Length:
+def length_of(stage: str, configs: Mapping[str, AnyConfig], tokens_per_s: float | None, num_rows: int | None) -> Length:
     """The length of a stage, whose config is one of `configs`.
 
     Hours are ``tokens / tokens_per_s / 3600``. `tokens_per_s` counts all processes; for PPO it is that of whole
@@ -73,7 +73,6 @@ def length_of(stage: str, configs: Mapping[str, Stage], tokens_per_s: float | No
         longest = config.data.max_prompt_length + config.rollout.max_new_tokens
         length = Length(config.ppo.total_steps, config.ppo.num_iterations * config.ppo.rollout_batch_size * longest)
     else:
-        assert isinstance(config, SFTConfig | RMConfig)
         training, rows = config.training, training_rows(config, configs, num_rows)
         if rows.num is None and training.num_steps is None:
             return Length(None, None, rows=rows)
@@ -88,7 +87,7 @@ def length_of(stage: str, configs: Mapping[str, Stage], tokens_per_s: float | No
     return replace(length, hours=length.tokens / tokens_per_s / 3600)
 
 
-def training_rows(config: SFTConfig | RMConfig, configs: Mapping[str, Stage], given: int | None) -> TrainingRows:
+def training_rows(config: SFTConfig | RMConfig, configs: Mapping[str, AnyConfig], given: int | None) -> TrainingRows:
     """The training rows of a stage. Never downloads anything.
 
     `configs`: of the stages beside this one, by name. `given` rows are taken as they are, and no data is read.
@@ -106,7 +105,7 @@ def training_rows(config: SFTConfig | RMConfig, configs: Mapping[str, Stage], gi
     return TrainingRows(None, reason, sequences)
 
 
-def _read(config: SFTConfig | RMConfig, configs: Mapping[str, Stage]) -> TrainingRows:
+def _read(config: SFTConfig | RMConfig, configs: Mapping[str, AnyConfig]) -> TrainingRows:
     """Count the rows of local files, and tokenise some of them. Raises DataError as the stage would."""
     spec = sft_rows(config) if isinstance(config, SFTConfig) else rm_rows(config)
     pairs_up = isinstance(config, RMConfig) and config.is_pairwise and spec.purpose == "rm scores"
@@ -137,7 +136,7 @@ def _read(config: SFTConfig | RMConfig, configs: Mapping[str, Stage]) -> Trainin
     return TrainingRows(round(num * len(kept) / len(items)), basis, sequences, tokens * (1 + pairs_up))
 
 
-def _encoder(config: SFTConfig | RMConfig, configs: Mapping[str, Stage], spec: StageRows) -> RowEncoder[Any] | None:
+def _encoder(config: SFTConfig | RMConfig, configs: Mapping[str, AnyConfig], spec: StageRows) -> RowEncoder[Any] | None:
     """The encoder of the stage, with the tokenizer of its model or else of the model that SFT starts from.
 
     None if the tokenizers are neither directories nor in the hub's cache.

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
+from rlhf_cli.config.by_stage import AnyConfig
 from rlhf_cli.config.ppo import PPO, PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.config.stage import Stage, Training
+from rlhf_cli.config.stage import Training
 from rlhf_cli.data.batches import part_tokens
 from rlhf_cli.plan.budget import BY_TOKENS, auto_tokens, machine_of_run
 from rlhf_cli.plan.memory import Batch, Held, Machine, Phase, Setting, fullest, join
@@ -47,9 +48,8 @@ class StagePlan:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-def plan_stage(stage: str, config: Stage, origins: ModelOrigins, machine: Machine) -> StagePlan:
+def plan_stage(stage: str, config: AnyConfig, origins: ModelOrigins, machine: Machine) -> StagePlan:
     """The plan of one stage. Raises ConfigError or ArtifactError if a model cannot be found or built."""
-    assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
     setting, training = setting_of(config, machine), _training(config)
     models = models_of(config, origins, setting)
     tokens = planned_tokens(config, models, machine)
@@ -80,7 +80,7 @@ def _other_threads(phase: Phase, models: list[Held]) -> dict[str, float]:
     return {"other threads": (at_once - 1) * of_pass + at_once * max(gradients)}
 
 
-def microbatch_tokens(config: Stage, models: Mapping[str, PreTrainedModel], world: World) -> int:
+def microbatch_tokens(config: AnyConfig, models: Mapping[str, PreTrainedModel], world: World) -> int:
     """Maximum tokens per microbatch of a run: as configured, or what `auto` chooses.
 
     `models` are by their names in the plan, each on the device and as `shape_of_loaded` wants it.
@@ -89,7 +89,7 @@ def microbatch_tokens(config: Stage, models: Mapping[str, PreTrainedModel], worl
     return planned_tokens(config, models_of(config, origins, setting_of(config, machine)), machine)
 
 
-def planned_tokens(config: Stage, models: list[Held], machine: Machine) -> int:
+def planned_tokens(config: AnyConfig, models: list[Held], machine: Machine) -> int:
     """The `tokens_per_microbatch` of a stage. `auto` is computed."""
     training = _training(config)
     if training.tokens_per_microbatch != "auto":
@@ -102,9 +102,8 @@ def planned_tokens(config: Stage, models: list[Held], machine: Machine) -> int:
     return auto_tokens(phases, machine, models[0].setting)
 
 
-def setting_of(config: Stage, machine: Machine) -> Setting:
+def setting_of(config: AnyConfig, machine: Machine) -> Setting:
     """How a process of this machine computes the stage."""
-    assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
     device = machine.device if config.device == "auto" else config.device
     is_auto = config.precision == "auto"
     threads = config.threads or max(1, num_threads() // machine.processes)
@@ -125,11 +124,10 @@ def setting_of(config: Stage, machine: Machine) -> Setting:
 # ------------------------------------------------------------------------------------------------------ models
 
 
-def models_of(config: Stage, origins: ModelOrigins, setting: Setting) -> list[Held]:
+def models_of(config: AnyConfig, origins: ModelOrigins, setting: Setting) -> list[Held]:
     """The models of a stage, the trained ones first, and of these the policy. `origins` gives their shapes."""
     if isinstance(config, PPOConfig):
         return _models_of_ppo(config, origins, setting)
-    assert isinstance(config, SFTConfig | RMConfig)
     is_rm = isinstance(config, RMConfig)
     name, start = "reward model" if is_rm else "model", origins.start(config)
     return [origins.held(name, start, setting, is_rm, "model", config.model)]
@@ -171,19 +169,17 @@ def _shares(config: PPOConfig, reward: str | None, origins: ModelOrigins, settin
 # ------------------------------------------------------------------------------------------------ microbatches
 
 
-def _training(config: Stage) -> Training | PPO:
+def _training(config: AnyConfig) -> Training | PPO:
     """The section with the sizes of the batches."""
-    assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
     return config.ppo if isinstance(config, PPOConfig) else config.training
 
 
-def _batch(config: Stage, models: list[Held], num_rows: int, tokens: int) -> Batch:
+def _batch(config: AnyConfig, models: list[Held], num_rows: int, tokens: int) -> Batch:
     """The microbatches of `num_rows` rows of the maximum length over all processes. Shorter rows fill them as well.
 
     A microbatch takes at most `tokens` tokens, but at least one row. In PPO equal prompts count once. In SFT every
     token is a target, in PPO every token of a response.
     """
-    assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
     rows = -(-num_rows // models[0].setting.processes)
     at_once = min(rows, _training(config).microbatch_size or rows)
     if isinstance(config, PPOConfig):
@@ -229,7 +225,7 @@ def _has_full_kl(config: PPOConfig) -> bool:
 # ------------------------------------------------------------------------------------------------------ phases
 
 
-def _at_rest(config: Stage, models: list[Held], phase: str) -> dict[str, float]:
+def _at_rest(config: AnyConfig, models: list[Held], phase: str) -> dict[str, float]:
     """What a process holds between the passes of a phase, without what `offload` moves to the CPU for it."""
     policy, trained, on_cpu = models[0], _trained(models), models[0].setting.device == "cpu"
     weights, moments = sum(model.weight_bytes for model in models), sum(model.moment_bytes for model in trained)
@@ -256,7 +252,7 @@ def _trained(models: Sequence[Held]) -> list[Held]:
     return [model for model in models if model.is_trained]
 
 
-def _sampling(config: Stage, models: list[Held], origins: ModelOrigins) -> list[Phase]:
+def _sampling(config: AnyConfig, models: list[Held], origins: ModelOrigins) -> list[Phase]:
     """The rollout of PPO, and the samples of the SFT model that RM draws before it loads the reward model.
 
     If the policy of PPO is sharded, each process samples from a whole copy, unless the config says otherwise.
@@ -291,7 +287,7 @@ def live_rows(num: int, most: int | None, processes: int) -> int:
     return min(rows, most or rows)
 
 
-def _passes(config: Stage, models: list[Held], batch: Batch, scored: Batch) -> list[Phase]:
+def _passes(config: AnyConfig, models: list[Held], batch: Batch, scored: Batch) -> list[Phase]:
     """In PPO scoring, of microbatches like `scored`; then the update, of those like `batch`."""
     update = training_phases(_trained(models), batch, _at_rest(config, models, "update"))
     if not isinstance(config, PPOConfig):

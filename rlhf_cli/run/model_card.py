@@ -14,7 +14,6 @@ import transformers
 
 import rlhf_cli
 from rlhf_cli.config.by_stage import AnyConfig
-from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.hub import is_local
@@ -181,7 +180,7 @@ def base_model(config: AnyConfig, root: Path) -> Origin | None:
 
     The manifests of earlier stages name it, which may belong to other runs. `root` is the directory of this run.
     """
-    start = config.policy if isinstance(config, PPOConfig) else config.model
+    _, start = config.trained
     stage = "sft" if isinstance(config, SFTConfig) else None
     path, revision = start.path, start.revision
     seen: set[Path] = set()

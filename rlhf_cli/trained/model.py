@@ -127,7 +127,7 @@ class TrainedLanguageModel:
             return _of_run(self.run, locate(self.run.root, name))
         first = self.run.sft or self.run.ppo
         assert first is not None
-        start = first.policy if isinstance(first, PPOConfig) else first.model
+        _, start = first.trained
         if start.path is None:
             raise ConfigError("--compare base: the run started from random weights. Give --compare sft")
         return TrainedLanguageModel(name, model_directory(start.path), start.revision, self.run, self.config)
