@@ -36,7 +36,7 @@ FUNCTIONS = {
     # The innermost function that is at work gives the phase.
     "sft": {"stages.sft": {"_accumulate": "update"}, "rlhf_cli.training.supervised.Loop": {"save": "save"}},
     "rm": {
-        "stages.rm": {"_accumulate": "update", "samples_of_sft": "normalisation", "_model": "load"},
+        "stages.rm": {"_accumulate": "update", "samples_of_sft": "normalisation", "_backbone": "load"},
         "rlhf_cli.training.supervised.Loop": {"save": "save"},
     },
     "ppo": {

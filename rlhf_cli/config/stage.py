@@ -153,8 +153,8 @@ class Stage(Section):
     """Store only the input of each layer and recompute the rest in the backward pass. Gives the same gradient with
     less memory and about a third more arithmetic."""
     compile: bool = False
-    """Compile the training passes with torch.compile, for a GPU. Costs seconds to minutes at the start; on a CPU the
-    steps get slower. Needs a C++ compiler."""
+    """Compile the training passes with torch.compile, for a long run on a GPU. Costs seconds to minutes at the start; a
+    step of SFT with 1.5 billion weights takes a quarter less time. On a CPU steps get slower. Needs a C++ compiler."""
     checkpoints: Checkpoints = Checkpoints()
     """What a run saves so that it can resume."""
     trackers: list[Literal["tensorboard", "wandb"]] = []

@@ -131,6 +131,8 @@ def compile_passes(model: PreTrainedModel, device: torch.device, precision: str)
     """
     for name in attention.PACKED:
         AttentionInterface.register(name, torch.compiler.disable(AttentionInterface()[name]))
+    # All of transformers' layers share one wrapper. With torch's limit of 8 variants some passes were not compiled.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     for module in blocks(model) if is_sharded(model) else [model.base_model]:
         _compile_forward(module)
     began = time.monotonic()

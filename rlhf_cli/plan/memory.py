@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rlhf_cli.config.models import Lora, Quantization
-from rlhf_cli.kernels.head import CACHED, CHUNK, MOST_LOGITS
+from rlhf_cli.kernels.head import MOST_LOGITS, chunk_tokens
 from rlhf_cli.models.cost import READ_TOKENS
 from rlhf_cli.processes.microbatches import BUCKET_BYTES
 from rlhf_cli.processes.sharding import LARGEST_FILE
@@ -341,11 +341,10 @@ class Held:
         copies = batch.logits_copies * numbers * self.setting.number
         if batch.logits_copies > Batch.logits_copies:
             return copies
-        if self.setting.device == "cpu":
-            chunk = 4.0 * min(numbers, CHUNK, max(CACHED[0], CACHED[1] * self.shape.vocabulary))
-        else:
-            # The product, and in 16 bits its copy in float32.
-            chunk = (4.0 if self.setting.number == 4 else 6.0) * min(numbers, CHUNK)
+        # On a GPU in 16 bits the product and its copy in float32.
+        number = 6.0 if self.setting.device != "cpu" and self.setting.number != 4 else 4.0
+        tokens = min(batch.targets, chunk_tokens(self.shape.vocabulary, self.setting.device))
+        chunk = number * tokens * self.shape.vocabulary
         return 3 * chunk if numbers > MOST_LOGITS else copies + chunk
 
     def _gathered(self, *, trains: bool) -> tuple[float, float]:

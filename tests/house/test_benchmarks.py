@@ -6,6 +6,7 @@ import doctest
 import importlib
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -35,6 +36,13 @@ def test_the_docstring_examples_of_the_benchmarks_run(load, name):
     failures, tests = doctest.testmod(load(name))
     assert tests > 0
     assert failures == 0
+
+
+def test_the_functions_that_begin_a_phase_exist(load):
+    for phases in load("gpu_memory").FUNCTIONS.values():
+        for owner, functions in phases.items():
+            for name in functions:
+                assert callable(resolve_name(f"{owner}.{name}"))
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])

@@ -34,6 +34,7 @@ from rlhf_cli.models.load import prepare
 from rlhf_cli.models.passes import recompute_layers, recomputing
 from rlhf_cli.packing import pack, response_positions
 from support.compare import adapt
+from support.gpu import DEVICES
 from support.tiny import CPU, tiny_model
 
 
@@ -82,15 +83,16 @@ def test_layers_in_bfloat16_are_compared_in_bfloat16() -> None:
 
 @pytest.mark.parametrize("name", sorted(NORMS))
 @pytest.mark.parametrize("shape", [(6,), (2, 3, 6)])
-def test_values_and_gradients_equal_those_of_transformers(name: str, shape: tuple[int, ...]):
+@pytest.mark.parametrize("device", DEVICES)
+def test_values_and_gradients_equal_those_of_transformers(name: str, shape: tuple[int, ...], device: str):
     torch.manual_seed(0)
     family = name.removesuffix("RMSNorm").lower()
     layer = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)(6, eps=1e-3)
     torch.nn.init.normal_(layer.weight)
-    fast = copy.deepcopy(layer)
+    fast = copy.deepcopy(layer.to(device))
     use_fast_norm(fast)
     assert type(fast) is FastRMSNorm
-    x, grad = 0.1 * torch.randn(shape), torch.randn(shape)
+    x, grad = (0.1 * torch.randn(shape)).to(device), torch.randn(shape).to(device)
     found = []
     for module in (layer, fast):
         own = x.clone().requires_grad_()
