@@ -193,8 +193,9 @@ def start(device: str = "auto", timeout_s: float = 300.0) -> World:
         ending.wait_until_ready(patience)
         backend = "nccl" if device == "cuda" else "gloo"
         timeout = timedelta(days=7)  # the thread of signs ends a wait, and names the missing process (`Pulse`)
-        _pulse = Pulse(ending, timeout_s, _step)
+        pulse = Pulse(ending, timeout_s, _step)
         dist.init_process_group(backend, store=ending.store, rank=rank, world_size=size, timeout=timeout)
+        _pulse = pulse
         _pulse.start()
         atexit.register(_pulse.end)
     return World(rank, size, chosen)

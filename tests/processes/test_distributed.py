@@ -210,6 +210,26 @@ def test_a_process_that_is_killed_is_named_once_where_no_command_of_ours_started
     assert all(code in (1, LOST) for code, _ in ended)
 
 
+NO_GROUP = """
+import torch.distributed as dist
+from rlhf_cli.processes import distributed
+def refuse(*given, **named):
+    raise RuntimeError("no group")
+dist.init_process_group = refuse
+try:
+    distributed.start("cpu", 60.0)
+except RuntimeError as error:
+    print(error)
+distributed.stop()
+"""
+
+
+def test_a_group_that_cannot_be_formed_can_be_stopped(tmp_path):
+    first, other = start_forked(variables(2), NO_GROUP, log=tmp_path / "log")
+    assert first.wait() == (0, "no group\n")
+    other.wait()  # may find that the first one, which holds the store, has ended
+
+
 EXITS = """
 import sys
 from rlhf_cli.processes import distributed, ending, signs_of_life
