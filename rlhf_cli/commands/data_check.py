@@ -28,24 +28,12 @@ from rlhf_cli.commands.options import SOURCE_HELP, For, Format, Keys, OnBadRow, 
 from rlhf_cli.commands.output import batched
 from rlhf_cli.config.by_stage import load_stage_config, stage_of
 from rlhf_cli.config.data import DataSource, Rows
-from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.data.encode import LengthLimits, Skipped, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder, RowEncoder
 from rlhf_cli.data.records import Record
 from rlhf_cli.data.row_counts import DUPLICATE, MANY_SKIPPED, Report
 from rlhf_cli.data.splits import SIDES
-from rlhf_cli.data.stage_rows import (
-    StageRows,
-    ppo_rows,
-    probe_rows,
-    ptx_rows,
-    records,
-    rm_purpose,
-    rm_rows,
-    row_digest,
-    sft_rows,
-)
+from rlhf_cli.data.stage_rows import StageRows, records, rm_purpose, row_digest, rows_of_stage
 from rlhf_cli.data.words import glued
 from rlhf_cli.errors import ConfigError, DataError, RunError
 from rlhf_cli.printing import printable, say
@@ -67,18 +55,14 @@ def rows_of_source(
     """What a stage would read from a source. The file `test` is read with the same options."""
     held_out = [source.model_copy(update={"path": test})] if test is not None else None
     rows = Rows(train=[source], test=held_out, test_fraction=0, on_bad_row=on_bad_row)
-    purposes = {"sft": "sft", "rm-scores": "rm scores", "ppo": "ppo"}
-    return StageRows(
-        rows,
-        rm_purpose(source) if for_ == "rm" else purposes[for_],  # type: ignore[arg-type]
-        limits=LengthLimits(max_length) if max_length is not None else None,
-        length_key="--max-length",
-    )
+    purpose: Any = rm_purpose(source) if for_ == "rm" else for_.replace("-", " ")
+    limits = LengthLimits(max_length) if max_length is not None else None
+    return StageRows(rows, purpose, limits=limits, length_key="--max-length")
 
 
 @dataclass(frozen=True)
 class RowsOptions:
-    """Which rows to read as a stage would: those of a source, or of a stage's config."""
+    """The rows to read as a stage would: a source, or the rows of a stage's config."""
 
     path: Annotated[str | None, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)] = None
     for_: Annotated[
@@ -108,28 +92,19 @@ class RowsOptions:
 
         `test` is a file of held-out rows. Raises ConfigError unless either a source or a config is named.
         """
-        if (self.path is None) == (self.config is None):
-            raise ConfigError("give either SOURCE and --for, or --config")
-        if self.config is None:
+        if self.path is not None and self.config is None:
             if self.for_ is None:
                 raise ConfigError("--for: is missing, must be one of sft, rm, rm-scores, ppo: the stage to read for")
-            assert self.path is not None
             source = SourceOptions(self.overrides, self.format, self.keys).source(self.path)
             return [rows_of_source(source, self.for_, test=test, max_length=self.max_length)], self.tokenizer
+        if self.config is None or self.path is not None:
+            raise ConfigError("give either SOURCE and --for, or --config")
         given = {"--key": self.keys, "--format": self.format, "--test": test, "--max-length": self.max_length}
         for option, value in given.items():
             if value is not None:
                 raise ConfigError(f"{option}: does not go with --config. Change the file, or --set a key of it")
         stage = stage_of(self.config, "rm" if self.for_ == "rm-scores" else self.for_)
         config = load_stage_config(stage, self.config, self.overrides or [])
-        parts: list[StageRows | None]
-        if isinstance(config, PPOConfig):
-            parts = [ppo_rows(config), ptx_rows(config)]
-        elif isinstance(config, RMConfig):
-            parts = [rm_rows(config), probe_rows(config)]
-        else:
-            assert isinstance(config, SFTConfig)
-            parts = [sft_rows(config)]
         tokenizer = self.tokenizer
         if tokenizer is None:
             model, _ = config.inputs.get("policy" if stage == "ppo" else "model", (None, None))
@@ -137,7 +112,7 @@ class RowsOptions:
             folder = Path(model_directory(model or config.stage_model(None, "sft")))
             if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
                 tokenizer = str(folder)
-        return [rows for rows in parts if rows is not None], tokenizer
+        return rows_of_stage(config), tokenizer
 
 
 def data_check(
@@ -172,7 +147,7 @@ def data_check(
         if not as_json:
             print_bad_rows(console, check.bad, check.num_bad)
         raise
-    found: dict[str, Any] = figures(check, specs[0].purpose, "words" if tokenizer is None else "tokens")
+    found = figures(check, specs[0].purpose, "words" if tokenizer is None else "tokens")
     if as_json:
         say(json.dumps(found, indent=2))
     else:
@@ -243,7 +218,6 @@ class Side:
     """`duplicates`, `special_tokens`, and `glued`: rows whose prompt and answer meet without a space."""
 
     def register(self, record: Record, *, is_new: bool, is_held_out: bool) -> None:
-        """Count a row's prompt, and the row as a duplicate unless it is new."""
         key = record.key.strip()
         self.counts["empty_prompts"] += not record.prompt.strip()
         if not is_new:
@@ -331,8 +305,7 @@ class Side:
             if len(labels) <= FEW_SCORES:
                 found["scores"]["counts"] = {f"{value:g}": labels[value] for value in sorted(labels)}
             else:
-                middle = statistics.median_low(scores)
-                found["scores"] |= {"min": min(scores), "median": middle, "max": max(scores)}
+                found["scores"] |= {"min": min(scores), "median": statistics.median_low(scores), "max": max(scores)}
         return found
 
 
@@ -353,13 +326,9 @@ def in_tokens(encoder: RowEncoder, rows: Sequence[Record]) -> list[Measured]:
 
     found = []
     for seen, sequences in zip(rows, encoder.sequences(rows), strict=True):
-        if encoder.stage_rows.purpose == "ppo":
-            answers = []
-        elif isinstance(encoder, AnswerEncoder):
-            each = zip(seen.each(), sequences, strict=True)
-            answers = [encoder.answer_length(row, tokens) for row, tokens in each]
-        else:
-            answers = [sum(mask) for _, mask in sequences]  # SFT learns every assistant turn
+        answers = [sum(mask) for _, mask in sequences if mask]  # SFT learns every assistant turn, a prompt has no mask
+        if isinstance(encoder, AnswerEncoder):
+            answers = [encoder.answer_length(*each) for each in zip(seen.each(), sequences, strict=True)]
         prompt = len(sequences[-1][0]) - (answers[-1] if answers else 0)
         items = list(encoder.items(seen, sequences))
         skipped = tuple(item for item in items if isinstance(item, Skipped))
@@ -381,7 +350,7 @@ def encoder_of(rows: StageRows, tokenizer: PreTrainedTokenizerBase, path: str) -
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         offer_classifier(type(config))
-        # Whether a reward model on this backbone is causal: its classifier is built without weights to find out.
+        # The classifier of this backbone, built without weights, says whether it is causal.
         with torch.device("meta"):
             is_causal = reads_last_token(AutoModelForSequenceClassification.from_config(config))
     except (OSError, ValueError):
@@ -390,9 +359,6 @@ def encoder_of(rows: StageRows, tokenizer: PreTrainedTokenizerBase, path: str) -
     if is_causal:
         require_eos(tokenizer, path)
     return answer_encoder(tokenizer, rows, reads_last_token=is_causal)
-
-
-# ------------------------------------------------------------------------------------------- counts
 
 
 class Check(Report):
@@ -406,8 +372,7 @@ class Check(Report):
 
     def bad_row(self, data: Rows, side: str, error: DataError) -> None:  # noqa: ARG002
         """Count a bad row, whatever the stage would do about it."""
-        _, counted = self._side(side)
-        counted.counts.update(("read", "bad"))
+        self._side(side)[1].counts.update(("read", "bad"))
         self.num_bad += 1
         if len(self.bad) < MAX_BAD_ROWS:
             self.bad.append(str(error))

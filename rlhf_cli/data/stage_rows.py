@@ -1,12 +1,12 @@
 """The rows of a stage: read, mixed, split and deduplicated, and what the stage sees of each.
 
-`rlhf_cli.data.formats` turns a row of any format into a Record, and `rlhf_cli.data.splits` decides by its prompt which
-rows a stage uses. `StageRows` says which rows a stage reads and with which options. Its `view` leaves the answers that
-the stage uses. The stages and `rlhf data check` read rows through it.
+`StageRows` says which rows a stage reads and with which options, and its `view` leaves the answers that the stage uses.
+The stages and `rlhf data check` read rows through it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -57,14 +57,12 @@ class StageRows:
         """The record with the answers that the stage uses. Raises DataError for a bad row."""
         found: Record | None
         if self.purpose == "ppo":
-            if not record.prompt and record.key.strip() and self.prompt_words:
+            if record.prompt or not record.key.strip():
+                return prompt(record)
+            if self.prompt_words:
                 return Skipped(f"a text of at most {self.prompt_words} words (data.prompt_words)")
-            if not record.prompt and record.key.strip():
-                raise DataError(
-                    f"{record.where}: plain text has no prompt, and the policy would answer nothing. Set "
-                    "data.prompt_words to take its first words, or give prompts in a column"
-                )
-            return prompt(record)
+            advice = "Set data.prompt_words to take its first words, or give prompts in a column"
+            raise DataError(f"{record.where}: plain text has no prompt, and the policy would answer nothing. {advice}")
         if self.purpose == "sft":
             found, reason = demonstration(record), "no answer to learn from"
         elif self.purpose == "rm scores":
@@ -89,6 +87,15 @@ def _texts(data: TextRows) -> dict[str, Any]:
 
 def _limits(data: Data) -> LengthLimits:
     return LengthLimits(data.max_length, data.truncation, data.min_response_length)
+
+
+def rows_of_stage(config: Any) -> list[StageRows]:
+    """Everything that a stage reads: its data, then the probes or the demonstrations of ptx if the config has some."""
+    if isinstance(config, SFTConfig):
+        return [sft_rows(config)]
+    is_rm = isinstance(config, RMConfig)
+    both = (rm_rows(config), probe_rows(config)) if is_rm else (ppo_rows(config), ptx_rows(config))
+    return [rows for rows in both if rows is not None]
 
 
 def sft_rows(config: SFTConfig) -> StageRows:
@@ -125,19 +132,11 @@ def ppo_rows(config: PPOConfig) -> StageRows:
 
 def ptx_rows(config: PPOConfig) -> StageRows | None:
     """The demonstrations of PPO's language-model loss, if the config asks for it."""
-    ptx = config.ptx
-    if ptx is None:
+    if (ptx := config.ptx) is None:
         return None
-    return StageRows(
-        Rows(train=ptx.train, test_fraction=0),
-        "sft",
-        role="ptx",
-        limits=LengthLimits(ptx.max_length),
-        length_key="ptx.max_length",
-        prompt_words=ptx.prompt_words,
-        learn_all=ptx.loss_on == "all",
-        **_texts(config.data),
-    )
+    rows, limits, learn_all = Rows(train=ptx.train, test_fraction=0), LengthLimits(ptx.max_length), ptx.loss_on == "all"
+    given = {"prompt_words": ptx.prompt_words, "learn_all": learn_all, **_texts(config.data)}
+    return StageRows(rows, "sft", "ptx", limits, "ptx.max_length", **given)
 
 
 def rm_purpose(source: DataSource) -> Purpose:
@@ -145,21 +144,19 @@ def rm_purpose(source: DataSource) -> Purpose:
     try:
         return "rm scores" if first_format(source, "rm pairs").name == "labelled" else "rm pairs"
     except DataError as error:
-        try:
+        with contextlib.suppress(DataError):
             first_format(source, "rm scores")
-        except DataError:
-            raise error from None
-        return "rm scores"
+            return "rm scores"
+        raise error from None
 
 
 # --------------------------------------------------------------------------------------------- one record
 
 
 def demonstration(record: Record) -> Record | None:
-    """The record with its best answer, for SFT.
+    """The record with its best answer, for SFT; None without an answer, or if the row marks it as undesirable.
 
-    Ranked answers: the first. Scored answers: the one with the highest score, the first of ties. Otherwise the first
-    answer. None if there is no answer, or the row marks its answer as undesirable.
+    The best one is the first of ranked answers, and the first with the highest score of others.
 
     >>> demonstration(Record("1+1=", "file:1", (Answer("3", 0.0), Answer("2", 1.0)))).response
     '2'
@@ -176,11 +173,8 @@ def ranking(record: Record, *, margin_column: str | None = None) -> Record | Non
     """The record with its different answers from best to worst, or None if no answer is better than another.
 
     Ranked answers keep their order. Other answers are sorted by score, and answers without a score are skipped.
-    A text that occurs twice keeps its best rank. Of several answers with equal scores only the first in the row is
-    kept: equal scores express no preference.
-
-    `margin_column` names the column that says how much better the best answer is.
-    Raises DataError if that is not a number.
+    A text that occurs twice keeps its best rank. Equal scores express no preference, so only the first such answer is
+    kept. `margin_column` says how much better the best answer is; raises DataError if that is not a number.
 
     >>> ranking(Record("1+1=", "file:1", (Answer("3", 0.0), Answer("2", 1.0), Answer("4", 0.0)))).texts
     ('2', '3')
@@ -191,17 +185,15 @@ def ranking(record: Record, *, margin_column: str | None = None) -> Record | Non
         answers = tuple(answer for _, answer in sorted(with_scores, key=lambda item: -item[0]))
     kept: list[Answer] = []
     seen: set[str] = set()
-    score = None
     for answer in answers:
-        tied = not record.ranked and answer.score == score
+        tied = kept and not record.ranked and answer.score == kept[-1].score
         if answer.text not in seen and not tied:
-            kept.append(replace(answer, score=None))
-            score = answer.score
+            kept.append(answer)
         seen.add(answer.text)
     if len(kept) < 2:
         return None
     margin = number(record.columns.get(margin_column), margin_column, record.where) if margin_column else 0.0
-    return replace(record, answers=tuple(kept), ranked=True, margin=margin)
+    return replace(record, answers=tuple(replace(one, score=None) for one in kept), ranked=True, margin=margin)
 
 
 def scored(record: Record) -> Record | None:
@@ -227,9 +219,9 @@ def prompt(record: Record) -> Record:
 def records(spec: StageRows, report: Report, *, only: str | None = None) -> Iterator[tuple[str, Record]]:
     """The rows of a stage with their side, "train", "validation" or "test", one by one as they are read.
 
-    `only` limits them to one side. In a mixture, a source of weight 2 gives each training row twice, and one of
-    weight 0.5 half of its rows, chosen by a hash. Raises DataError for a row that cannot be read, unless such rows are
-    skipped, and if no row is left to train on or to hold out.
+    `only` limits them to one side. A source of weight 2 gives each training row twice, and one of weight 0.5 half of
+    its rows, chosen by a hash. Raises DataError for a row that cannot be read, unless such rows are skipped, and if no
+    row is left to train on or to hold out.
     """
     data, purpose = spec.rows, spec.purpose
     for source_side, sources in data.by_side.items():
@@ -264,9 +256,7 @@ def records(spec: StageRows, report: Report, *, only: str | None = None) -> Iter
             advice = "no row is left to hold out. Widen `select` or `split`"
             if side == "train":
                 advice = "no row is left to train on. Widen `select`, `split` or `weight`, or lower test_fraction"
-            reasons = [
-                f"{number} rows: {reason}" for some in report.skipped.values() for reason, number in some.items()
-            ]
+            reasons = [f"{n} rows: {reason}" for some in report.skipped.values() for reason, n in some.items()]
             because = f" ({'; '.join(reasons + report.bad)})" if reasons else ""
             raise DataError(f"{spec.role}.{side}: {paths}: {advice}{because}")
 
@@ -306,8 +296,7 @@ def pairs_of_labels(scores: Sequence[float], generator: torch.Generator) -> list
     """Pairs (index of a higher score, index of a lower one) from rows with one score each.
 
     A score is high if it lies above the midpoint between the smallest and the largest score. Each high row is in one
-    pair, in order. The low rows come in the order that `generator` draws, repeated as often as needed. The two rows
-    of a pair have different prompts, so the reward model judges each text as a whole.
+    pair, in order. The low rows come in the order that `generator` draws, repeated as often as needed.
     Raises DataError if all scores are equal or there are none.
 
     >>> import torch
