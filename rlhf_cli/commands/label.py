@@ -77,9 +77,8 @@ def label(
     """Say which of two replies is better, with one key; writes preference rows for `rlhf rm`."""
     if agreement is not None:
         given = {"--out": out, "--labeller": labeller, "--port": port, "--num": num, "--restart": restart}
-        for option, value in given.items():
-            if value:
-                raise ConfigError(f"{option}: does nothing with --agreement, which only reads. Remove it")
+        if option := next((name for name, value in given.items() if value), None):
+            raise ConfigError(f"{option}: does nothing with --agreement, which only reads. Remove it")
         show_agreement(Path(path), agreement)
         return
     source = reading.source(path)
@@ -105,15 +104,13 @@ def label(
 
 def default_out(source: DataSource, labeller: str | None) -> Path:
     """Where the answers go without --out: `replies.labels.jsonl` or `replies.labels.NAME.jsonl` beside them."""
-    files = find_files(source.path)
-    if len(files) != 1 or Path(source.path) != Path(files[0]):
+    path = Path(source.path)
+    if find_files(source.path) != [path]:
         raise ConfigError(f"--out: is missing. {source.path} is not a single file, so say where the answers go")
     if labeller is not None and ("/" in labeller or not labeller.isprintable() or not labeller.strip()):
         raise ConfigError(f"--labeller: {labeller!r} cannot be part of a file name. Choose another, or give --out")
-    path = Path(files[0])
     stem = path.stem if path.suffix in COMPRESSIONS else path.name
-    name = f"{Path(stem).stem}.labels{'' if labeller is None else '.' + labeller}.jsonl"
-    return path.with_name(name)
+    return path.with_name(f"{Path(stem).stem}.labels{'' if labeller is None else '.' + labeller}.jsonl")
 
 
 # ------------------------------------------------------------------------------------------- pairs
@@ -139,9 +136,8 @@ class Pair:
 def pairs_of(source: DataSource, on_bad_row: OnBadRow) -> tuple[list[Pair], Counter[str]]:
     """The pairs of a source, and why others are not shown.
 
-    A row of several answers gives the first with the second, the third with the fourth, and so on. Pairs of equal or
-    blank replies are not shown: they teach nothing, and `rlhf rm` refuses a blank answer. Raises DataError for rows
-    that cannot be read or have a single reply.
+    A row of several answers gives the first with the second, the third with the fourth, and so on. Equal replies teach
+    nothing, and `rlhf rm` refuses a blank one. Raises DataError for rows that cannot be read or have a single reply.
     """
     pairs: list[Pair] = []
     unseen = Counter[str]()
@@ -151,11 +147,9 @@ def pairs_of(source: DataSource, on_bad_row: OnBadRow) -> tuple[list[Pair], Coun
             continue
         replies = _replies(item, source)
         if len(replies) < 2:
-            raise DataError(
-                f"{item.where}: the row has {len(replies) or 'no'} repl{'y' if len(replies) == 1 else 'ies'}, a pair "
-                "needs two. Write two with `rlhf generate --compare` or `rlhf data generate --task samples`, or map "
-                "columns with --key chosen=A --key rejected=B"
-            )
+            advice = "Write two with `rlhf generate --compare` or `rlhf data generate --task samples`"
+            found = f"{item.where}: the row has {'1 reply' if replies else 'no replies'}, a pair needs two"
+            raise DataError(f"{found}. {advice}, or map columns with --key chosen=A --key rejected=B")
         for a, b in zip(replies[::2], replies[1::2], strict=False):
             if not (a.text.strip() and b.text.strip()):
                 unseen["a reply is blank"] += 1
@@ -168,23 +162,21 @@ def pairs_of(source: DataSource, on_bad_row: OnBadRow) -> tuple[list[Pair], Coun
 
 def _replies(record: Record, source: DataSource) -> list[Candidate]:
     """The replies of a row, each with the column of the file that it comes from."""
-    if len(record.answers) == 1:
-        for prefix in COMPARED:
-            other = record.columns.get(f"{prefix}_response")
-            if isinstance(other, str):
-                second = Candidate(other, f"{prefix}_response", record.columns.get(f"{prefix}_ended") is not False)
-                return [Candidate(text_of(record, record.answers[0].text), "response", record.answers[0].ended), second]
-    names = [f"reply {n}" for n in range(1, len(record.answers) + 1)]
-    if {"chosen", "rejected"} <= {*record.columns, *source.keys} and len(names) == 2:
+    columns, count = record.columns, len(record.answers)
+    names = ["response"] if count == 1 else [f"reply {n}" for n in range(1, count + 1)]
+    if {"chosen", "rejected"} <= {*columns, *source.keys} and count == 2:
         names = [source.keys.get(name, name) for name in ("chosen", "rejected")]
     each = zip(record.answers, names, strict=True)
-    return [Candidate(text_of(record, answer.text), name, answer.ended) for answer, name in each]
+    replies = [Candidate(text_of(record, answer.text), name, answer.ended) for answer, name in each]
+    for prefix in COMPARED if count == 1 else ():
+        if isinstance(other := columns.get(f"{prefix}_response"), str):
+            replies.append(Candidate(other, f"{prefix}_response", columns.get(f"{prefix}_ended") is not False))
+    return replies[:2] if count == 1 else replies
 
 
 def pair_digest(prompt: str, replies: Sequence[str]) -> str:
     """The identity of a pair, whatever the order of its replies and the white space around them."""
-    texts = [prompt.strip(), *sorted(text.strip() for text in replies)]
-    return _digest(*texts).hex()[:16]
+    return _digest(prompt.strip(), *sorted(text.strip() for text in replies)).hex()[:16]
 
 
 def _digest(*parts: str | int | None) -> bytes:
@@ -195,11 +187,10 @@ def _digest(*parts: str | int | None) -> bytes:
 
 
 class Labelling:
-    """The answers of one labeller. The next pair follows from the number of lines in the files of `output`.
+    """The answers of one labeller. The number of lines in the files of `output` says which pair is next.
 
-    The order of the pairs follows from the seed alone, so that two labellers who stop early have seen the same pairs.
-    Which reply is on which side follows from the seed and the labeller: a habit of taking the first one is then no
-    agreement.
+    The seed alone decides the order of the pairs, so two labellers who stop early have seen the same pairs. The seed
+    and the labeller decide the sides, so a habit of taking the first reply is no agreement.
     """
 
     def __init__(self, pairs: Sequence[Pair], output: Output, seed: int, labeller: str | None, num: int | None = None):
@@ -210,10 +201,9 @@ class Labelling:
         numbers = [line.number("number") for lines in (output.rows(), output.drops()) for line in map(_checked, lines)]
         last = max(numbers, default=-1)
         if last + 1 != self.done or len(set(numbers)) != self.done:
-            raise ArtifactError(
-                f"{output.path}: {self.done} answers are in it and in {output.dropped_path.name}, but the last one is "
-                f"number {last + 1}. Restore the missing lines, give another --out, or pass --restart to start over"
-            )
+            found = f"{self.done} answers are in it and in {output.dropped_path.name}"
+            advice = "Restore the missing lines, give another --out, or pass --restart to start over"
+            raise ArtifactError(f"{output.path}: {found}, but the last one is number {last + 1}. {advice}")
 
     @property
     def done(self) -> int:
@@ -226,7 +216,7 @@ class Labelling:
 
     @property
     def current(self) -> dict[str, Any] | None:
-        """What the labeller sees of the next pair: its number, prompt and replies; None if every pair has an answer."""
+        """The number, prompt and replies of the next pair; None if every pair has an answer."""
         if self.done >= len(self.pairs):
             return None
         pair = self.pairs[self.done]
@@ -235,7 +225,7 @@ class Labelling:
     def take(self, key: str) -> bool:
         """Write the answer of a key to the current pair, or take back the last one; False if there is none.
 
-        The answer is on the disk when this returns. Raises ArtifactError if it cannot be written.
+        The answer is then on the disk. Raises ArtifactError if it cannot be written.
         """
         number = self.done
         if key == "b":
@@ -268,7 +258,7 @@ class Labelling:
         return {"preferences": self.output.num_rows, "ties": reasons[TIE], "skipped": reasons[SKIPPED]}
 
     def summary(self) -> list[str]:
-        """What there is, and, once every pair has an answer, which column won and which side."""
+        """The counts, and, once every pair has an answer, which column won and which side."""
         counts = ", ".join(f"{name} {count}" for name, count in self.counts().items())
         lines = [f"{self.output.path}: {self.done} of {self.total} pairs: {counts}"]
         if self.done < self.total or not self.output.num_rows:
@@ -288,17 +278,18 @@ class Labelling:
 
 
 def _checked(line: Line) -> Line:
-    """A line of an earlier run. Raises ArtifactError if the line was edited and does not hold an answer any more."""
+    """A line of an earlier run. Raises ArtifactError if it was edited and does not hold an answer any more."""
     if "reason" in line:
-        names = line["columns"]
-        if line["reason"] not in (TIE, SKIPPED) or not isinstance(names, list) or len(names) != 2:
-            raise line.error(f"`reason` must be {TIE} or {SKIPPED}, and `columns` two names")
+        names, is_answer, rule = (
+            line["columns"],
+            line["reason"] in (TIE, SKIPPED),
+            f"`reason` must be {TIE} or {SKIPPED}",
+        )
     else:
-        names = [line["chosen_column"], line["rejected_column"]]
-        if line["side"] not in (1, 2):
-            raise line.error("`side` must be 1 or 2")
-    if not all(isinstance(name, str) for name in names):
-        raise line.error("the names of the columns must be text")
+        names, is_answer = [line["chosen_column"], line["rejected_column"]], line["side"] in (1, 2)
+        rule = "`side` must be 1 or 2"
+    if not isinstance(names, list) or [type(name) for name in names] != [str, str] or not is_answer:
+        raise line.error(f"{rule}, and the names of the columns two texts")
     return line
 
 
@@ -387,8 +378,8 @@ async def page(_request: Request) -> Response:
 def serve(labelling: Labelling, port: int) -> None:
     """Serve the page until its `q`, SIGINT or SIGTERM. Raises ArtifactError when an answer cannot be written."""
     server = Page(labelling, port)
-    line = f"label: open {server.url}/{server.token}/ in a browser on this machine; Ctrl-C ends"
-    server.run_until_signal(line, server.ended)
+    address = f"{server.url}/{server.token}/"
+    server.run_until_signal(f"label: open {address} in a browser on this machine; Ctrl-C ends", server.ended)
     if server.error is not None:
         raise server.error
 
@@ -421,11 +412,11 @@ def show_agreement(first: Path, second: Path) -> None:
 
 
 def labels_in(path: Path) -> dict[str, str]:
-    """The answer to each pair: "1" or "2" for the better reply, in an order that is the same in every file, or a tie.
+    """The answer to each pair: "1" or "2" for the better reply in the order of the replies' digests, or a tie.
 
     Kappa's chance agreement depends on which reply is called the first. In the order of a file of `chosen` and
-    `rejected`, two labellers who mostly follow it would agree by chance. The order is therefore that of the replies'
-    digests. If a pair occurs several times, its first answer counts.
+    `rejected`, two labellers who mostly follow it would agree by chance. If a pair occurs several times, its first
+    answer counts.
     """
     labels: dict[str, str] = {}
     dropped, has_rows = path.with_name(path.name + ".dropped"), True
@@ -445,12 +436,11 @@ def labels_in(path: Path) -> dict[str, str]:
 
 def _label(record: Record) -> str | None:
     """ "1", "2" or a tie; None if the row has not two answers, or does not say which one is better."""
-    scores = [answer.score for answer in record.answers]
-    if len(scores) != 2 or (not record.ranked and None in scores):
+    texts = [text.strip() for text in record.texts]
+    if len(texts) != 2 or not (record.ranked or len(record.scores) == 2):
         return None
-    texts = [answer.text.strip() for answer in record.answers]
     if not record.ranked:
-        a, b = (score or 0.0 for score in scores)
+        a, b = record.scores
         if a == b:
             return TIE
         texts = texts if a > b else texts[::-1]

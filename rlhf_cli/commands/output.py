@@ -4,8 +4,7 @@
     OUT.jsonl.dropped     the items without a row and why, one JSON object a line
     OUT.jsonl.settings    the settings that the rows were made with
 
-Every input item becomes one line of one of the first two files, in order, so that their lengths say where a run
-resumes.
+Every input item becomes one line of the first two files, in order, so their lengths say where a run resumes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from rlhf_cli.commands.options import OnBadRow
@@ -54,11 +52,10 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a request has no answer."""
+    """Why a request has no answer. If it is fatal, no further one can be answered, and the run must stop."""
 
     reason: str
     fatal: bool = False
-    """No further request can be answered, so the run must stop."""
 
 
 Outcome = OutputRow | Dropped | Failure
@@ -71,7 +68,7 @@ def items(
     source: DataSource,
     purpose: Purpose,
     on_bad_row: OnBadRow,
-    check: Callable[[Record], object] | None = None,
+    check: Callable[[Record], object] = lambda _record: None,
     *,
     prompt_words: int = 0,
 ) -> Iterator[Record | Dropped]:
@@ -83,14 +80,12 @@ def items(
         try:
             if isinstance(record, DataError):
                 raise record
-            if check is not None:
-                check(record)
+            check(record)
+            yield record
         except DataError as error:
             if on_bad_row == "error":
                 raise
             yield Dropped("cannot be read", {"detail": str(error)})
-        else:
-            yield record
 
 
 def require_answer(record: Record) -> None:
@@ -200,8 +195,7 @@ def text_of(record: Record, answer: str) -> str:
 def with_columns(record: Record, new: dict[str, Any]) -> OutputRow:
     """The input row followed by the new columns. An input column with the name of a new one becomes `<name>_before`.
 
-    So do `score` and `scores` of the input. An input prompt or response that equals the new one, and scores that are
-    all null, are dropped instead.
+    So do `score` and `scores`. A prompt or response that equals the new one, and scores that are all null, are dropped.
     """
     row = {}
     for name, value in record.columns.items():
@@ -226,7 +220,7 @@ def json_line(values: dict[str, Any], indent: int | None = None) -> bytes:
 
 @contextlib.contextmanager
 def new_file(out: Path) -> Iterator[BinaryIO]:
-    """A file to write. It is on the disk and has the name `out` when the block succeeds; otherwise nothing is left."""
+    """A file that is on the disk under the name `out` once the block succeeds; otherwise nothing is left."""
     beside = out.with_name(f".{out.name}.writing")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -238,19 +232,16 @@ def new_file(out: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         beside.rename(out)
     except OSError as error:
-        raise ArtifactError(
-            f"{out}: cannot be written ({error.strerror or error}). Free disk space, or give another --out"
-        ) from None
+        found = f"{out}: cannot be written ({error.strerror or error})"
+        raise ArtifactError(f"{found}. Free disk space, or give another --out") from None
     finally:
         with contextlib.suppress(OSError):
             beside.unlink()
 
 
 class Line(dict[str, Any]):
-    """A row or a dropped item, which may have been edited by hand.
-
-    Raises ArtifactError for a text that is not a JSON object, and for a key that it lacks.
-    """
+    """A row or a dropped item. It may have been edited by hand: raises ArtifactError if it is no JSON object or lacks
+    a key."""
 
     def __init__(self, text: bytes, path: Path, number: int):
         self.where = f"{path}:{number}"
@@ -263,10 +254,8 @@ class Line(dict[str, Any]):
         raise self.error(f"has no `{key}`")
 
     def error(self, problem: str) -> ArtifactError:
-        """The error to raise for a line that this program did not write so."""
-        return ArtifactError(
-            f"{self.where}: {problem}. Restore the line as it was written, give another --out, or pass --restart"
-        )
+        advice = "Restore the line as it was written, give another --out, or pass --restart"
+        return ArtifactError(f"{self.where}: {problem}. {advice}")
 
     def number(self, key: str) -> int:
         value = self[key]
@@ -276,7 +265,6 @@ class Line(dict[str, Any]):
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of a file. Raises ArtifactError for one that is not a JSON object."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             yield Line(line, path, number)
@@ -286,9 +274,9 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 class Output:
-    """The rows and dropped items of one run, one line each; a later run with the same settings resumes them.
+    """The rows and dropped items of one run; a later run with the same settings resumes them.
 
-    A run that is refused before its first line leaves no file behind and, with `restart`, the rows from before.
+    A run that is refused before its first line leaves no file behind and, with `restart`, keeps the existing rows.
 
     Raises ArtifactError for files that another program made or is writing, links, and files that cannot be written.
     Raises ConfigError when the settings differ from those of the existing rows, unless `restart` discards them. Without
@@ -297,8 +285,9 @@ class Output:
 
     def __init__(self, path: Path, settings: dict[str, Any], *, restart: bool = False, keep_dropped: bool = True):
         self.path, self.restart, self.keep_dropped = path, restart, keep_dropped
-        self.dropped_path = path.with_name(path.name + ".dropped")
-        self.settings_path = path.with_name(path.name + ".settings")
+        self.dropped_path, self.settings_path = (
+            path.with_name(f"{path.name}.{end}") for end in ("dropped", "settings")
+        )
         self.settings = json.loads(json.dumps(settings))
         self.num_rows = self.num_dropped = 0
         self._files: list[BinaryIO] = []
@@ -317,16 +306,13 @@ class Output:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self._start()
         self._close()
         if isinstance(error, KeyboardInterrupt):
-            raise Interrupted(
-                f"interrupted: {self.num_rows} rows are in {self.path}. Run the same command to resume", 130
-            ) from None
+            found = f"interrupted: {self.num_rows} rows are in {self.path}"
+            raise Interrupted(f"{found}. Run the same command to resume", 130) from None
 
     def _open(self, path: Path) -> None:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644), "r+b")
@@ -338,16 +324,14 @@ class Output:
         self._files.append(file)
 
     def _resumes(self) -> bool:
-        """Whether there are lines to resume; False if there are none or they are to be discarded."""
+        """Are there lines to resume, which are not to be discarded?"""
         no_rows, no_drops = (os.fstat(file.fileno()).st_size == 0 for file in self._files)
         before = read_object(self.settings_path)
         if not before:
             if no_rows and no_drops:
                 return False
-            raise ArtifactError(
-                f"{self.path}: already exists, but its settings file {self.settings_path.name} is missing or cannot "
-                "be read. Remove the rows, or give another --out"
-            )
+            found = f"already exists, but its settings file {self.settings_path.name} is missing or cannot be read"
+            raise ArtifactError(f"{self.path}: {found}. Remove the rows, or give another --out")
         changed = differences(before, self.settings)
         if self.restart or (no_rows and (no_drops or (changed and not self.keep_dropped))):
             return False
@@ -357,10 +341,8 @@ class Output:
         for key in changed:
             old, new = (_text_at(values, key) for values in (before, self.settings))
             shown.append(f"{key} ({old}, now {new})" if old and new else key)
-        raise ConfigError(
-            f"{self.path}: was made with other settings: {', '.join(shown)}. Restore them, give another --out, or pass "
-            "--restart to start over"
-        )
+        advice = "Restore them, give another --out, or pass --restart to start over"
+        raise ConfigError(f"{self.path}: was made with other settings: {', '.join(shown)}. {advice}")
 
     def _start(self) -> None:
         """Discard the rows of an earlier run, and write the settings, unless rows are being resumed."""
@@ -404,9 +386,8 @@ class Output:
         return read_lines(self.dropped_path) if self._is_started else iter(())
 
     def cut_from(self, key: str | None = None, value: int = 0) -> None:
-        """Remove an incomplete last line, which a killed run may leave, and all lines from the first one whose `key`,
-        which never decreases, is `value` or more.
-        """
+        """Remove an incomplete last line, which a killed run may leave, and the lines from the first one whose `key`
+        is at least `value`. The values never decrease."""
         if not self._is_started:
             return
         counts = []
@@ -422,26 +403,23 @@ class Output:
         self.num_rows, self.num_dropped = counts
 
     def sync(self) -> None:
-        """Wait until all lines are on the disk, where a power failure does not lose them."""
+        """Wait until all lines are on the disk."""
         with self._writing():
             for file in self._files:
                 os.fsync(file.fileno())
 
     def summary_of_dropped(self) -> str:
         """How many items were dropped and why, to end a sentence; "" if none was."""
-        reasons = Counter(drop["reason"] for drop in self.drops())
-        if not reasons:
-            return ""
-        counts = ", ".join(f"{number} {reason}" for reason, number in reasons.most_common())
-        return f"; {self.num_dropped} dropped ({counts}), see {self.dropped_path.name}"
+        reasons = Counter(drop["reason"] for drop in self.drops()).most_common()
+        counts = ", ".join(f"{number} {reason}" for reason, number in reasons)
+        return f"; {self.num_dropped} dropped ({counts}), see {self.dropped_path.name}" if reasons else ""
 
     def require_rows(self) -> None:
         """Raise RunError if every item was dropped: a run that wrote nothing has failed."""
         if not self.num_rows:
-            raise RunError(
-                f"{self.path}: no row was written{self.summary_of_dropped()}. Change the model, the template or the "
-                f"data, and {'start over with --restart' if self.keep_dropped else 'run it again'}"
-            )
+            again = "start over with --restart" if self.keep_dropped else "run it again"
+            found = f"{self.path}: no row was written{self.summary_of_dropped()}"
+            raise RunError(f"{found}. Change the model, the template or the data, and {again}")
 
     def _line(self, which: int, values: dict[str, Any]) -> None:
         self._start()
@@ -454,10 +432,8 @@ class Output:
         try:
             yield
         except OSError as error:
-            raise ArtifactError(
-                f"{error.filename or self.path}: cannot be written ({error.strerror or error}). Free disk space, "
-                "remove the obstacle, or give another --out"
-            ) from None
+            found = f"{error.filename or self.path}: cannot be written ({error.strerror or error})"
+            raise ArtifactError(f"{found}. Free disk space, remove the obstacle, or give another --out") from None
 
     def _close(self) -> None:
         for path, file in zip((self.path, self.dropped_path), self._files, strict=False):

@@ -51,7 +51,7 @@ class Writer(Protocol):
     """A source of answers."""
 
     def write(self, requests: Sequence[Request]) -> list[Written | Failure]:
-        """One answer or Failure for each request, in order. A prompt that is too long does not end the run."""
+        """One answer for each request, in order; a Failure for one that the model or the server cannot take."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,7 @@ class WriterOptions:
 
     @property
     def chunk(self) -> int:
-        """Number of items per call. A chunk begins at a multiple of it, also after a resume, so that a local model
-        sees the same batches and gives the same bits."""
+        """Items per call. A chunk begins at a multiple of it, so a resumed local model sees the same batches."""
         return 4 * self.concurrency if self.server else self.batch_size
 
     def settings(self) -> dict[str, Any]:
@@ -113,9 +112,8 @@ class WriterOptions:
 class LocalWriter:
     """A Hugging Face directory or a finished stage that writes answers.
 
-    Messages are rendered with the tokenizer's chat template. Without a template, a single message is used as it is
-    and several become a transcript. The uniforms of an answer are seeded by (seed, its counters), so an answer does
-    not depend on the batch it is sampled in, except for rounding.
+    Without a chat template, a single message is used as it is and several become a transcript. The uniforms of an
+    answer are seeded by (seed, its counters), so it does not depend on its batch, except for rounding.
 
     Raises ArtifactError for a directory without a language model.
     """
@@ -138,7 +136,6 @@ class LocalWriter:
         self.speaker = Speaker.of(rollout, model, tokenizer, "float32", form).at(options.temperature)
 
     def write(self, requests: Sequence[Request]) -> list[Written | Failure]:
-        """One answer for each request; a Failure when the model or its chat template cannot take the prompt."""
         return [answer for batch in batched(requests, self.options.batch_size) for answer in self._batch(batch)]
 
     def _batch(self, requests: Sequence[Request]) -> list[Written | Failure]:
@@ -179,10 +176,9 @@ class ServerWriter:
         self.options, self.names = options, names
         self._fatal: Failure | None = None
         assert options.server is not None
-        if "?" in options.server or "#" in options.server:
-            advice = f"a base URL has neither. Give a key with {names.key} NAME"
-            raise ConfigError(f"{names.server}: contains a ? or a #, {advice}")
         try:
+            if "?" in options.server or "#" in options.server:
+                raise ValueError("contains a ? or a #, a base URL has neither. Give a key with api_key_env")
             check_url(options.server)
         except ValueError as error:
             raise ConfigError(f"{names.server}: {str(error).replace('api_key_env', f'{names.key} NAME')}") from None
@@ -197,7 +193,6 @@ class ServerWriter:
         )
 
     def write(self, requests: Sequence[Request]) -> list[Written | Failure]:
-        """One answer for each request, in order; a Failure for a request that the server refuses."""
         self._fatal = None
         return self._client.for_each(requests, self._answer, self.options.concurrency)
 
@@ -229,10 +224,8 @@ class ServerWriter:
             variable = self.options.api_key_env
             return f"Check the key in ${variable}" if variable else f"Give a key with {self.names.key}"
         if status == 404:
-            return (
-                f"Check that {self.names.server} is the base URL (often it ends in /v1) and serves a model named "
-                f"{self.options.model}"
-            )
+            advice = f"Check that {self.names.server} is the base URL (often it ends in /v1)"
+            return f"{advice} and serves a model named {self.options.model}"
         return self.names.after_failure
 
 
