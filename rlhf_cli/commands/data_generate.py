@@ -89,22 +89,20 @@ def data_generate(
         user = replace(writer, model=user_model, server=user_server, api_key_env=user_api_key_env)
     elif user_server is not None or user_api_key_env is not None:
         raise ConfigError("--user-model: is missing. Give the model's name on the --user-server")
-    placeholder, built_in = TEMPLATES.get(task, ("prompt", None))
+    placeholder, built_in = TEMPLATES.get(task, ("prompt", ""))
     text = read_template(template, [placeholder]) or built_in
     if user_model is not None and task != "dialogues":
         raise ConfigError(f"--user-model: does nothing with --task {task}. Remove it, or give --task dialogues")
     refuse_own_output(source, output.out)
+    if task == "prompts" and output.num is None:
+        raise ConfigError("--num: is missing. Say how many prompts to write")
     num_answers = samples if task == "samples" else 1
-    settings: dict[str, Any] = {"task": task, "data": data_digest(source), "template": text, **writer.settings()}
+    own: dict[str, Any] = {"num_answers": num_answers}
     if task == "prompts":
-        if output.num is None:
-            raise ConfigError("--num: is missing. Say how many prompts to write")
-        settings |= {"num_seeds": seeds, "similarity": similarity}
+        own = {"num_seeds": seeds, "similarity": similarity}
     elif task == "dialogues":
-        settings |= {"num_turns": turns, "user": user.settings()}
-    else:
-        settings |= {"num_answers": num_answers}
-    origin = {"model": writer.model, "temperature": writer.temperature, "seed": writer.seed}
+        own = {"num_turns": turns, "user": user.settings()}
+    settings = {"task": task, "data": data_digest(source), "template": text or None, **writer.settings(), **own}
     display = Display("generate", quiet=output.quiet)
 
     def read() -> Iterator[Record | Dropped]:
@@ -116,21 +114,17 @@ def data_generate(
 
     def answer(models: tuple[Writer, Writer], numbered: Sequence[tuple[int, Record]]) -> list[Outcome]:
         if task != "dialogues":
-            return _answers(models[0], numbered, task, text, num_answers, origin)
-        assert text is not None
-        about = {"model": writer.model, "user_model": user.model, **origin}
+            return _answers(models[0], numbered, task, text, num_answers, writer.origin)
+        about = {"model": writer.model, "user_model": user.model, **writer.origin}
         return write_dialogues(*models, numbered, turns, text, about)
 
     with Output(output.out, settings, restart=output.restart) as rows:
         if task == "prompts":
-            assert text is not None
-            assert output.num is not None
-            found = (item for item in items(source, "ppo", reading.on_bad_row) if not isinstance(item, Dropped))
-            write_prompts(rows, list(found), output.num, writer, text, seeds, similarity, display)
+            found = [item for item in items(source, "ppo", reading.on_bad_row) if isinstance(item, Record)]
+            write_prompts(rows, found, output.num or 0, writer, text, seeds, similarity, display)
         else:
-            each_item(
-                rows, read, open_models, answer, display, chunk=writer.chunk, only_missing=writer.server is not None
-            )
+            is_served = writer.server is not None
+            each_item(rows, read, open_models, answer, display, chunk=writer.chunk, only_missing=is_served)
         ended = [row.get("ended", True) for row in rows.rows()]
         each = [one for some in ended for one in (some if isinstance(some, list) else [some])]
         num_cut, num_lost = each.count(False), num_answers * len(ended) - len(each)
@@ -149,14 +143,15 @@ def _answers(
     writer: Writer,
     numbered: Sequence[tuple[int, Record]],
     task: Task,
-    template: str | None,
+    template: str,
     num_answers: int,
     origin: dict[str, Any],
 ) -> list[Outcome]:
     requests = []
     for n, record in numbered:
-        own = record.messages or (Message("user", record.prompt),)
-        asked = own if template is None else (Message("user", fill(template, prompt=record.prompt)),)
+        asked = record.messages or (Message("user", record.prompt),)
+        if template:
+            asked = (Message("user", fill(template, prompt=record.prompt)),)
         requests += [Request(asked, (n, k)) for k in range(num_answers)]
     answers = iter(writer.write(requests))
     return [_row(record, list(islice(answers, num_answers)), task, origin) for _, record in numbered]
@@ -172,10 +167,10 @@ def _row(record: Record, answers: list[Written | Failure], task: Task, origin: d
     if len(written) < needed:
         return Dropped("empty answers")
     texts, ended = [answer.text for answer in written], [answer.ended for answer in written]
-    if task == "demonstrations":
-        return {"prompt": prompt_column(record), "response": texts[0], "ended": ended[0], **origin}
     # Scores of null, because a list of answers without scores means a ranking, best first.
-    columns = {"responses": texts, "scores": [None] * len(texts), "ended": ended}
+    columns: dict[str, Any] = {"responses": texts, "scores": [None] * len(texts), "ended": ended}
+    if task == "demonstrations":
+        columns = {"response": texts[0], "ended": ended[0]}
     return {"prompt": prompt_column(record), **columns, **origin}
 
 
@@ -201,15 +196,15 @@ def write_prompts(
 ) -> None:
     """Ask in rounds until there are `num` new prompts, as Self-Instruct does (Wang et al. 2023).
 
-    Each line stores its round. A prompt that nearly duplicates a seed or an earlier prompt is dropped. When a run
-    resumes, a local model repeats the last chunk of rounds, so that the same prompts are compared with the same set.
-    A server gives different answers each time, so it is asked for the next chunk.
+    Each line stores its round. A prompt that nearly duplicates a seed or an earlier prompt is dropped. A resumed local
+    model repeats the last chunk of rounds, so that the same prompts are compared with the same set. A server gives
+    different answers each time, so it is asked for the next chunk.
     """
     import torch
 
     from rlhf_cli.seeding import generator
 
-    # A seed is on one line: a prompt, the last message of a conversation, or a whole text.
+    # A prompt, the last message of a conversation, or a whole text.
     texts = [one.messages[-1].content if one.messages else one.prompt or one.key for one in records]
     seeds = [" ".join(text.split()) for text in texts]
     if not seeds:
@@ -227,7 +222,6 @@ def write_prompts(
     output.cut_from("round", start)
     known = [(words(text), text) for text in (*seeds, *(row["prompt"] for row in output.rows()))]
     writer = options.open()
-    origin = {"model": options.model, "temperature": options.temperature, "seed": options.seed}
     fruitless = 0
     display.begin(num, "prompt", output.num_rows)
     while output.num_rows < num:
@@ -248,31 +242,27 @@ def write_prompts(
                     output.write(Dropped("too similar to another"), {"round": n, "prompt": text, "other": other})
                     continue
                 known.append((words(text), text))
-                output.write({"prompt": text, **origin, "round": n}, {})
+                output.write({"prompt": text, **options.origin, "round": n}, {})
         fruitless = 0 if output.num_rows > before else fruitless + 1
         if fruitless == MAX_FRUITLESS:
-            raise RunError(
-                f"{output.path}: no new prompt in the last {MAX_FRUITLESS * options.chunk} answers; {output.num_rows} "
-                f"of {num} are written, and {output.dropped_path.name} lists the dropped ones. Raise --temperature or "
-                "--similarity, give more seeds, or change --template"
-            )
+            found = f"{output.path}: no new prompt in the last {MAX_FRUITLESS * options.chunk} answers"
+            so_far = f"{output.num_rows} of {num} are written, and {output.dropped_path.name} lists the dropped ones"
+            advice = "Raise --temperature or --similarity, give more seeds, or change --template"
+            raise RunError(f"{found}; {so_far}. {advice}")
         display.step(output.num_rows, [f"dropped {output.num_dropped}"])
         start = rounds.stop
     display.end()
 
 
 def prompts_in(answer: str, *, ended: bool = True) -> list[str]:
-    """The prompts in an answer, one per line, without the last line of an answer that was cut. If any line has a list
-    mark, only lines with one count.
+    """The prompts in an answer, one per line. If any line has a list mark, only such lines count; a cut one never does.
 
     >>> prompts_in("Sure!\\n1. Write a poem.\\n2) Name two rivers.")
     ['Write a poem.', 'Name two rivers.']
     >>> prompts_in("- Name a fish\\n- Name a bi", ended=False)
     ['Name a fish']
     """
-    lines = [line.strip() for line in answer.splitlines()]
-    if not ended:
-        lines = lines[:-1]
+    lines = [line.strip() for line in answer.splitlines()][: None if ended else -1]
     marked = [LIST_MARK.sub("", line, count=1).strip() for line in lines if LIST_MARK.match(line)]
     return [line for line in marked or lines if line]
 
@@ -288,8 +278,8 @@ def near_duplicate(text: str, known: Iterable[tuple[frozenset[str], str]], thres
 
 # ------------------------------------------------------------------------------------------- dialogues
 
-# One model answers, and a second one plays the user (Ding et al. 2023). The first reads the dialogue as
-# messages, the second as text in a template, because a chat model writes answers, and few can write the user's side.
+# One model answers, and a second one plays the user (Ding et al. 2023). The second reads the dialogue as text in a
+# template, because few chat models can write the user's side.
 
 NAMES = {"user": "Person", "assistant": "Assistant"}
 
@@ -309,17 +299,16 @@ class _Dialogue:
 
     def take(self, role: str, answer: Written | Failure) -> None:
         """Add what a model wrote in this role, or end the dialogue behind its last whole exchange."""
-        text, is_whole = "", True
+        text = ""
         if isinstance(answer, Failure):
             self.failure = answer
-        elif role == "user":
-            text = next_message(answer.text, ended=answer.ended)
         else:
-            text, is_whole = answer.text.strip(), answer.ended
+            is_user = role == "user"
+            text = next_message(answer.text, ended=answer.ended) if is_user else answer.text.strip()
+            # An answer that was cut is the last one: SFT learns every answer, and would learn to stop in mid-sentence.
+            self.ended = self.is_open = is_user or answer.ended or not text
         if text:
             self.messages.append(Message(role, text))
-            # An answer that was cut is the last one: SFT learns every answer, and would learn to stop in mid-sentence.
-            self.ended = self.is_open = is_whole
             return
         self.is_open = False
         if role == "assistant" and len(self.messages) > self.num_given:
@@ -349,12 +338,11 @@ def write_dialogues(
         for role in ("user", "assistant") if turn else ("assistant",):
             still_open = [dialogue for dialogue in dialogues if dialogue.is_open]
             if role == "user":
-                texts = [fill(template, dialogue=as_text(dialogue.messages)) for dialogue in still_open]
-                requests = [Request.of(text, d.number, turn, 1) for text, d in zip(texts, still_open, strict=True)]
+                texts = [fill(template, dialogue=as_text(d.messages)) for d in still_open]
+                asked = [Request.of(text, d.number, turn, 1) for text, d in zip(texts, still_open, strict=True)]
             else:
-                requests = [Request(tuple(d.messages), (d.number, turn, 0)) for d in still_open]
-            written = (user if role == "user" else assistant).write(requests)
-            for dialogue, answer in zip(still_open, written, strict=True):
+                asked = [Request(tuple(d.messages), (d.number, turn, 0)) for d in still_open]
+            for dialogue, answer in zip(still_open, (user if role == "user" else assistant).write(asked), strict=True):
                 dialogue.take(role, answer)
     return [dialogue.outcome(origin) for dialogue in dialogues]
 

@@ -91,6 +91,11 @@ class WriterOptions:
         """Items per call. A chunk begins at a multiple of it, so a resumed local model sees the same batches."""
         return 4 * self.concurrency if self.server else self.batch_size
 
+    @property
+    def origin(self) -> dict[str, Any]:
+        """The columns of a row that say where its text comes from."""
+        return {"model": self.model, "temperature": self.temperature, "seed": self.seed}
+
     def settings(self) -> dict[str, Any]:
         """Everything that decides the text. The server's address does not: a resumed job may use another one."""
         if self.server:

@@ -117,10 +117,9 @@ def _build(entry: Path, encoder: RowEncoder[T], longest: int | None) -> Report:
         shutil.rmtree(entry, ignore_errors=True)
         partial.rename(entry)
     except OSError as error:
-        raise DataError(
-            f"{entry.parent}: could not write the tokenised rows ({error.strerror or error}). Free disk space, or set "
-            "the environment variable RLHF_CACHE to another folder"
-        ) from None
+        found = f"{entry.parent}: could not write the tokenised rows ({error.strerror or error})"
+        advice = "Free disk space, or set the environment variable RLHF_CACHE to another folder"
+        raise DataError(f"{found}. {advice}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return report
@@ -304,7 +303,7 @@ class Table(Sequence[T], Generic[T]):
     def lengths(self, name: str) -> np.ndarray:
         """The number of elements of each row's list `name`, [len] int64. Nothing else is read."""
         parts = [np.diff(_buffer(batch.column(name), np.int32, batch.num_rows + 1)) for batch in self._batches]
-        return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
+        return np.concatenate([np.zeros(0, np.int64), *parts])
 
     def present(self, name: str, values: Sequence[int]) -> set[int]:
         """Those of `values` that are in a row's list of integers `name`. Nothing else is read."""
@@ -324,8 +323,8 @@ class TableWriter(Generic[T]):
 
     def __init__(self, path: Path, kind: type[T]):
         self._adapters = _adapters(kind)
-        types = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
-        self._schema = pa.schema([(name, TOKENS.get(type_, pa.large_string())) for name, type_ in types.items()])
+        columns = [(field.name, TOKENS.get(str(field.type), pa.large_string())) for field in fields(kind)]  # type: ignore[arg-type]
+        self._schema = pa.schema(columns)
         self._file = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._file, self._schema)
         self.num_rows = 0
