@@ -53,15 +53,15 @@ def data_convert(
     """Convert rows of any supported format into one file that a stage reads directly."""
     keep = keep or []
     part = rows_of_source(reading.source(path), for_, on_bad_row=reading.on_bad_row)
-    if not out.name.lower().endswith(ENDINGS):
+    source, purpose, lower = part.rows.train[0].path, part.purpose, out.name.lower()
+    if not lower.endswith(ENDINGS):
         raise ConfigError(f"--out: {out}: must end in {', '.join(ENDINGS)}")
     if out.is_symlink() or out.exists():
         raise ConfigError(f"--out: {out}: already exists. Remove it, or give another name")
-    for name in keep:
-        if name in OURS:
-            raise ConfigError(f"--keep: {name}: is one of the columns that are written: {', '.join(OURS)}")
+    if name := next((name for name in keep if name in OURS), None):
+        raise ConfigError(f"--keep: {name}: is one of the columns that are written: {', '.join(OURS)}")
     display = Display("convert", quiet=quiet)
-    report, number, lower = Report(), 0, out.name.lower()
+    report, number = Report(), 0
     first: list[Record] = []
 
     def rows() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -69,13 +69,13 @@ def data_convert(
         nonlocal number
         for side, record in seen_rows(part, report):
             report.kept[side] += 1
-            for row in written_rows(record, part.purpose, report.kinds[part.rows.train[0].path]):
+            for row in written_rows(record, purpose, report.kinds[source]):
                 for name in keep:
                     if name not in record.columns:
                         raise ConfigError(f"--keep: {name}: {record.where} lacks this column, every row must have it")
                     row[name] = record.columns[name]
                 if not first:
-                    _require_same(row, record, part.purpose, keep)
+                    _require_same(row, record, purpose, keep)
                     first.append(record)
                 number += 1
                 yield record.where, row
@@ -89,11 +89,12 @@ def data_convert(
                     lines.write(json_line(row))
         if not first:
             reasons = "; ".join(report.skipped.get("train", {})) or "none has what the stage needs"
-            raise DataError(f"{part.rows.train[0].path}: no row is left to write: {reasons}")
+            raise DataError(f"{source}: no row is left to write: {reasons}")
     display.notes(*report.lines(), f"{out}: {number:,} rows")
     # The columns whose values are not written. Rewards may need them.
-    read = FORMATS[report.kinds[part.rows.train[0].path]].columns if part.purpose != "ppo" else ()
-    kept = {*read, *keep, *(["ended"] if part.purpose != "ppo" and _says_ended(first[0]) else [])}
+    kept = {*keep}
+    if purpose != "ppo":
+        kept |= {*FORMATS[report.kinds[source]].columns, *(["ended"] if _says_ended(first[0]) else [])}
     if lost := [name for name, value in first[0].columns.items() if name not in kept and value != first[0].prompt]:
         more = ", ..." if len(lost) > 20 else ""
         names = ", ".join(shown_name(name) for name in lost[:20])
@@ -121,17 +122,14 @@ def _require_same(row: dict[str, Any], seen: Record, purpose: Purpose, keep: Seq
 def written_rows(record: Record, purpose: Purpose, format: str) -> list[dict[str, Any]]:
     """A row of `format` in our own columns; scored answers give one row each.
 
-    A plain text has no prompt and stays a text, because the whole text identifies the row. Rows with a column `ended`
-    keep it, for the answers that are written.
+    A plain text stays a text, which identifies the row. Rows with a column `ended` keep it, for the answers that are
+    written.
     """
-    is_text = format in ("text", "labelled")
-    rows: list[dict[str, Any]]
+    if format in ("text", "labelled"):
+        return [{"text": record.key, **({"label": record.scores[0]} if record.scores else {})}]
     prompt: dict[str, Any] = {"prompt": prompt_column(record)}
     if purpose == "ppo":
-        return [{"text": record.key} if is_text else prompt]
-    if is_text:
-        labels = [{"label": score} for score in record.scores] or [{}]
-        return [{"text": answer} | label for answer, label in zip(record.texts, labels, strict=True)]
+        return [prompt]
     answers = [turns_of(row.turns[-1:]) if row.messages else row.response for row in record.each()]
     ended: list[Any] = [answer.ended for answer in record.answers]
     if purpose == "rm pairs":
@@ -144,13 +142,11 @@ def written_rows(record: Record, purpose: Purpose, format: str) -> list[dict[str
         rows = [{"messages": turns_of(record.turns)}]
     else:
         rows = [prompt | {"response": answers[0]}]
-    if not _says_ended(record):
-        return rows
-    return [row | {"ended": flag} for row, flag in zip(rows, ended, strict=True)]
+    return [row | {"ended": flag} for row, flag in zip(rows, ended, strict=True)] if _says_ended(record) else rows
 
 
 def _says_ended(record: Record) -> bool:
-    """Whether the row has a column `ended` that says which answers are complete, and not one with another meaning."""
+    """Does a column `ended` say which answers are complete, and nothing else?"""
     ended = record.columns.get("ended")
     return isinstance(ended, bool) or (isinstance(ended, list) and all(isinstance(flag, bool) for flag in ended))
 
@@ -162,12 +158,11 @@ def _write_parquet(rows: Iterable[tuple[str, dict[str, Any]]], file: BinaryIO) -
     writer: pq.ParquetWriter | None = None
     for batch in batched(rows, BATCH):
         try:
-            schema = writer.schema if writer is not None else None
-            table = pa.Table.from_pylist([row for _, row in batch], schema=schema)
+            table = pa.Table.from_pylist([row for _, row in batch], writer and writer.schema)
         except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
             places, reason = f"{batch[0][0]} to {batch[-1][0]}", " ".join(str(error).split())[:200]
             raise DataError(f"{places}: a Parquet column cannot hold these values ({reason}). Write .jsonl") from None
         writer = writer or pq.ParquetWriter(file, table.schema)
         writer.write_table(table)
-    if writer is not None:
+    if writer:
         writer.close()

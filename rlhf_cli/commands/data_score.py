@@ -85,9 +85,6 @@ class Unclear:
     text: str
 
 
-# ------------------------------------------------------------------------------------------- the command
-
-
 @dataclass(frozen=True)
 class JudgeOptions(WriterOptions):
     """The judge: short answers that hardly vary."""
@@ -114,8 +111,8 @@ def data_score(
 ) -> None:
     """Let a language model judge answers: a score for each, or the better of two."""
     # Without --compare each answer gets a number from --min to --max, both included, in the column `score` (`scores` if
-    # the row has several answers). With it, rows of two answers become `chosen` and `rejected`. The judge is asked in
-    # both orders; if it contradicts itself, the row is a tie.
+    # the row has several answers). With it, rows of two answers become `chosen` and `rejected`; if the judge
+    # contradicts itself in the other order, the row is a tie.
     source = reading.source(path)
     if not lowest < highest:
         raise ConfigError(f"--min {lowest:g} --max {highest:g}: --min must be below --max")
@@ -156,9 +153,8 @@ def ask(writer: Writer, questions: Sequence[Request], parse: Callable[[str], Any
             break
         requests = [replace(questions[n], counters=(*questions[n].counters, attempt)) for n in left]
         for n, answer in zip(left, writer.write(requests), strict=True):
-            if isinstance(answer, Failure):
-                results[n] = answer
-            else:
+            results[n] = answer
+            if not isinstance(answer, Failure):
                 parsed = parse(answer.text)
                 results[n] = Unclear(answer.text) if parsed is None else parsed
     return results
@@ -175,41 +171,41 @@ class _Scoring:
 
     def questions(self, number: int, record: Record) -> list[Request]:
         values = {"min": f"{self.lowest:g}", "max": f"{self.highest:g}", "prompt": record.prompt.strip()}
-        texts = [fill(self.template, response=answer.text.strip(), **values) for answer in record.answers]
+        texts = [fill(self.template, response=text.strip(), **values) for text in record.texts]
         return [Request.of(text, number, n) for n, text in enumerate(texts)]
 
     def parse(self, answer: str) -> float | None:
         return number_in(answer, self.lowest, self.highest)
 
     def outcome(self, record: Record, answers: list[Any]) -> Outcome:
-        unusable = _unusable(answers, enough=any(isinstance(answer, float) for answer in answers))
-        if unusable is not None:
+        if unusable := _unusable(answers, enough=any(isinstance(answer, float) for answer in answers)):
             return unusable
         scores = [answer if isinstance(answer, float) else None for answer in answers]
-        texts = [text_of(record, answer.text) for answer in record.answers]
+        texts = [text_of(record, text) for text in record.texts]
+        columns: dict[str, Any] = {"responses": texts, "scores": scores}
         if len(scores) == 1:
-            columns: dict[str, Any] = {"response": texts[0], "score": scores[0]}
-        else:
-            columns = {"responses": texts, "scores": scores}
+            columns = {"response": texts[0], "score": scores[0]}
         return with_columns(record, {"prompt": prompt_column(record), **columns, "judge": self.judge})
 
     def report(self, output: Output, display: Display) -> None:
         values: list[float | None] = []
-        both: list[tuple[float, float]] = []
+        new: list[float] = []
+        own: list[float] = []
         for row in output.rows():
             values += row["scores"] if "scores" in row else [row["score"]]
             before = row.get("score_before")
             if "score" in row and isinstance(before, int | float):
-                both.append((row["score"], before))
+                new.append(row["score"])
+                own.append(before)
         scores = [value for value in values if value is not None]
         if not scores:
             return
         missing = len(values) - len(scores)
         without = f", {missing} answers without a score (null)" if missing else ""
         display.note(f"{len(scores)} scores by {self.judge}, mean {statistics.fmean(scores):.3f}{without}")
-        if len({a for a, _ in both}) > 1 and len({b for _, b in both}) > 1:
-            r = statistics.correlation([a for a, _ in both], [b for _, b in both])
-            display.note(f"correlation with the {len(both)} scores of the input rows: {r:.2f}")
+        if len({*new}) > 1 and len({*own}) > 1:
+            r = statistics.correlation(new, own)
+            display.note(f"correlation with the {len(own)} scores of the input rows: {r:.2f}")
 
 
 def number_in(answer: str, lowest: float, highest: float) -> float | None:
@@ -236,9 +232,7 @@ def letter_in(answer: str) -> Verdict | None:
     ('first', 'second', None)
     """
     letters = set(LETTER.findall(answer))
-    if len(letters) != 1:
-        return None
-    return "first" if letters == {"A"} else "second"
+    return None if len(letters) != 1 else "first" if letters == {"A"} else "second"
 
 
 class _Comparison:
@@ -250,7 +244,7 @@ class _Comparison:
             raise DataError(f"{record.where}: the row has {len(record.answers)} answers, --compare needs exactly two")
 
     def questions(self, number: int, record: Record) -> list[Request]:
-        texts = [answer.text.strip() for answer in record.answers]
+        texts = [text.strip() for text in record.texts]
         if texts[0] == texts[1]:
             return []
         orders = [fill(self.template, prompt=record.prompt.strip(), a=a, b=b) for a, b in (texts, texts[::-1])]
@@ -261,14 +255,13 @@ class _Comparison:
     def outcome(self, record: Record, answers: list[Any]) -> Outcome:
         if not answers:
             return Dropped("both answers are the same text")
-        unusable = _unusable(answers, enough=all(isinstance(answer, str) for answer in answers))
-        if unusable is not None:
+        if unusable := _unusable(answers, enough=all(isinstance(answer, str) for answer in answers)):
             return unusable
         verdicts = {"verdicts": answers}
         tie = answers[0] == answers[1]
         if tie and self.ties == "drop":
             return Dropped("tie", verdicts)
-        texts = [text_of(record, answer.text) for answer in record.answers]
+        texts = [text_of(record, text) for text in record.texts]
         best = 0 if answers[0] == "first" else 1
         columns: dict[str, Any] = {"chosen": texts[best], "rejected": texts[1 - best]}
         if not all(answer.ended for answer in record.answers):
@@ -287,8 +280,7 @@ class _Comparison:
                 ranked += 1
                 agree += verdicts[0] == "first"  # in the first question the row's own choice comes first
         seen += Counter(tuple(drop["verdicts"]) for drop in output.drops() if "verdicts" in drop)
-        total = seen.total()
-        if total == 0:
+        if not (total := seen.total()):
             return
         first, second = seen["first", "first"], seen["second", "second"]
         same = total - first - second

@@ -6,10 +6,7 @@
 A pair is two replies of the policy of the round before. (With a reply of the SFT model as the other one, gold ended
 lower on the one seed that was tried, docs/overoptimization.md.) The reward model of a round learns from its own rows
 and the labels of all rounds so far, and the policy starts again from the SFT model, which arXiv 2505.18126 found the
-most robust start.
-
-Without --labels the round writes samples.jsonl, and the pipeline ends until labels.jsonl is there: from `rlhf label`,
-`rlhf data score --compare` or anything else that writes preferences.
+most robust start. Without --labels the round writes samples.jsonl, and the pipeline ends until labels.jsonl is there.
 """
 
 from __future__ import annotations
@@ -73,19 +70,14 @@ class Rounds:
         if not isinstance(rm, RMConfig) or not isinstance(ppo, PPOConfig):
             raise ConfigError("--rounds: trains the reward model and PPO again, so it needs rm.yaml and ppo.yaml")
         if "rm" not in ppo.needs:
-            raise ConfigError(
-                "--rounds: ppo.yaml has no reward from the run's own rm stage (`type: reward_model` without `path`), "
-                "so labels would change nothing. Add one"
-            )
+            found = "ppo.yaml has no reward from the run's own rm stage (`type: reward_model` without `path`)"
+            raise ConfigError(f"--rounds: {found}, so labels would change nothing. Add one")
         if not rm.is_pairwise:
             raise ConfigError(f"--rounds: labels are pairs, and rm.yaml has loss: {rm.loss}. Use a pairwise loss")
         if rm.data.split is not None:
-            raise ConfigError(
-                "--rounds: data.split of rm.yaml would leave out the labels, whose prompts are PPO's. Give the reward "
-                "model a file of its own"
-            )
-        reward = None if labels is None else _reward(labels, ppo)
-        return cls(reward, num_pairs or PAIRS)
+            found = "data.split of rm.yaml would leave out the labels, whose prompts are PPO's"
+            raise ConfigError(f"--rounds: {found}. Give the reward model a file of its own")
+        return cls(None if labels is None else _reward(labels, ppo), num_pairs or PAIRS)
 
     def prepare(self, number: int, before: str, folder: Path, *, display: Display, again: str, restart: bool) -> bool:
         """Write the pairs of a round into its folder; returns whether they have their labels.
@@ -108,7 +100,7 @@ class Rounds:
         return False
 
     def overrides(self, configs: Mapping[str, Stage], root: str, number: int) -> dict[str, list[str]]:
-        """What the stages of a round have that differs from the first: their directory, and all labels so far."""
+        """The settings of a round's stages that differ from the first: their directory, and all labels so far."""
         rm = configs["rm"]
         assert isinstance(rm, RMConfig)
         place = f"artifacts={root}/rounds/{number}"
@@ -127,13 +119,10 @@ class Rounds:
         assert isinstance(config, PPOConfig)
         options = ResponseOptions(seed=derived_seed(config.seed, "round", number), device=config.device)
         judge = None if self.labels is None else RewardSet(named_rewards([self.labels], "", 0))
-        data = config.data
-        rows_of_prompts = (
-            with_prompt(item)
-            for source in data.train
-            for item in items(source, "ppo", data.on_bad_row, prompt, prompt_words=data.prompt_words)
-        )
-        every = [item for item in rows_of_prompts if isinstance(item, Record)]
+        data, every = config.data, []
+        for source in data.train:
+            found = items(source, "ppo", data.on_bad_row, prompt, prompt_words=data.prompt_words)
+            every += [item for item in map(with_prompt, found) if isinstance(item, Record)]
         first = (number - 2) * self.num_pairs  # each round takes the next prompts, and starts over at the end
         records = [every[(first + n) % len(every)] for n in range(min(self.num_pairs, len(every)))]
 
@@ -189,10 +178,10 @@ def _pair(record: Record, *replies: Outcome) -> Outcome:
     both = [reply for reply in replies if isinstance(reply, dict)]
     if len(both) < len(replies):
         return next(reply for reply in replies if not isinstance(reply, dict))
-    texts = [reply["response"].strip() for reply in both]
-    if not all(texts):
+    texts = {reply["response"].strip() for reply in both}
+    if "" in texts:
         return Dropped("a reply is blank")
-    if texts[0] == texts[1]:
+    if len(texts) == 1:
         return Dropped("the replies are equal")
     row: dict[str, Any] = {"prompt": prompt_column(record)}
     if "score" not in both[0]:
@@ -207,7 +196,7 @@ def _pair(record: Record, *replies: Outcome) -> Outcome:
 
 
 def _are_complete(labels: Path, samples: Path) -> bool:
-    """Whether every pair has a label, or is said to have none. Raises ConfigError for labels of other pairs."""
+    """Does every pair have a label, or a reason without one? Raises ConfigError for labels of other pairs."""
     if not labels.is_file():
         return False
     settings = labels.with_name(labels.name + ".settings")

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.length import reply_length
 from rlhf_cli.data.cache import Table, Tokenised
-from rlhf_cli.data.encode import Skipped, encode_for_classifier, fit, last_run, too_short
+from rlhf_cli.data.encode import Skipped, encode_for_classifier, fit, last_run
 from rlhf_cli.data.encoders import RowEncoder, Tokens
 from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.data.special_tokens import special_tokens_of
@@ -69,7 +69,7 @@ class TargetScale:
 
 
 class AnswerEncoder(RowEncoder[T], Generic[T]):
-    """What rankings and scored answers share: each answer becomes one sequence, prompt, answer and EOS.
+    """Each answer of a ranking or of a scored row becomes one sequence: prompt, answer and EOS.
 
     A causal model is read at its last token, so a sequence is cut between prompt and answer as in SFT. An encoder
     model reads a whole text: its own tokenizer adds special tokens and cuts.
@@ -105,7 +105,7 @@ class AnswerEncoder(RowEncoder[T], Generic[T]):
             fitting = fit(ids, answer_mask, limits, self.tokenizer.bos_token_id)
             return fitting if isinstance(fitting, Skipped) else fitting[0]
         if limits.min_response_length and self.answer_length(row, tokens) < limits.min_response_length:
-            return too_short(limits)
+            return limits.too_short
         if len(ids) <= limits.max_length:
             return ids
         if limits.truncation == "drop":
@@ -122,15 +122,14 @@ class RankingEncoder(AnswerEncoder[RankedIds]):
 
     def items(self, row: Record, sequences: Sequence[Tokens]) -> list[RankedIds | Skipped]:
         cut = [self.cut(one, tokens) for one, tokens in zip(row.each(), sequences, strict=True)]
-        skipped = [each for each in cut if isinstance(each, Skipped)]
+        kept = [ids for ids in cut if not isinstance(ids, Skipped)]
         uncut = [ids for ids, _ in sequences]
-        if skipped:
+        if skipped := [each for each in cut if isinstance(each, Skipped)]:
             # The limit that keeps a ranking must keep each answer, and a difference between them.
             needs = [each.needs for each in skipped if each.needs is not None]
             if self.limits.truncation == "right":
                 needs.append(common_prefix(uncut) + 1)
             return [replace(skipped[0], needs=max(needs) if all(each.needs for each in skipped) else None)]
-        kept = [ids for ids in cut if not isinstance(ids, Skipped)]
         different = [i for i, ids in enumerate(kept) if ids not in kept[:i]]
         if len(different) < 2 and all(ids == uncut[0] for ids in uncut):
             return [Skipped("its answers are the same tokens")]
@@ -168,8 +167,8 @@ class LabelledPairs(Sequence[RankedIds]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         higher, lower = (self.items[i] for i in self.pairs[index])
-        texts = (higher.row.prompt + higher.row.response, lower.row.prompt + lower.row.response)
-        return RankedIds([higher.ids, lower.ids], Record("", higher.row.where, tuple(map(Answer, texts)), ranked=True))
+        answers = tuple(Answer(one.row.prompt + one.row.response) for one in (higher, lower))
+        return RankedIds([higher.ids, lower.ids], Record("", higher.row.where, answers, ranked=True))
 
 
 def answer_encoder(
@@ -182,24 +181,17 @@ def answer_encoder(
 
 def labelled_pairs(found: Tokenised[ScoredIds], seed: int) -> Any:
     """The sides of tokenised rows with one label each, as `LabelledPairs`."""
-    pairs: dict[str, Any] = {
-        name: LabelledPairs(getattr(found, name), generator(seed, f"pairs of {name}")) for name in SIDES
-    }
-    return replace(found, **pairs)
+    sides: Any = {name: LabelledPairs(getattr(found, name), generator(seed, f"pairs of {name}")) for name in SIDES}
+    return replace(found, **sides)
 
 
 def require_labels(train: Table[ScoredIds], *held_out: Table[ScoredIds]) -> None:
-    """Check the scores for `loss: bce`: labels from 0 (bad) to 1 (good), and training rows of more than one label.
-
-    Raises DataError with the first row that has another score.
-    """
+    """Raise DataError unless `loss: bce` can learn the scores: from 0 (bad) to 1 (good), and not all alike."""
     for side in (train, *held_out):
         for number, score in enumerate(side.numbers("score").tolist()):
             if not 0 <= score <= 1:
-                raise DataError(
-                    f"{side[number].row.where}: the label is {score:g}, loss: bce needs labels from 0 (bad) to 1 "
-                    "(good). For other scores set loss: mse"
-                )
+                found = f"the label is {score:g}, loss: bce needs labels from 0 (bad) to 1 (good)"
+                raise DataError(f"{side[number].row.where}: {found}. For other scores set loss: mse")
     labels = train.numbers("score")
     if labels.min() == labels.max():
         raise DataError(f"every label of the training rows is {labels[0]:g}, loss: bce needs good and bad rows")

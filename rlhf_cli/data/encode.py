@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
+from rlhf_cli.data.paths import reason
 from rlhf_cli.data.records import Message, Record
 from rlhf_cli.data.special_tokens import SpecialTokens, cut_behind_eos, special_tokens_of
 from rlhf_cli.errors import ArtifactError, DataError
@@ -50,6 +51,10 @@ class LengthLimits:
     truncation: Literal["drop", "left", "right"] = "drop"
     min_response_length: int = 0
 
+    @property
+    def too_short(self) -> Skipped:
+        return Skipped(f"answers of fewer than {self.min_response_length} tokens")
+
 
 def fit(
     ids: list[int], answer_mask: list[bool], limits: LengthLimits, bos: int | None
@@ -65,7 +70,7 @@ def fit(
     Skipped(reason='longer than 3 tokens, and so is its answer', needs=4)
     """
     if sum(answer_mask) < limits.min_response_length:
-        return too_short(limits)
+        return limits.too_short
     longest = limits.max_length
     if len(ids) <= longest:
         return ids, answer_mask
@@ -77,17 +82,10 @@ def fit(
             first_answer = answer_mask.index(True) if any(answer_mask) else len(ids) - 1
             return Skipped(f"longer than {longest} tokens before its answer", needs=first_answer + 1)
         return ids[:longest], answer_mask[:longest]
-    first = [ids[0]] if ids[0] == bos and longest > 1 else []
-    start = len(ids) - longest + len(first)
-    answer_start = len(ids) - last_run(answer_mask)
-    if (answer_start <= start and not first) or answer_start < start:
-        return Skipped(f"longer than {longest} tokens, and so is its answer", needs=last_run(answer_mask) + 1)
-    return first + ids[start:], [False] * len(first) + answer_mask[start:]
-
-
-def too_short(limits: LengthLimits) -> Skipped:
-    """The reason to skip a row with an answer below `limits.min_response_length`."""
-    return Skipped(f"answers of fewer than {limits.min_response_length} tokens")
+    if (num_answer := last_run(answer_mask)) >= longest:
+        return Skipped(f"longer than {longest} tokens, and so is its answer", needs=num_answer + 1)
+    num_first = int(ids[0] == bos and longest > 1)
+    return cut(ids, longest, "left", bos), [False] * num_first + answer_mask[len(ids) - longest + num_first :]
 
 
 def fit_prompt(ids: list[int], limits: LengthLimits, bos: int | None) -> list[int] | Skipped:
@@ -144,24 +142,22 @@ class RowText:
 
     @property
     def marks(self) -> SpecialTokens | None:
-        """What marks special tokens in the rows' own text, for `SpecialTokens.encode`. None if they stay special."""
+        """Marks special tokens in the rows' own text, for `SpecialTokens.encode`. None if they stay special."""
         return None if self.keep_special else special_tokens_of(self.tokenizer)
 
     def is_chat(self, row: Record) -> bool:
-        """Whether a row is written in the chat template: a conversation is, if the tokenizer has one."""
+        """Is a row written in the chat template? A conversation is, if the tokenizer has one."""
         template = self.template
         return bool(row.messages) and (template == "chat" or (template is None and bool(self.tokenizer.chat_template)))
 
     # --------------------------------------------------------------------------------------------- text
 
     def prompt(self, row: Record, *, marked: bool = False) -> str:
-        """What comes before the answer. A text to be encoded has the special tokens of the row's own text `marked`."""
+        """The text before the answer. To be encoded, it has the special tokens of the row's own text `marked`."""
         marks = self.marks if marked else None
-        if self.is_chat(row):
-            return chat_text(self.tokenizer, row.messages, marks, generation=True)
-        if self.template == "chat":
-            require_chat_template(self.tokenizer)
-            return chat_text(self.tokenizer, [Message("user", row.prompt)], marks, generation=True)
+        if self.is_chat(row) or self.template == "chat":
+            messages = row.messages or [Message("user", row.prompt)]
+            return chat_text(self.tokenizer, messages, marks, generation=True)
         before, _, after = (self.template or "{prompt}").partition("{prompt}")
         if marks is None:
             return before + row.prompt + after
@@ -199,14 +195,12 @@ class RowText:
         return found
 
     def answer_ids(self, rows: Sequence[Record], *, start: bool = True) -> list[tuple[list[int], list[bool]]]:
-        """(ids, answer mask) of each row with its first answer.
+        """(ids, answer mask) of each row with its first answer. The mask has EOS, and each assistant turn of a chat.
 
-        The mask includes EOS, and of a conversation every assistant turn.
-
-        The ids of the prompt are those that a rollout starts from, and the answer has the rest of the whole text's ids.
-        If the tokenizer merges characters across the boundary, the answer is encoded by itself instead, because a
-        policy can only continue after the prompt's ids. An answer that was cut (`ended` is false) gets no EOS: the
-        model would learn to stop where the cut was.
+        A rollout starts from the same ids of the prompt, and the answer has the rest of the whole text's ids. If the
+        tokenizer merges characters across the boundary, the answer is encoded by itself instead, because a policy can
+        only continue after the prompt's ids. An answer that was cut (`ended` is false) gets no EOS: the model would
+        learn to stop where the cut was.
         """
         eos, special = int(self.tokenizer.eos_token_id), special_tokens_of(self.tokenizer)
         plain = [row for row in rows if not self.is_chat(row)]
@@ -234,21 +228,18 @@ class RowText:
         it has not `ended`. A conversation that ends before an answer ends with the template's generation prompt, in
         the same ids that it has when the answer follows.
         """
-        require_chat_template(self.tokenizer)
         marks = self.marks
-        cuts = [(end, kind) for end, m in enumerate(messages) if m.role == "assistant" for kind in ("before", "answer")]
+        # (end of the part in messages, is it an answer?)
+        cuts = [(end, kind) for end, m in enumerate(messages) if m.role == "assistant" for kind in (False, True)]
         if messages[-1].role != "assistant":
-            cuts.append((len(messages), "before"))
+            cuts.append((len(messages), False))
         parts: list[str] = []
         text = ""
-        for end, kind in cuts:
-            answered = kind == "answer"
-            longer = chat_text(self.tokenizer, messages[: end + answered], marks, generation=not answered)
+        for end, is_answer in cuts:
+            longer = chat_text(self.tokenizer, messages[: end + is_answer], marks, generation=not is_answer)
             if not longer.startswith(text):
-                raise DataError(
-                    f"{where}: the chat template rewrites earlier turns, so the tokens of each turn are unknown. "
-                    "Split the conversation into rows with one answer each"
-                )
+                found = "the chat template rewrites earlier turns, so the tokens of each turn are unknown"
+                raise DataError(f"{where}: {found}. Split the conversation into rows with one answer each")
             parts.append(longer[len(text) :])
             text = longer
         if not ended:
@@ -258,9 +249,9 @@ class RowText:
         ids: list[int] = []
         answer_mask: list[bool] = []
         encoded = special_tokens_of(self.tokenizer).encode(parts, add_special_tokens=False)
-        for part, (_, kind) in zip(encoded, cuts, strict=True):
+        for part, (_, is_answer) in zip(encoded, cuts, strict=True):
             ids += part
-            answer_mask += [kind == "answer"] * len(part)
+            answer_mask += [is_answer] * len(part)
         if messages[-1].role != "assistant" or not ended:
             return ids, answer_mask
         eos = int(self.tokenizer.eos_token_id)
@@ -276,8 +267,8 @@ def encode_for_classifier(
 ) -> list[list[int]]:
     """Encode whole texts with the special tokens that an encoder model expects.
 
-    A text longer than `max_length` loses its beginning, because the response to judge is at the end. With side
-    "right" it loses its end. Special tokens that `SpecialTokens.protect` marked in a text are read as text.
+    A text longer than `max_length` loses its beginning, because the response to judge is at the end, or with side
+    "right" its end. Special tokens that `SpecialTokens.protect` marked are read as text.
     """
     limit = max_length if max_length is not None and max_length < 10**9 else None
     return special_tokens_of(tokenizer).encode(texts, add_special_tokens=True, max_length=limit, side=side)
@@ -295,6 +286,7 @@ def chat_text(
     `generation` adds the beginning of the assistant's next message. With `special`, the special tokens of the
     messages' own text are marked.
     """
+    require_chat_template(tokenizer)
     protect = str if special is None else special.protect
     plain = [{"role": m.role, "content": protect(m.content)} for m in messages]
     template = str(tokenizer.chat_template)
@@ -309,8 +301,8 @@ def chat_text(
         return text
     except Exception as error:
         # The template is a program that comes with the tokenizer. It runs in a sandbox and may raise anything.
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise DataError(f"the tokenizer's chat template fails: {reason}. Give data.prompt_template instead") from None
+        found = f"the tokenizer's chat template fails: {reason(error)}"
+        raise DataError(f"{found}. Give data.prompt_template instead") from None
     finally:
         if not is_known:
             sys.settrace(before)

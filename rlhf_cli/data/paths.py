@@ -19,11 +19,9 @@ NOT_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "sta
 def find_files(path: str) -> list[Path]:
     """The files that a path names, sorted; an empty list if the path can only be a hub dataset's id.
 
-    A folder gives its own files but not those of subfolders, because `train/` and `test/` would be mixed without
-    notice; use a glob for them, `**/*.jsonl`. Folders and globs give only files with a known ending and no hidden
-    ones. They give .txt files only if there is nothing else, because licences and notes are .txt too.
-
-    Raises DataError if nothing is found.
+    A folder gives no files of subfolders, because `train/` and `test/` would be mixed without notice; use a glob for
+    them, `**/*.jsonl`. Folders and globs give only files with a known ending and no hidden ones, and .txt files only if
+    there is nothing else, because licences and notes are .txt too. Raises DataError if nothing is found.
     """
     given = Path(path)
     try:
@@ -37,23 +35,17 @@ def find_files(path: str) -> list[Path]:
         elif any(sign in path for sign in "*?["):
             found, fault = list(Path(given.anchor).glob(str(given.relative_to(given.anchor)))), "no data file matches"
         elif path.lower().endswith(SUFFIXES) or path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise DataError(
-                f"{shown_path(path)}: no such file (relative to {Path.cwd()}). "
-                "Give an existing path or a hub dataset's id"
-            )
+            fault = f"{shown_path(path)}: no such file (relative to {Path.cwd()})"
+            raise DataError(f"{fault}. Give an existing path or a hub dataset's id")
         else:
             return []
         # Hidden names that the path itself contains are intended.
-        visible = [file for file in found if not any(p[0] == "." and p not in given.parts for p in file.parts)]
-        files = [
-            file
-            for file in visible
-            if file.name.lower().endswith(SUFFIXES) and file.name not in NOT_ROWS and file.is_file()
-        ]
+        found = [file for file in found if not any(p[0] == "." and p not in given.parts for p in file.parts)]
+        named = [file for file in found if file.name.lower().endswith(SUFFIXES) and file.name not in NOT_ROWS]
+        files = [file for file in named if file.is_file()]
     except (OSError, ValueError, NotImplementedError) as error:
-        raise DataError(
-            f"{shown_path(path)}: cannot be looked up ({reason(error)}). Check the path and its permissions"
-        ) from None
+        fault = f"cannot be looked up ({reason(error)})"
+        raise DataError(f"{shown_path(path)}: {fault}. Check the path and its permissions") from None
     if not files:
         advice = f" To read subfolders, use a glob: {shown_path(path)}/**/*.jsonl" if given.is_dir() else ""
         raise DataError(f"{shown_path(path)}: {fault}. Its name must end in {', '.join(KINDS)}.{advice}")
@@ -90,7 +82,7 @@ def shown_path(path: str | Path) -> str:
     return str(path) if str(path).isprintable() else ascii(str(path))
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """An exception's reason on one short line."""
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
     words = " ".join(text.replace("'\t'", "a tab").split())

@@ -1,4 +1,4 @@
-"""What happened to the rows of a stage: how many were read, kept and skipped, and why."""
+"""Counts of the rows of a stage: how many were read, kept and skipped, and why."""
 
 from __future__ import annotations
 
@@ -68,24 +68,19 @@ class Report:
         for side, reasons in self.skipped.items():
             total = self.total(side)
             found += [f"{role}.{side}: {n:,} of {total:,} rows skipped: {reason}" for reason, n in reasons.items()]
-        found += [
-            f"{role}.{side}: {n:,} rows have special tokens in their text ({self.special_token}), which are encoded as "
-            "plain text"
-            for side, n in self.special.items()
-        ]
+        found += [f"{role}.{side}: {n:,} rows {self._marked()}" for side, n in self.special.items()]
         return [*found, *(f"skipped: {line}" for line in self.bad)]
 
+    def _marked(self) -> str:
+        return f"have special tokens in their text ({self.special_token}), which are encoded as plain text"
+
     def warnings(self, role: str, length_key: str, longest: int | None = None) -> list[str]:
-        """A warning for each side of which more than a tenth was skipped, and one for special tokens in as many rows,
-        which may be rendered chats."""
+        """A warning for each side of which more than a tenth was skipped, or has special tokens."""
         found = [self.warning(side, f"{role}.{side}", length_key, longest) for side in self.skipped]
+        advice = "If the rows are written in a chat template already, set data.special_tokens: keep"
         for side, number in self.special.items():
             if number > MANY_SKIPPED * self.kept[side]:
-                found.append(
-                    f"{role}.{side}: {number:,} of {self.kept[side]:,} rows have special tokens in their text "
-                    f"({self.special_token}), which are encoded as plain text. If the rows are written in a chat "
-                    "template already, set data.special_tokens: keep"
-                )
+                found.append(f"{role}.{side}: {number:,} of {self.kept[side]:,} rows {self._marked()}. {advice}")
         return [line for line in found if line is not None]
 
     def warning(self, side: str, name: str, length_key: str, longest: int | None = None) -> str | None:
@@ -100,8 +95,7 @@ class Report:
         )
 
     def advice(self, side: str, length_key: str, longest: int | None) -> str:
-        """A sentence with the smallest length limit that keeps 95 % of the items that fit or were skipped for their
-        length; empty if none was too long.
+        """The smallest length limit that keeps 95 % of the items but those skipped for other reasons; "" if all fit.
 
         >>> report = Report(kept=Counter(train=10), needs={"train": Counter({30: 8, 50: 2})})
         >>> report.advice("train", "data.max_length", None)
@@ -120,7 +114,5 @@ class Report:
     def nothing_left(self, role: str, side: str, length_key: str, longest: int | None) -> DataError:
         """The error for a side whose rows were all skipped."""
         reasons = "; ".join(f"{n:,} {reason}" for reason, n in self.skipped.get(side, {}).items())
-        return DataError(
-            f"{role}.{side}: none of {self.rows[side]:,} rows can be used: {reasons or 'no row fits the stage'}."
-            f"{self.advice(side, length_key, longest)}"
-        )
+        found = f"none of {self.rows[side]:,} rows can be used: {reasons or 'no row fits the stage'}"
+        return DataError(f"{role}.{side}: {found}.{self.advice(side, length_key, longest)}")

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tokenizers import AddedToken, Tokenizer
 
+from rlhf_cli.data.paths import reason
 from rlhf_cli.errors import DataError
 
 if TYPE_CHECKING:
@@ -84,15 +85,11 @@ class SpecialTokens:
         return before + after
 
     def protect_within(self, rendered: str, own_texts: Iterable[str]) -> str:
-        """A rendered text with marks in those parts that are `own_texts` of a row.
+        """A rendered text with marks in the `own_texts` of a row.
 
-        If a template changed an own text with a special token so that it is not found, every special token of the
-        rendered text is marked.
+        If a template changed such a text, so that it is not found, every special token of the rendered text is marked.
         """
-        for own in own_texts:
-            if self.first_in([own]) is None:
-                continue
-            core = own.strip()
+        for core in (own.strip() for own in own_texts if self.first_in([own]) is not None):
             if core not in rendered:
                 return self.protect(rendered)
             rendered = rendered.replace(core, self.protect(core))
@@ -131,13 +128,10 @@ class SpecialTokens:
             # A pattern of the tokenizer that gives up on a text ends in a panic of Rust, which is no Exception.
             if type(error).__name__ != "PanicException":
                 raise
-            reason = " ".join(str(error).split())[:200]
-            raise DataError(f"the tokenizer fails on a text ({reason}). Correct tokenizer.json") from None
-        rest = iter(encoded)
-        return [
-            list(next(rest)) if EDGE not in text else self._split(text, add_special_tokens, max_length, side)
-            for text in texts
-        ]
+            raise DataError(f"the tokenizer fails on a text ({reason(error)}). Correct tokenizer.json") from None
+        rest = map(list, encoded)
+        split = functools.partial(self._split, add_special_tokens=add_special_tokens, max_length=max_length, side=side)
+        return [split(text) if EDGE in text else next(rest) for text in texts]
 
     def _split(self, text: str, add_special_tokens: bool, max_length: int | None, side: str) -> list[int]:
         from transformers import PreTrainedTokenizerFast
@@ -150,17 +144,15 @@ class SpecialTokens:
                 break
         else:
             token = next((self._marked(match) for match in MARK.finditer(text) if match[1]), "a special token")
-            raise DataError(
-                f"the text contains {token!r}, which this tokenizer cannot read as plain text. Remove it from the "
-                "data, or set data.special_tokens: keep"
-            )
+            found = f"the text contains {token!r}, which this tokenizer cannot read as plain text"
+            raise DataError(f"{found}. Remove it from the data, or set data.special_tokens: keep")
         if max_length is not None:
             room = max(0, max_length - len(before) - len(after))
             ids = ids[:room] if side == "right" else ids[max(0, len(ids) - room) :]
         return [*before, *ids, *after]
 
     def _makes_special(self, text: str, ids: Sequence[int]) -> bool:
-        """Whether `ids` have more special tokens than the template wrote into `text`, unknown characters aside."""
+        """Do `ids` have more special tokens than the template wrote into `text`, unknown characters aside?"""
         special = {*self.ids} - {self.tokenizer.unk_token_id}
         written = [self.ids[self._number[match[0]]] for match in self._pattern.finditer(text)]
         return sum(i in special for i in ids) > sum(i in special for i in written)

@@ -1,8 +1,8 @@
-"""Which rows a stage uses: parts of a source, each stage's share, the held-out set, and a source's weight.
+"""The rows that a stage uses: parts of a source, each stage's share, the held-out set, and a source's weight.
 
-All of these are decided by hashes of a row's prompt. Rows with equal prompts are always in the same part, in the same
-share and on the same side of the split, whatever else the data holds. `Drawn` draws the held-out rows that are
-measured, by a hash of the whole row.
+Hashes of a row's prompt decide all of these. Rows with equal prompts are always in the same part, in the same share and
+on the same side of the split, whatever else the data holds. `Drawn` draws the held-out rows that are measured, by a
+hash of the whole row.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def is_held_out(data: Rows, prompt: str) -> bool:
 
 
 def num_copies(weight: float, prompt: str) -> int:
-    """How often a row occurs in an epoch: `weight` times, where the hash decides about the fractional part."""
+    """How often a row occurs in an epoch: `weight` times. The hash decides about the fractional part."""
     integer, fraction = divmod(weight, 1)
     return int(integer) + (_fraction(b"weight\0", prompt) < fraction)
 
@@ -85,20 +85,18 @@ class Drawn(list[T]):
     def __init__(self, rows: Sequence[T], most: int, seed: int, sources: Sequence[DataSource] = ()):
         """`rows` are examples, or items with the Record that they come from; `sources` are where they come from."""
         self.total = len(rows)
-        numbers = list(range(self.total))
+        self.numbers = list(range(self.total))
+        """The number of each row among all of them."""
         if self.total > most:
             hashes = [derived_seed(seed, f"held-out rows\0{_content(row)}") for row in rows]
-            numbers = sorted(sorted(numbers, key=hashes.__getitem__)[:most])
-        super().__init__(rows[i] for i in numbers)
-        self.numbers = numbers
-        """The number of each row among all of them."""
+            self.numbers = sorted(sorted(self.numbers, key=hashes.__getitem__)[:most])
+        super().__init__(rows[i] for i in self.numbers)
         self.by_source: dict[str, list[int]] = {}
         """The numbers of the rows from each source; empty if there is one source only."""
         if len(sources) > 1:
             names = _source_names(sources)
-            for i, row in enumerate(self):
-                item: Any = row
-                where = re.sub(r"(:| row )\d+$", "", getattr(item, "row", item).where)
+            for i, item in enumerate(self):
+                where = re.sub(r"(:| row )\d+$", "", getattr(item, "row", item).where)  # type: ignore[union-attr]
                 self.by_source.setdefault(names.get(where, where), []).append(i)
 
     def __str__(self) -> str:
@@ -127,10 +125,9 @@ class HeldOutRows(Generic[T]):
             if len(rows) < rows.total
         ]
         if choice is not None and self.test and not self.validation:
-            lines.append(
-                f"{choice} chooses by the test rows that the last figures are measured on, so those of the chosen "
-                "model are too good. Set data.validation to choose by other rows"
-            )
+            found = f"{choice} chooses by the test rows that the last figures are measured on"
+            advice = "Set data.validation to choose by other rows"
+            lines.append(f"{found}, so those of the chosen model are too good. {advice}")
         return lines
 
 
@@ -143,7 +140,7 @@ def held_out_rows(found: Any, data: Rows, most: int, seed: int) -> HeldOutRows[A
 
 
 def _content(item: Any) -> str:
-    """What a row says, without where it stands: its prompt, messages and answers, or the tokens of an example."""
+    """The content of a row, without its place: its prompt, messages and answers, or the tokens of an example."""
     row = getattr(item, "row", item)
     if isinstance(row, Record):
         ranked = row.texts if row.ranked else None
