@@ -36,10 +36,10 @@ from transformers import PreTrainedTokenizerBase
 import rlhf_cli
 from rlhf_cli.algorithms.statistics import distinct_n
 from rlhf_cli.config.rewards import OWN_REWARD_MODEL
-from rlhf_cli.data.batches import Budget, chunks
+from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.encode import RowText
 from rlhf_cli.data.encoders import PromptRow
-from rlhf_cli.data.records import Record
+from rlhf_cli.data.records import Record, batched
 from rlhf_cli.models.cost import CPU_TOKENS
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
 from rlhf_cli.processes.environment import set_up_process
@@ -195,7 +195,7 @@ def measure(policy_path: Path, run: Path, draws: int, num_prompts: int | None = 
                 recompute=True,
                 with_values=False,
             )
-            for part in chunks(range(len(prompts)), batch_size)
+            for part in batched(range(len(prompts)), batch_size)
         ]
         responses = [response for rollout in rollouts for response in rollout.responses]
         ended = [response.ended for response in responses]

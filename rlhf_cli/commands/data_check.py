@@ -15,7 +15,7 @@ import textwrap
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,12 +25,11 @@ from rich.text import Text
 
 from rlhf_cli.algorithms.counts import longer_wins, wilson_interval
 from rlhf_cli.commands.options import SOURCE_HELP, For, Format, Keys, OnBadRow, SourceOptions
-from rlhf_cli.commands.output import batched
 from rlhf_cli.config.by_stage import load_stage_config, stage_of
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.encode import LengthLimits, Skipped, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder, RowEncoder
-from rlhf_cli.data.records import Record
+from rlhf_cli.data.records import Record, batched
 from rlhf_cli.data.row_counts import DUPLICATE, MANY_SKIPPED, Report
 from rlhf_cli.data.splits import SIDES
 from rlhf_cli.data.stage_rows import StageRows, records, rm_purpose, row_digest, rows_of_stage
@@ -128,26 +127,20 @@ def data_check(
     Exit code 0: every row can be read. 1: some rows cannot. 2: the source or an option is wrong.
     """
     specs, tokenizer_path = rows.read(test)
-    tokenizer = None
-    if tokenizer_path is not None:
-        from rlhf_cli.models.load import load_tokenizer
-
-        tokenizer_path = model_directory(tokenizer_path)
-        tokenizer = load_tokenizer(tokenizer_path)
+    encoders = encoders_of(specs, tokenizer_path)
     console = new_console()
     check = Check()
     try:
         # A line with the count so far, on the error output of a terminal. It disappears at the end.
         with Console(stderr=True).status("reading") as status:
-            for spec in specs:
-                encoder = encoder_of(spec, tokenizer, str(tokenizer_path)) if tokenizer is not None else None
-                for number in check.count(spec, partial(in_tokens, encoder) if encoder is not None else in_words):
+            for spec, encoder in zip(specs, encoders, strict=True):
+                for number in check.count(spec, in_words if encoder is None else partial(in_tokens, encoder)):
                     status.update(f"{number:,} rows")
     except DataError:
         if not as_json:
             print_bad_rows(console, check.bad, check.num_bad)
         raise
-    found = figures(check, specs[0].purpose, "words" if tokenizer is None else "tokens")
+    found = figures(check, specs[0].purpose, "words" if tokenizer_path is None else "tokens")
     if as_json:
         say(json.dumps(found, indent=2))
     else:
@@ -309,9 +302,6 @@ class Side:
         return found
 
 
-# ------------------------------------------------------------------------------------------- measures
-
-
 def in_words(rows: Sequence[Record]) -> list[Measured]:
     """Lengths in words, separated by blanks. Length limits are in tokens, so no row is skipped for its length."""
     return [
@@ -336,8 +326,18 @@ def in_tokens(encoder: RowEncoder, rows: Sequence[Record]) -> list[Measured]:
     return found
 
 
+def encoders_of(specs: Sequence[StageRows], path: str | None) -> Sequence[RowEncoder | None]:
+    """The encoder with which a stage would read each of these rows; None if no tokenizer is known."""
+    if path is None:
+        return [None] * len(specs)
+    from rlhf_cli.models.load import load_tokenizer
+
+    tokenizer = load_tokenizer(path := model_directory(path))
+    return [encoder_of(spec, tokenizer, path) for spec in specs]
+
+
 def encoder_of(rows: StageRows, tokenizer: PreTrainedTokenizerBase, path: str) -> RowEncoder:
-    """The encoder with which the stage would read these rows. `path` is the model that the tokenizer belongs to."""
+    """The encoder of rows. `path` is the model that the tokenizer belongs to."""
     if rows.purpose in ("sft", "ppo"):
         require_eos(tokenizer, path)
         return DemonstrationEncoder(tokenizer, rows) if rows.purpose == "sft" else PromptEncoder(tokenizer, rows)
@@ -400,10 +400,7 @@ class Check(Report):
 
     def _views(self, spec: StageRows) -> Iterator[tuple[str, Record]]:
         """(name of the side, row) of the rows that the stage would encode; the others are counted."""
-        # A weight above 1 would read the same rows again. Duplicates are counted here.
-        once = [source.model_copy(update={"weight": 1.0}) for source in spec.rows.train]
-        rows = spec.rows.model_copy(update={"train": once, "deduplicate": False})
-        for side, record in records(replace(spec, rows=rows), self):
+        for side, record in records(spec.unweighted(deduplicate=False), self):  # duplicates are counted here
             name, counted = self._side(side)
             digest = row_digest(record)
             is_new = digest not in counted.digests

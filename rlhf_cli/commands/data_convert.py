@@ -22,11 +22,11 @@ import typer
 
 from rlhf_cli.commands.data_check import rows_of_source
 from rlhf_cli.commands.options import For, Quiet, Source, SourceOptions
-from rlhf_cli.commands.output import batched, json_line, new_file, prompt_column
+from rlhf_cli.commands.output import json_line, new_file, prompt_column
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.encode import Skipped
 from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
-from rlhf_cli.data.records import Record, Row, shown_name, turns_of
+from rlhf_cli.data.records import Record, Row, batched, shown_name, turns_of
 from rlhf_cli.data.row_counts import Report
 from rlhf_cli.data.stage_rows import StageRows, seen_rows
 from rlhf_cli.errors import ConfigError, DataError

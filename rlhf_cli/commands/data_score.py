@@ -160,9 +160,6 @@ def ask(writer: Writer, questions: Sequence[Request], parse: Callable[[str], Any
     return results
 
 
-# ------------------------------------------------------------------------------------------- a number
-
-
 class _Scoring:
     def __init__(self, template: str, lowest: float, highest: float, judge: str):
         self.template, self.lowest, self.highest, self.judge = template, lowest, highest, judge
@@ -220,9 +217,6 @@ def number_in(answer: str, lowest: float, highest: float) -> float | None:
         if "," not in number and number.count(".") < 2 and lowest <= float(number) <= highest:
             return float(number) + 0.0  # turns -0.0 into 0.0
     return None
-
-
-# ------------------------------------------------------------------------------------------- one of two
 
 
 def letter_in(answer: str) -> Verdict | None:

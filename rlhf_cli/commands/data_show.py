@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
-from rlhf_cli.commands.data_check import RowsOptions, encoder_of, new_console
+from rlhf_cli.commands.data_check import RowsOptions, encoders_of, new_console
 from rlhf_cli.data.encode import Skipped, encode_for_classifier, fit, fit_prompt, last_run
 from rlhf_cli.data.encoders import RowEncoder
 from rlhf_cli.data.formats import read_record, recognise
@@ -21,7 +20,6 @@ from rlhf_cli.data.stage_rows import StageRows, records
 from rlhf_cli.errors import DataError
 from rlhf_cli.printing import printable
 from rlhf_cli.report.progress import Console
-from rlhf_cli.run.artifacts import model_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,21 +42,14 @@ def data_show(
 ) -> None:
     """Show rows as the model sees them: prompt, answer, special tokens, learned tokens."""
     (part, *_), tokenizer_path = rows.read()
-    encoder = None
-    if tokenizer_path is not None:
-        from rlhf_cli.models.load import load_tokenizer
-
-        tokenizer_path = model_directory(tokenizer_path)
-        encoder = encoder_of(part, load_tokenizer(tokenizer_path), tokenizer_path)
+    (encoder,) = encoders_of([part], tokenizer_path)
     screen = Screen(new_console(), part, encoder)
     if row is not None:
         screen.legend()
         screen.show(_numbered(screen, part, row))
         return
     report = Report()
-    once = [source.model_copy(update={"weight": 1.0}) for source in part.rows.train]
-    training = part.rows.model_copy(update={"train": once, "on_bad_row": "skip"})
-    found = records(replace(part, rows=training), report, only="train")
+    found = records(part.unweighted(on_bad_row="skip"), report, only="train")
     for number, (_, record) in enumerate(islice(found, num)):
         if number == 0:
             for path, kind in report.kinds.items():
@@ -78,8 +69,9 @@ def _numbered(screen: Screen, part: StageRows, number: int) -> Record:
                 format_ = recognise(row, source, part.purpose)
             if row.where[len(row.where.rstrip("0123456789")) :] != str(number):
                 continue
-            if isinstance(row, BadRow) or format_ is None:
-                raise DataError(f"{row.where}: {row.reason if isinstance(row, BadRow) else 'unknown keys'}")
+            if isinstance(row, BadRow):
+                raise DataError(f"{row.where}: {row.reason}")
+            assert format_ is not None
             try:
                 return read_record(row, format_, source, prompt_words=part.prompt_words)
             except DataError:
@@ -124,10 +116,8 @@ class Screen:
             for text in (record.prompt, *record.texts):
                 self.body([(text, False, False)])
             return
-        names = [""]
-        if purpose == "rm scores":
-            names = [f"score {score:g}" for score in seen.scores]
-        elif purpose == "rm pairs":
+        names = [f"score {score:g}" for score in seen.scores] or [""]
+        if purpose == "rm pairs":
             ranks = [f"rank {n}" for n in range(1, 1 + len(seen.answers))]
             names = ["chosen", "rejected"] if len(ranks) == 2 else ranks
         if self.encoder is None:

@@ -16,9 +16,8 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
@@ -27,7 +26,7 @@ from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import Purpose
 from rlhf_cli.data.paths import find_files
 from rlhf_cli.data.read import read_records
-from rlhf_cli.data.records import Record, turns_of
+from rlhf_cli.data.records import Record, batched, turns_of
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
 from rlhf_cli.files import digest_file, json_object, read_object
 from rlhf_cli.report.progress import Display
@@ -154,13 +153,6 @@ def each_item(
     display.end()
 
 
-def batched(things: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Lists of `size` things; the last one may be shorter."""
-    things = iter(things)
-    while batch := list(islice(things, size)):
-        yield batch
-
-
 def data_digest(source: DataSource) -> dict[str, Any]:
     """Everything that decides which rows a source gives; of local files their content."""
     files = find_files(source.path)
@@ -177,9 +169,6 @@ def refuse_own_output(source: DataSource, out: Path) -> None:
     inside = target.parent == source_path or fnmatch.fnmatch(str(target), str(source_path))
     if inside or target.resolve() == source_path.resolve():
         raise ConfigError(f"--out: {out}: would be one of the files of {source.path}. Write it to another folder")
-
-
-# ------------------------------------------------------------------------------------------- rows
 
 
 def prompt_column(record: Record) -> str | list[dict[str, str]]:

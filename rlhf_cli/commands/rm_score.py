@@ -20,7 +20,6 @@ from rlhf_cli.commands.options import Quiet, Source, SourceOptions
 from rlhf_cli.commands.output import (
     Dropped,
     OutputRow,
-    batched,
     items,
     json_line,
     new_file,
@@ -31,7 +30,7 @@ from rlhf_cli.commands.output import (
     with_columns,
 )
 from rlhf_cli.commands.rm_serve import RewardModelOptions
-from rlhf_cli.data.records import Answer, Record
+from rlhf_cli.data.records import Answer, Record, batched
 from rlhf_cli.data.stage_rows import ranking
 from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.report.progress import Console, Display

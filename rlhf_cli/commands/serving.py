@@ -6,6 +6,7 @@ arrive, and the requests that wait for the model.
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import concurrent.futures
 import hmac
@@ -111,7 +112,8 @@ class Server:
         """Print the line and serve until SIGTERM, SIGINT or `ended`, then finish the running requests."""
         stop = ended or threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: stop.set())
+            # Not in the handler itself: it may interrupt `wait` below while that holds the lock that `set` waits for.
+            signal.signal(number, lambda *_: _thread.start_new_thread(stop.set, ()))
         # In a thread, because uvicorn in the main thread ends with the signal's own exit code instead of 0.
         thread = threading.Thread(target=self.run, daemon=True)
         thread.start()

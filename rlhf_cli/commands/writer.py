@@ -14,10 +14,10 @@ from typing import Annotated, Any, Protocol
 import typer
 
 from rlhf_cli.commands.options import Device, Seed, TopP
-from rlhf_cli.commands.output import Failure, batched
+from rlhf_cli.commands.output import Failure
 from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.config.rewards import check_url
-from rlhf_cli.data.records import Message, Record, transcript, turns_of
+from rlhf_cli.data.records import Message, Record, batched, transcript, turns_of
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.files import read_text
 from rlhf_cli.rewards.chat_client import OF_DATA, OptionNames, Written, completion_in, completions_url

@@ -35,13 +35,6 @@ def _order(num_rows: int, seed: int, purpose: str, epoch: int) -> torch.Tensor:
     return torch.randperm(num_rows, generator=generator(seed, purpose, epoch))
 
 
-def chunks(items: Sequence[T], size: int | None) -> Iterator[Sequence[T]]:
-    """Consecutive chunks of at most `size` items, or one chunk if size is None."""
-    step = size or max(1, len(items))
-    for at in range(0, len(items), step):
-        yield items[at : at + step]
-
-
 PART_TOKENS = 512
 """Fewest tokens, on average, of the microbatches into which rows are cut for the threads of a CPU. For a model of half
 a million weights two halves of 760 tokens take as long as the whole on one core, of 440 9 % longer, of 280 16 %."""

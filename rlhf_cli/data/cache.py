@@ -97,9 +97,6 @@ def tokenise(encoder: RowEncoder[T], *, longest: int | None = None) -> Tokenised
     return Tokenised(train, validation, test, [*lines, *report.lines(spec.role)], warnings, skipped)
 
 
-# ------------------------------------------------------------------------------------------- writing
-
-
 def cache_directory() -> Path:
     return cache_root() / FOLDER
 
@@ -213,9 +210,6 @@ def _remove_old(root: Path) -> None:
             for name in ENTRY_FILES:
                 (path / name).unlink(missing_ok=True)
             path.rmdir()  # fails if the folder holds anything else
-
-
-# -------------------------------------------------------------------------------------------- the key
 
 
 def _key(encoder: RowEncoder[T]) -> str:

@@ -150,8 +150,6 @@ class RowText:
         template = self.template
         return bool(row.messages) and (template == "chat" or (template is None and bool(self.tokenizer.chat_template)))
 
-    # --------------------------------------------------------------------------------------------- text
-
     def prompt(self, row: Record, *, marked: bool = False) -> str:
         """The text before the answer. To be encoded, it has the special tokens of the row's own text `marked`."""
         marks = self.marks if marked else None
@@ -170,8 +168,6 @@ class RowText:
             return chat_text(self.tokenizer, row.turns, marks, generation=False)
         prompt = self.prompt(row, marked=True)
         return prompt + row.response if marks is None else marks.join(prompt, marks.protect(row.response))
-
-    # ---------------------------------------------------------------------------------------------- ids
 
     def prompt_ids(self, rows: Sequence[Record], *, start: bool = True) -> list[list[int]]:
         """The ids that a response to each row follows, the same that SFT has before the row's last answer.

@@ -7,12 +7,14 @@ best answer (SFT), different answers from best to worst or answers with scores (
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 from rlhf_cli.errors import DataError
 
+T = TypeVar("T")
 ASSISTANT = "\n\nAssistant:"
 SPEAKERS = {"system": "System", "user": "Human", "assistant": "Assistant"}
 
@@ -107,7 +109,15 @@ class Record:
         return [replace(self, answers=(answer,)) for answer in self.answers]
 
 
-# -------------------------------------------------------------------------------------------- helpers
+def batched(things: Iterable[T], size: int | None) -> Iterator[list[T]]:
+    """Lists of `size` things, or one of all if size is None; the last one may be shorter.
+
+    >>> list(batched([1, 2, 3, 4, 5], 2)), list(batched("abc", None)), list(batched([], 2))
+    ([[1, 2], [3, 4], [5]], [['a', 'b', 'c']], [])
+    """
+    things = iter(things)
+    while batch := list(islice(things, size)):
+        yield batch
 
 
 def transcript(messages: Sequence[Message]) -> str:

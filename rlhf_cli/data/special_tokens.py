@@ -69,8 +69,6 @@ class SpecialTokens:
         matches = (self._pattern.search(text) for text in texts)
         return next((match[0] for match in matches if match is not None), None)
 
-    # ---------------------------------------------------------------------------------------- marks
-
     def protect(self, text: str) -> str:
         """A row's own text with a mark in place of each special token."""
         return self._pattern.sub(lambda match: f"{EDGE}{chr(NUMBERS + self._number[match[0]])}{EDGE}", text)
@@ -94,8 +92,6 @@ class SpecialTokens:
                 return self.protect(rendered)
             rendered = rendered.replace(core, self.protect(core))
         return rendered
-
-    # --------------------------------------------------------------------------------------- encoding
 
     def encode(
         self,

@@ -53,6 +53,11 @@ class StageRows:
     keep_special: bool = False
     """Special tokens in the rows' text stay special (`data.special_tokens: keep`)."""
 
+    def unweighted(self, **changes: Any) -> StageRows:
+        """The same with each row once, and with other settings of the rows."""
+        train = [source.model_copy(update={"weight": 1.0}) for source in self.rows.train]
+        return replace(self, rows=self.rows.model_copy(update={"train": train, **changes}))
+
     def view(self, record: Record, side: str) -> Record | Skipped:
         """The record with the answers that the stage uses. Raises DataError for a bad row."""
         found: Record | None
@@ -150,9 +155,6 @@ def rm_purpose(source: DataSource) -> Purpose:
         raise error from None
 
 
-# --------------------------------------------------------------------------------------------- one record
-
-
 def demonstration(record: Record) -> Record | None:
     """The record with its best answer, for SFT; None without an answer, or if the row marks it as undesirable.
 
@@ -213,9 +215,6 @@ def prompt(record: Record) -> Record:
     return replace(record, answers=(), ranked=False)
 
 
-# ------------------------------------------------------------------------------------------ reading
-
-
 def records(spec: StageRows, report: Report, *, only: str | None = None) -> Iterator[tuple[str, Record]]:
     """The rows of a stage with their side, "train", "validation" or "test", one by one as they are read.
 
@@ -273,9 +272,6 @@ def row_digest(record: Record) -> bytes:
     """A hash of a row's prompt, answers and messages: equal rows are duplicates."""
     answers = [record.prompt, *(answer.text for answer in record.answers), *(m.content for m in record.messages)]
     return hashlib.sha256(json.dumps(answers).encode()).digest()[:16]
-
-
-# ------------------------------------------------------------------------------------------ after the view
 
 
 def seen_rows(spec: StageRows, report: Report, *, only: str | None = None) -> Iterator[tuple[str, Record]]:

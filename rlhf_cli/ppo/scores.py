@@ -23,8 +23,9 @@ from rlhf_cli.algorithms.score_transforms import (
 )
 from rlhf_cli.config.ppo import PPO
 from rlhf_cli.config.rewards import Limit
-from rlhf_cli.data.batches import chunks, stream
+from rlhf_cli.data.batches import stream
 from rlhf_cli.data.encoders import PromptRow
+from rlhf_cli.data.records import batched
 from rlhf_cli.errors import RewardError
 from rlhf_cli.files import read_text
 from rlhf_cli.ppo.setup import Setup
@@ -94,7 +95,7 @@ def sampled_and_scored(
         return read(rollout, *(or_failure(world, ask) if shares_passes else ask()))
 
     at_once = -(-config.ppo.rollout_batch_size // world.size)
-    parts = list(chunks(world.shard(list(range(len(prompts)))), at_once))
+    parts = list(batched(world.shard(list(range(len(prompts)))), at_once))
     return list(chain.from_iterable(over_microbatches(parts, score, *computing, in_turn=True)))
 
 
@@ -196,7 +197,7 @@ class ReferenceReplies:
                 f"sampling {self.count} replies of ref_policy to each of {len(self.sampled):,} prompts, with which "
                 f"shaping compares ({', '.join(self.shapings)})"
             )
-        for part in chunks(self.sampled, config.ppo.rollout_batch_size):
+        for part in batched(self.sampled, config.ppo.rollout_batch_size):
             self._sample(part)
 
     def write(self, first: int) -> None:

@@ -14,8 +14,9 @@ from torch import Tensor
 from rlhf_cli.algorithms.kl import adaptive_kl_coef, adaptive_policy_kl_coef, kl_estimate
 from rlhf_cli.algorithms.losses import lm_loss, mixed_loss, truncated_importance
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.data.batches import chunks, deal, stream
+from rlhf_cli.data.batches import deal, stream
 from rlhf_cli.data.encoders import PromptRow
+from rlhf_cli.data.records import batched
 from rlhf_cli.models.forward import autocast, target_logprobs
 from rlhf_cli.packing import send
 from rlhf_cli.ppo.setup import Setup
@@ -208,7 +209,7 @@ def minibatches(num_rows: int, iteration: int, config: PPOConfig) -> list[Sequen
     chosen: list[Sequence[int]] = []
     for epoch in range(config.ppo.ppo_epochs):
         shuffle = generator(config.seed, "ppo minibatches", iteration, epoch)
-        chosen += chunks(torch.randperm(num_rows, generator=shuffle).tolist(), config.ppo.minibatch_size)
+        chosen += batched(torch.randperm(num_rows, generator=shuffle).tolist(), config.ppo.minibatch_size)
     return chosen
 
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import torch
 
 from rlhf_cli.config.rewards import HTTPReward, ServerReward
-from rlhf_cli.data.batches import chunks
+from rlhf_cli.data.records import batched
 from rlhf_cli.processes.signals import stop_requested
 from rlhf_cli.rewards.base import RewardSource, Samples, failure, finite, shown
 from rlhf_cli.rewards.http_client import (
@@ -105,7 +105,7 @@ class Endpoint(ServerSource):
                     problem = f"{without_secrets(config.url)} returned {value}, it must be a finite number"
                     self.fail(samples, [row], problem)
 
-        client.for_each(list(chunks(range(len(scores)), config.batch_size)), request, config.concurrency)
+        client.for_each(list(batched(range(len(scores)), config.batch_size)), request, config.concurrency)
         return torch.tensor(scores)
 
     @property

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from rlhf_cli.config.rewards import FunctionReward
-from rlhf_cli.data.batches import chunks
+from rlhf_cli.data.records import batched
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.processes.signals import is_interrupt
 from rlhf_cli.rewards.base import RewardSource, Samples, finite, shown
@@ -67,7 +67,7 @@ class PythonFunction(RewardSource):
 
     def _values(self, samples: Samples, check: Callable[[Any], Any]) -> list[Any]:
         found: list[Any] = [None] * len(samples.responses)
-        batches = list(chunks(range(len(found)), self.batch_size))
+        batches = list(batched(range(len(found)), self.batch_size))
         if not inspect.iscoroutinefunction(self.function):
             for batch in batches:
                 try:

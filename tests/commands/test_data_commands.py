@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import Result
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, BertConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
@@ -30,7 +29,7 @@ from rlhf_cli.data.row_counts import DUPLICATE, Report
 from rlhf_cli.data.stage_rows import StageRows, records
 from rlhf_cli.errors import DataError
 from support.paths import ROOT, TESTS
-from support.tiny import seen_of, training_examples, write_jsonl
+from support.tiny import metaspace, seen_of, training_examples, write_jsonl
 
 FIXTURES = TESTS / "fixtures" / "formats"
 
@@ -106,18 +105,9 @@ def test_length_bias_equals_the_hand_count(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "pairs.jsonl", [row for row in PAIRS if isinstance(row.get("rejected"), str)])
     bias = checked(path, "--for", "rm")["sides"]["train"]["length_bias"]
     low, high = wilson_interval(4.5, 6)
-    assert bias == pytest.approx(
-        {
-            "chosen_longer": 4 / 6,
-            "as_long": 1 / 6,
-            "mean_chosen": (4 + 4 + 6 + 1 + 3 + 20) / 6,
-            "mean_rejected": (2 + 2 + 2 + 5 + 3 + 1) / 6,
-            "longer_is_right": 4.5 / 6,
-            "low95": low,
-            "high95": high,
-        },
-        rel=1e-12,
-    )
+    means = {"mean_chosen": (4 + 4 + 6 + 1 + 3 + 20) / 6, "mean_rejected": (2 + 2 + 2 + 5 + 3 + 1) / 6}
+    shares = {"chosen_longer": 4 / 6, "as_long": 1 / 6, "longer_is_right": 4.5 / 6, "low95": low, "high95": high}
+    assert bias == pytest.approx(means | shares, rel=1e-12)
 
 
 def test_prompts_on_both_sides_are_found_and_named(tmp_path: Path) -> None:
@@ -353,10 +343,8 @@ def test_probes_and_ptx_are_checked(tmp_path: Path) -> None:
     rm = sft_config({"train": str(pairs), "test_fraction": 0, "probes": str(probes)}, model={"path": "org/model"})
     config = written(tmp_path, rm, "rm")
     found = checked("--config", config, code=1)
-    assert {name: (side["read"], side["bad"]) for name, side in found["sides"].items()} == {
-        "train": (4, 0),
-        "probes": (2, 1),
-    }
+    read = {name: (side["read"], side["bad"]) for name, side in found["sides"].items()}
+    assert read == {"train": (4, 0), "probes": (2, 1)}
     assert "needs a text column `probe`" in found["bad_rows"]["first"][0]
     ppo = {
         "artifacts": "artifacts/x",
@@ -380,14 +368,8 @@ def test_probes_and_ptx_are_checked(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def metaspace_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Like Llama 2's: a blank goes before every text, so an answer by itself has other tokens than behind a prompt."""
-    bpe = Tokenizer(models.BPE(unk_token="<unk>"))
-    bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
-    bpe.decoder = decoders.Metaspace(prepend_scheme="always")
-    special = ["<unk>", "<s>", "</s>"]
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=300, special_tokens=special, show_progress=False))
-    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    """A blank goes before every text, so an answer by itself has other tokens than behind a prompt."""
+    return metaspace(texts, "always")
 
 
 def rows_seen(purpose: Purpose, count: int = 60) -> list[Record]:
@@ -433,6 +415,10 @@ CHAT_TEMPLATE = (
 )
 
 
+TURNS = [("user", "the tent"), ("assistant", "is late"), ("user", "please")]
+TALK = [{"role": role, "content": content} for role, content in TURNS]
+
+
 @pytest.mark.parametrize("purpose", ["sft", "rm pairs"])
 def test_sft_learns_every_turn_of_a_conversation_and_rm_judges_the_last(purpose: Purpose, texts: list[str]) -> None:
     from rlhf_cli.config.models import TokenizerTraining
@@ -440,9 +426,7 @@ def test_sft_learns_every_turn_of_a_conversation_and_rm_judges_the_last(purpose:
 
     tokenizer = train_tokenizer(texts, TokenizerTraining(vocab_size=300))
     tokenizer.chat_template = CHAT_TEMPLATE
-    turns = [("user", "the tent"), ("assistant", "is late"), ("user", "please")]
-    talk = [{"role": role, "content": content} for role, content in turns]
-    row = {"prompt": talk, "chosen": "thank you", "rejected": "sorry sorry sorry"}
+    row = {"prompt": TALK, "chosen": "thank you", "rejected": "sorry sorry sorry"}
     encoder = encoder_of(StageRows(Rows(train=["x"]), purpose), tokenizer, "x")  # type: ignore[list-item]
     (found,) = in_tokens(encoder, [seen_of(row, purpose)])
     of_prompt, of_answers = found.prompt, found.answers
@@ -593,9 +577,7 @@ def test_only_the_scored_answer_of_a_conversation_is_marked(tmp_path: Path, make
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
-    turns = [("user", "the tent"), ("assistant", "is late"), ("user", "please")]
-    messages = [{"role": role, "content": content} for role, content in turns]
-    pairs = write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages, "chosen": "thank you", "rejected": "sorry"}])
+    pairs = write_jsonl(tmp_path / "a.jsonl", [{"prompt": TALK, "chosen": "thank you", "rejected": "sorry"}])
     output = rlhf("show", pairs, "--for", "rm", "--tokenizer", tmp_path / "model").stdout
     assert "  <user>the tent\n  <assistant>is late<eos>\n  <user>please\n  <assistant>⟦thank you<eos>⟧\n" in output
     output = rlhf("show", pairs, "--for", "sft", "--tokenizer", tmp_path / "model").stdout
@@ -712,12 +694,6 @@ def test_the_rows_are_in_our_columns(tmp_path: Path) -> None:
         out = tmp_path / f"{name}-{for_}.jsonl"
         rlhf("convert", FIXTURES / f"{name}.jsonl", "--for", for_, "--format", name, "--out", out, "--quiet")
         assert {key for line in out.read_text().splitlines() for key in json.loads(line)} == columns
-    pairs = [json.loads(line) for line in (tmp_path / "shp-rm.jsonl").read_text().splitlines()]
-    assert pairs[0] == {
-        "prompt": "How long do eggs keep?",
-        "chosen": "About a month in the fridge.",
-        "rejected": "No idea.",
-    }
 
 
 def test_named_columns_are_kept(tmp_path: Path) -> None:
@@ -731,10 +707,8 @@ def test_named_columns_are_kept(tmp_path: Path) -> None:
     assert written == [{"prompt": f"{n}?", "answer": f"#### {n}", "odd": "\ud800"} for n in range(3)]
     more = ("--out", tmp_path / "b.jsonl")
     assert "lacks this column" in rlhf("convert", path, "--for", "ppo", *more, "--keep", "x", code=2).stderr
-    assert (
-        "one of the columns that are written"
-        in rlhf("convert", path, "--for", "ppo", *more, "--keep", "score", code=2).stderr
-    )
+    refused = rlhf("convert", path, "--for", "ppo", *more, "--keep", "score", code=2).stderr
+    assert "one of the columns that are written" in refused
     steer = FIXTURES / "helpsteer.jsonl"
     keep = ("--keep", "helpfulness", "--keep", "correctness", "--set", "weights.verbosity=1")
     assert "the row would be read as helpsteer" in rlhf("convert", steer, "--for", "rm", *more, *keep, code=2).stderr

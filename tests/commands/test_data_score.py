@@ -48,25 +48,19 @@ def says(answer: Callable[[str], str]) -> Callable[[Call], Reply]:
         ("4/5", 4.0),
         ("I give it 3.5 of 5.", 3.5),
         ("10, no, 5", 5.0),
-        ("-1", None),
-        ("−1", None),
-        ("5.1", None),
-        ("", None),
-        ("GPT4 says", None),
-        ("the 4th", None),
-        ("3.5%", None),
-        ("4,5", None),
-        ("1.2.3", None),
-        ("nan inf", None),
-        ("٤", None),
-        ("4" * 5000, None),
         ("1.2.3 and then 2", 2.0),
     ],
 )
-def test_the_first_number_in_range_is_the_score(answer: str, number: float | None) -> None:
-    found = number_in(answer, 0, 5)
-    assert found == number
-    assert str(found) != "-0.0"
+def test_the_first_number_in_range_is_the_score(answer: str, number: float) -> None:
+    assert repr(number_in(answer, 0, 5)) == repr(number)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["-1", "−1", "5.1", "", "GPT4 says", "the 4th", "3.5%", "4,5", "1.2.3", "nan inf", "٤", "4" * 5000],
+)
+def test_an_answer_without_a_number_in_range_has_no_score(answer: str) -> None:
+    assert number_in(answer, 0, 5) is None
 
 
 def test_the_range_includes_both_ends() -> None:
@@ -81,14 +75,11 @@ def test_the_range_includes_both_ends() -> None:
         ("[[B]]", "second"),
         ("Response A is better", "first"),
         ("A, since A is right", "first"),
-        ("A is shorter, but B is right", None),
-        ("Both", None),
-        ("AB", None),
-        ("", None),
     ],
 )
-def test_exactly_one_letter_is_a_verdict(answer: str, verdict: str | None) -> None:
+def test_exactly_one_letter_is_a_verdict(answer: str, verdict: str) -> None:
     assert letter_in(answer) == verdict
+    assert [letter_in(unclear) for unclear in (f"{answer}, but A, or B", "Both", "AB", "")] == [None] * 4
 
 
 # ------------------------------------------------------------------------------------------------ numbers

@@ -7,6 +7,7 @@ import errno
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -411,3 +412,30 @@ def test_the_page_ends_when_an_answer_cannot_be_written(
     assert (refused.status_code, refused.json()) == (507, {"error": "out.jsonl: cannot be written", "ended": True})
     assert server.ended.is_set()
     assert server.error is not None
+
+
+class Interrupted(threading.Event):
+    """A signal arrives at the worst moment: while `wait` holds the lock that `set` needs."""
+
+    is_held = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.is_held = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        self.is_held = False
+        return super().wait(timeout)
+
+    def set(self) -> None:
+        assert threading.current_thread() is not threading.main_thread() or not self.is_held, "it would wait forever"
+        super().set()
+
+
+def test_a_signal_at_any_moment_ends_the_page(source: Path, tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    pairs, _ = pairs_of(DataSource(path=str(source)), "error")
+    try:
+        with Output(tmp_path / "out.jsonl", {}) as output:
+            Page(Labelling(pairs, output, 0, None), 0).run_until_signal("the page", Interrupted())
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(number, handler)

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from rlhf_cli.data.batches import ahead, chunks, stream
+from rlhf_cli.data.batches import ahead, stream
 from rlhf_cli.errors import DataError
 
 
@@ -24,12 +24,6 @@ def test_the_order_depends_only_on_seed_and_purpose() -> None:
     assert stream(50, 8, 3, 0, "a") == stream(50, 8, 3, 0, "a")
     assert stream(50, 8, 3, 0, "a") != stream(50, 8, 3, 1, "a")
     assert stream(50, 8, 3, 0, "a") != stream(50, 8, 3, 0, "b")
-
-
-def test_chunks() -> None:
-    assert [list(part) for part in chunks([1, 2, 3, 4, 5], 2)] == [[1, 2], [3, 4], [5]]
-    assert [list(part) for part in chunks([1, 2, 3], None)] == [[1, 2, 3]]
-    assert list(chunks([], 2)) == []
 
 
 # ------------------------------------------------------------------------------------------ one step ahead

@@ -18,11 +18,10 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data import cache
 from rlhf_cli.data.answers import RankedIds
-from rlhf_cli.data.batches import chunks
 from rlhf_cli.data.cache import Table, TableWriter, tokenise
 from rlhf_cli.data.encode import Example, LengthLimits, Skipped, fit, fit_prompt
 from rlhf_cli.data.encoders import DemonstrationEncoder, Tokens
-from rlhf_cli.data.records import Answer, Message, Record
+from rlhf_cli.data.records import Answer, Message, Record, batched
 from rlhf_cli.data.row_counts import DUPLICATE, Report
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.data.stage_rows import StageRows, first_format, records
@@ -57,16 +56,11 @@ def test_the_order_of_each_side_is_that_of_the_file(tmp_path: Path) -> None:
         assert side == sorted(side, key=lambda prompt: int(prompt.split()[1]))
 
 
-def test_given_test_rows_are_the_only_ones_held_out(tmp_path: Path) -> None:
+def test_given_test_rows_are_the_only_ones_held_out_and_one_side_alone_is_that_side(tmp_path: Path) -> None:
     train, test = write(tmp_path / "a.jsonl", numbered(50)), write(tmp_path / "b.jsonl", numbered(5, name="other"))
-    prompts = sides(Rows(train=train, test=test, test_fraction=0.5))
-    assert (len(prompts["train"]), len(prompts["test"])) == (50, 5)
-
-
-def test_one_side_alone_is_that_side(tmp_path: Path) -> None:
-    train, test = write(tmp_path / "a.jsonl", numbered(50)), write(tmp_path / "b.jsonl", numbered(5, name="other"))
-    for data in (Rows(train=train, test=test), Rows(train=train, test_fraction=0.3)):
+    for data in (Rows(train=train, test=test, test_fraction=0.5), Rows(train=train, test_fraction=0.3)):
         both = sides(data)
+        assert data.test is None or (len(both["train"]), len(both["test"])) == (50, 5)
         for side in ("train", "test"):
             assert sides(data, only=side) == {"train": [], "test": [], side: both[side]}
 
@@ -116,13 +110,8 @@ def test_weights_say_how_often_an_epoch_has_a_row(tmp_path: Path) -> None:
 
 def test_each_source_of_a_mixture_has_its_own_limit_and_format(tmp_path: Path) -> None:
     a = write(tmp_path / "a.jsonl", numbered(30))
-    b = write(
-        tmp_path / "b.jsonl",
-        [
-            {"messages": [{"role": "user", "content": f"hi {i}"}, {"role": "assistant", "content": "ho"}]}
-            for i in range(30)
-        ],
-    )
+    reply = {"role": "assistant", "content": "ho"}
+    b = write(tmp_path / "b.jsonl", [{"messages": [{"role": "user", "content": f"hi {i}"}, reply]} for i in range(30)])
     data = Rows.model_validate({"train": [{"path": a, "limit": 7}, {"path": b, "limit": 5}], "test_fraction": 0})
     report = Report()
     assert len(list(records(StageRows(data, "sft"), report))) == 12
@@ -160,19 +149,13 @@ BAD = [
 ]
 
 
-def test_a_bad_row_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", BAD)
-    with pytest.raises(DataError) as error:
-        sides(Rows(train=path, test_fraction=0))
-    assert str(error.value).startswith(f"{path}:4: ")
-    assert "\n" not in str(error.value)
-
-
-def test_bad_rows_are_skipped_and_named(tmp_path: Path) -> None:
+def test_bad_rows_stop_the_run_or_are_skipped_and_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     write(path, BAD)
     with path.open("a") as file:
         file.write("{this is not JSON\n")
+    with pytest.raises(DataError, match=rf"^{path}:4: .*$"):
+        sides(Rows(train=str(path), test_fraction=0))
     report = Report()
     data = Rows(train=str(path), test_fraction=0, on_bad_row="skip")
     prompts = [record.prompt for _, record in records(StageRows(data, "sft"), report)]
@@ -229,24 +212,19 @@ def test_a_cut_sequence_keeps_its_answer_mask_and_needs_is_the_smallest_limit() 
         else:
             kept, marks = fitted
             assert len(kept) == len(marks) == longest
-            assert kept == (
-                ids[:longest]
-                if side == "right"
-                else [0] * (bos == 0 and longest > 1) + ids[-longest + (bos == 0 and longest > 1) :]
-            )
+            num_first = int(side == "left" and bos == 0 and longest > 1)
+            expected = ids[:longest] if side == "right" else [0] * num_first + ids[num_first - longest :]
+            assert kept == expected
             assert marks[1:] == [answer[i] for i in kept[1:]]
             counts[side] += 1
     assert min(counts[name] for name in ("left", "right", "left skipped", "right skipped")) > 50, counts
 
 
 def test_a_short_answer_is_skipped() -> None:
-    assert fit([1, 2, 3], [False, True, True], LengthLimits(9, min_response_length=2), None) == (
-        [1, 2, 3],
-        [False, True, True],
-    )
-    assert fit([1, 2, 3], [False, True, True], LengthLimits(9, min_response_length=3), None) == Skipped(
-        "answers of fewer than 3 tokens"
-    )
+    row = [1, 2, 3], [False, True, True]
+    assert fit(*row, LengthLimits(9, min_response_length=2), None) == row
+    skipped = Skipped("answers of fewer than 3 tokens")
+    assert fit(*row, LengthLimits(9, min_response_length=3), None) == skipped
 
 
 def test_prompts_are_cut_on_the_configured_side() -> None:
@@ -289,7 +267,7 @@ def things(count: int) -> list[Thing]:
 
 def build(path: Path, rows: Sequence[Any], kind: type, batch: int = 1000) -> Table[Any]:
     writer: TableWriter[Any] = TableWriter(path, kind)
-    for some in chunks(rows, batch):
+    for some in batched(rows, batch):
         writer.write(some)
     writer.close()
     return Table(path, kind)
@@ -368,9 +346,7 @@ def test_rows_are_tokenised_once(tmp_path: Path, cached: Any, tokenizer: PreTrai
     assert again.lines == first.lines
     train_prompts = sides(data)["train"]
     wanted = [d for d in numbered(2500) if d["prompt"] in train_prompts]
-    plain = training_examples(
-        tokenizer, [Record(d["prompt"], "", (Answer(d["response"]),)) for d in wanted], None, learn_all=False
-    )
+    plain = training_examples(tokenizer, [Record(d["prompt"], "", (Answer(d["response"]),)) for d in wanted])
     assert [e.ids for e in first.train] == [e.ids for e in plain]
 
 
@@ -408,10 +384,9 @@ def test_an_unwritable_cache_does_not_stop_the_run(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "file" / "cache"))
-    data = Rows(train=write(tmp_path / "a.jsonl", numbered(50)), test_fraction=0.1)
-    encoded_rows, num_encoded = cached(data)
-    assert num_encoded == 50 == len(encoded_rows.train) + len(encoded_rows.test)
-    assert encoded_rows.train[0].where.endswith(":1")
+    rows, num_encoded = cached(Rows(train=write(tmp_path / "a.jsonl", numbered(50)), test_fraction=0))
+    assert num_encoded == 50 == len(rows.train)
+    assert rows.train[0].where.endswith(":1")
 
 
 def test_cache_entries_unused_for_a_month_are_deleted(tmp_path: Path, cached: Any) -> None:
@@ -566,9 +541,8 @@ def test_validation_rows_are_a_side_of_their_own(tmp_path: Path) -> None:
     assert found.count("validation") == 40
     assert found.count("test") + found.count("train") == 100
     assert 15 < found.count("test") < 45
-    for side in ("train", "validation", "test"):
-        alone = [side for side, _ in records(StageRows(data, "sft"), Report(), only=side)]
-        assert alone == [side] * found.count(side)
+    alone = [side for side, _ in records(StageRows(data, "sft"), Report(), only="validation")]
+    assert alone == ["validation"] * 40
     empty = data.model_copy(update={"validation": [DataSource(path=other, select="7/10000")]})
     with pytest.raises(DataError, match=r"data.validation: .*: no row is left to hold out"):
         list(records(StageRows(empty, "sft"), Report()))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_cli.config.by_stage import CONFIGS
@@ -25,7 +25,7 @@ from rlhf_cli.errors import DataError
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.models import RewardModel, load_reward_source
 from rlhf_cli.rewards.sources import load_rewards
-from support.tiny import CPU, write_jsonl
+from support.tiny import CPU, metaspace, write_jsonl
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
@@ -38,14 +38,6 @@ INST = (
 NAMES = ("byte_level", "chatml", "metaspace", "metaspace_always", "unigram", "whole_words", "word_piece")
 
 
-def trained(model: Any, trainer: Any, texts: list[str], **parts: Any) -> Tokenizer:
-    found = Tokenizer(model)
-    for name, part in parts.items():
-        setattr(found, name, part)
-    found.train_from_iterator(texts, trainer)
-    return found
-
-
 @pytest.fixture(scope="module")
 def tokenizers(texts: list[str], tokenizer: Any, word_piece: Any) -> dict[str, PreTrainedTokenizerBase]:
     """Tokenizers of the kinds that released models have."""
@@ -56,18 +48,7 @@ def tokenizers(texts: list[str], tokenizer: Any, word_piece: Any) -> dict[str, P
     chatml.add_tokens([AddedToken("<think>", special=False)])
     chatml.chat_template = CHATML
     named = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    sentence_piece: dict[str, PreTrainedTokenizerBase] = {}
     alphabet = sorted({character for text in texts for character in text} | set("<>/sINT[]|"))
-    for name, scheme in (("metaspace", "first"), ("metaspace_always", "always")):
-        backend = trained(
-            models.BPE(unk_token="<unk>"),
-            trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
-            texts,
-            pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False),
-            decoder=decoders.Metaspace(prepend_scheme=scheme),
-        )
-        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-        sentence_piece[name] = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=INST, **named)
     # As T5's: the vocabulary of the model itself has `</s>`, so plain text can give it.
     pieces = [*special, *alphabet, *(f"\u2581{word}" for word in " ".join(texts).split()), "\u2581"]
     unigram = Tokenizer(models.Unigram([(piece, -1.0) for piece in dict.fromkeys(pieces)], unk_id=0))
@@ -79,7 +60,8 @@ def tokenizers(texts: list[str], tokenizer: Any, word_piece: Any) -> dict[str, P
     return {
         "byte_level": tokenizer,
         "chatml": chatml,
-        **sentence_piece,
+        "metaspace": metaspace(texts, "first", chat_template=INST),
+        "metaspace_always": metaspace(texts, "always", chat_template=INST),
         "unigram": PreTrainedTokenizerFast(tokenizer_object=unigram, **named),
         "whole_words": PreTrainedTokenizerFast(tokenizer_object=words, **named),
         "word_piece": word_piece,

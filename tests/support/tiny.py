@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -89,6 +89,19 @@ def character_tokenizer(tokens: Sequence[str]) -> PreTrainedTokenizerFast:
     words.decoder = decoders.Fuse()
     special = dict.fromkeys(("eos_token", "pad_token", "unk_token"), tokens[0])
     return PreTrainedTokenizerFast(tokenizer_object=words, clean_up_tokenization_spaces=False, **special)
+
+
+def metaspace(texts: list[str], scheme: str, **more: Any) -> PreTrainedTokenizerFast:
+    """Like Llama 2's: a blank goes before the first or always before a text."""
+    bpe = Tokenizer(models.BPE(unk_token="<unk>"))
+    bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    bpe.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    alphabet = sorted({*"".join(texts), *"<>/sINT[]|"})
+    parts: dict[str, Any] = {"special_tokens": ["<unk>", "<s>", "</s>"], "initial_alphabet": alphabet}
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=300, show_progress=False, **parts))
+    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    named = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, **named, **more)
 
 
 def sentence(rng: random.Random, low: int, high: int) -> str:
