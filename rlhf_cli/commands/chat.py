@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_cli.commands.options import Quantized, WhereToRun, WritingStage
+from rlhf_cli.commands.options import Quantized, TemperatureOfRun, WhereToRun, WritingStage
 from rlhf_cli.data.records import Message, turns_of
 from rlhf_cli.errors import ConfigError, DataError, RunError, UserError
 from rlhf_cli.printing import say
@@ -40,9 +40,7 @@ next one."""
 class ChatSettings:
     """How replies are drawn. None leaves a value to the model."""
 
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", min=0.0, help="0 is greedy. The run's own by default.")
-    ] = None
+    temperature: TemperatureOfRun = None
     max_new_tokens: Annotated[
         int | None, typer.Option("--max-new-tokens", min=1, help="Longest reply. The run's own by default.")
     ] = None
@@ -63,12 +61,11 @@ def chat(
     if settings.temperature is not None:
         check_temperature(settings.temperature)
     model = find_model(directory, stage).speaker(start(device).device, quantize)
-    interactive = sys.stdin.isatty()
-    session = Session(model, settings, interactive=interactive)
+    session = Session(model, settings, interactive=sys.stdin.isatty())
     say(f"{model.name}: {type(model.model).__name__}", error=True)
     say(f"prompts: {model.form.sentence}", error=True)
     session.show_settings()
-    if interactive:
+    if session.interactive:
         say("/help lists the commands, Ctrl-D ends.", error=True)
         lines: Iterator[str | None] = typed()
     else:
@@ -76,7 +73,7 @@ def chat(
             sys.stdin.reconfigure(encoding="utf-8", errors="replace")
         lines = (line.rstrip("\n") for line in sys.stdin)
     failed = sum(not session.take(message) for message in messages(lines))
-    if failed and not interactive:
+    if failed and not session.interactive:
         raise ConfigError(f"{failed} line{'s' if failed > 1 else ''} of the input failed, as printed above")
 
 
@@ -118,6 +115,10 @@ class Session:
             say("\nstopped; the conversation is as it was before", error=True)
         return True
 
+    @property
+    def longest(self) -> int:
+        return self.settings.max_new_tokens or self.model.max_new_tokens
+
     # -------------------------------------------------------------------------------------- replies
 
     def regenerate(self, _: str) -> None:
@@ -155,8 +156,7 @@ class Session:
         model, settings = self.model, self.settings
         ids = model.form.encode(model.tokenizer, messages)
         room = model.room(ids, "Shorten the message, or start over with /clear")
-        longest = settings.max_new_tokens or model.max_new_tokens
-        uniforms = draw_uniforms(settings.seed, "chat", self.num_replies, 1, longest)[:, :room]
+        uniforms = draw_uniforms(settings.seed, "chat", self.num_replies, 1, self.longest)[:, :room]
         return model.at(settings.temperature).stream(ids, uniforms, on_text, keep_partial=self.interactive)
 
     # ------------------------------------------------------------------------------------- commands
@@ -192,8 +192,7 @@ class Session:
     def show_settings(self) -> None:
         settings, own = self.settings, self.model
         temperature = own.sampling.temperature if settings.temperature is None else settings.temperature
-        longest = settings.max_new_tokens or own.max_new_tokens
-        say(f"temperature {temperature:g}, at most {longest} new tokens, seed {settings.seed}", error=True)
+        say(f"temperature {temperature:g}, at most {self.longest} new tokens, seed {settings.seed}", error=True)
 
     def show_history(self, _: str) -> None:
         for message in [*self.system, *self.history]:

@@ -13,6 +13,7 @@ from rlhf_cli.commands.data_score import COMPARE_TEMPLATE, Unclear, Verdict, ask
 from rlhf_cli.commands.options import Quiet, WhereToRun
 from rlhf_cli.commands.writer import Failure, Request, ServerWriter, WriterOptions, fill, read_template
 from rlhf_cli.errors import ConfigError, RunError
+from rlhf_cli.report.progress import Display
 from rlhf_cli.rewards.chat_client import OptionNames
 
 NAMES = OptionNames("--judge", "--judge-key-env", "The other figures are written; run the same command to ask again")
@@ -53,19 +54,34 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Measure the finished stages of a run on held-out data."""
-    from rlhf_cli.evaluation.evaluate import evaluate as measure
+    from rlhf_cli.evaluation import evaluate as measured
+    from rlhf_cli.evaluation.benchmark import read_bench
+    from rlhf_cli.evaluation.figures import Sentences
+    from rlhf_cli.evaluation.reward_model import measure_reward_model
+    from rlhf_cli.processes.distributed import start
+    from rlhf_cli.trained.run import open_run
 
-    measure(
-        directory,
-        stage=stage,
-        samples=samples,
-        sampled_prompts=sampled_prompts,
-        seed=seed,
-        device=device,
-        bench=rm_bench,
-        judge=judge_of(judge),
-        quiet=quiet,
-    )
+    server = judge_of(judge)
+    run = open_run(directory, stage=stage, device=start(device).device, seed=seed)
+    stages = run.stages if stage is None else [stage]
+    display = Display("eval", quiet=quiet)
+    for option, value, needed in (("--rm-bench", rm_bench, "rm"), ("--judge", server, "ppo")):
+        if value is not None and needed not in stages:
+            raise ConfigError(f"{option}: needs the stage {needed}, which is not evaluated here. Remove the option")
+    bench = None if rm_bench is None else (rm_bench.name, read_bench(rm_bench))
+    for one in stages:
+        match one:
+            case "sft":
+                report = measured.measure_sft(run, display)
+            case "rm":
+                report = measure_reward_model(run, bench, display)
+            case _:
+                report = measured.measure_ppo(run, samples, sampled_prompts, display)
+        path = measured.write_evaluation(run, one, report)
+        if one == "ppo" and server is not None:  # After everything else is written: a server can fail.
+            measured.judge_replies(report, server, Sentences(display))
+            measured.write_evaluation(run, one, report)
+        display.note(f"written to {path}")
 
 
 def judge_of(options: EvalJudgeOptions) -> ServerJudge | None:

@@ -80,17 +80,13 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class ModelGiven:
-    """The model to export."""
-
     path: str
     located: StageModel | None = None
     """The stage that it belongs to; None for a model of no run."""
 
     @property
     def name(self) -> str:
-        if self.located is None:
-            return Path(self.path).resolve().name
-        return f"{self.located.root.resolve().name}-{self.located.name.replace('/', '-')}"
+        return Path(self.path).resolve().name if self.located is None else self.located.title
 
     def base(self) -> Origin | None:
         """What the run of the model started from; None for random weights and for a model of no run."""
@@ -131,7 +127,7 @@ def export(
     require_new(out)
     display = Display("export", quiet=quiet)
 
-    from rlhf_cli.evaluation.fidelity import COLUMNS
+    from rlhf_cli.evaluation.fidelity import COLUMNS, rows_of
     from rlhf_cli.evaluation.figures import as_json
     from rlhf_cli.models.exporting import adapter_directory, load_exported, require_torchao
     from rlhf_cli.models.gguf import require_llama_cpp
@@ -174,15 +170,15 @@ def export(
             manifest = stage_directory(source.located.root, source.located.stage) / MANIFEST
             facts |= {"stage": source.located.stage, "manifest": digest_file(manifest)}
         if check is not None and found is not None:
-            facts |= {"compared_on": check.about, "seed": SEED, "original": as_json(found.original)}
-            facts |= {"exported": as_json(found.exported), "difference": as_json(found.difference)}
+            facts |= {"compared_on": check.about, "seed": SEED}
+            facts |= {side: as_json(figures) for side, figures in found.items()}
         facts |= {"versions": library_versions()}
         facts |= {"prompts": prompting.sentence} if prompting is not None else {}
         text = json.dumps(facts, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         (folder / FILE).write_text(text, encoding="utf-8")
         (folder / "README.md").write_text(_card(source, options, facts, found, prompting), encoding="utf-8")
     if check is not None and found is not None:
-        display.table(f"{source.name}, as trained and as {written_as}: {check.about}", COLUMNS, found.rows())
+        display.table(f"{source.name}, as trained and as {written_as}: {check.about}", COLUMNS, rows_of(found))
     size = sum(file.stat().st_size for file in out.iterdir())
     display.note(f"{out}: {source.name} as {written_as}{note}, {size / 1e6:,.1f} MB")
 
@@ -244,13 +240,13 @@ def _check(source: ModelGiven, options: ExportOptions, display: Display) -> Chec
         if located is not None or is_model(Path(source.path)):  # else the path is wrong, and that is the error
             display.note(f"{source.path} is not compared: it is not a language model or reward model of a run")
         return None
-    from rlhf_cli.evaluation.fidelity import check_of
+    from rlhf_cli.evaluation.fidelity import PolicyCheck, RewardModelCheck
     from rlhf_cli.processes.distributed import start
     from rlhf_cli.trained.run import open_run
 
     try:
         run = open_run(located.root, stage=None, device=start(options.device).device, seed=SEED)
-        check = check_of(run, located)
+        check = (RewardModelCheck if located.stage == "rm" else PolicyCheck)(run, located.path)
     except (ArtifactError, DataError) as error:
         if type(error) not in (ArtifactError, DataError):  # Those about a stage say themselves what to do.
             raise
@@ -274,6 +270,8 @@ def _card(
         text = text.replace("library_name: transformers", "library_name: peft", 1)
         text = text.replace("base_model_relation: finetune", "base_model_relation: adapter", 1)
     sections = [text.rstrip("\n"), *([prompting.section] if prompting is not None else [])]
+    from rlhf_cli.evaluation.fidelity import rows_of
+
     about = f"## Export\n\nWritten by `rlhf export` as {facts['written_as']}."
     if found is None:
         return "\n\n".join([*sections, about]) + "\n"
@@ -282,5 +280,5 @@ def _card(
         "that of the original to the export, in nats."
     )
     rows = ["| | original | exported | difference |", "|---|---|---|---|"]
-    rows += [f"| {' | '.join(row)} |" for row in found.rows()]
+    rows += [f"| {' | '.join(row)} |" for row in rows_of(found)]
     return "\n\n".join([*sections, about, "\n".join(rows)]) + "\n"

@@ -24,6 +24,7 @@ from rlhf_cli.commands.options import (
     Quantized,
     Seed,
     SourceOptions,
+    TemperatureOfRun,
     TopP,
     WritingStage,
 )
@@ -59,9 +60,7 @@ if TYPE_CHECKING:
 class ResponseOptions:
     """How responses are chosen. None leaves a value to the run."""
 
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", min=0.0, help="0 is greedy. The run's own by default.")
-    ] = None
+    temperature: TemperatureOfRun = None
     top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Sample from the K most likely tokens.")] = None
     top_p: TopP = None
     max_new_tokens: Annotated[
@@ -101,7 +100,7 @@ class ResponseOptions:
         return own.model_copy(update={**changes, "min_new_tokens": shortest})
 
     def takes_what_fits(self, model: TrainedLanguageModel) -> bool:
-        """Whether a response may end at the model's last position, or a prompt must leave room for the longest."""
+        """True if a response may end at the model's last position; else a prompt must leave room for the longest."""
         return model.run is None and self.max_new_tokens is None
 
     def rewards(self, model: TrainedLanguageModel, directory: str) -> RewardSet | None:

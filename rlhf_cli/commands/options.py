@@ -38,6 +38,7 @@ Threads = Annotated[
     typer.Option("--threads", metavar="N", min=1, help="CPU cores to use; the result is the same.", show_default="all"),
 ]
 Host = Annotated[str, typer.Option("--host", help="Address to listen on. Other machines need --token-env.")]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="0 chooses a free port.")]
 TokenEnv = Annotated[
     str | None, typer.Option("--token-env", metavar="NAME", help="Environment variable with the token.")
 ]
@@ -61,6 +62,9 @@ Template = Annotated[Path | None, typer.Option("--template", help="A text file t
 TopP = Annotated[
     float | None,
     typer.Option("--top-p", min=0.001, max=1.0, help="Sample from the smallest set of tokens with this probability."),
+]
+TemperatureOfRun = Annotated[
+    float | None, typer.Option("--temperature", min=0.0, help="0 is greedy. The run's own by default.")
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Another seed samples other answers.")]
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option("--device", help="Where the model runs.")]

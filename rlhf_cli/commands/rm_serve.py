@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from rlhf_cli.commands.options import Device, Host, TokenEnv
+from rlhf_cli.commands.options import Device, Host, Port, TokenEnv
 from rlhf_cli.commands.serving import Server, bind, json_line
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.errors import ConfigError, RewardError
@@ -90,7 +90,7 @@ class RewardModelOptions:
 @dataclass(frozen=True)
 class RewardServerOptions(RewardModelOptions):
     host: Host = "127.0.0.1"
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 chooses a free port.")] = 5000
+    port: Port = 5000
     token_env: TokenEnv = None
     max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Maximum texts per request.")] = 1024
     keep_special: Annotated[
@@ -125,8 +125,8 @@ class RewardServer(Server):
 
         if not queries:
             return []
-        pairs = [(p, q[len(p) :]) if q.startswith(p) else ("", q) for p, q in zip(prompts, queries, strict=True)]
-        before, responses = map(list, zip(*pairs, strict=True))
+        before = [prompt if query.startswith(prompt) else "" for prompt, query in zip(prompts, queries, strict=True)]
+        responses = [query.removeprefix(prompt) for prompt, query in zip(before, queries, strict=True)]
         samples = Samples(before, responses, [], [], ended, [{} for _ in queries])
         scores: list[float] = self.source.score(samples).tolist()
         return scores

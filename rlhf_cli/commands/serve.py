@@ -27,7 +27,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from rlhf_cli.commands.options import Device, Host, Quantized, StageOfRun, TokenEnv
+from rlhf_cli.commands.options import Device, Host, Port, Quantized, StageOfRun, TokenEnv
 from rlhf_cli.commands.serving import Put, Server, bind, json_line
 from rlhf_cli.data.records import Message, Record
 from rlhf_cli.errors import ConfigError, DataError
@@ -69,7 +69,7 @@ def serve_command(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or that of a model.")],
     stage: StageOfRun = None,
     host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 chooses a free port.")] = 8000,
+    port: Port = 8000,
     token_env: TokenEnv = None,
     name: Annotated[
         str | None, typer.Option("--name", help="The model's name in requests; RUN-STAGE by default.")
@@ -100,10 +100,8 @@ def serve_command(
 
 def name_of(directory: str, located: StageModel | None) -> str:
     """The name of a model in requests: run and stage, or the directory's name. It has no @ and no colon."""
-    if located is not None:
-        name = f"{located.root.resolve().name}-{located.name}".replace("/", "-")
-    else:
-        name = Path(directory).resolve().name if Path(directory).is_dir() else directory
+    path = Path(directory)
+    name = located.title if located is not None else path.resolve().name if path.is_dir() else directory
     return re.sub(r"[@:\s]", "-", name)
 
 
@@ -295,7 +293,7 @@ class ChatAPI(Server):
             await pieces.aclose()  # type: ignore[attr-defined]
 
     def _choice(self, ask: Ask, text: str, reply: Reply | None) -> dict[str, Any]:
-        """An answer with a text; `reply` is given with the last one."""
+        """An answer with a text. The last one has the reply."""
         end = None if reply is None else "stop" if reply.response.ended else "length"
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": end}
         if not isinstance(ask, _ChatAsk):

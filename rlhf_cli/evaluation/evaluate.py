@@ -1,4 +1,4 @@
-"""`rlhf eval`: measure the finished stages of a run on held-out data, with intervals."""
+"""Measure SFT and PPO for `rlhf eval`, with intervals, ask its judge, and write its file."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ import torch
 
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.splits import Drawn
-from rlhf_cli.errors import ConfigError, RunError
+from rlhf_cli.errors import RunError
 from rlhf_cli.evaluation import likelihood
-from rlhf_cli.evaluation.benchmark import read_bench
 from rlhf_cli.evaluation.figures import Sentences, as_json, equal_length_figure, ratio_figure, share_figure, show
 from rlhf_cli.evaluation.replies import Arena, Replies, differences, side_figures, win_rates
-from rlhf_cli.evaluation.reward_model import measure_reward_model
 from rlhf_cli.evaluation.yardstick import along_the_run, best_of_n_report
 from rlhf_cli.files import digest_file
-from rlhf_cli.processes.distributed import start
 from rlhf_cli.report.figure import Figures
 from rlhf_cli.report.progress import Display
 from rlhf_cli.run.artifacts import MANIFEST, model_directory, stage_directory
-from rlhf_cli.trained.run import Run, open_run
+from rlhf_cli.trained.run import Run
 
 REPLIES = 256
 """Held-out prompts that the SFT model answers."""
@@ -41,49 +38,8 @@ class Judge(Protocol):
         """
 
 
-def evaluate(
-    root: Path,
-    *,
-    stage: str | None,
-    samples: int,
-    sampled_prompts: int,
-    seed: int,
-    device: str,
-    bench: Path | None,
-    judge: Judge | None,
-    quiet: bool,
-) -> None:
-    """Measure `stage`, or each finished stage, print its tables and write `<root>/eval/<stage>/evaluation.json`.
-
-    `samples` of the SFT model are drawn for each of `sampled_prompts`, for best-of-n, if they are not 0. `bench` are
-    rows in the format of RewardBench 2 for the reward model. `judge` compares the replies of SFT and PPO.
-
-    Raises ArtifactError if no stage, or not the one asked for, is finished, ConfigError for an option whose stage is
-    not evaluated, DataError for a benchmark that cannot be read.
-    """
-    run = open_run(root, stage=stage, device=start(device).device, seed=seed)
-    stages = run.stages if stage is None else [stage]
-    display = Display("eval", quiet=quiet)
-    for option, value, needed in (("--rm-bench", bench, "rm"), ("--judge", judge, "ppo")):
-        if value is not None and needed not in stages:
-            raise ConfigError(f"{option}: needs the stage {needed}, which is not evaluated here. Remove the option")
-    rows = {} if bench is None else {bench.name: read_bench(bench)}
-    for one in stages:
-        match one:
-            case "sft":
-                report = _sft(run, display)
-            case "rm":
-                report = measure_reward_model(run, rows, display)
-            case _:
-                report = _ppo(run, samples, sampled_prompts, display)
-        path = _write(run, one, report)
-        if one == "ppo" and judge is not None:  # After everything else is written: a server can fail.
-            judge_replies(report, judge, Sentences(display))
-            _write(run, one, report)
-        display.note(f"written to {path}")
-
-
-def _write(run: Run, stage: str, report: dict[str, Any]) -> Path:
+def write_evaluation(run: Run, stage: str, report: dict[str, Any]) -> Path:
+    """Write `<root>/eval/<stage>/evaluation.json`, and return its path."""
     path = run.root / "eval" / stage / "evaluation.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     manifest = digest_file(stage_directory(run.root, stage) / MANIFEST)
@@ -92,7 +48,7 @@ def _write(run: Run, stage: str, report: dict[str, Any]) -> Path:
     return path
 
 
-def _sft(run: Run, display: Display) -> dict[str, Any]:
+def measure_sft(run: Run, display: Display) -> dict[str, Any]:
     """Held-out likelihood of the SFT model, beside the model that it started from."""
     config = run.sft
     assert config is not None
@@ -126,7 +82,7 @@ def _sft(run: Run, display: Display) -> dict[str, Any]:
     return report
 
 
-def _ppo(run: Run, num_samples: int, num_prompts: int, display: Display) -> dict[str, Any]:
+def measure_ppo(run: Run, num_samples: int, num_prompts: int, display: Display) -> dict[str, Any]:
     """PPO beside SFT on the held-out prompts, and beside best-of-n of the SFT model."""
     config = run.ppo
     assert config is not None

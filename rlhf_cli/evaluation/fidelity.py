@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,7 +30,6 @@ from rlhf_cli.models.load import load_reward_model, load_tokenizer, prepare
 from rlhf_cli.report.figure import Figure, Figures
 from rlhf_cli.rollout.sampling import Response, draw_uniforms
 from rlhf_cli.rollout.speaker import Speaker
-from rlhf_cli.trained.locate import StageModel
 from rlhf_cli.trained.run import Run
 
 PROMPTS = 256
@@ -39,32 +37,20 @@ PROMPTS = 256
 PRECISION = "float32"
 
 
-@dataclass
-class Comparison:
-    """Figures of both models, and figures of what differs between them."""
-
-    original: Figures = field(default_factory=dict)
-    exported: Figures = field(default_factory=dict)
-    difference: Figures = field(default_factory=dict)
-    """Exported minus original, and distances."""
-
-    def add(self, name: str, sides: Sequence[Figure], difference: Figure) -> None:
-        """Add a figure of both models: the original's, the exported one's, and the difference."""
-        self.original[name], self.exported[name] = sides
-        self.difference[name] = difference
-
-    def rows(self) -> list[list[str]]:
-        """The cells of a table: name, original, exported, difference. A distance has only the last."""
-        found = []
-        for name, figure in self.difference.items():
-            sides = [str(side[name]) if name in side else "" for side in (self.original, self.exported)]
-            # Differences may be far below one.
-            interval = "" if math.isnan(figure.low) else f" [{figure.low:.2g}, {figure.high:.2g}]"
-            found.append([name.replace("_", " "), *sides, f"{figure.value:.2g}{interval}"])
-        return found
-
-
 COLUMNS = ["", "original", "exported", "difference"]
+Comparison = dict[str, Figures]
+"""The figures of both models, and `difference`: exported minus original, and distances."""
+
+
+def rows_of(found: Comparison) -> list[list[str]]:
+    """The cells of a table: name, original, exported, difference. A distance has only the last."""
+    rows = []
+    for name, figure in found["difference"].items():
+        sides = [str(found[side][name]) if name in found[side] else "" for side in COLUMNS[1:3]]
+        # Differences may be far below one.
+        interval = "" if math.isnan(figure.low) else f" [{figure.low:.2g}, {figure.high:.2g}]"
+        rows.append([name.replace("_", " "), *sides, f"{figure.value:.2g}{interval}"])
+    return rows
 
 
 class PolicyCheck:
@@ -83,14 +69,15 @@ class PolicyCheck:
     def compare(self, exported: PreTrainedModel) -> Comparison:
         """Loss, and how far the next token's distribution is from the original's at each token of its responses."""
         prepare(exported, self.run.device)
-        found, seed = Comparison(), self.run.seed
+        found, seed = Comparison(original={}, exported={}, difference={}), self.run.seed
         if self.rows:
             before, after = (
                 row_sums(model, self.rows, self.run.budget(model, PRECISION), PRECISION)
                 for model in (self.model, exported)
             )
-            losses = [ratio_figure(sums.nll, sums.tokens, seed=seed) for sums in (before, after)]
-            found.add("loss", losses, loss_difference(after, before, seed=seed))
+            for side, sums in (("original", before), ("exported", after)):
+                found[side]["loss"] = ratio_figure(sums.nll, sums.tokens, seed=seed)
+            found["difference"]["loss"] = loss_difference(after, before, seed=seed)
         if self.prompts:
             both = [(prompt, response.ids) for prompt, response in zip(self.prompts, self.respond(), strict=True)]
             ids = [prompt + response for prompt, response in both]
@@ -98,7 +85,7 @@ class PolicyCheck:
             kl, other = token_distances(self.model, exported, ids, masks, self.run)
             tokens = torch.tensor([float(len(response)) for _, response in both])
             of_kl, of_other = (torch.stack([row.sum() for row in rows]) for rows in (kl, other))
-            found.difference |= {
+            found["difference"] |= {
                 "kl_per_token": ratio_figure(of_kl, tokens, seed=seed),
                 "kl_of_the_worst_token": Figure(torch.cat(kl).max().item()),
                 "other_likeliest_token": ratio_figure(of_other, tokens, seed=seed),
@@ -166,7 +153,7 @@ class RewardModelCheck:
 
     def compare(self, exported: PreTrainedModel) -> Comparison:
         """The accuracy on pairs, and how far the scores moved."""
-        found, seed = Comparison(), self.run.seed
+        found, seed = Comparison(original={}, exported={}, difference={}), self.run.seed
         pairs = [row for row in self.rows if isinstance(row, RankedIds)]
         before, after = (
             (scorer.score_ends(pairs) if pairs else scorer.score_items(self.rows)).double()
@@ -174,21 +161,16 @@ class RewardModelCheck:
         )
         if pairs:
             right = [wins(score[0::2], score[1::2]) for score in (before, after)]
-            accuracies = [share_figure(one) for one in right]
-            found.add("accuracy", accuracies, difference_figure(right[1], right[0], seed=seed))
-            found.difference["other_preference"] = share_figure((right[0] != right[1]).double())
+            found["original"]["accuracy"], found["exported"]["accuracy"] = map(share_figure, right)
+            found["difference"]["accuracy"] = difference_figure(right[1], right[0], seed=seed)
+            found["difference"]["other_preference"] = share_figure((right[0] != right[1]).double())
         scale = float(getattr(self.model.config, "score_std", None) or 1.0)
         moved = (after - before).abs() / scale
-        found.difference["change_of_a_score"] = mean_figure(moved, seed=seed)
-        found.difference["largest_change"] = Figure(moved.max().item())
+        found["difference"]["change_of_a_score"] = mean_figure(moved, seed=seed)
+        found["difference"]["largest_change"] = Figure(moved.max().item())
         return found
 
 
 Check = PolicyCheck | RewardModelCheck
 """A model of a run with its held-out rows, to compare an exported one with. `about` says what the figures are computed
 on, "" without held-out rows. `compare` takes the exported model on the CPU, as it was loaded."""
-
-
-def check_of(run: Run, located: StageModel) -> Check:
-    """The comparison for a model. Raises DataError or ArtifactError if rows or the reward model cannot be read."""
-    return RewardModelCheck(run, located.path) if located.stage == "rm" else PolicyCheck(run, located.path)

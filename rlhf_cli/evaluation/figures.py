@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_cli.algorithms.comparison import length_controlled_win_rate
 from rlhf_cli.algorithms.statistics import bootstrap_interval, correlation, newcombe_interval, wilson_interval
-from rlhf_cli.report.figure import Figure, Figures, cells, readable
+from rlhf_cli.report.figure import Figure, Figures, rows_of_figures
 from rlhf_cli.report.progress import Display
 
 MOST_ORDERED = 2000
@@ -109,14 +109,5 @@ def as_json(figures: Figures) -> dict[str, Any]:
 
 
 def show(display: Display, title: str, columns: dict[str, Figures], *, counts: bool = False) -> None:
-    """Print figures as a table: one row per name, one column per side.
-
-    A row has as many digits as its narrowest interval justifies. With `counts` the names are those of groups of rows,
-    and the last column has the number of rows.
-    """
-    heads, lines = ["", *columns, *["rows"] * counts], []
-    for name in dict.fromkeys(name for figures in columns.values() for name in figures):
-        row = [figures.get(name) for figures in columns.values()]
-        rows = [f"{next(figure.rows for figure in row if figure is not None):,}"] if counts else []
-        lines.append([name if counts else readable(name), *cells(row), *rows])
-    display.table(title, heads, lines)
+    """Print figures as a table (`rows_of_figures`)."""
+    display.table(title, ["", *columns, *["rows"] * counts], rows_of_figures(columns, counts=counts))

@@ -90,7 +90,7 @@ class Replies:
 
 
 class Arena:
-    """The held-out prompts of a PPO stage, and everything that judges replies to them."""
+    """The held-out prompts of a PPO stage, and what judges replies to them."""
 
     def __init__(self, run: Run, config: PPOConfig, reference: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.run, self.config, self.reference, self.tokenizer = run, config, reference, tokenizer
@@ -120,17 +120,17 @@ class Arena:
         responses: list[Response] = []
         token_kl: list[list[float]] = []
         texts: list[str] = []
-        scores: list[Tensor] = []
-        each: dict[str, list[Tensor]] = {}
+        scores: list[float] = []
+        each: dict[str, list[float]] = {}
         gold: dict[str, list[float]] = {}
         for start in range(0, len(everyone), ROWS):
             prompts = everyone[start : start + ROWS]
             found, distances = self._sample(policy, prompts, uniforms[start : start + ROWS])
             samples = samples_of(self.rewards, self.tokenizer, prompts, list(map(self.speaker.text, found)), found)
             judged = total_score(self.rewards, samples)
-            scores.append(judged.total)
+            scores += judged.total.tolist()
             for name, values in judged.each.items():
-                each.setdefault(name, []).append(values)
+                each.setdefault(name, []).extend(values.tolist())
             if self.judge is not None:
                 about, advice = f"evaluation.gold ({gold_name})", "Fix the function, or remove evaluation.gold"
                 for row in call(about, self.judge, samples, named_numbers, advice):
@@ -140,8 +140,8 @@ class Arena:
             texts += samples.responses
             token_kl += distances
 
-        def grid(values: Sequence[float] | Tensor) -> Tensor:
-            return torch.as_tensor(values, dtype=torch.float64).reshape(size)
+        def grid(values: Sequence[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float64).reshape(size)
 
         def rows(values: list[Any]) -> list[Any]:
             return [values[i : i + count] for i in range(0, len(values), count)]
@@ -149,8 +149,8 @@ class Arena:
         return Replies(
             texts=rows(texts),
             ids=rows([r.ids for r in responses]),
-            score=grid(torch.cat(scores)),
-            each={name: grid(torch.cat(values)) for name, values in each.items()},
+            score=grid(scores),
+            each={name: grid(values) for name, values in each.items()},
             gold={name: grid(values) for name, values in gold.items()},
             logprob=grid([sum(r.logprobs) for r in responses]),
             kl=grid([sum(row) for row in token_kl]),

@@ -84,10 +84,10 @@ class Scorer:
         return self.score(ends, [[row.lengths[0], row.lengths[-1]] for row in rows])
 
 
-def measure_reward_model(run: Run, bench: dict[str, list[BenchRow]], display: Display) -> dict[str, Any]:
+def measure_reward_model(run: Run, bench: tuple[str, list[BenchRow]] | None, display: Display) -> dict[str, Any]:
     """The figures of the `rm` stage, printed and as JSON values; {} without held-out rows and without a benchmark.
 
-    `bench` has the benchmark's rows by the name of its file.
+    `bench` is the name of a benchmark's file and its rows.
     """
     config = run.rm
     assert config is not None
@@ -99,8 +99,8 @@ def measure_reward_model(run: Run, bench: dict[str, list[BenchRow]], display: Di
         report = (_of_pairs if config.is_pairwise else _of_scores)(scorer, rows, sentences)
     else:
         display.warn("rm: no held-out rows, so no figures. Set data.test or data.test_fraction and train again")
-    for name, bench_rows in bench.items():
-        report["bench"] = _of_benchmark(scorer, name, bench_rows, sentences)
+    if bench is not None:
+        report["bench"] = _of_benchmark(scorer, *bench, sentences)
     return report | {"sentences": sentences.texts} if report else {}
 
 

@@ -39,19 +39,15 @@ class Chart:
     title: str
     note: str
     spec: dict[str, Any]
-    is_curve: bool = False
-    """A curve over steps: the page's smoothing and logarithmic scale apply to it."""
     run: str = ""
     """The run that it shows; empty for a chart of all runs."""
 
 
 def layer(rows: Sequence[dict[str, Any]], mark: str, style: dict[str, Any], **encoding: Any) -> dict[str, Any]:
-    """Rows drawn as marks of one kind, in a style."""
     return {"data": {"values": rows}, "mark": {"type": mark, **style}, "encoding": encoding}
 
 
 def number(field: str, **more: Any) -> dict[str, Any]:
-    """The channel of a number."""
     return {"field": field, "type": "quantitative", **more}
 
 
@@ -186,7 +182,7 @@ def curve_charts(runs: Sequence[RunData]) -> list[Chart]:
         colors = {name: next((run.color for run in runs if run.name == name), GRAY) for name in shown}
         spec = _curve_spec(curve, series, findings, targets, colors if len(runs) > 1 else None)
         name = f"{curve.stage}-{curve.title}".lower().replace(" ", "-")
-        charts.append(Chart(name, f"curves-{curve.stage}", curve.title, note, spec, is_curve=True))
+        charts.append(Chart(name, f"curves-{curve.stage}", curve.title, note, spec))
     return charts
 
 

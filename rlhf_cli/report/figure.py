@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,11 @@ Figures = dict[str, Figure]
 """Figures by name, in the order in which they are shown."""
 
 
+def figures_of(found: Mapping[str, Any]) -> Figures:
+    """The figures of a part of `rlhf eval`'s file."""
+    return {name: Figure.of(figure) for name, figure in found.items()}
+
+
 def as_metrics(figures: Figures) -> dict[str, float]:
     """The figures of a reward model under the names of its metrics; the main one with its interval and its rows.
 
@@ -115,11 +120,20 @@ def as_metrics(figures: Figures) -> dict[str, float]:
     return found
 
 
-def cells(figures: Sequence[Figure | None]) -> list[str]:
-    """A row of a table: as many digits as its narrowest interval justifies, and "" for a missing figure."""
-    known = [one.digits for one in figures if one is not None]
-    digits = max((number for number in known if number is not None), default=None)
-    return ["" if one is None else one.text(digits) for one in figures]
+def rows_of_figures(columns: Mapping[str, Figures], *, counts: bool = False) -> list[list[str]]:
+    """The rows of a table with a row per name and a column per side, which is empty where the side lacks the figure.
+
+    A row has as many digits as its narrowest interval justifies. With `counts` the names are those of groups of rows,
+    and the last column has the number of rows.
+    """
+    lines = []
+    for name in dict.fromkeys(name for figures in columns.values() for name in figures):
+        row = [figures.get(name) for figures in columns.values()]
+        known = [figure for figure in row if figure is not None]
+        digits = max((figure.digits for figure in known if figure.digits is not None), default=None)
+        cells = ["" if figure is None else figure.text(digits) for figure in row]
+        lines.append([name, *cells, f"{known[0].rows:,}"] if counts else [readable(name), *cells])
+    return lines
 
 
 def readable(name: str) -> str:

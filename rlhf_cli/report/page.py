@@ -110,7 +110,7 @@ def page(runs: Sequence[RunData], bundle: str) -> str:
     charts += [chart for run in runs for chart in run_charts(run)]
     curves = {TITLES[stage]: [chart for chart in charts if chart.section == f"curves-{stage}"] for stage in STAGES}
     replies = [row for run in runs for row in replies_of(run)]
-    specs = {chart.id: {"spec": chart.spec, "curve": chart.is_curve} for chart in charts}
+    specs = {chart.id: {"spec": chart.spec, "curve": chart.section.startswith("curves-")} for chart in charts}
     # The same run gives the same page, whenever it is written.
     manifests = [data.manifest for run in runs for data in run.stages.values() if data.manifest is not None]
     date = "not finished"

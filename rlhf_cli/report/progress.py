@@ -49,7 +49,7 @@ class Console(rich.console.Console):
         super().__init__(**{"highlight": False, "markup": False, "emoji": False, **options})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """The segments of anything that is printed, also of the cells of a table."""
+        """The segments of anything that is printed, the cells of a table included."""
         for segment in super().render(renderable, options):
             text, style, control = segment
             yield segment if control or text.isprintable() else Segment(printable(text, keep="\n"), style)
@@ -148,12 +148,11 @@ class Display:
             self.console.print("  ".join([*words, progress.rate()]))
 
     def health(self, line: str) -> None:
-        """Show the findings that hold, from a health line."""
+        """Show the findings of a health line."""
         if self._progress is not None:
             self._progress.findings = state_in(line) if names_in(line) else ""
 
     def recap(self, seen: Sequence[Seen]) -> None:
-        """Print the health findings of the whole run and what to try."""
         if not seen:
             return
         kinds = "1 kind of warning" if len(seen) == 1 else f"{len(seen)} kinds of warnings"
@@ -164,7 +163,6 @@ class Display:
         self._print("\n".join(lines), "yellow")
 
     def end(self) -> None:
-        """Stop the live line, whether all steps are done or not."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -178,13 +176,11 @@ class Display:
             self.note(line)
 
     def about_rows(self, lines: Sequence[str], warnings: Sequence[str]) -> None:
-        """Print the notes about the rows of the data, then the warnings."""
         self.notes(*lines)
         for line in warnings:
             self.warn(line)
 
     def block(self, title: str, rows: list[tuple[str, str]]) -> None:
-        """Print a title and labelled lines below it."""
         width = max(len(name) for name, _ in rows)
         self._print(f"{self.stage}: {title}")
         for name, line in rows:
@@ -223,11 +219,14 @@ class Display:
         """Print the comparison of SFT and PPO from `evaluation.json`: figures and example replies."""
         sft, ppo = evaluation["sft"], evaluation["ppo"]
         of = f" of {evaluation['of_prompts']}" if "of_prompts" in evaluation else ""
-        self.table(
-            f"SFT against PPO, {evaluation['num_prompts']}{of} held-out prompts, one reply each",
-            ["", "SFT", "PPO"],
-            [[key, three_places(sft[key]), three_places(ppo[key])] for key in sft if key != "seconds"],
-        )
+        title = f"SFT against PPO, {evaluation['num_prompts']}{of} held-out prompts, one reply each"
+        # A figure near 0 has neither digits nor a sign.
+        rows = [
+            [key, *(f"{x:.3f}" if abs(x) >= 0.0005 else "0" for x in (sft[key], ppo[key]))]
+            for key in sft
+            if key != "seconds"
+        ]
+        self.table(title, ["", "SFT", "PPO"], rows)
         for example in evaluation["examples"]:
             replies = {}
             for name in ("sft", "ppo"):
@@ -260,11 +259,6 @@ class Display:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split()) or "(no text)"
-
-
-def three_places(value: float) -> str:
-    """A figure with three decimal places; 0 without any, and without a sign."""
-    return f"{value:.3f}" if abs(value) >= 0.0005 else "0"
 
 
 def epochs(number: float) -> str:

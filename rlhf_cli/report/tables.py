@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_cli.config.stage import STAGES
-from rlhf_cli.report.figure import Figure, cells, readable
+from rlhf_cli.report.figure import Figure, figures_of, readable, rows_of_figures
 from rlhf_cli.report.run_data import RunData, StageData
 from rlhf_cli.run.artifacts import Manifest, flat
 
@@ -74,13 +74,8 @@ def _short(value: Any) -> str:
 def tables_of(data: StageData) -> list[Table]:
     """The tables of a stage's evaluation."""
     found, tables = data.evaluation, []
-    sides = {label: found[key] for key, label in SIDES[data.stage].items() if key in found}
-    if sides:
-        rows = [
-            [readable(name), *cells([Figure.of(side[name]) if name in side else None for side in sides.values()])]
-            for name in dict.fromkeys(name for side in sides.values() for name in side)
-        ]
-        tables.append(_table("Figures", ["", *sides], rows))
+    if shown := {label: figures_of(found[key]) for key, label in SIDES[data.stage].items() if key in found}:
+        tables.append(_table("Figures", ["", *shown], rows_of_figures(shown)))
     for title, group in found.get("groups", {}).items():
         rules = found.get("groups_longer_wins", {}).get(title)
         longer = {} if rules is None else {name: figure["value"] for name, figure in rules.items()}

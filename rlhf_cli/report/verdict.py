@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhf_cli.health.baselines import held_out_verdict
 from rlhf_cli.report.charts import path_points
-from rlhf_cli.report.figure import Figure, as_metrics
+from rlhf_cli.report.figure import as_metrics, figures_of
 from rlhf_cli.report.run_data import RunData
 from rlhf_cli.report.tables import show
 
@@ -59,7 +59,7 @@ def verdict(run: RunData) -> list[str]:
     if (data := run.stages.get("rm")) is not None:  # on the figures of `rlhf eval` or else on its own
         metrics = data.manifest.metrics if data.manifest else {}
         if figures := data.evaluation.get("figures"):
-            metrics = as_metrics({name: Figure.of(figure) for name, figure in figures.items()})
+            metrics = as_metrics(figures_of(figures))
         if "eval/accuracy" in metrics or {"eval/mse", "eval/target_variance"} <= metrics.keys():
             found.append(f"Reward model: {held_out_verdict(metrics)[0]}.")
     return [*found, *filter(None, [_path_verdict(run)])]

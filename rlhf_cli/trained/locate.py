@@ -31,6 +31,11 @@ class StageModel:
         """The stage, and the folder if it is not `model`."""
         return self.stage if self.folder == MODEL else f"{self.stage}/{self.folder}"
 
+    @property
+    def title(self) -> str:
+        """Run and stage."""
+        return f"{self.root.resolve().name}-{self.name}".replace("/", "-")
+
 
 def is_model(path: Path) -> bool:
     """Whether a directory has a model or adapters."""
