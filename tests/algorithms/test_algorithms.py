@@ -1,7 +1,5 @@
 """Formulas, compared with slow, obvious loops over Python floats, and their properties."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -486,7 +484,7 @@ def test_distinct_n():
     assert distinct_n([], 1) == 0.0
 
 
-def test_pair_accuracy_counts_pairs_with_different_targets() -> None:
+def test_pair_accuracy_counts_pairs_with_different_targets():
     x = torch.tensor([0.3, 0.1, 0.4, 0.4, -2.0], dtype=torch.float64)
     y = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
     right = sum(1.0 if x[i] > x[j] else 0.5 if x[i] == x[j] else 0.0 for i in range(5) for j in range(5) if y[i] > y[j])
@@ -505,7 +503,7 @@ SAMPLES = SCORES[:, [0, 0, 1, 2]]
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 2.0])
-def test_the_tilt_of_exact_frequencies_is_the_optimum_of_the_objective(beta: float) -> None:
+def test_the_tilt_of_exact_frequencies_is_the_optimum_of_the_objective(beta):
     weights, kl = exponential_tilt(SAMPLES, beta=beta)
     unnormalised = PROBABILITIES * (SCORES / beta).exp()
     optimum = unnormalised / unnormalised.sum(1, keepdim=True)
@@ -515,7 +513,7 @@ def test_the_tilt_of_exact_frequencies_is_the_optimum_of_the_objective(beta: flo
     torch.testing.assert_close(objective, beta * unnormalised.sum(1).log(), msg="at pi* J is beta * log Z")
 
 
-def test_the_two_ends_of_the_tilt() -> None:
+def test_the_two_ends_of_the_tilt():
     scores = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.0, 5.0, 5.0, 1.0]])
     weights, kl = exponential_tilt(scores, beta=1e-6)  # only the best samples are left: one, and two
     torch.testing.assert_close((weights * scores).sum(1), torch.tensor([4.0, 5.0], dtype=torch.float64))
@@ -525,20 +523,20 @@ def test_the_two_ends_of_the_tilt() -> None:
     assert kl.abs().max() < 1e-12
 
 
-def test_beta_is_one_number_for_the_mean_kl_of_all_prompts() -> None:
+def test_beta_is_one_number_for_the_mean_kl_of_all_prompts():
     kl = exponential_tilt(SAMPLES, beta=0.7)[1].mean().item()
     assert tilt_beta(SAMPLES, kl) == pytest.approx(0.7, rel=1e-9)
     assert tilt_beta(10 * SAMPLES.float() + 3, kl) == pytest.approx(7.0, rel=1e-5), "in units of the score"
 
 
 @pytest.mark.parametrize("kl", [0.0, -0.1, math.nan, math.log(4), 1.05])
-def test_a_kl_that_the_samples_cannot_express_is_refused(kl: float) -> None:
+def test_a_kl_that_the_samples_cannot_express_is_refused(kl):
     """The second prompt's two best samples are equal, so the mean KL stays below (log(4) + log(2)) / 2 = 1.04."""
     with pytest.raises(ValueError, match=r"must be above 0 and below 1\.040, .* 4 samples"):
         tilt_beta(SAMPLES, kl)
 
 
-def test_scores_that_are_all_equal_express_no_kl() -> None:
+def test_scores_that_are_all_equal_express_no_kl():
     assert exponential_tilt(torch.ones(1, 3), beta=0.1)[1].abs().item() < 1e-12
     with pytest.raises(ValueError, match=r"below 0\.000"):
         tilt_beta(torch.ones(1, 3), 0.1)

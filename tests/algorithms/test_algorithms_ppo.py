@@ -1,7 +1,5 @@
 """Claims about PPO's formulas, checked with loops, by hand, and with sums over all possible responses."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import FrozenInstanceError

@@ -1,12 +1,9 @@
 """The diffs of docs/extending.md apply and run. A name that is added alone fails type checking and at run time."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -24,13 +21,13 @@ FURTHER = (
 )
 
 
-def copy_of_code(folder: Path) -> Path:
+def copy_of_code(folder):
     for package in ("rlhf_cli", "stages"):
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
 
 
-def apply(diff: str, folder: Path, only: str = "") -> None:
+def apply(diff, folder, only=""):
     """Apply a unified diff to the files whose name contains `only`. The old lines of a hunk must occur exactly once."""
     for part in re.split(r"^--- a/\S+\n", diff, flags=re.M)[1:]:
         name = part.split("\n", 1)[0].removeprefix("+++ b/")
@@ -45,11 +42,11 @@ def apply(diff: str, folder: Path, only: str = "") -> None:
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def diffs() -> list[str]:
+def diffs():
     return re.findall(r"^```diff\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
 
 
-def mypy(folder: Path) -> list[str]:
+def mypy(folder):
     """The errors that mypy reports."""
     command = [sys.executable, "-m", "mypy", "--no-error-summary", "--hide-error-context", "--follow-imports=skip"]
     options = ["--ignore-missing-imports", "--check-untyped-defs", "--no-namespace-packages", "--cache-dir=/dev/null"]
@@ -58,7 +55,7 @@ def mypy(folder: Path) -> list[str]:
     return [line for line in result.stdout.splitlines() if ": error:" in line]
 
 
-def run(folder: Path, code: str) -> tuple[int, str]:
+def run(folder, code):
     """Run code that imports the copy; return the exit code and the output."""
     return Forked(code, folder=folder, log=folder / "log", code_here=True).wait()
 

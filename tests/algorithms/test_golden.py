@@ -4,8 +4,6 @@ Of its 73 cases 68 are checked. Each of the other 5 is in NOT_OFFERED, with the 
 outputs is checked, except those in NOT_A_TARGET.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

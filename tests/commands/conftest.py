@@ -1,10 +1,6 @@
 """A tiny model with a chat template, a run of a tiny llama, and prompts for it."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +16,7 @@ CHAT = (
 
 
 @pytest.fixture(scope="session")
-def chat_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+def chat_model(tmp_path_factory, tokenizer):
     """A tiny llama with a chat template, room for 512 tokens, that samples by itself."""
     own = copy.deepcopy(tokenizer)
     own.chat_template = CHAT
@@ -33,14 +29,13 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path
 
 
 @pytest.fixture(scope="module")
-def run(pipeline: Any) -> Path:
+def run(pipeline):
     """A run of the three stages with a tiny llama of 128 positions."""
-    root: Path = pipeline("llama")
-    return root
+    return pipeline("llama")
 
 
 @pytest.fixture(scope="module")
-def prompts(data: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prompts(data, tmp_path_factory):
     """A file of nine prompts, of which the fifth is too long for the run's models."""
     rows = read_jsonl(data["prompts"])[:9]
     rows[4] = {"prompt": "the tent " * 80, "number": 4}

@@ -1,19 +1,14 @@
 """`rlhf chat`: how models are prompted, streaming, the commands of a conversation."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from jinja2 import TemplateError
-from typer.testing import CliRunner, Result
 
-from rlhf_cli.cli import app
 from rlhf_cli.commands import chat as chat_command
 from rlhf_cli.data import encode
 from rlhf_cli.data.records import Message
@@ -23,30 +18,27 @@ from rlhf_cli.rollout import speaker
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from rlhf_cli.rollout.speaker import PromptForm, prompt_form
 from rlhf_cli.trained.model import find_model
+from support.runs import refused, rlhf
 from support.speaking import reply, session, speaker_at
 
 TURNS = "Human: the tent\n\nAssistant: is late\n\nHuman: the lamp\n\nAssistant:"
 ASKED = [Message("user", "the tent"), Message("assistant", "is late"), Message("user", "the lamp")]
 
 
-def chat(*arguments: object, lines: str | bytes) -> Result:
-    return CliRunner().invoke(app, ["chat", *map(str, arguments)], input=lines)
+def chat(*arguments, lines, code=0):
+    return rlhf("chat", *arguments, code=code, input=lines)
 
 
-def one_error(result: Result) -> str:
-    """The only error line of a command that failed before it read its input."""
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
-    return line.removeprefix("error: ")
+def one_error(*arguments):
+    return refused("chat", *arguments, input="hi\n")
 
 
 @pytest.fixture
-def read_prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+def read_prompts(monkeypatch):
     """The prompt of every reply, in token ids."""
-    prompts: list[list[int]] = []
+    prompts = []
 
-    def spy(model: Any, batch: Any, *arguments: Any, **options: Any) -> Any:
+    def spy(model, batch, *arguments, **options):
         prompts.extend(batch)
         return sample(model, batch, *arguments, **options)
 
@@ -73,8 +65,8 @@ def read_prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     ],
 )
 def test_the_form_of_prompts_is_that_of_the_stage(
-    chat_model: Path, make_model: Any, template: Any, has_chat_template: bool, logged: list[str], kind: str, lead: str
-) -> None:
+    chat_model, make_model, template, has_chat_template, logged, kind, lead
+):
     tokenizer = load_tokenizer(str(chat_model if has_chat_template else make_model("llama")))
     form = prompt_form(tokenizer, template, logged)
     assert (form.kind, form.lead) == (kind, lead)
@@ -90,7 +82,7 @@ def test_the_form_of_prompts_is_that_of_the_stage(
         (PromptForm("single", "Q: {prompt} A:"), "Q: the lamp A:"),
     ],
 )
-def test_a_conversation_is_read_as_its_form_says(chat_model: Path, form: PromptForm, text: str) -> None:
+def test_a_conversation_is_read_as_its_form_says(chat_model, form, text):
     tokenizer = load_tokenizer(str(chat_model))
     ids = form.encode(tokenizer, ASKED)
     assert form.rows(tokenizer).prompt(form.row(ASKED)) == text
@@ -99,7 +91,7 @@ def test_a_conversation_is_read_as_its_form_says(chat_model: Path, form: PromptF
 
 @pytest.mark.parametrize("lead", ["", "\n\n"])
 @pytest.mark.parametrize("template", [None, 'Q: "{prompt}"\\ é'])
-def test_a_server_reads_a_transcript_as_the_chat_does(chat_model: Path, lead: str, template: str | None) -> None:
+def test_a_server_reads_a_transcript_as_the_chat_does(chat_model, lead, template):
     tokenizer = load_tokenizer(str(chat_model))
     form = PromptForm("transcript", template, lead)
     wanted = form.encode(tokenizer, [Message("system", "be kind"), *ASKED])
@@ -111,7 +103,7 @@ def test_a_server_reads_a_transcript_as_the_chat_does(chat_model: Path, lead: st
         tokenizer.apply_chat_template([{"role": "tool", "content": "x"}])
 
 
-def test_a_template_that_rewrites_earlier_turns_is_answered(chat_model: Path) -> None:
+def test_a_template_that_rewrites_earlier_turns_is_answered(chat_model):
     tokenizer = load_tokenizer(str(chat_model))
     # As templates of reasoning models do: only the last turn is written as it was.
     tokenizer.chat_template = (
@@ -122,10 +114,9 @@ def test_a_template_that_rewrites_earlier_turns_is_answered(chat_model: Path) ->
     assert PromptForm("chat").encode(tokenizer, ASKED) == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def test_the_model_reads_the_earlier_turns(chat_model: Path, read_prompts: list[list[int]]) -> None:
+def test_the_model_reads_the_earlier_turns(chat_model, read_prompts):
     lines = "/system be kind\nthe tent\nthe lamp\n/regenerate\n/clear\n/system\nthe map\n"
     result = chat(chat_model, "--max-new-tokens", 6, lines=lines)
-    assert result.exit_code == 0, result.output
     assert "prompts: the tokenizer's chat template" in result.stderr
     texts = [load_tokenizer(str(chat_model)).decode(ids) for ids in read_prompts]
     first, second, again, cleared = (text.removeprefix("<bos>") for text in texts)
@@ -139,7 +130,7 @@ def test_the_model_reads_the_earlier_turns(chat_model: Path, read_prompts: list[
 # ------------------------------------------------------------------------------------------- replies
 
 
-def test_a_reply_is_that_of_the_runs_own_sampling(finished: Path) -> None:
+def test_a_reply_is_that_of_the_runs_own_sampling(finished):
     model, shown = speaker_at(finished / "run"), list[str]()
     found = reply(model, [Message("user", "the tent is")], shown.append, seed=3)
     uniforms = draw_uniforms(3, "chat", 0, 1, 4)
@@ -151,21 +142,21 @@ def test_a_reply_is_that_of_the_runs_own_sampling(finished: Path) -> None:
     assert len(shown) == len(response.ids) + 1  # after each token, and the whole
 
 
-def test_a_seed_repeats_the_conversation_and_0_is_greedy(finished: Path) -> None:
-    def replies(*options: object) -> str:
+def test_a_seed_repeats_the_conversation_and_0_is_greedy(finished):
+    def replies(*options):
         return chat(finished / "run", *options, lines="the tent is\nthe lamp\n").stdout
 
     assert replies("--seed", 1) == replies("--seed", 1) != replies("--seed", 2)
     assert replies("--temperature", 0) == replies("--temperature", 0, "--seed", 2)
 
 
-def test_ctrl_c_keeps_what_was_written(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_what_was_written(chat_model, monkeypatch):
     talk = session(speaker_at(chat_model), interactive=True, max_new_tokens=30)
     assert talk.take("the tent")
     before = list(talk.history)
-    printed: list[str] = []
+    printed = []
 
-    def interrupted(text: str, **_: object) -> None:
+    def interrupted(text, **_):
         printed.append(text)
         if len(printed) == 8:
             raise KeyboardInterrupt
@@ -180,7 +171,7 @@ def test_ctrl_c_keeps_what_was_written(chat_model: Path, monkeypatch: pytest.Mon
 # ------------------------------------------------------------------------------------ commands, errors
 
 
-def test_a_conversation_survives_bad_input(finished: Path, tmp_path: Path) -> None:
+def test_a_conversation_survives_bad_input(finished, tmp_path):
     saved, existing = tmp_path / "talk.jsonl", tmp_path / "notes.txt"
     existing.write_text("mine", encoding="utf-8")
     bad = [
@@ -196,9 +187,9 @@ def test_a_conversation_survives_bad_input(finished: Path, tmp_path: Path) -> No
         f"/save {tmp_path / 'missing' / 'x'}",
         "/save " + "x" * 300,
     ]
-    result = chat(finished / "run", lines="\n".join(["/regenerate", "the tent is", *bad, f"/save {saved}", ""]))
+    lines = "\n".join(["/regenerate", "the tent is", *bad, f"/save {saved}", ""])
+    result = chat(finished / "run", lines=lines, code=2)
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert result.exit_code == 2
     assert len(errors) == len(bad) + 2  # /regenerate, and the summary
     assert errors[-1] == f"error: {len(bad) + 1} lines of the input failed, as printed above"
     assert "Traceback" not in result.output
@@ -210,14 +201,12 @@ def test_a_conversation_survives_bad_input(finished: Path, tmp_path: Path) -> No
     assert existing.read_text(encoding="utf-8") == "mine"
 
 
-def test_a_full_disk_leaves_no_half_file_and_the_conversation(
-    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_leaves_no_half_file_and_the_conversation(chat_model, tmp_path, monkeypatch, capsys):
     talk = session(speaker_at(chat_model), interactive=True, max_new_tokens=4)
     assert talk.take("the tent")
     open_file = Path.open
 
-    def full(self: Path, *arguments: Any, **options: Any) -> Any:
+    def full(self, *arguments, **options):
         open_file(self, *arguments, **options).write("half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -229,43 +218,37 @@ def test_a_full_disk_leaves_no_half_file_and_the_conversation(
     assert len(talk.history) == 2
 
 
-def test_a_saved_conversation_is_data(chat_model: Path, tmp_path: Path) -> None:
+def test_a_saved_conversation_is_data(chat_model, tmp_path):
     saved = tmp_path / "talk.jsonl"
     lines = f"/set max_new_tokens 5\nthe tent\nthe lamp\n/save {saved}\n"
-    assert chat(chat_model, lines=lines).exit_code == 0
-    checked = CliRunner().invoke(app, ["data", "check", str(saved), "--for", "sft"])
-    assert checked.exit_code == 0, checked.output
+    chat(chat_model, lines=lines)
+    rlhf("data", "check", saved, "--for", "sft")
 
 
-def test_bytes_that_are_no_text_and_long_lines_are_messages(chat_model: Path, read_prompts: list[list[int]]) -> None:
-    result = chat(chat_model, "--max-new-tokens", 2, lines=b"\xff tent\n//x\none\\\ntwo\n\n/exit\nnever\n")
-    assert result.exit_code == 0, result.output
+def test_bytes_that_are_no_text_and_long_lines_are_messages(chat_model, read_prompts):
+    chat(chat_model, "--max-new-tokens", 2, lines=b"\xff tent\n//x\none\\\ntwo\n\n/exit\nnever\n")
     texts = [load_tokenizer(str(chat_model)).decode(ids) for ids in read_prompts]
     assert len(texts) == 3
     assert texts[1].endswith("<user>/x\n<assistant>")
     assert texts[2].endswith("<user>one\ntwo\n<assistant>")
 
 
-def test_what_is_not_there_gets_one_line(finished: Path, chat_model: Path, tmp_path: Path) -> None:
+def test_what_is_not_there_gets_one_line(finished, chat_model, tmp_path):
     shutil.copytree(finished / "run" / "sft", tmp_path / "run" / "sft")
     run = tmp_path / "run"
     assert chat(run, lines="").stderr.startswith("sft: ")
     found = find_model(str(run))
-    assert found.run is not None
-    assert found.run.sft is not None
     assert found.rollout().max_new_tokens == found.run.sft.evaluation.max_new_tokens, "as the samples of SFT"
-    assert "stage ppo is not finished" in one_error(chat(run, "--stage", "ppo", lines="hi\n"))
-    assert "no stage is finished" in one_error(chat(tmp_path, lines="hi\n"))
+    assert "stage ppo is not finished" in one_error(run, "--stage", "ppo")
+    assert "no stage is finished" in one_error(tmp_path)
     for of_rm in ((finished / "run" / "rm",), (finished / "run", "--stage", "rm")):
-        assert "stage rm is a reward model" in one_error(chat(*of_rm, lines="hi\n"))
-    assert "is a model and not a run" in one_error(chat(chat_model, "--stage", "sft", lines="hi\n"))
-    assert "--compare: does not exist any more" in one_error(chat(run, "--compare", lines="hi\n"))
-    assert "no such directory" in one_error(chat(tmp_path / "none", lines="hi\n"))
+        assert "stage rm is a reward model" in one_error(*of_rm)
+    assert "is a model and not a run" in one_error(chat_model, "--stage", "sft")
+    assert "--compare: does not exist any more" in one_error(run, "--compare")
+    assert "no such directory" in one_error(tmp_path / "none")
 
 
-def test_the_directory_of_a_stage_or_of_one_of_its_models_is_that_stage(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_directory_of_a_stage_or_of_one_of_its_models_is_that_stage(finished, tmp_path, monkeypatch):
     run = tmp_path / "run"
     shutil.copytree(finished / "run", run)
     shutil.copytree(run / "sft" / "model", run / "sft" / "best_model")
@@ -280,7 +263,7 @@ def test_the_directory_of_a_stage_or_of_one_of_its_models_is_that_stage(
     assert find_model("run/sft/model").path == "run/sft/model"
 
 
-def test_a_model_outside_of_a_run_draws_as_its_generation_config_says(chat_model: Path, tmp_path: Path) -> None:
+def test_a_model_outside_of_a_run_draws_as_its_generation_config_says(chat_model, tmp_path):
     model = shutil.copytree(chat_model, tmp_path / "model")
     values = {"temperature": 0.5, "top_k": 7, "top_p": 1.0, "min_p": 0.1, "do_sample": True}
     (model / "generation_config.json").write_text(json.dumps(values), encoding="utf-8")
@@ -290,9 +273,8 @@ def test_a_model_outside_of_a_run_draws_as_its_generation_config_says(chat_model
     assert (opened.sampling.temperature, opened.sampling.top_k, opened.sampling.min_p) == (0.5, 7, 0.1)
 
 
-def test_a_quantized_model_answers_with_its_rounded_weights(chat_model: Path) -> None:
+def test_a_quantized_model_answers_with_its_rounded_weights(chat_model):
     result = chat(chat_model, "--quantize", "int8", "--max-new-tokens", "3", "--temperature", "0", lines="hi\n")
-    assert result.exit_code == 0, result.output
     model = speaker_at(chat_model, quantization="int8")
     assert result.stdout.strip() == reply(model, [Message("user", "hi")], temperature=0.0, max_new_tokens=3).text
 
@@ -310,15 +292,12 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_model_that_would_never_answer_is_one_line(
-    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_model_that_would_never_answer_is_one_line(chat_model, tmp_path, monkeypatch, name):
     monkeypatch.setattr(encode, "MOST_TEMPLATE_LINES", 50_000)
     monkeypatch.setattr(encode, "MOST_TEMPLATE_CHARACTERS", 50_000)
     file, change, says = HOSTILE[name]
     path = shutil.copytree(chat_model, tmp_path / "model") / file
     path.write_text(change if isinstance(change, str) else json.dumps({**json.loads(path.read_text()), **change}))
-    result = chat(path.parent, lines="a" * 40 + "b\n")
-    assert (result.exit_code, result.stdout) == (2, "")
+    result = chat(path.parent, lines="a" * 40 + "b\n", code=2)
+    assert result.stdout == ""
     assert says in result.stderr
-    assert isinstance(result.exception, SystemExit)

@@ -1,7 +1,5 @@
 """The command line: quick answers without torch, skipping, status, exit codes."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -11,27 +9,24 @@ import signal
 import subprocess
 import sys
 import termios
-from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from rlhf_cli.cli import app
 from rlhf_cli.commands import pipeline as pipeline_module
 from rlhf_cli.printing import say
 from rlhf_cli.program import program
-from support import crash
+from support import crash, runs
 from support.paths import ROOT
 from support.projects import PREFERENCES, digests, write_project
 from support.tiny import write_jsonl
 
 
-def rlhf(*arguments: str, cwd: Path = ROOT) -> Result:
+def rlhf(*arguments, cwd=ROOT, **options):
     """Run the command in this process, with a wide screen."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(cwd)
         patch.setenv("COLUMNS", "400")
-        return CliRunner().invoke(app, arguments)
+        return runs.rlhf(*arguments, **options)
 
 
 QUICK_COMMANDS = [
@@ -48,7 +43,7 @@ QUICK_COMMANDS = [
 ]
 
 
-def test_answers_without_importing_torch() -> None:
+def test_answers_without_importing_torch():
     """One after the other in one process: the first that imports something heavy is named."""
     check = (
         "import sys\nfrom rlhf_cli.cli import main\n"
@@ -63,7 +58,7 @@ def test_answers_without_importing_torch() -> None:
     assert result.stdout.endswith("\nQUICK\n"), result.stdout + result.stderr
 
 
-def test_every_command_is_imported_without_torch() -> None:
+def test_every_command_is_imported_without_torch():
     """So its help and a wrong option are answered at once, also what its file imports at the top."""
     check = (
         "import sys\nfrom rlhf_cli import cli\n"
@@ -75,7 +70,7 @@ def test_every_command_is_imported_without_torch() -> None:
     subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True)
 
 
-def test_help_takes_less_than_a_third_of_a_second() -> None:
+def test_help_takes_less_than_a_third_of_a_second():
     """Measured in processor seconds, the best of three runs, because wall time depends on the load of the machine."""
     seconds = []
     for _ in range(3):
@@ -86,37 +81,34 @@ def test_help_takes_less_than_a_third_of_a_second() -> None:
     assert min(seconds) < 0.33
 
 
-def test_config_show_and_schema(tmp_path: Path) -> None:
+def test_config_show_and_schema(tmp_path):
     shown = rlhf("config", "show", "configs/support/sft.yaml", "--set", "seed=7")
     (tmp_path / "sft.yaml").write_text(shown.stdout)
     assert rlhf("config", "show", str(tmp_path / "sft.yaml")).stdout == shown.stdout
     assert "seed: 7" in shown.stdout
     assert set(json.loads(rlhf("config", "schema").stdout)) == {"sft", "rm", "ppo"}
     assert "num_iterations" in rlhf("config", "schema", "ppo").stdout
-    assert rlhf("config", "schema", "ppoo").exit_code == 2
+    rlhf("config", "schema", "ppoo", code=2)
 
 
-def test_config_check_reports_every_file(tmp_path: Path) -> None:
+def test_config_check_reports_every_file(tmp_path):
     (tmp_path / "sft.yaml").write_text("artifacts: a\nmodl: 1\n")
     (tmp_path / "rm.yaml").write_text("artifacts: a\nlos: mse\n")
-    result = rlhf("config", "check", str(tmp_path))
-    assert result.exit_code == 2
+    result = rlhf("config", "check", tmp_path, code=2)
     assert "did you mean model?" in result.stderr
     assert "did you mean loss?" in result.stderr
     (tmp_path / "other.yaml").write_text("artifacts: a\n")
-    assert "does not say which stage" in rlhf("config", "check", str(tmp_path / "other.yaml")).stderr
+    assert "does not say which stage" in rlhf("config", "check", tmp_path / "other.yaml", code=2).stderr
 
 
 # ------------------------------------------------------------------------------- skipping, status
 
 
-def pipeline(folder: Path, *arguments: str) -> str:
-    result = CliRunner().invoke(app, ["pipeline", str(folder), *arguments])
-    assert result.exit_code == 0, result.output
-    return result.stdout
+def pipeline(folder, *arguments):
+    return runs.rlhf("pipeline", folder, *arguments).stdout
 
 
-def test_a_finished_pipeline_is_skipped_and_shows_its_table(project: Path) -> None:
+def test_a_finished_pipeline_is_skipped_and_shows_its_table(project):
     # The project was copied to another path, so the first run here starts over. The second has nothing to do.
     pipeline(project)
     before = digests(project)
@@ -126,7 +118,7 @@ def test_a_finished_pipeline_is_skipped_and_shows_its_table(project: Path) -> No
     assert digests(project) == before
 
 
-def test_the_first_process_alone_prints_the_table(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_process_alone_prints_the_table(finished, monkeypatch):
     monkeypatch.setattr(pipeline_module, "run_stage", lambda *_, **__: False)
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
@@ -134,7 +126,7 @@ def test_the_first_process_alone_prints_the_table(finished: Path, monkeypatch: p
         assert ("Pipeline" in output, "SFT against PPO" in output) == (rank == "0", rank == "0")
 
 
-def test_a_changed_stage_and_all_later_stages_run_again(project: Path) -> None:
+def test_a_changed_stage_and_all_later_stages_run_again(project):
     pipeline(project)
     with (project / "pref.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "a new", "chosen": " one", "rejected": " two"}) + "\n")
@@ -145,25 +137,23 @@ def test_a_changed_stage_and_all_later_stages_run_again(project: Path) -> None:
     assert "changed: inputs.rewards.0" in output
 
 
-def status_lines(root: str, cwd: Path) -> dict[str, str]:
+def status_lines(root, cwd):
     """The line of `rlhf status` for each stage."""
-    result = rlhf("status", root, cwd=cwd)
-    assert result.exit_code == 0, result.stderr
-    lines = [line.strip() for line in result.stdout.splitlines() if line.split()]
+    lines = [line.strip() for line in rlhf("status", root, cwd=cwd).stdout.splitlines() if line.split()]
     return {line.split()[0]: line for line in lines if line.split()[0] in ("sft", "rm", "ppo")}
 
 
-def test_status_from_anywhere(project: Path, tmp_path: Path) -> None:
+def test_status_from_anywhere(project, tmp_path):
     """Relative paths in a config refer to the directory where the run was started, even after it has moved."""
     for path in project.glob("*.yaml"):
         path.write_text(path.read_text().replace(f"{project}/", ""), encoding="utf-8")
     shutil.rmtree(project / "run")
-    assert rlhf("pipeline", ".", "--quiet", cwd=project).exit_code == 0
+    rlhf("pipeline", ".", "--quiet", cwd=project)
     (tmp_path / "away").mkdir()
     # A different file with the same name.
     write_jsonl(tmp_path / "away/sft.jsonl", PREFERENCES)
 
-    def all_are(state: str, lines: dict[str, str]) -> None:
+    def all_are(state, lines):
         assert set(lines) == {"sft", "rm", "ppo"}
         assert all(f" {state} " in line and ";" not in line and "stale" not in line for line in lines.values()), lines
 
@@ -192,7 +182,7 @@ def test_status_from_anywhere(project: Path, tmp_path: Path) -> None:
     assert "input model" in status_lines("moved/run", tmp_path)["rm"]
 
 
-def test_quiet_prints_warnings_only(project: Path) -> None:
+def test_quiet_prints_warnings_only(project):
     """Nothing but warnings: the project has one held-out pair, which cannot show that its reward model is any good."""
     lines = pipeline(project, "--quiet", "--restart").splitlines()
     expected = (
@@ -203,7 +193,7 @@ def test_quiet_prints_warnings_only(project: Path) -> None:
     assert [line.startswith(start) for line, start in zip(lines, expected, strict=True)] == [True] * 3
 
 
-def test_interrupted(project: Path) -> None:
+def test_interrupted(project):
     before = digests(project)
     options = ["--config", str(project / "sft.yaml"), "--restart", "--set", "training.num_steps=100000"]
     attempt = crash.Attempt(["sft", *options], project / "log")
@@ -218,7 +208,7 @@ def test_interrupted(project: Path) -> None:
     assert "a new run of it is interrupted" in " ".join(shown.split())
 
 
-def test_a_foreign_stages_package_is_refused(tmp_path: Path) -> None:
+def test_a_foreign_stages_package_is_refused(tmp_path):
     (tmp_path / "stages").mkdir()
     (tmp_path / "stages" / "__init__.py").write_text("")
     code = (
@@ -234,15 +224,14 @@ def test_a_foreign_stages_package_is_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- refusals, restart, seeds
 
 
-def test_a_broken_manifest_is_reported_and_restart_replaces_it(project: Path) -> None:
+def test_a_broken_manifest_is_reported_and_restart_replaces_it(project):
     pipeline(project)
     manifest = project / "run" / "sft" / "manifest.json"
     manifest.write_text("{")
-    result = CliRunner().invoke(app, ["sft", "--config", str(project / "sft.yaml")])
-    assert result.exit_code == 2
+    result = rlhf("sft", "--config", project / "sft.yaml", code=2)
     assert "--restart" in result.stderr
     assert "broken" in rlhf("status", str(project / "run")).stdout
-    assert CliRunner().invoke(app, ["sft", "--config", str(project / "sft.yaml"), "--restart"]).exit_code == 0
+    rlhf("sft", "--config", project / "sft.yaml", "--restart")
     assert json.loads(manifest.read_text())["stage"] == "sft"
 
 
@@ -256,26 +245,20 @@ def test_a_broken_manifest_is_reported_and_restart_replaces_it(project: Path) ->
         ("ppo:ppo.kl_cof=1", "did you mean kl_coef"),
     ],
 )
-def test_missing_inputs_of_a_later_stage_are_reported_before_the_first_stage_runs(
-    tmp_path: Path, override: str, message: str
-) -> None:
+def test_missing_inputs_of_a_later_stage_are_reported_before_the_first_stage_runs(tmp_path, override, message):
     write_project(tmp_path)
-    result = CliRunner().invoke(app, ["pipeline", str(tmp_path), "--set", override])
-    assert result.exit_code == 2
+    result = rlhf("pipeline", tmp_path, "--set", override, code=2)
     assert message in result.stderr
     assert not (tmp_path / "run").exists()
     (tmp_path / "sft.yaml").unlink()
-    result = CliRunner().invoke(app, ["pipeline", str(tmp_path), "--set", "sft:nonsense.key=1"])
-    assert (result.exit_code, f"{tmp_path} has no sft.yaml" in result.stderr) == (2, True)
+    assert f"{tmp_path} has no sft.yaml" in rlhf("pipeline", tmp_path, "--set", "sft:nonsense.key=1", code=2).stderr
 
 
-def test_status_of_a_folder_shows_every_run_in_it(project: Path) -> None:
+def test_status_of_a_folder_shows_every_run_in_it(project):
     """It lists finished and interrupted runs, in nested folders too. It does not list the stages of a run as runs."""
     (project / "seeds/1/.sft.partial").mkdir(parents=True)
     (project / "empty").mkdir()
-    result = rlhf("status", str(project))
-    assert result.exit_code == 0, result.stderr
-    lines = [line.split() for line in result.stdout.splitlines() if line.split()]
+    lines = [line.split() for line in rlhf("status", project).stdout.splitlines() if line.split()]
     assert [words[0] for words in lines if words[0].startswith("/")] == [str(project / "run"), str(project / "seeds/1")]
     assert [words[:2] for words in lines if words[0] == "sft"] == [["sft", "finished"], ["sft", "interrupted"]]
     (project / "run/.rm.partial").mkdir()
@@ -284,32 +267,29 @@ def test_status_of_a_folder_shows_every_run_in_it(project: Path) -> None:
     assert "a new run of it has failed (nothing saved; the next run starts over)" in shown
 
 
-def test_the_advised_command_builds_the_missing_stage(tmp_path: Path) -> None:
+def test_the_advised_command_builds_the_missing_stage(tmp_path):
     """The advice must repeat `--set artifacts`, or the command would build the stage in another directory."""
     write_project(new_project := tmp_path)
     other = new_project / "other run"
     options = [str(new_project / "rm.yaml"), "--set", f"artifacts={other}", "--set", "seed=5", "--quiet"]
-    refused = rlhf("rm", "--config", *options)
-    assert refused.exit_code == 2
-    advice = refused.stderr.partition("Run: ")[2].strip()
+    advice = rlhf("rm", "--config", *options, code=2).stderr.partition("Run: ")[2].strip()
     assert f"'artifacts={other}'" in advice
     assert "seed=5" in advice
     # As the shell reads it. tests/house/test_program.py runs the program's name in a shell.
     words, name = shlex.split(advice), shlex.split(program())
     assert words[: len(name)] == name
-    assert rlhf(*words[len(name) :]).exit_code == 0
+    rlhf(*words[len(name) :])
     assert (other / "sft/manifest.json").is_file()
-    assert rlhf("rm", "--config", *options).exit_code == 0
-    refused = rlhf("rm", "--config", str(new_project / "rm.yaml"), "--set", "model.path=x/other/sft")
+    rlhf("rm", "--config", *options)
+    refused = rlhf("rm", "--config", str(new_project / "rm.yaml"), "--set", "model.path=x/other/sft", code=2)
     assert "x/other: no finished 'sft' stage" in refused.stderr
     assert refused.stderr.strip().endswith(f"sft --config {new_project}/sft.yaml --set artifacts=x/other")
 
 
-def test_another_seed_does_not_replace_a_finished_stage(project: Path) -> None:
+def test_another_seed_does_not_replace_a_finished_stage(project):
     pipeline(project)
     before = digests(project)
-    result = CliRunner().invoke(app, ["pipeline", str(project), "--set", "seed=7", "--set", "sft:training.num_steps=3"])
-    assert result.exit_code == 2
+    result = rlhf("pipeline", project, "--set", "seed=7", "--set", "sft:training.num_steps=3", code=2)
     run = project / "run"
     assert f"{run}/sft is finished with seed 0, and a run with seed 7 would replace it" in result.stderr
     assert "training.num_steps differs too" in result.stderr
@@ -324,7 +304,7 @@ def test_another_seed_does_not_replace_a_finished_stage(project: Path) -> None:
     assert json.loads((run / "ppo/manifest.json").read_text())["seed"] == 7
 
 
-def test_a_warm_up_longer_than_the_run_is_a_warning(tmp_path: Path) -> None:
+def test_a_warm_up_longer_than_the_run_is_a_warning(tmp_path):
     write_project(tmp_path)
     result = rlhf("sft", str(tmp_path / "sft.yaml"), "--quiet", "--set", "optimizer.warmup_steps=50")
     assert "never reaches its peak" in " ".join(result.stdout.split())

@@ -1,20 +1,14 @@
 """`rlhf data check`, `show` and `convert`: every figure on rows counted by hand, the marks, what is read back."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from click.testing import Result
-from transformers import AutoTokenizer, BertConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, BertConfig
 from typer.testing import CliRunner
 
 from rlhf_cli.algorithms.statistics import wilson_interval
@@ -23,7 +17,7 @@ from rlhf_cli.commands.data_check import encoder_of, in_tokens, rows_of_source
 from rlhf_cli.commands.data_show import pieces
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.encode import RowText, Skipped
-from rlhf_cli.data.formats import FORMATS, Purpose, read_record, recognise
+from rlhf_cli.data.formats import FORMATS, read_record, recognise
 from rlhf_cli.data.records import Answer, Record, Row
 from rlhf_cli.data.row_counts import DUPLICATE, Report
 from rlhf_cli.data.stage_rows import StageRows, records
@@ -34,28 +28,27 @@ from support.tiny import metaspace, seen_of, training_examples, write_jsonl
 FIXTURES = TESTS / "fixtures" / "formats"
 
 
-def rlhf(*arguments: object, code: int = 0) -> Result:
+def rlhf(*arguments, code=0):
     result = CliRunner().invoke(app, ["data", *map(str, arguments)])
     assert result.exit_code == code, result.output
     return result
 
 
-def checked(*arguments: object, code: int = 0) -> dict[str, Any]:
+def checked(*arguments, code=0):
     """What `rlhf data check --json` says."""
-    found: dict[str, Any] = json.loads(rlhf("check", *arguments, "--json", code=code).stdout)
-    return found
+    return json.loads(rlhf("check", *arguments, "--json", code=code).stdout)
 
 
-def words(count: int) -> str:
+def words(count):
     return " ".join(["word"] * count)
 
 
-def pair(prompt: str, chosen: int, rejected: int) -> dict[str, str]:
+def pair(prompt, chosen, rejected):
     """Answers with the given numbers of words; answers of equal length differ."""
     return {"prompt": prompt, "chosen": f"yes {words(chosen - 1)}", "rejected": f"no {words(rejected - 1)}"}
 
 
-PAIRS: list[Any] = [
+PAIRS = [
     pair("a b c", 4, 2),  # chosen longer
     pair("a b c", 4, 2),  # the same row again
     pair("a b c", 6, 2),  # the same prompt, another answer; longer
@@ -71,7 +64,7 @@ PAIRS: list[Any] = [
 # --------------------------------------------------------------------------------------- check: counts
 
 
-def test_every_count_equals_the_hand_count(tmp_path: Path) -> None:
+def test_every_count_equals_the_hand_count(tmp_path):
     path = write_jsonl(tmp_path / "pairs.jsonl", PAIRS)
     found = checked(path, "--for", "rm", "--max-length", 21, code=1)
     side = found["sides"]["train"]
@@ -90,7 +83,7 @@ def test_every_count_equals_the_hand_count(tmp_path: Path) -> None:
     assert "leaks" not in found
 
 
-def test_a_row_of_exactly_max_length_is_not_too_long(tmp_path: Path) -> None:
+def test_a_row_of_exactly_max_length_is_not_too_long(tmp_path):
     path = write_jsonl(tmp_path / "pairs.jsonl", [PAIRS[0], PAIRS[-1]])
     for limit, too_long in ((22, 0), (21, 1), (7, 1), (6, 2)):
         assert checked(path, "--for", "rm", "--max-length", limit)["sides"]["train"]["too_long"] == too_long
@@ -101,7 +94,7 @@ def test_a_row_of_exactly_max_length_is_not_too_long(tmp_path: Path) -> None:
         assert checked(path, "--for", for_, "--max-length", 5)["sides"]["train"]["too_long"] == too_long
 
 
-def test_length_bias_equals_the_hand_count(tmp_path: Path) -> None:
+def test_length_bias_equals_the_hand_count(tmp_path):
     path = write_jsonl(tmp_path / "pairs.jsonl", [row for row in PAIRS if isinstance(row.get("rejected"), str)])
     bias = checked(path, "--for", "rm")["sides"]["train"]["length_bias"]
     low, high = wilson_interval(4.5, 6)
@@ -110,7 +103,7 @@ def test_length_bias_equals_the_hand_count(tmp_path: Path) -> None:
     assert bias == pytest.approx(means | shares, rel=1e-12)
 
 
-def test_prompts_on_both_sides_are_found_and_named(tmp_path: Path) -> None:
+def test_prompts_on_both_sides_are_found_and_named(tmp_path):
     train = write_jsonl(tmp_path / "train.jsonl", [{"prompt": f"question {n}"} for n in range(20)])
     tests = [{"prompt": "new"}, {"prompt": "question 3"}, {"prompt": "question 7 "}, {"prompt": "question 3"}]
     test = write_jsonl(tmp_path / "test.jsonl", tests)
@@ -133,7 +126,7 @@ def test_prompts_on_both_sides_are_found_and_named(tmp_path: Path) -> None:
     assert "Prompts of training and validation: 1, in 1 validation rows" in rlhf("check", "--config", config).stdout
 
 
-def test_a_ranking_is_one_trial_of_all_its_pairs(tmp_path: Path) -> None:
+def test_a_ranking_is_one_trial_of_all_its_pairs(tmp_path):
     rows = [
         {"prompt": "a", "answers": [words(3), words(2), words(2) + ".", words(5)]},  # 2 wins, 1 tie of 6 pairs
         {"prompt": "b", "answers": [words(2), words(1)]},
@@ -144,7 +137,7 @@ def test_a_ranking_is_one_trial_of_all_its_pairs(tmp_path: Path) -> None:
     assert (side["length_bias"]["chosen_longer"], side["lengths"]["rejected"]["max"]) == (0.5, 5)
 
 
-def test_percentiles_are_lengths_of_rows(tmp_path: Path) -> None:
+def test_percentiles_are_lengths_of_rows(tmp_path):
     """The smallest length that p per cent of the rows do not exceed, by counting. More rows than one chunk."""
     rng = random.Random(2)
     lengths = [rng.randint(1, 90) for _ in range(2200)]
@@ -159,7 +152,7 @@ def test_percentiles_are_lengths_of_rows(tmp_path: Path) -> None:
     assert side["lengths"]["prompt"]["p99"] == 1
 
 
-def test_labels_are_counted_and_many_scores_are_summarised(tmp_path: Path) -> None:
+def test_labels_are_counted_and_many_scores_are_summarised(tmp_path):
     labelled = [{"text": f"text {n}", "label": int(n < 3)} for n in range(8)]
     found = checked(write_jsonl(tmp_path / "a.jsonl", labelled), "--for", "rm")
     assert found["for"] == "rm scores"
@@ -177,7 +170,7 @@ def test_labels_are_counted_and_many_scores_are_summarised(tmp_path: Path) -> No
     assert side["scores"]["mean"] == pytest.approx(2.5, rel=1e-12)
 
 
-def test_rm_reads_pairs_if_it_can_else_scores(tmp_path: Path) -> None:
+def test_rm_reads_pairs_if_it_can_else_scores(tmp_path):
     both = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "answers": ["a", "b"], "scores": [1, 2]}])
     assert checked(both, "--for", "rm")["for"] == "rm pairs"
     assert checked(both, "--for", "rm-scores")["for"] == "rm scores"
@@ -188,7 +181,7 @@ def test_rm_reads_pairs_if_it_can_else_scores(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------- check: bad rows, exit codes
 
 
-def test_the_first_ten_bad_rows_are_named_and_all_are_counted(tmp_path: Path) -> None:
+def test_the_first_ten_bad_rows_are_named_and_all_are_counted(tmp_path):
     path = tmp_path / "a.jsonl"
     lines = ['{"prompt": "p", "response": "r"}'] + ['{"prompt": "p", "response": }'] * 13 + ["", "[1]"]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -202,14 +195,14 @@ def test_the_first_ten_bad_rows_are_named_and_all_are_counted(tmp_path: Path) ->
     ]
 
 
-def test_a_source_without_one_good_row_is_refused_and_its_bad_rows_are_shown(tmp_path: Path) -> None:
+def test_a_source_without_one_good_row_is_refused_and_its_bad_rows_are_shown(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "response": 1}] * 3)
     result = rlhf("check", path, "--for", "sft", code=2)
     assert "Bad rows: 3" in result.stdout
     assert "no row is left to train on" in result.stderr
 
 
-def test_a_row_that_only_the_stage_rejects_is_bad(tmp_path: Path) -> None:
+def test_a_row_that_only_the_stage_rejects_is_bad(tmp_path):
     rows = [{"prompt": "p", "response": "r"}, {"prompt": " ", "response": "r"}]
     found = checked(write_jsonl(tmp_path / "a.jsonl", rows), "--for", "ppo", code=1)
     assert "the prompt is empty" in found["bad_rows"]["first"][0]
@@ -232,7 +225,7 @@ def test_a_row_that_only_the_stage_rejects_is_bad(tmp_path: Path) -> None:
         (["--config", "configs/support/sft.yaml", "--test", "x"], "--test: does not go with --config"),
     ],
 )
-def test_misuse_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
+def test_misuse_is_one_line_and_exit_code_2(arguments, message):
     result = rlhf("check", *arguments, code=2)
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
@@ -241,7 +234,7 @@ def test_misuse_is_one_line_and_exit_code_2(arguments: list[str], message: str) 
 # --------------------------------------------------------------------------------- check: what is printed
 
 
-def test_the_report_fits_into_80_columns_and_shows_the_figures(tmp_path: Path) -> None:
+def test_the_report_fits_into_80_columns_and_shows_the_figures(tmp_path):
     rng = random.Random(1)
     rows = [pair(f"{words(rng.randint(1, 90))} {n}", rng.randint(1, 300), rng.randint(1, 90)) for n in range(150)]
     rows += [rows[3], {"prompt": "p", "chosen": 1, "rejected": 2}]
@@ -271,7 +264,7 @@ def test_the_report_fits_into_80_columns_and_shows_the_figures(tmp_path: Path) -
     assert f"would be right in {share} of pairs\n  (95 % interval: {low} to {high})" in output
 
 
-def test_ascii_output_loses_nothing(tmp_path: Path) -> None:
+def test_ascii_output_loses_nothing(tmp_path):
     rows = [{"prompt": "naïve\x1b[31m", "response": "日本"}, {"prompt": "p", "response": 3}]
     path = write_jsonl(tmp_path / "naïve.jsonl", rows)
     for command, code in (("check", 1), ("show", 0)):
@@ -286,7 +279,7 @@ def test_ascii_output_loses_nothing(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------- check: by a config
 
 
-def sft_config(data: dict[str, Any], **more: Any) -> dict[str, Any]:
+def sft_config(data, **more):
     return {
         "artifacts": "artifacts/x",
         "model": {"path": "org/model-of-the-hub"},
@@ -297,14 +290,14 @@ def sft_config(data: dict[str, Any], **more: Any) -> dict[str, Any]:
     }
 
 
-def written(tmp_path: Path, config: dict[str, Any], stage: str = "sft") -> Path:
+def written(tmp_path, config, stage="sft"):
     """The file of a config."""
     path = tmp_path / f"{stage}.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     return path
 
 
-def test_a_config_sets_sides_limits_template_and_tokenizer(tmp_path: Path, make_model, tokenizer) -> None:
+def test_a_config_sets_sides_limits_template_and_tokenizer(tmp_path, make_model, tokenizer):
     values = [{"prompt": f"the tent {n}", "response": " is late"} for n in range(30)]
     path = write_jsonl(tmp_path / "a.jsonl", [*values, *values[:7]])
     data = {
@@ -337,7 +330,7 @@ def test_a_config_sets_sides_limits_template_and_tokenizer(tmp_path: Path, make_
     assert rlhf("check", "--config", config).stdout.count("longer than 12 tokens") == 1
 
 
-def test_probes_and_ptx_are_checked(tmp_path: Path) -> None:
+def test_probes_and_ptx_are_checked(tmp_path):
     pairs = write_jsonl(tmp_path / "pairs.jsonl", [pair(f"p {n}", 2, 3) for n in range(4)])
     probes = write_jsonl(tmp_path / "probes.jsonl", [{**pair("q", 2, 3), "probe": "length"}, pair("q", 3, 2)])
     rm = sft_config({"train": str(pairs), "test_fraction": 0, "probes": str(probes)}, model={"path": "org/model"})
@@ -367,12 +360,12 @@ def test_probes_and_ptx_are_checked(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def metaspace_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+def metaspace_tokenizer(texts):
     """A blank goes before every text, so an answer by itself has other tokens than behind a prompt."""
     return metaspace(texts, "always")
 
 
-def rows_seen(purpose: Purpose, count: int = 60) -> list[Record]:
+def rows_seen(purpose, count=60):
     rng = random.Random(4)
     found = []
     for n in range(count):
@@ -392,10 +385,10 @@ def rows_seen(purpose: Purpose, count: int = 60) -> list[Record]:
 @pytest.mark.parametrize("name", ["tokenizer", "eos_only_tokenizer", "metaspace_tokenizer"])
 @pytest.mark.parametrize("purpose", ["sft", "rm pairs", "rm scores", "ppo"])
 @pytest.mark.parametrize("template", [None, "help: {prompt}"])
-def test_lengths_in_tokens_equal_those_of_the_stage(request, name: str, purpose: Purpose, template: str | None) -> None:
+def test_lengths_in_tokens_equal_those_of_the_stage(request, name, purpose, template):
     tokenizer = request.getfixturevalue(name)
     rows = rows_seen(purpose)
-    encoder = encoder_of(StageRows(Rows(train=["x"]), purpose, template=template), tokenizer, "x")  # type: ignore[list-item]
+    encoder = encoder_of(StageRows(Rows(train=["x"]), purpose, template=template), tokenizer, "x")
     for row, found in zip(rows, in_tokens(encoder, rows), strict=True):
         if purpose == "ppo":
             assert found.prompt == len(RowText(tokenizer, template).prompt_ids([Record(row.prompt, "")])[0])
@@ -420,14 +413,14 @@ TALK = [{"role": role, "content": content} for role, content in TURNS]
 
 
 @pytest.mark.parametrize("purpose", ["sft", "rm pairs"])
-def test_sft_learns_every_turn_of_a_conversation_and_rm_judges_the_last(purpose: Purpose, texts: list[str]) -> None:
+def test_sft_learns_every_turn_of_a_conversation_and_rm_judges_the_last(purpose, texts):
     from rlhf_cli.config.models import TokenizerTraining
     from rlhf_cli.models.scratch import train_tokenizer
 
     tokenizer = train_tokenizer(texts, TokenizerTraining(vocab_size=300))
     tokenizer.chat_template = CHAT_TEMPLATE
     row = {"prompt": TALK, "chosen": "thank you", "rejected": "sorry sorry sorry"}
-    encoder = encoder_of(StageRows(Rows(train=["x"]), purpose), tokenizer, "x")  # type: ignore[list-item]
+    encoder = encoder_of(StageRows(Rows(train=["x"]), purpose), tokenizer, "x")
     (found,) = in_tokens(encoder, [seen_of(row, purpose)])
     of_prompt, of_answers = found.prompt, found.answers
     count = {text: len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (
@@ -453,7 +446,7 @@ HH = [
 
 
 @pytest.mark.parametrize(("for_", "used"), [("sft", 2), ("rm", 1)])
-def test_a_blank_answer_is_skipped_and_counted(tmp_path: Path, for_: str, used: int) -> None:
+def test_a_blank_answer_is_skipped_and_counted(tmp_path, for_, used):
     """`data check` and `data convert` use the same rows. SFT reads the chosen answer only."""
     path, out = write_jsonl(tmp_path / "hh.jsonl", HH), tmp_path / "out.jsonl"
     side = checked(path, "--for", for_)["sides"]["train"]
@@ -466,7 +459,7 @@ def test_a_blank_answer_is_skipped_and_counted(tmp_path: Path, for_: str, used: 
 # ---------------------------------------------------------------------------------- check: missing spaces
 
 
-def test_a_missing_space_between_prompt_and_answer_is_named_with_its_remedy(tmp_path: Path) -> None:
+def test_a_missing_space_between_prompt_and_answer_is_named_with_its_remedy(tmp_path):
     few = [{"prompt": f"Q{n}{'.' if n == 4 else ':'}", "response": "yes"} for n in range(30)]
     found = checked(write_jsonl(tmp_path / "few.jsonl", few), "--for", "sft")
     assert (found["sides"]["train"]["glued"]["rows"], found["warnings"]) == (1, [])
@@ -491,7 +484,7 @@ def test_a_missing_space_between_prompt_and_answer_is_named_with_its_remedy(tmp_
 # ---------------------------------------------------------------------------------- check: special tokens
 
 
-def test_special_tokens_in_texts_are_counted(tmp_path: Path, make_model: Any) -> None:
+def test_special_tokens_in_texts_are_counted(tmp_path, make_model):
     rows = [{"prompt": f"please {n}", "chosen": " we will", "rejected": " no"} for n in range(20)]
     rows[3]["rejected"] = " no<eos>thank you"
     rows[7]["prompt"] = "<bos>please"
@@ -507,7 +500,7 @@ def test_special_tokens_in_texts_are_counted(tmp_path: Path, make_model: Any) ->
 # ----------------------------------------------------------------------------------------- check: lengths
 
 
-def test_a_file_of_long_rows_names_the_length_that_would_keep_95_percent(tmp_path: Path, make_model: Any) -> None:
+def test_a_file_of_long_rows_names_the_length_that_would_keep_95_percent(tmp_path, make_model):
     rows = [{"prompt": "please " * 40, "response": " we will " + "x" * n} for n in range(20)]
     path, model = write_jsonl(tmp_path / "rows.jsonl", rows), make_model("llama")
     (warning,) = checked(path, "--for", "sft", "--tokenizer", model, "--max-length", 30)["warnings"]
@@ -519,7 +512,7 @@ def test_a_file_of_long_rows_names_the_length_that_would_keep_95_percent(tmp_pat
 # ------------------------------------------------------------------------------------------------- show
 
 
-def test_trained_tokens_are_between_marks(tmp_path: Path, make_model) -> None:
+def test_trained_tokens_are_between_marks(tmp_path, make_model):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent", "response": " is\nlate"}] * 5)
     model = make_model("llama")
     output = rlhf("show", path, "--for", "sft", "--tokenizer", model, "-n", 2).stdout
@@ -532,7 +525,7 @@ def test_trained_tokens_are_between_marks(tmp_path: Path, make_model) -> None:
     assert "<bos>⟦the tent is\n  late<eos>⟧\n" in rlhf("show", "--config", config, "-n", 1).stdout
 
 
-def test_an_encoder_model_without_eos_shows_its_own_special_tokens(tmp_path: Path, word_piece) -> None:
+def test_an_encoder_model_without_eos_shows_its_own_special_tokens(tmp_path, word_piece):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a b", "chosen": " c d", "rejected": " c e"}])
     word_piece.save_pretrained(tmp_path / "model")
     BertConfig(vocab_size=len(word_piece)).save_pretrained(tmp_path / "model")
@@ -543,7 +536,7 @@ def test_an_encoder_model_without_eos_shows_its_own_special_tokens(tmp_path: Pat
     ]
 
 
-def test_overlong_rows_are_cut_or_shown_as_skipped(tmp_path: Path, make_model) -> None:
+def test_overlong_rows_are_cut_or_shown_as_skipped(tmp_path, make_model):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent lamp radio map", "response": " is late"}])
     model = make_model("llama")
     left_out = rlhf("show", path, "--for", "sft", "--tokenizer", model, "--max-length", 5).stdout
@@ -557,7 +550,7 @@ def test_overlong_rows_are_cut_or_shown_as_skipped(tmp_path: Path, make_model) -
     assert "skipped: prompts longer than 3 tokens" in prompts
 
 
-def test_a_pair_shows_both_answers_and_the_prompt_once(tmp_path: Path, make_model) -> None:
+def test_a_pair_shows_both_answers_and_the_prompt_once(tmp_path, make_model):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent", "chosen": " thank you", "rejected": " sorry"}])
     output = rlhf("show", path, "--for", "rm", "--tokenizer", make_model("llama")).stdout
     assert re.search(
@@ -572,7 +565,7 @@ def test_a_pair_shows_both_answers_and_the_prompt_once(tmp_path: Path, make_mode
     assert re.findall(r"rank \d\n  .*", output) == ["rank 1\n  p⟦one⟧", "rank 2\n  ⟦two⟧", "rank 3\n  ⟦three⟧"]
 
 
-def test_only_the_scored_answer_of_a_conversation_is_marked(tmp_path: Path, make_model) -> None:
+def test_only_the_scored_answer_of_a_conversation_is_marked(tmp_path, make_model):
     tokenizer = AutoTokenizer.from_pretrained(make_model("llama"))
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(tmp_path / "model")
@@ -584,7 +577,7 @@ def test_only_the_scored_answer_of_a_conversation_is_marked(tmp_path: Path, make
     assert "<assistant>⟦is late<eos>\n  ⟧<user>please\n  <assistant>⟦thank you<eos>" in output
 
 
-def test_a_terminal_gets_colours_and_no_marks(tmp_path: Path, make_model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_colours_and_no_marks(tmp_path, make_model, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent", "response": " is late"}])
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
@@ -596,7 +589,7 @@ def test_a_terminal_gets_colours_and_no_marks(tmp_path: Path, make_model, monkey
     assert "⟦ is late" in output
 
 
-def test_a_row_is_found_by_its_number_in_messages(tmp_path: Path) -> None:
+def test_a_row_is_found_by_its_number_in_messages(tmp_path):
     path = tmp_path / "a.jsonl"
     lines = ['{"prompt": "one", "response": "1"}', "", '{"prompt": "two", "response": 5}', '{"prompt": }']
     path.write_text("\n".join([*lines, *lines[:1] * 10]))
@@ -610,7 +603,7 @@ def test_a_row_is_found_by_its_number_in_messages(tmp_path: Path) -> None:
     assert "one⟦1⟧" in listed
 
 
-def test_bad_and_skipped_rows_are_shown_in_order(tmp_path: Path) -> None:
+def test_bad_and_skipped_rows_are_shown_in_order(tmp_path):
     rows = [pair("a", 1, 2), {"prompt": "b"}, {"prompt": "c", "chosen": "x", "rejected": "x"}, pair("d", 2, 1)]
     output = rlhf("show", write_jsonl(tmp_path / "a.jsonl", rows), "--for", "rm").stdout
     places = [output.index(text) for text in ("a⟦yes", "a.jsonl:2: found the keys", "its answers are equal", "d⟦yes")]
@@ -618,7 +611,7 @@ def test_bad_and_skipped_rows_are_shown_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "eos_only_tokenizer", "metaspace_tokenizer"])
-def test_the_pieces_add_up_to_the_text(request, name: str) -> None:
+def test_the_pieces_add_up_to_the_text(request, name):
     tokenizer = request.getfixturevalue(name)
     row = Record("the tent is", "", (Answer(" late please help"),))
     ((ids, learned),) = RowText(tokenizer).answer_ids([row])
@@ -645,9 +638,9 @@ CONVERTED = [
 FOR = {"sft": "sft", "rm pairs": "rm", "rm scores": "rm-scores", "ppo": "ppo"}
 
 
-def meanings(path: Path, purpose: Purpose, format: str = "auto") -> Iterator[tuple[Any, ...]]:
+def meanings(path, purpose, format="auto"):
     """What a stage reads from each row of a file, and the key that splits it; scored answers one by one."""
-    source = DataSource(path=str(path), format=format)  # type: ignore[arg-type]
+    source = DataSource(path=str(path), format=format)
     part = rows_of_source(source, "sft", on_bad_row="error")
     for _, record in records(StageRows(part.rows, purpose), Report()):
         try:
@@ -664,7 +657,7 @@ def meanings(path: Path, purpose: Purpose, format: str = "auto") -> Iterator[tup
 
 
 @pytest.mark.parametrize(("name", "purpose"), CONVERTED)
-def test_converted_rows_are_read_back_unchanged(tmp_path: Path, name: str, purpose: Purpose) -> None:
+def test_converted_rows_are_read_back_unchanged(tmp_path, name, purpose):
     """As JSON Lines, plain or packed, and as Parquet, which holds rows of one shape only."""
     fixture = FIXTURES / f"{name}.jsonl"
     before = list(meanings(fixture, purpose, name))
@@ -679,8 +672,8 @@ def test_converted_rows_are_read_back_unchanged(tmp_path: Path, name: str, purpo
     assert {path.name for path in tmp_path.iterdir()} == set(written)
 
 
-def test_the_rows_are_in_our_columns(tmp_path: Path) -> None:
-    expected: dict[tuple[str, str], dict[str, Any]] = {
+def test_the_rows_are_in_our_columns(tmp_path):
+    expected = {
         ("alpaca", "ppo"): {"prompt"},
         ("messages", "sft"): {"messages"},
         ("shp", "rm"): {"prompt", "chosen", "rejected"},
@@ -689,14 +682,14 @@ def test_the_rows_are_in_our_columns(tmp_path: Path) -> None:
         ("kto", "sft"): {"prompt", "response"},
         ("text", "sft"): {"text"},
         ("labelled", "rm"): {"text", "label"},
-    }  # type: ignore[dict-item]
+    }
     for (name, for_), columns in expected.items():
         out = tmp_path / f"{name}-{for_}.jsonl"
         rlhf("convert", FIXTURES / f"{name}.jsonl", "--for", for_, "--format", name, "--out", out, "--quiet")
         assert {key for line in out.read_text().splitlines() for key in json.loads(line)} == columns
 
 
-def test_named_columns_are_kept(tmp_path: Path) -> None:
+def test_named_columns_are_kept(tmp_path):
     rows = [{"question": f"{n}?", "answer": f"#### {n}", "id": n, "odd": "\ud800"} for n in range(3)]
     path, out = write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "out.jsonl"
     output = rlhf("convert", path, "--for", "ppo", "--out", tmp_path / "few.jsonl").stdout
@@ -715,7 +708,7 @@ def test_named_columns_are_kept(tmp_path: Path) -> None:
     assert not (tmp_path / "b.jsonl").exists()
 
 
-def test_a_bad_row_stops_convert_or_is_skipped_and_counted(tmp_path: Path) -> None:
+def test_a_bad_row_stops_convert_or_is_skipped_and_counted(tmp_path):
     rows = [{"prompt": "p", "response": "r"}, {"prompt": "p", "response": 1}, {"prompt": "q", "response": "r"}]
     path, out = write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "out.jsonl"
     assert f"{path}:2: `response`" in rlhf("convert", path, "--for", "sft", "--out", out, code=2).stderr
@@ -725,7 +718,7 @@ def test_a_bad_row_stops_convert_or_is_skipped_and_counted(tmp_path: Path) -> No
     assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == ["p", "q"]
 
 
-def test_existing_files_are_never_overwritten(tmp_path: Path) -> None:
+def test_existing_files_are_never_overwritten(tmp_path):
     source = FIXTURES / "text.jsonl"
     out = tmp_path / "out.jsonl"
     out.write_text("mine")
@@ -744,7 +737,7 @@ def test_existing_files_are_never_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "folder" / "a.jsonl").is_file()
 
 
-def test_compressed_files_are_reproducible(tmp_path: Path) -> None:
+def test_compressed_files_are_reproducible(tmp_path):
     out = tmp_path / "a.jsonl.gz"
     rlhf("convert", FIXTURES / "text.jsonl", "--for", "sft", "--out", out)
     packed = out.read_bytes()
@@ -752,7 +745,7 @@ def test_compressed_files_are_reproducible(tmp_path: Path) -> None:
     assert gzip.decompress(packed).count(b"\n") > 1
 
 
-def test_a_parquet_of_several_batches(tmp_path: Path) -> None:
+def test_a_parquet_of_several_batches(tmp_path):
     rows = [{"prompt": f"{n}", "response": "é"} for n in range(2300)]
     out = tmp_path / "out.parquet"
     rlhf("convert", write_jsonl(tmp_path / "a.jsonl", rows), "--for", "sft", "--out", out)
@@ -762,17 +755,17 @@ def test_a_parquet_of_several_batches(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------- docs/data.md
 
 
-def documented() -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
+def documented():
     """For each format in docs/data.md: its purposes, its row and its line of YAML."""
     text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \| `(\{[^|]*)` \| `(train: [^|]*)` \|$", text, re.MULTILINE)
     return {name: (purposes, json.loads(row), yaml.safe_load(line)) for name, purposes, row, line in rows}
 
 
-def test_docs_have_every_format_with_a_row_and_a_line_that_fit() -> None:
+def test_docs_have_every_format_with_a_row_and_a_line_that_fit():
     docs = documented()
     assert set(docs) == set(FORMATS)
-    stages: dict[Purpose, str] = {"sft": "SFT", "rm pairs": "RM pairs", "rm scores": "RM scores", "ppo": "PPO"}
+    stages = {"sft": "SFT", "rm pairs": "RM pairs", "rm scores": "RM scores", "ppo": "PPO"}
     for name, (purposes, row, line) in docs.items():
         format_ = FORMATS[name]
         assert purposes == ", ".join(stages[purpose] for purpose in format_.purposes), name

@@ -1,7 +1,5 @@
 """`rlhf data generate`: its rows, and interrupted runs that resume to the same file."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -10,8 +8,6 @@ import re
 import signal
 import threading
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,30 +17,31 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands import data_generate as module
 from rlhf_cli.commands import output
 from rlhf_cli.commands.data_generate import data_generate, near_duplicate, prompts_in
-from rlhf_cli.commands.writer import LocalWriter, WriterOptions, Written
+from rlhf_cli.commands.writer import LocalWriter, WriterOptions
 from rlhf_cli.data.stage_rows import demonstration, ranking
 from rlhf_cli.data.words import words
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
-from support.servers import KEY, Call, ChatServer, Reply, ask, completion
+from support.runs import rlhf
+from support.servers import KEY, ChatServer, ask, completion
 from support.tiny import WORDS, read_jsonl, write_jsonl
 from support.writers import contents, failing_after, local, read_back, remote, run_command
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prompts(tmp_path_factory):
     rng = random.Random(2)
     rows = [{"prompt": f"Q: {' '.join(rng.choices(WORDS, k=4))} {n}\nA:", "n": n} for n in range(21)]
     return write_jsonl(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", rows)
 
 
-def run(source: Path | str, task: Any, out: Path, writer: WriterOptions, **settings: Any) -> None:
+def run(source, task, out, writer, **settings):
     run_command(data_generate, source, out, task=task, writer=writer, **settings)
 
 
 # ------------------------------------------------------------------------------------------ what is written
 
 
-def test_demonstrations_are_the_model_answers_in_order(make_model: Any, prompts: Path, tmp_path: Path) -> None:
+def test_demonstrations_are_the_model_answers_in_order(make_model, prompts, tmp_path):
     out = tmp_path / "new" / "demos.jsonl"
     writer = local(make_model("llama"), seed=3)
     run(prompts, "demonstrations", out, writer, num=10)
@@ -52,14 +49,13 @@ def test_demonstrations_are_the_model_answers_in_order(make_model: Any, prompts:
     expected = []
     for n, row in enumerate(read_jsonl(prompts)[:10]):
         [answer] = one_by_one.write([ask(row["prompt"], n, 0)])
-        assert isinstance(answer, Written)
         drawn = {"model": writer.model, "temperature": 1.0, "seed": 3}
         expected.append({"prompt": row["prompt"], "response": answer.text, "ended": answer.ended, **drawn})
     assert read_jsonl(out) == expected
     assert contents(out)[1] == b""
 
 
-def test_samples_are_k_draws_and_not_a_ranking_until_scored(make_model: Any, prompts: Path, tmp_path: Path) -> None:
+def test_samples_are_k_draws_and_not_a_ranking_until_scored(make_model, prompts, tmp_path):
     out = tmp_path / "samples.jsonl"
     run(prompts, "samples", out, local(make_model("llama")), num=6, samples=3)
     rows = read_jsonl(out)
@@ -73,7 +69,7 @@ def test_samples_are_k_draws_and_not_a_ranking_until_scored(make_model: Any, pro
         assert ranking(record) is None, "not scored yet"
 
 
-def test_conversations_stay_conversations_and_the_template_makes_one_message(chat_model: Path, tmp_path: Path) -> None:
+def test_conversations_stay_conversations_and_the_template_makes_one_message(chat_model, tmp_path):
     turns = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "the tent is late"}]
     source = write_jsonl(tmp_path / "chats.jsonl", [{"messages": turns}])
     with ChatServer() as server:
@@ -89,17 +85,16 @@ def test_conversations_stay_conversations_and_the_template_makes_one_message(cha
     assert row["response"] == "echo the tent is late"
     [record] = read_back(tmp_path / "a.jsonl", "sft")
     learned = demonstration(record)
-    assert learned is not None
     assert [m.content for m in learned.turns] == ["be kind", "the tent is late", "echo the tent is late"]
 
     run(source, "demonstrations", tmp_path / "c.jsonl", local(chat_model))
     assert [row["prompt"] for row in read_jsonl(tmp_path / "c.jsonl")] == [turns]
 
 
-def test_empty_and_refused_answers_are_dropped_with_their_rows_and_reasons(prompts: Path, tmp_path: Path) -> None:
+def test_empty_and_refused_answers_are_dropped_with_their_rows_and_reasons(prompts, tmp_path):
     special = {1: (200, {}, completion(" \n")), 2: (400, {}, b"too long"), 3: (200, {}, completion(None))}
 
-    def answer(call: Call) -> Reply:
+    def answer(call):
         number = int(call.text.split()[-2])
         return special.get(number, (200, {}, completion(f"answer {number}")))
 
@@ -115,11 +110,11 @@ def test_empty_and_refused_answers_are_dropped_with_their_rows_and_reasons(promp
     ]
 
 
-def test_a_sample_that_is_empty_or_refused_leaves_the_others(prompts: Path, tmp_path: Path) -> None:
+def test_a_sample_that_is_empty_or_refused_leaves_the_others(prompts, tmp_path):
     counters = itertools.count()
     some = [(200, {}, completion("one")), (200, {}, completion("")), (400, {}, b""), (200, {}, completion("two"))]
 
-    def answer(_: Call) -> Reply:
+    def answer(_):
         return some[next(counters) % 4]
 
     out = tmp_path / "out.jsonl"
@@ -134,10 +129,10 @@ def test_a_sample_that_is_empty_or_refused_leaves_the_others(prompts: Path, tmp_
     assert not list(tmp_path.glob("c.jsonl*")), "nothing is dropped for good where it was not the row's fault"
 
 
-def test_empty_samples_are_counted_also_after_a_resume(prompts: Path, tmp_path: Path) -> None:
+def test_empty_samples_are_counted_also_after_a_resume(prompts, tmp_path):
     counters = itertools.count()
 
-    def answer(_: Call) -> Reply:
+    def answer(_):
         return 200, {}, completion("" if next(counters) % 4 == 1 else "fine")
 
     out = tmp_path / "out.jsonl"
@@ -145,15 +140,14 @@ def test_empty_samples_are_counted_also_after_a_resume(prompts: Path, tmp_path: 
     with ChatServer(answer) as server:
         for num, lost in (("2", 2), ("5", 5)):
             options = ["--model", "m", "--server", server.url, "--concurrency", "1", "--num", num]
-            result = CliRunner().invoke(app, [*command, *options])
-            assert result.exit_code == 0, result.output
+            result = rlhf(*command, *options)
             said = f"{num} rows, {lost} answers missing in rows with others (they were empty or refused)\n"
             assert result.stdout.replace("\n", " ").count(said.strip()) == 1, result.stdout
             assert "  dropped 0  " in result.stdout, "a figure of the progress line is one text"
             assert re.search(r"\d (prompts|rows)/s|s/(prompt|row)\b", result.stdout)
 
 
-def test_bad_rows_are_reported_before_the_model_is_asked(tmp_path: Path) -> None:
+def test_bad_rows_are_reported_before_the_model_is_asked(tmp_path):
     lines = ['{"prompt": "a"}', '{"prompt": 7}', "{broken", '{"prompt": "b"}']
     source = tmp_path / "rows.jsonl"
     source.write_text("\n".join(lines) + "\n")
@@ -177,11 +171,11 @@ def test_bad_rows_are_reported_before_the_model_is_asked(tmp_path: Path) -> None
 # ------------------------------------------------------------------------------------------- new prompts
 
 
-def numbered(*texts: str) -> bytes:
+def numbered(*texts):
     return completion("\n".join(f"{n}. {text}" for n, text in enumerate(texts, 1)))
 
 
-def test_new_prompts_come_from_answers_and_near_duplicates_do_not(tmp_path: Path) -> None:
+def test_new_prompts_come_from_answers_and_near_duplicates_do_not(tmp_path):
     seeds = ["Name three\n rivers of France", "Write a poem about the sea", "Translate cat into German"]
     source = write_jsonl(tmp_path / "seeds.jsonl", [{"prompt": text} for text in seeds])
     answers = [
@@ -221,25 +215,25 @@ def test_new_prompts_come_from_answers_and_near_duplicates_do_not(tmp_path: Path
         ("ช่วยแต่งกลอนเกี่ยวกับฤดูใบไม้ผลิให้หน่อย", "ช่วยแต่งกลอนเกี่ยวกับฤดูใบไม้ผลิหน่อย", "อธิบายการสังเคราะห์ด้วยแสงให้หน่อย"),
     ],
 )
-def test_near_duplicates_in_scripts_without_spaces(known: str, near: str, far: str) -> None:
+def test_near_duplicates_in_scripts_without_spaces(known, near, far):
     assert near_duplicate(near, [(words(known), known)], 0.7) == known
     assert near_duplicate(far, [(words(known), known)], 0.7) is None
 
 
-def test_other_scripts_are_still_compared_by_words() -> None:
+def test_other_scripts_are_still_compared_by_words():
     assert words("Ein Über-Satz mit GPT4 und 3,5") == frozenset({"ein", "über", "satz", "mit", "gpt4", "und", "3", "5"})
     assert words("나는 학교에") == frozenset({"나는", "학교에"})
     assert words("用Python写") == frozenset({"用", "python", "写"})
 
 
-def test_similarity_is_the_fraction_of_common_words() -> None:
+def test_similarity_is_the_fraction_of_common_words():
     known = [(words(text), text) for text in ("radio", "The tent, tent is LATE")]
     for threshold, found in ((0.61, None), (0.6, "The tent, tent is LATE"), (0.01, "The tent, tent is LATE")):
         assert near_duplicate("is the tent broken?", known, threshold) == found, "three of five words are common"
     assert words("¡¡!!") == frozenset({"¡¡!!"})
 
 
-def test_a_list_in_an_answer_is_read_line_by_line() -> None:
+def test_a_list_in_an_answer_is_read_line_by_line():
     text = "Sure, here:\n\n 1. One thing\n2) Another\n3: third\n- fourth\n* fifth\nBye"
     assert prompts_in(text) == ["One thing", "Another", "third", "fourth", "fifth"]
     assert prompts_in("What is 3.5 times 2?\nName 10. Now.") == ["What is 3.5 times 2?", "Name 10. Now."]
@@ -247,7 +241,7 @@ def test_a_list_in_an_answer_is_read_line_by_line() -> None:
     assert prompts_in("") == prompts_in("half", ended=False) == []
 
 
-def test_a_model_without_new_prompts_ends_the_run(tmp_path: Path) -> None:
+def test_a_model_without_new_prompts_ends_the_run(tmp_path):
     source = write_jsonl(tmp_path / "seeds.jsonl", [{"prompt": "Name a river"}])
     with ChatServer(lambda _: (200, {}, numbered("Name a river", "Name a city"))) as server:
         with pytest.raises(RunError, match=r"no new prompt in the last 40 answers; 1 of 5 are written"):
@@ -258,7 +252,7 @@ def test_a_model_without_new_prompts_ends_the_run(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------- resume
 
 
-TASKS: dict[str, dict[str, Any]] = {
+TASKS = {
     "demonstrations": {"on_bad_row": "skip"},
     "samples": {"samples": 3, "on_bad_row": "skip", "num": 7},
     "prompts": {"num": 9},
@@ -266,9 +260,7 @@ TASKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_killed_at_any_line_and_resumed_gives_the_same_bytes(
-    task: str, make_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_at_any_line_and_resumed_gives_the_same_bytes(task, make_model, tmp_path, monkeypatch):
     """The source has unreadable, overlong and similar rows, so that both files grow."""
     rng = random.Random(3)
     texts = [f"{' '.join(rng.choices(WORDS, k=3))} {n}" for n in range(12)]
@@ -299,9 +291,7 @@ def test_killed_at_any_line_and_resumed_gives_the_same_bytes(
         assert contents(out) == expected, f"died at line {died_at}"
 
 
-def test_a_finished_file_is_unchanged_and_more_rows_are_appended(
-    make_model: Any, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_file_is_unchanged_and_more_rows_are_appended(make_model, prompts, tmp_path, monkeypatch):
     out, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
     writer = local(make_model("llama"))
     run(prompts, "demonstrations", whole, writer)
@@ -316,7 +306,7 @@ def test_a_finished_file_is_unchanged_and_more_rows_are_appended(
     assert contents(out) == contents(whole)
 
 
-def test_a_server_that_dies_and_comes_back_gives_every_row_once(prompts: Path, tmp_path: Path) -> None:
+def test_a_server_that_dies_and_comes_back_gives_every_row_once(prompts, tmp_path):
     out = tmp_path / "out.jsonl"
     with ChatServer(lambda call: (200, {}, completion(f"x {call.text}")) if call.number < 11 else None) as server:
         with pytest.raises(RunError, match=r"prompts.jsonl:\d+: http\S+ sent no valid .* same command to resume"):
@@ -334,11 +324,11 @@ def test_a_server_that_dies_and_comes_back_gives_every_row_once(prompts: Path, t
         assert len(server.requests) == 21 - len(written)
 
 
-def test_new_prompts_from_a_server_resume_with_new_answers(tmp_path: Path) -> None:
+def test_new_prompts_from_a_server_resume_with_new_answers(tmp_path):
     source = write_jsonl(tmp_path / "seeds.jsonl", [{"prompt": "Name a river"}])
     out = tmp_path / "out" / "new.jsonl"
 
-    def unheard_of(call: Call) -> Reply:
+    def unheard_of(call):
         return (200, {}, numbered(f"w{call.number} v{call.number}")) if call.number < 6 else None
 
     with ChatServer(unheard_of) as server, pytest.raises(RunError):
@@ -352,14 +342,12 @@ def test_new_prompts_from_a_server_resume_with_new_answers(tmp_path: Path) -> No
     assert [row["round"] for row in rows[6:]] == [8, 9, 10, 11], "rounds of a new chunk, with seeds of their own"
 
 
-def test_changed_settings_are_refused_by_name_and_restart_starts_over(
-    make_model: Any, prompts: Path, tmp_path: Path
-) -> None:
+def test_changed_settings_are_refused_by_name_and_restart_starts_over(make_model, prompts, tmp_path):
     out = tmp_path / "out.jsonl"
     writer = local(make_model("llama"))
     run(prompts, "demonstrations", out, writer, num=3)
     first = contents(out)
-    changed: list[tuple[str, dict[str, Any]]] = [
+    changed = [
         (r"temperature \(1.0, now 0.5\)", {"temperature": 0.5}),
         (r"seed \(0, now 1\)", {"seed": 1}),
         (r"top_p \(null, now 0.5\)", {"top_p": 0.5}),
@@ -386,7 +374,7 @@ def test_changed_settings_are_refused_by_name_and_restart_starts_over(
     assert [row["seed"] for row in rows] == [1, 1]
 
 
-def test_files_of_other_programs_are_never_overwritten(make_model: Any, prompts: Path, tmp_path: Path) -> None:
+def test_files_of_other_programs_are_never_overwritten(make_model, prompts, tmp_path):
     writer = local(make_model("llama"))
     mine = tmp_path / "mine.jsonl"
     mine.write_text('{"precious": 1}\n')
@@ -400,7 +388,7 @@ def test_files_of_other_programs_are_never_overwritten(make_model: Any, prompts:
         run(prompts, "demonstrations", link, writer, restart=True)
     assert mine.read_text() == '{"precious": 1}\n'
     (tmp_path / "folder.jsonl").mkdir()
-    refused: list[tuple[Path | str, Path, str]] = [
+    refused = [
         (prompts.parent, prompts.parent / "new.jsonl", "would be one of the files of"),
         (f"{prompts.parent}/*.jsonl", prompts.parent / "new.jsonl", "would be one of the files of"),
         (prompts, prompts, "would be one of the files of"),
@@ -413,7 +401,7 @@ def test_files_of_other_programs_are_never_overwritten(make_model: Any, prompts:
             run(source, "demonstrations", out, writer)
 
 
-def test_a_full_disk_is_one_line_and_the_file_can_be_resumed(make_model: Any, prompts: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_and_the_file_can_be_resumed(make_model, prompts, tmp_path):
     import resource
 
     writer, out = local(make_model("llama")), tmp_path / "out.jsonl"
@@ -433,10 +421,10 @@ def test_a_full_disk_is_one_line_and_the_file_can_be_resumed(make_model: Any, pr
     assert contents(out) == expected
 
 
-def test_two_writers_of_one_file_are_refused(prompts: Path, tmp_path: Path) -> None:
+def test_two_writers_of_one_file_are_refused(prompts, tmp_path):
     out, inside, resumed_step = tmp_path / "out.jsonl", threading.Event(), threading.Event()
 
-    def wait(_: Call) -> Reply:
+    def wait(_):
         inside.set()
         resumed_step.wait(120)
         return 200, {}, completion("x")
@@ -453,10 +441,10 @@ def test_two_writers_of_one_file_are_refused(prompts: Path, tmp_path: Path) -> N
     assert len(read_jsonl(out)) == 21
 
 
-def test_ctrl_c_says_how_to_resume(prompts: Path, tmp_path: Path) -> None:
+def test_ctrl_c_says_how_to_resume(prompts, tmp_path):
     test_is_over = threading.Event()
 
-    def interrupt(call: Call) -> Reply:
+    def interrupt(call):
         if call.number == 10:
             os.kill(os.getpid(), signal.SIGINT)
             test_is_over.wait(120)
@@ -474,9 +462,7 @@ def test_ctrl_c_says_how_to_resume(prompts: Path, tmp_path: Path) -> None:
     assert len(read_jsonl(out)) == 8
 
 
-def test_an_interrupted_restart_leaves_no_settings(
-    make_model: Any, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_restart_leaves_no_settings(make_model, prompts, tmp_path, monkeypatch):
     out, writer = tmp_path / "out.jsonl", local(make_model("llama"))
     run(prompts, "demonstrations", out, writer, num=3)
 
@@ -492,18 +478,17 @@ def test_an_interrupted_restart_leaves_no_settings(
 # --------------------------------------------------------------------------------------- the command line
 
 
-def test_the_command_reports_its_result(prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_reports_its_result(prompts, tmp_path, monkeypatch):
     monkeypatch.setenv("MY_KEY", KEY)
     out = tmp_path / "out.jsonl"
 
-    def answer(call: Call) -> Reply:
+    def answer(call):
         return (400, {}, KEY.encode()) if call.number == 3 else (200, {}, completion("x", "length"))
 
     with ChatServer(answer) as server:
         arguments = ["data", "generate", str(prompts), "--task", "demonstrations", "--out", str(out), "--num", "5"]
         arguments += ["--server", server.url, "--model", "some", "--api-key-env", "MY_KEY", "--temperature", "0.5"]
-        done = CliRunner().invoke(app, [*arguments, "--concurrency", "1", "--max-new-tokens", "9"])
-        assert done.exit_code == 0, done.output
+        done = rlhf(*arguments, "--concurrency", "1", "--max-new-tokens", "9")
         refused = CliRunner().invoke(app, arguments)
     assert done.output.splitlines()[-1] == (
         f"generate: {out}: 4 rows, 4 answers cut at 9 tokens (their `ended` is false); "
@@ -530,12 +515,9 @@ def test_the_command_reports_its_result(prompts: Path, tmp_path: Path, monkeypat
         (["--task", "nonsense"], "nonsense"),
     ],
 )
-def test_invalid_options_are_refused_in_one_line(
-    arguments: list[str], said: str, prompts: Path, tmp_path: Path
-) -> None:
+def test_invalid_options_are_refused_in_one_line(arguments, said, prompts, tmp_path):
     basic = ["data", "generate", str(prompts), "--out", str(tmp_path / "out.jsonl"), "--model", "some/model"]
-    result = CliRunner().invoke(app, [*basic, *arguments])
-    assert result.exit_code == 2, result.output
+    result = rlhf(*basic, *arguments, code=2)
     assert said in result.output
     assert "Traceback" not in result.output
     assert "secret" not in result.output

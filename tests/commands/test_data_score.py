@@ -1,36 +1,30 @@
 """`rlhf data score`: from the judge's answers to rows, and runs that resume."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from rlhf_cli.cli import app
 from rlhf_cli.commands import data_score
 from rlhf_cli.commands.data_score import letter_in, number_in
 from rlhf_cli.commands.writer import WriterOptions
 from rlhf_cli.data.stage_rows import ranking
 from rlhf_cli.errors import ConfigError, DataError
-from support.servers import Call, ChatServer, Reply, completion
+from support.runs import rlhf
+from support.servers import ChatServer, completion
 from support.tiny import read_jsonl, write_jsonl
 from support.writers import read_back, remote, run_command
 
 
-def run(source: Path, out: Path, writer: WriterOptions, **settings: Any) -> None:
+def run(source, out, writer, **settings):
     run_command(data_score.data_score, source, out, writer=writer, **settings)
 
 
-def dropped(out: Path) -> list[dict[str, Any]]:
+def dropped(out):
     return read_jsonl(out.with_name(out.name + ".dropped"))
 
 
-def says(answer: Callable[[str], str]) -> Callable[[Call], Reply]:
+def says(answer):
     """A judge whose answer depends on the question."""
     return lambda call: (200, {}, completion(answer(call.text)))
 
@@ -51,7 +45,7 @@ def says(answer: Callable[[str], str]) -> Callable[[Call], Reply]:
         ("1.2.3 and then 2", 2.0),
     ],
 )
-def test_the_first_number_in_range_is_the_score(answer: str, number: float) -> None:
+def test_the_first_number_in_range_is_the_score(answer, number):
     assert repr(number_in(answer, 0, 5)) == repr(number)
 
 
@@ -59,11 +53,11 @@ def test_the_first_number_in_range_is_the_score(answer: str, number: float) -> N
     "answer",
     ["-1", "−1", "5.1", "", "GPT4 says", "the 4th", "3.5%", "4,5", "1.2.3", "nan inf", "٤", "4" * 5000],
 )
-def test_an_answer_without_a_number_in_range_has_no_score(answer: str) -> None:
+def test_an_answer_without_a_number_in_range_has_no_score(answer):
     assert number_in(answer, 0, 5) is None
 
 
-def test_the_range_includes_both_ends() -> None:
+def test_the_range_includes_both_ends():
     assert number_in("-1.5", -2, -1) == -1.5
     assert [number_in(str(n), 1, 3) for n in range(5)] == [None, 1.0, 2.0, 3.0, None]
 
@@ -77,7 +71,7 @@ def test_the_range_includes_both_ends() -> None:
         ("A, since A is right", "first"),
     ],
 )
-def test_exactly_one_letter_is_a_verdict(answer: str, verdict: str) -> None:
+def test_exactly_one_letter_is_a_verdict(answer, verdict):
     assert letter_in(answer) == verdict
     assert [letter_in(unclear) for unclear in (f"{answer}, but A, or B", "Both", "AB", "")] == [None] * 4
 
@@ -85,10 +79,10 @@ def test_exactly_one_letter_is_a_verdict(answer: str, verdict: str) -> None:
 # ------------------------------------------------------------------------------------------------ numbers
 
 
-def test_rows_keep_their_columns_and_get_a_score_and_the_judges_name(tmp_path: Path) -> None:
+def test_rows_keep_their_columns_and_get_a_score_and_the_judges_name(tmp_path):
     names = ("id", "question", "answer", "score", "scores", "judge")
     values = [(1, "Name a river.", "The Rhine.", 1.0, [9], "Ann"), (2, "Name a city.", "Long.", 0.5, [9], "Bob")]
-    rows: list[dict[str, Any]] = [dict(zip(names, each, strict=True)) for each in values]
+    rows = [dict(zip(names, each, strict=True)) for each in values]
     source, out = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "out" / "out.jsonl"
     with ChatServer(says(lambda text: "Score: 5" if "Rhine" in text else "0")) as server:
         run(source, out, remote(server, concurrency=1, max_new_tokens=16, temperature=0.2))
@@ -118,7 +112,7 @@ def test_rows_keep_their_columns_and_get_a_score_and_the_judges_name(tmp_path: P
     assert [record.scores for record in read_back(out, "rm scores")] == [(5.0,), (0.0,)]
 
 
-def test_every_answer_of_a_row_is_scored_and_makes_a_ranking(tmp_path: Path) -> None:
+def test_every_answer_of_a_row_is_scored_and_makes_a_ranking(tmp_path):
     answers = ["worst", "best", "odd", "middle"]
     row = {"prompt": "p", "responses": answers, "scores": [None] * 4, "n": 7}
     source, out = write_jsonl(tmp_path / "rows.jsonl", [row]), tmp_path / "out" / "out.jsonl"
@@ -135,10 +129,10 @@ def test_every_answer_of_a_row_is_scored_and_makes_a_ranking(tmp_path: Path) -> 
     assert ranked.texts == ("best", "middle", "worst")
 
 
-def test_other_formats_are_scored_too(tmp_path: Path) -> None:
+def test_other_formats_are_scored_too(tmp_path):
     """A conversation, a pair, an Alpaca row: all are written with scores that can be read back."""
     turns = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
-    cases: list[tuple[dict[str, Any], str, Any]] = [
+    cases = [
         ({"messages": [*turns, {"role": "assistant", "content": "hello"}]}, "hello", turns),
         ({"prompt": "p", "chosen": "c", "rejected": "r"}, "c", "p"),
         ({"system_prompt": "be kind", "prompt": "hi", "response": "hello"}, "hello", turns),
@@ -157,12 +151,12 @@ def test_other_formats_are_scored_too(tmp_path: Path) -> None:
             assert [m.content for m in record.messages] == ["be kind", "hi"]
 
 
-def test_unclear_answers_are_asked_again_and_then_dropped(tmp_path: Path) -> None:
+def test_unclear_answers_are_asked_again_and_then_dropped(tmp_path):
     rows = [{"prompt": f"p{n}", "response": f"r{n}"} for n in range(4)]
     source, out = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "out" / "out.jsonl"
-    asked: Counter[str] = Counter()
+    asked = Counter()
 
-    def judge(call: Call) -> Reply:
+    def judge(call):
         which = next(row["prompt"] for row in rows if f"\n{row['prompt']}\n" in call.text)
         asked[which] += 1
         answer = {"p0": "4", "p1": "hm" if asked[which] < 3 else "0", "p2": "I can't say, perhaps 9"}.get(which)
@@ -189,7 +183,7 @@ def test_unclear_answers_are_asked_again_and_then_dropped(tmp_path: Path) -> Non
     assert asked == {"p0": 1, "p1": 1, "p2": 1, "p3": 1}
 
 
-def test_the_template_and_the_range_can_be_set(tmp_path: Path) -> None:
+def test_the_template_and_the_range_can_be_set(tmp_path):
     source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "{response}", "response": "{prompt}"}])
     template = tmp_path / "judge.txt"
     template.write_text("{min}..{max} {{x}}: {prompt} / {response}")
@@ -205,7 +199,7 @@ def test_the_template_and_the_range_can_be_set(tmp_path: Path) -> None:
         run(source, tmp_path / "out" / "b.jsonl", remote(server), lowest=5, highest=5)
 
 
-def test_rows_without_answers_are_named(tmp_path: Path) -> None:
+def test_rows_without_answers_are_named(tmp_path):
     with ChatServer(says(lambda _: "1")) as server:
         source = write_jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "hi"}]}])
         with pytest.raises(DataError, match=r"a.jsonl:1: the row has no answer to score"):
@@ -230,14 +224,14 @@ PAIRS = [
 ]
 
 
-def by_kind(call: Call) -> Reply:
+def by_kind(call):
     """Prefers good to bad, the first of equal answers, the second of late ones; gives no letter for odd ones."""
     a = call.text.split("Response A:\n")[1]
     answers = {"g": "A", "b": "B", "s": "A", "l": "B", "o": "neither A nor B"}
     return 200, {}, completion(answers[a[0]])
 
 
-def test_the_answer_preferred_in_both_orders_is_chosen(tmp_path: Path) -> None:
+def test_the_answer_preferred_in_both_orders_is_chosen(tmp_path):
     source, out = write_jsonl(tmp_path / "pairs.jsonl", PAIRS), tmp_path / "out" / "out.jsonl"
     with ChatServer(by_kind) as server:
         run(source, out, remote(server, concurrency=1), compare=True)
@@ -266,7 +260,7 @@ def test_the_answer_preferred_in_both_orders_is_chosen(tmp_path: Path) -> None:
     assert [r.response for r in rankings if r] == ["good 0", "good 1", "good 6"]
 
 
-def test_ties_can_be_kept_without_becoming_preferences(tmp_path: Path) -> None:
+def test_ties_can_be_kept_without_becoming_preferences(tmp_path):
     source, out = write_jsonl(tmp_path / "pairs.jsonl", PAIRS[:4]), tmp_path / "out" / "out.jsonl"
     with ChatServer(by_kind) as server:
         run(source, out, remote(server), compare=True, ties="keep")
@@ -280,14 +274,13 @@ def test_ties_can_be_kept_without_becoming_preferences(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------- the command line
 
 
-def command(source: Path, out: Path, server: ChatServer, *more: str) -> str:
+def command(source, out, server, *more):
     arguments = ["data", "score", str(source), "--out", str(out), "--server", server.url, "--model", "judge-7b"]
-    result = CliRunner().invoke(app, [*arguments, *more])
-    assert result.exit_code == 0, result.output
+    result = rlhf(*arguments, *more)
     return result.output
 
 
-def test_the_report_has_counts_and_mean(tmp_path: Path) -> None:
+def test_the_report_has_counts_and_mean(tmp_path):
     numbers = ["0", "1", "1", "2.4", "2.5", "5", "x", "5"]
     source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"p{n}.", "response": "r"} for n in range(8)])
     out = tmp_path / "out" / "out.jsonl"
@@ -303,7 +296,7 @@ score: 7 scores by judge-7b, mean 2.414
     assert len(server.requests) == 10
 
 
-def test_scores_are_compared_with_the_input_scores(tmp_path: Path) -> None:
+def test_scores_are_compared_with_the_input_scores(tmp_path):
     judged, own = [0, 1, 3, 5], [1.0, -1.0, 2.0, 4.0]
     rows = [{"prompt": f"p{n}.", "response": "r", "score": own[n]} for n in range(4)]
     source = write_jsonl(tmp_path / "rows.jsonl", rows)
@@ -314,7 +307,7 @@ def test_scores_are_compared_with_the_input_scores(tmp_path: Path) -> None:
     assert 0.5 < r < 0.99
 
 
-def test_position_bias_is_reported(tmp_path: Path) -> None:
+def test_position_bias_is_reported(tmp_path):
     source, out = write_jsonl(tmp_path / "pairs.jsonl", PAIRS), tmp_path / "out" / "out.jsonl"
     start = "\n\nHuman: hi\n\nAssistant:"
     whole = [{"chosen": f"{start} {pair['chosen']}", "rejected": f"{start} {pair['rejected']}"} for pair in PAIRS]
@@ -348,7 +341,7 @@ score: 5 pairs compared by judge-7b, ties dropped
         ({"compare": True}, r"compare \(false, now true\)"),
     ],
 )
-def test_other_settings_are_refused(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+def test_other_settings_are_refused(tmp_path, settings, said):
     source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "p", "response": "r"}] * 2)
     out = tmp_path / "out" / "out.jsonl"
     with ChatServer(says(lambda _: "1")) as server:
@@ -361,17 +354,15 @@ def test_other_settings_are_refused(tmp_path: Path, settings: dict[str, Any], sa
     assert len(read_jsonl(out)) == 2
 
 
-def test_a_run_that_drops_every_row_fails_each_time(tmp_path: Path) -> None:
+def test_a_run_that_drops_every_row_fails_each_time(tmp_path):
     source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "p", "response": "r"}] * 3)
     out = tmp_path / "out.jsonl"
     command = ["data", "score", str(source), "--out", str(out), "--model", "m", "--attempts", "1"]
     with ChatServer(says(lambda _: "no idea")) as server:
         for _ in range(2):
-            result = CliRunner().invoke(app, [*command, "--server", server.url])
-            assert result.exit_code == 1, result.output
+            result = rlhf(*command, "--server", server.url, code=1)
             message = f"error: {out}: no row was written; 3 dropped (3 no clear answer), see out.jsonl.dropped. "
             assert result.stderr.startswith(message)
         assert len(server.requests) == 3, "nothing is asked again without --restart"
-        again = CliRunner().invoke(app, [*command, "--server", server.url, "--restart"])
-    assert again.exit_code == 1
+        rlhf(*command, "--server", server.url, "--restart", code=1)
     assert len(server.requests) == 6

@@ -1,51 +1,45 @@
 """`rlhf data generate --task dialogues`: two models talk, and SFT reads what they wrote."""
 
-from __future__ import annotations
-
 import itertools
-from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from rlhf_cli.cli import app
 from rlhf_cli.commands.data_generate import data_generate
-from rlhf_cli.commands.writer import WriterOptions
 from rlhf_cli.data.stage_rows import demonstration
 from rlhf_cli.errors import ConfigError, RunError
-from support.servers import Call, ChatServer, Reply, completion
+from support.runs import rlhf
+from support.servers import ChatServer, completion
 from support.tiny import read_jsonl, write_jsonl
 from support.writers import contents, failing_after, local, read_back, remote, run_command
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     rows = [{"prompt": "Where is my tent?"}, {"prompt": "My lamp is broken."}]
     return write_jsonl(tmp_path / "prompts.jsonl", rows)
 
 
-def run(source: Path, out: Path, writer: WriterOptions, user: ChatServer | None = None, **settings: Any) -> None:
+def run(source, out, writer, user=None, **settings):
     if user is not None:
         settings |= {"user_model": "judge-7b", "user_server": user.url}
     run_command(data_generate, source, out, task="dialogues", writer=writer, **settings)
 
 
-def answers(call: Call) -> Reply:
+def answers(call):
     """The assistant: how many messages it was given."""
     return 200, {}, completion(f" answer to {len(call.body['messages'])}")
 
 
-def asks(call: Call) -> Reply:
+def asks(call):
     """The user: one message, with a name before it and an answer after it."""
     return 200, {}, completion(f"Person: remark {call.text.count('Assistant:')}\nAssistant: of course")
 
 
-def turns(row: dict[str, Any]) -> list[tuple[str, str]]:
+def turns(row):
     return [(message["role"], message["content"]) for message in row["messages"]]
 
 
-def test_two_models_talk_in_turn_and_each_sees_the_whole_dialogue(source: Path, tmp_path: Path) -> None:
+def test_two_models_talk_in_turn_and_each_sees_the_whole_dialogue(source, tmp_path):
     out = tmp_path / "dialogues.jsonl"
     with ChatServer(answers) as assistant, ChatServer(asks) as user:
         run(source, out, remote(assistant, concurrency=1), user=user, turns=3)
@@ -68,16 +62,14 @@ def test_two_models_talk_in_turn_and_each_sees_the_whole_dialogue(source: Path, 
     )
 
 
-def test_sft_learns_every_answer_of_a_dialogue(source: Path, tmp_path: Path, chat_model: Path) -> None:
+def test_sft_learns_every_answer_of_a_dialogue(source, tmp_path, chat_model):
     out = tmp_path / "dialogues.jsonl"
     with ChatServer(answers) as assistant, ChatServer(asks) as user:
         run(source, out, remote(assistant), user=user, turns=2)
     learned = demonstration(read_back(out, "sft")[0])
-    assert learned is not None
     assert [(m.role, m.content) for m in learned.turns] == turns(read_jsonl(out)[0])
     arguments = ["data", "show", str(out), "--for", "sft", "--tokenizer", str(chat_model)]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
+    result = rlhf(*arguments)
     assert "answer to 1" in result.stdout
 
 
@@ -97,7 +89,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("name", ENDINGS)
-def test_a_dialogue_ends_with_its_last_whole_exchange(name: str, source: Path, tmp_path: Path) -> None:
+def test_a_dialogue_ends_with_its_last_whole_exchange(name, source, tmp_path):
     assistant_says, user_says, length, ended = ENDINGS[name]
     out = tmp_path / "dialogues.jsonl"
     with ChatServer(assistant_says) as assistant, ChatServer(user_says) as user:
@@ -108,7 +100,7 @@ def test_a_dialogue_ends_with_its_last_whole_exchange(name: str, source: Path, t
         assert row["ended"] is ended
 
 
-def test_a_dialogue_without_an_answer_is_dropped_and_a_dead_server_ends_the_run(source: Path, tmp_path: Path) -> None:
+def test_a_dialogue_without_an_answer_is_dropped_and_a_dead_server_ends_the_run(source, tmp_path):
     counter = itertools.count()
     with ChatServer(lambda _: (200, {}, completion("" if next(counter) else "fine"))) as assistant:
         run(source, tmp_path / "a.jsonl", remote(assistant, concurrency=1), turns=1)
@@ -119,12 +111,10 @@ def test_a_dialogue_without_an_answer_is_dropped_and_a_dead_server_ends_the_run(
             run(source, tmp_path / "b.jsonl", remote(assistant), user=user)
 
 
-def test_local_models_talk_and_resume_to_the_same_bytes(
-    make_model: Any, chat_model: Path, data: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_models_talk_and_resume_to_the_same_bytes(make_model, chat_model, data, tmp_path, monkeypatch):
     template = tmp_path / "user.txt"
     template.write_text("{dialogue}\n\nPerson:")
-    settings: dict[str, Any] = {"num": 8, "turns": 2, "template": template, "user_model": str(make_model("llama"))}
+    settings = {"num": 8, "turns": 2, "template": template, "user_model": str(make_model("llama"))}
     writer = local(chat_model, batch_size=3)
     run(data["prompts"], tmp_path / "a.jsonl", writer, **settings)
     with failing_after(monkeypatch, 4):
@@ -135,11 +125,10 @@ def test_local_models_talk_and_resume_to_the_same_bytes(
         run(data["prompts"], tmp_path / "b.jsonl", writer, **{**settings, "user_model": str(make_model("qwen2"))})
 
 
-def test_the_options_of_the_user_go_with_dialogues_only(source: Path, tmp_path: Path) -> None:
-    def refused(*arguments: str) -> str:
+def test_the_options_of_the_user_go_with_dialogues_only(source, tmp_path):
+    def refused(*arguments):
         command = ["data", "generate", str(source), "--out", str(tmp_path / "x.jsonl"), "--model", "m", *arguments]
-        result = CliRunner().invoke(app, command)
-        assert result.exit_code == 2, result.output
+        result = rlhf(*command, code=2)
         return result.stderr
 
     assert "--user-model: does nothing with --task samples" in refused("--task", "samples", "--user-model", "n")

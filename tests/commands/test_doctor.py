@@ -1,16 +1,12 @@
 """`rlhf doctor` finds and names what is wrong, reads nothing outside the directory and changes nothing."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os
 import platform
 import re
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,40 +20,40 @@ from rlhf_cli.run.artifacts import digest_file, partial_directory, read_manifest
 from rlhf_cli.run.checkpoint_files import checkpoints_directory, new_checkpoint
 from rlhf_cli.run.lock import Lock
 from support.projects import digests
+from support.runs import rlhf
 
 CPU = torch.device("cpu")
 
 
-def examined(directory: Path) -> tuple[int, list[str], str]:
+def examined(directory):
     """Exit code, lines and stderr of `rlhf doctor DIRECTORY`."""
     result = CliRunner().invoke(app, ["doctor", str(directory)])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.stdout.splitlines(), result.stderr
 
 
-def words(lines: Iterable[Result]) -> list[str]:
+def words(lines):
     return [line.word for line in lines]
 
 
-def only(lines: Iterable[Result], word: str) -> str:
+def only(lines, word):
     """The text of the one line with this word."""
     (text,) = (line.text for line in lines if line.word == word)
     return text
 
 
 @pytest.fixture
-def stage(project: Path) -> Path:
+def stage(project):
     """A finished SFT stage, made from the data beside it."""
-    result = CliRunner().invoke(app, ["sft", "--config", str(project / "sft.yaml"), "--quiet"])
-    assert result.exit_code == 0, result.output
+    rlhf("sft", "--config", project / "sft.yaml", "--quiet")
     return project / "run" / "sft"
 
 
 # ------------------------------------------------------------------------------------------- the whole
 
 
-def test_a_good_run_has_no_problem_and_is_not_touched(project: Path) -> None:
-    CliRunner().invoke(app, ["pipeline", str(project), "--quiet"])
+def test_a_good_run_has_no_problem_and_is_not_touched(project):
+    rlhf("pipeline", project, "--quiet")
     run = project / "run"
     before = {path: (path.stat().st_mtime_ns, path.is_dir()) for path in project.rglob("*")}
     bytes_before = digests(project)
@@ -75,7 +71,7 @@ def test_a_good_run_has_no_problem_and_is_not_touched(project: Path) -> None:
     assert digests(project) == bytes_before
 
 
-def test_problems_are_counted_and_the_exit_code_is_2(project: Path) -> None:
+def test_problems_are_counted_and_the_exit_code_is_2(project):
     run = project / "run"
     (run / "sft" / "model" / "config.json").unlink()
     (run / "rm" / "metrics.jsonl").write_text("{}")
@@ -89,14 +85,14 @@ def test_problems_are_counted_and_the_exit_code_is_2(project: Path) -> None:
     assert any("modified after they were written: metrics.jsonl" in line for line in lines)
 
 
-def test_the_directory_of_one_stage_anywhere(stage: Path, tmp_path: Path) -> None:
+def test_the_directory_of_one_stage_anywhere(stage, tmp_path):
     for directory in (stage, Path(shutil.copytree(stage, tmp_path / "downloaded" / "a-model"))):
         code, lines, _ = examined(directory)
         assert code == 0
         assert sum(f"{directory.name}" in line and "all unchanged since" in line for line in lines) == 1
 
 
-def test_a_folder_of_runs_names_them(project: Path, tmp_path: Path) -> None:
+def test_a_folder_of_runs_names_them(project, tmp_path):
     code, lines, _ = examined(project)
     assert code == 2
     assert f"is not a run, but contains runs: {project / 'run'}." in lines[-1]
@@ -109,14 +105,14 @@ def test_a_folder_of_runs_names_them(project: Path, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ the machine
 
 
-def test_versions_are_the_required_ones() -> None:
+def test_versions_are_the_required_ones():
     lines = list(module.versions())
     assert words(lines) == ["ok"] * len(lines)
     assert lines[0] == Result("ok", "python", platform.python_version())
     assert Result("ok", "torch", importlib.metadata.version("torch")) in lines
 
 
-def test_a_wrong_or_missing_package_is_a_problem_with_the_command_that_fixes_it() -> None:
+def test_a_wrong_or_missing_package_is_a_problem_with_the_command_that_fixes_it():
     checked = module.packages(
         [
             "torch>=999",
@@ -139,7 +135,7 @@ def test_a_wrong_or_missing_package_is_a_problem_with_the_command_that_fixes_it(
 # ------------------------------------------------------------------------------------ finished stages
 
 
-def test_every_flipped_bit_and_every_missing_file_is_named(stage: Path) -> None:
+def test_every_flipped_bit_and_every_missing_file_is_named(stage):
     manifest = read_manifest(stage)
     assert manifest is not None
     assert words(module.finished(stage, "sft")) == ["ok", "ok"]
@@ -161,7 +157,7 @@ def test_every_flipped_bit_and_every_missing_file_is_named(stage: Path) -> None:
     assert words(module.finished(stage, "sft")) == ["ok", "ok"]
 
 
-def test_files_that_the_stage_did_not_write_are_named(stage: Path, tmp_path: Path) -> None:
+def test_files_that_the_stage_did_not_write_are_named(stage, tmp_path):
     for name in ("notes.txt", "model/modeling.py", *(f"x{number}" for number in range(5))):
         (stage / name).write_text("")
     (stage / "elsewhere").symlink_to(tmp_path, target_is_directory=True)
@@ -170,7 +166,7 @@ def test_files_that_the_stage_did_not_write_are_named(stage: Path, tmp_path: Pat
     assert only(lines, "warning").endswith("stage: elsewhere, model/modeling.py, notes.txt, x0, x1 and 3 more")
 
 
-def test_names_that_lead_outside_the_stage_and_links_are_not_read(stage: Path, tmp_path: Path) -> None:
+def test_names_that_lead_outside_the_stage_and_links_are_not_read(stage, tmp_path):
     secret = tmp_path / "secret.txt"
     secret.write_text("not yours")
     (stage / "link.txt").symlink_to(secret)
@@ -195,7 +191,7 @@ def test_names_that_lead_outside_the_stage_and_links_are_not_read(stage: Path, t
         {"identity": {"data": [], "inputs": {}}}, {"stage": "../sft"}, {"stage": 3}, {"finished": None},
     ],
 )  # fmt: skip
-def test_a_manifest_with_values_of_wrong_types_is_a_problem(stage: Path, change: dict[str, Any]) -> None:
+def test_a_manifest_with_values_of_wrong_types_is_a_problem(stage, change):
     path = stage / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     (line,) = module.finished(stage, "sft")
@@ -204,7 +200,7 @@ def test_a_manifest_with_values_of_wrong_types_is_a_problem(stage: Path, change:
     assert line.text.endswith(". Run the stage again with --restart")
 
 
-def test_changed_and_missing_data_of_a_stage(stage: Path, project: Path) -> None:
+def test_changed_and_missing_data_of_a_stage(stage, project):
     with (project / "sft.jsonl").open("a") as file:
         file.write("\n")
     assert only(module.finished(stage, "sft"), "warning") == "stale, changed since: data train"
@@ -220,7 +216,7 @@ def test_changed_and_missing_data_of_a_stage(stage: Path, project: Path) -> None
 # ---------------------------------------------------------------------------------- unfinished runs
 
 
-def checkpoint(run: Path, stage: str, step: int) -> Path:
+def checkpoint(run, stage, step):
     checkpoints = checkpoints_directory(run, stage)
     checkpoints.mkdir(exist_ok=True)
     partial_directory(run, stage).mkdir(exist_ok=True)
@@ -230,7 +226,7 @@ def checkpoint(run: Path, stage: str, step: int) -> Path:
     return checkpoints / f"step-{step:08d}"
 
 
-def test_checkpoints_good_and_damaged(tmp_path: Path) -> None:
+def test_checkpoints_good_and_damaged(tmp_path):
     first, second = checkpoint(tmp_path, "sft", 10), checkpoint(tmp_path, "sft", 20)
     assert words(module.unfinished(tmp_path, "sft")) == ["ok"]
     assert "resumes from step-00000020, 2 good" in only(module.unfinished(tmp_path, "sft"), "ok")
@@ -253,7 +249,7 @@ def test_checkpoints_good_and_damaged(tmp_path: Path) -> None:
     assert "every checkpoint is damaged" in only(module.unfinished(tmp_path, "sft"), "problem")
 
 
-def test_the_running_process_is_named(tmp_path: Path) -> None:
+def test_the_running_process_is_named(tmp_path):
     assert list(module.unfinished(tmp_path, "sft")) == []
     lock = Lock(tmp_path, "sft")
     lock.acquire()
@@ -269,7 +265,7 @@ def test_the_running_process_is_named(tmp_path: Path) -> None:
     assert "stopped before its first checkpoint" in only(module.unfinished(tmp_path, "sft"), "warning")
 
 
-def test_lines_break_between_words_on_a_terminal(monkeypatch, capsys) -> None:
+def test_lines_break_between_words_on_a_terminal(monkeypatch, capsys):
     """At 80 columns, below the text. A file keeps one line for each."""
     text = "supercalifragilistic " * 9
     monkeypatch.setattr(module, "_lines", lambda _: iter([Result("ok", "torch", text.strip())]))

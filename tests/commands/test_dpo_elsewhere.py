@@ -3,23 +3,18 @@
 TRL is no dependency of this project, so it has an environment of its own.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from rlhf_cli.cli import app
 from rlhf_cli.models.load import load_tokenizer
 from support.paths import ROOT
+from support.runs import rlhf
 from support.tiny import read_jsonl
 
 LINES = re.search(r"^```python\n(.*?DPOTrainer.*?)^```", (ROOT / "docs/other_libraries.md").read_text(), re.M | re.S)
@@ -37,14 +32,11 @@ print("REPORT" + json.dumps(report))
     importlib.util.find_spec("trl") is None,
     reason="TRL is not installed: pip install --constraint constraints.txt trl",
 )
-def test_trls_dpo_trains_from_our_sft_artifact_on_converted_rows(pipeline: Any, data: Any, tmp_path: Path) -> None:
+def test_trls_dpo_trains_from_our_sft_artifact_on_converted_rows(pipeline, data, tmp_path):
     """The lines of the docs, on a tiny model: the loss falls, the margin rises, and the tokens are ours."""
     assert LINES is not None
     root, rows = pipeline("llama"), tmp_path / "dpo.jsonl"
-    converted = CliRunner().invoke(
-        app, ["data", "convert", str(data["preferences"]), "--for", "rm", "--out", str(rows)]
-    )
-    assert converted.exit_code == 0, converted.output
+    rlhf("data", "convert", data["preferences"], "--for", "rm", "--out", rows)
     code = LINES[1]
     for here, there in {
         "out/dpo.jsonl": str(rows),

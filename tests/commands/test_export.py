@@ -2,18 +2,14 @@
 remains.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from typer.testing import CliRunner
@@ -25,6 +21,7 @@ from rlhf_cli.evaluation.fidelity import PolicyCheck, token_distances
 from rlhf_cli.models.gguf import pre_tokenizer
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
 from rlhf_cli.trained.run import open_run
+from support.runs import refused, rlhf
 from support.speaking import speaker_at
 from support.tiny import CPU, random_ids
 
@@ -32,9 +29,9 @@ IDS = torch.tensor(random_ids(11))
 
 
 @pytest.fixture(scope="module")
-def lora_run(run_stage: Any, make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def lora_run(run_stage, make_model, tmp_path_factory):
     """An SFT stage saved merged and a reward model saved as adapters, with learning rates that change something."""
-    root: Path = tmp_path_factory.mktemp("lora_run")
+    root = tmp_path_factory.mktemp("lora_run")
     fast = {"optimizer": {"learning_rate": 3e-2}}
     run_stage("sft", root, model={"path": str(make_model("llama")), "lora": {"r": 2}}, **fast)
     base = {"path": str(make_model("llama")), "lora": {"r": 2, "save": "adapter"}}
@@ -42,32 +39,25 @@ def lora_run(run_stage: Any, make_model: Any, tmp_path_factory: pytest.TempPathF
     return root
 
 
-def export(directory: Path, out: Path, *options: str) -> Result:
-    return CliRunner().invoke(app, ["export", str(directory), "--out", str(out), *options])
-
-
-def done(directory: Path, out: Path, *options: str) -> dict[str, Any]:
+def done(directory, out, *options):
     """The content of export.json."""
-    result = export(directory, out, *options)
-    assert result.exit_code == 0, result.output
-    facts: dict[str, Any] = json.loads((out / "export.json").read_text())
-    return facts
+    rlhf("export", directory, "--out", out, *options)
+    return json.loads((out / "export.json").read_text())
 
 
 @torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    result: torch.Tensor = model.eval()(input_ids=IDS).logits.float()
-    return result
+def logits(model):
+    return model.eval()(input_ids=IDS).logits.float()
 
 
-def close(a: torch.Tensor, b: torch.Tensor) -> None:
+def close(a, b):
     assert (a - b).abs().max().item() <= 1e-5 * max(1.0, b.abs().max().item())
 
 
 # ------------------------------------------------------------------------------------------- weights and figures
 
 
-def test_an_export_in_float32_is_the_model_itself_and_costs_nothing(run: Path, tmp_path: Path) -> None:
+def test_an_export_in_float32_is_the_model_itself_and_costs_nothing(run, tmp_path):
     facts = done(run, tmp_path / "out", "--max-shard-size", "40KB")
     assert (facts["model"], facts["stage"], facts["written_as"]) == (f"{run.name}-ppo", "ppo", "float32")
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
@@ -82,7 +72,7 @@ def test_an_export_in_float32_is_the_model_itself_and_costs_nothing(run: Path, t
     assert not list(tmp_path.glob(".out*"))
 
 
-def test_an_export_and_an_upload_are_prompted_with_the_transcripts_of_the_run(run: Path, tmp_path: Path) -> None:
+def test_an_export_and_an_upload_are_prompted_with_the_transcripts_of_the_run(run, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     for stage in ("sft", "ppo"):
@@ -109,7 +99,7 @@ def test_an_export_and_an_upload_are_prompted_with_the_transcripts_of_the_run(ru
     assert "chat_template.jinja" not in {path.name for path in (copy / "sft" / "model").iterdir()}
 
 
-def test_a_run_that_began_in_bfloat16_ends_in_bfloat16(run_stage: Any, make_model: Any, tmp_path: Path) -> None:
+def test_a_run_that_began_in_bfloat16_ends_in_bfloat16(run_stage, make_model, tmp_path):
     """Its weights are those of the artifact, rounded once, and the figures are those of exactly these weights."""
     base = AutoModelForCausalLM.from_pretrained(make_model("llama"), dtype=torch.bfloat16)
     base.save_pretrained(tmp_path / "base")
@@ -133,7 +123,7 @@ def test_a_run_that_began_in_bfloat16_ends_in_bfloat16(run_stage: Any, make_mode
 
 
 @torch.no_grad()
-def kl_by_hand(original: Any, exported: Any, ids: list[int], start: int) -> torch.Tensor:
+def kl_by_hand(original, exported, ids, start):
     """KL(original, exported) of the token after each of ids[start - 1], ..., ids[-2], in float64, one sequence."""
     p, q = (
         model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1].log_softmax(-1) for model in (original, exported)
@@ -141,7 +131,7 @@ def kl_by_hand(original: Any, exported: Any, ids: list[int], start: int) -> torc
     return (p.exp() * (p - q)).sum(-1)
 
 
-def test_distances_of_tokens_equal_those_of_one_sequence_at_a_time(make_model: Any, run: Path) -> None:
+def test_distances_of_tokens_equal_those_of_one_sequence_at_a_time(make_model, run):
     models = [load_policy(str(make_model("llama"))) for _ in range(2)]
     with torch.no_grad():
         for weight in models[1].parameters():
@@ -159,7 +149,7 @@ def test_distances_of_tokens_equal_those_of_one_sequence_at_a_time(make_model: A
     assert 0 < torch.cat(other).mean() < 1
 
 
-def test_a_reward_model_keeps_what_belongs_to_its_head(run: Path, tmp_path: Path) -> None:
+def test_a_reward_model_keeps_what_belongs_to_its_head(run, tmp_path):
     facts = done(run / "rm", tmp_path / "out", "--dtype", "bfloat16")
     assert set(facts["original"]) == {"accuracy"}
     assert 0 < facts["difference"]["change_of_a_score"]["value"] < facts["difference"]["largest_change"]["value"] < 0.2
@@ -174,7 +164,7 @@ def test_a_reward_model_keeps_what_belongs_to_its_head(run: Path, tmp_path: Path
     assert model.config.score_std == original.config.score_std
 
 
-def test_adapters_are_exported_merged_and_alone_however_they_were_saved(lora_run: Path, tmp_path: Path) -> None:
+def test_adapters_are_exported_merged_and_alone_however_they_were_saved(lora_run, tmp_path):
     for stage, auto in (("sft", AutoModelForCausalLM), ("rm", AutoModelForSequenceClassification)):
         labels = {"num_labels": 1} if stage == "rm" else {}
         whole, alone = tmp_path / f"{stage}-whole", tmp_path / f"{stage}-alone"
@@ -194,21 +184,20 @@ def test_adapters_are_exported_merged_and_alone_however_they_were_saved(lora_run
     assert (tmp_path / "sft-alone" / about["relative_path"]).resolve() == Path(about["path"])
 
 
-def test_a_model_of_no_run_is_exported_without_figures(make_model: Any, tmp_path: Path) -> None:
+def test_a_model_of_no_run_is_exported_without_figures(make_model, tmp_path):
     facts = done(make_model("gpt2"), tmp_path / "out", "--dtype", "float16")
     assert "difference" not in facts
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     close(logits(plain), logits(load_policy(str(make_model("gpt2"))).half().float()))
 
 
-def test_no_check_reads_no_data(run: Path, tmp_path: Path) -> None:
+def test_no_check_reads_no_data(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "run")
     for config in copy.glob("*/config.yaml"):
         config.write_text(config.read_text().replace(".jsonl", ".gone"))
-    refused = export(copy, tmp_path / "out")
-    assert refused.exit_code == 2
-    assert "no such file" in refused.stderr
-    assert refused.stderr.endswith("Or export without figures: --no-check\n")
+    error = rlhf("export", copy, "--out", tmp_path / "out", code=2).stderr
+    assert "no such file" in error
+    assert error.endswith("Or export without figures: --no-check\n")
     assert "difference" not in done(copy, tmp_path / "out", "--no-check")
 
 
@@ -229,19 +218,14 @@ def test_no_check_reads_no_data(run: Path, tmp_path: Path) -> None:
         (["--format", "gguf"], "convert_hf_to_gguf.py of llama.cpp is not on the PATH"),
     ],
 )
-def test_what_cannot_be_exported_is_refused_in_one_line(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
-) -> None:
+def test_what_cannot_be_exported_is_refused_in_one_line(run, tmp_path, monkeypatch, options, message):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    result = export(run, tmp_path / "out", *options)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    assert message in refused("export", run, "--out", tmp_path / "out", *options)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_or_stage_that_cannot_be_exported_is_named(run: Path, make_model: Any, tmp_path: Path) -> None:
+def test_a_directory_or_stage_that_cannot_be_exported_is_named(run, make_model, tmp_path):
     copy = shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(copy / "ppo")
     cases = [
@@ -250,37 +234,31 @@ def test_a_directory_or_stage_that_cannot_be_exported_is_named(run: Path, make_m
         (tmp_path / "none" / "there", [], "no such directory"),
     ]
     for directory, options, message in cases:
-        result = export(directory, tmp_path / "out", *options)
-        assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.output
-        assert message in result.stderr
+        assert message in refused("export", directory, "--out", tmp_path / "out", *options)
     (copy / "sft" / "model" / "model.safetensors").write_bytes(b"")
-    damaged = export(copy, tmp_path / "out")
-    assert "was modified after the stage was finished" in damaged.stderr
+    assert "was modified after the stage was finished" in rlhf("export", copy, "--out", tmp_path / "out", code=2).stderr
     (tmp_path / "out").mkdir()
-    assert "exists, and is not overwritten" in export(run, tmp_path / "out").stderr
+    assert "exists, and is not overwritten" in refused("export", run, "--out", tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_a_weight_beyond_float16_is_refused(make_model: Any, tmp_path: Path) -> None:
+def test_a_weight_beyond_float16_is_refused(make_model, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(make_model("llama"))
     with torch.no_grad():
         model.model.norm.weight[0] = 1e5
     model.save_pretrained(tmp_path / "large")
     load_tokenizer(str(make_model("llama"))).save_pretrained(tmp_path / "large")
-    result = export(tmp_path / "large", tmp_path / "out", "--dtype", "float16")
-    assert result.exit_code == 2
-    assert "weight model.norm.weight" in result.stderr
-    assert "too large for float16" in result.stderr
+    error = rlhf("export", tmp_path / "large", "--out", tmp_path / "out", "--dtype", "float16", code=2).stderr
+    assert "weight model.norm.weight" in error
+    assert "too large for float16" in error
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("writes", ["rlhf_cli.models.save.save_file", "rlhf_cli.commands.export._card"])
-def test_a_full_disk_gets_one_line_and_leaves_nothing(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: str
-) -> None:
+def test_a_full_disk_gets_one_line_and_leaves_nothing(run, tmp_path, monkeypatch, writes):
     """In the middle of the weights, and in the last file."""
 
-    def full(*arguments: Any, **_: Any) -> None:
+    def full(*arguments, **_):
         for path in arguments:
             if isinstance(path, str | Path):
                 Path(path).write_bytes(b"half")
@@ -288,9 +266,7 @@ def test_a_full_disk_gets_one_line_and_leaves_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(writes, full)
-        result = export(run, tmp_path / "out", "--no-check")
-    assert result.exit_code == 2, result.output
-    [line] = result.stderr.splitlines()
+        line = refused("export", run, "--out", tmp_path / "out", "--no-check")
     assert "cannot be written" in line
     assert "No space left on device" in line
     assert list(tmp_path.iterdir()) == []
@@ -313,10 +289,10 @@ def main():
 
 
 @pytest.fixture
-def llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def llama_cpp(tmp_path, monkeypatch):
     """A function: put a converter on the PATH that writes its arguments, or refuses every model."""
 
-    def install(*, refuses: bool = False) -> Path:
+    def install(*, refuses=False):
         folder = tmp_path / "llama.cpp"
         folder.mkdir(exist_ok=True)
         script = folder / "convert_hf_to_gguf.py"
@@ -329,9 +305,7 @@ def llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
-def test_the_converter_of_llama_cpp_gets_the_model_and_the_name_of_its_pre_tokenizer(
-    run: Path, tmp_path: Path, llama_cpp: Any
-) -> None:
+def test_the_converter_of_llama_cpp_gets_the_model_and_the_name_of_its_pre_tokenizer(run, tmp_path, llama_cpp):
     folder = llama_cpp()
     facts = done(run, tmp_path / "out", "--format", "gguf", "--dtype", "bfloat16", "--no-check")
     assert facts["written_as"] == "GGUF bfloat16"
@@ -345,19 +319,18 @@ def test_the_converter_of_llama_cpp_gets_the_model_and_the_name_of_its_pre_token
     assert not Path(source).exists(), "the intermediate model is removed"
     assert options[2:] == ["--outtype", "bf16", "--model-name", f"{run.name}-ppo"]
     llama_cpp(refuses=True)
-    result = export(run, tmp_path / "other", "--format", "gguf", "--no-check")
-    assert result.exit_code == 2
+    result = rlhf("export", run, "--out", tmp_path / "other", "--format", "gguf", "--no-check", code=2)
     assert "of llama.cpp failed (NotImplementedError: no such architecture)" in result.stderr
     assert not (tmp_path / "other").exists()
 
 
-def test_pre_tokenizers_that_llama_cpp_has_are_named(tokenizer: Any, eos_only_tokenizer: Any, word_piece: Any) -> None:
+def test_pre_tokenizers_that_llama_cpp_has_are_named(tokenizer, eos_only_tokenizer, word_piece):
     assert pre_tokenizer(tokenizer) == "smollm"
     assert pre_tokenizer(eos_only_tokenizer) == "gpt-2"
     assert pre_tokenizer(word_piece) is None
 
 
-def test_remote_code_and_adapters_without_their_base_are_one_line(make_model: Any, tmp_path: Path) -> None:
+def test_remote_code_and_adapters_without_their_base_are_one_line(make_model, tmp_path):
     own = Path(shutil.copytree(make_model("llama"), tmp_path / "own"))
     config = {**json.loads((own / "config.json").read_text()), "model_type": "mine"}
     (own / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoConfig": "code.Config"}}))

@@ -1,7 +1,5 @@
 """`rlhf generate`: responses of a run's stages and of any model, resumed, divided, compared and chosen by score."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -12,10 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,22 +25,22 @@ from rlhf_cli.data.records import Record
 from rlhf_cli.errors import ArtifactError, ConfigError, RunError, UserError
 from rlhf_cli.models.load import load_tokenizer
 from rlhf_cli.processes import distributed, launcher
-from rlhf_cli.processes.distributed import World
 from rlhf_cli.trained.model import find_model
 from support.paths import ROOT
+from support.runs import rlhf
 from support.tiny import CPU, read_jsonl, write_jsonl
 from support.worlds import in_each_process
 from support.writers import contents, failing_after, run_command
 
 
-def write(directory: Path | str, source: Path, out: Path, **settings: Any) -> list[Any]:
+def write(directory, source, out, **settings):
     names = {field.name for field in fields(ResponseOptions)} & settings.keys()
     options = ResponseOptions(**{"device": "cpu", "batch_size": 3, **{name: settings.pop(name) for name in names}})
     run_command(functools.partial(generate, None, str(directory)), source, out, options=options, **settings)
     return read_jsonl(out)
 
 
-def test_a_row_has_its_columns_and_the_response_of_the_last_stage(run: Path, prompts: Path, tmp_path: Path) -> None:
+def test_a_row_has_its_columns_and_the_response_of_the_last_stage(run, prompts, tmp_path):
     rows = write(run, prompts, tmp_path / "out.jsonl")
     source = read_jsonl(prompts)
     assert [(row["prompt"], row["number"]) for row in rows] == [
@@ -60,7 +56,7 @@ def test_a_row_has_its_columns_and_the_response_of_the_last_stage(run: Path, pro
     assert "do not fit the model's 128 positions" in dropped["detail"]
 
 
-def test_a_response_depends_on_seed_and_row_alone(run: Path, prompts: Path, tmp_path: Path) -> None:
+def test_a_response_depends_on_seed_and_row_alone(run, prompts, tmp_path):
     rows = write(run, prompts, tmp_path / "together.jsonl")
     assert write(run, prompts, tmp_path / "alone.jsonl", batch_size=1) == rows
     first, second, third = (write(run, prompts, tmp_path / f"{n}.jsonl", shard=f"{n}/3") for n in (1, 2, 3))
@@ -73,7 +69,7 @@ def test_a_response_depends_on_seed_and_row_alone(run: Path, prompts: Path, tmp_
     assert [row["response"] for row in other] != [row["response"] for row in rows]
 
 
-def test_shards_are_put_together_by_the_line_in_the_docs(run: Path, prompts: Path, tmp_path: Path) -> None:
+def test_shards_are_put_together_by_the_line_in_the_docs(run, prompts, tmp_path):
     for n in (1, 2, 3):
         write(run, prompts, tmp_path / f"shard-{n}.jsonl", shard=f"{n}/3", num=4)
     (line,) = (line for line in (ROOT / "docs/use.md").read_text().splitlines() if line.startswith("paste "))
@@ -83,7 +79,7 @@ def test_shards_are_put_together_by_the_line_in_the_docs(run: Path, prompts: Pat
     assert read_jsonl(tmp_path / "replies.jsonl") == once
 
 
-def test_a_line_of_plain_text_is_a_prompt(run: Path, tmp_path: Path) -> None:
+def test_a_line_of_plain_text_is_a_prompt(run, tmp_path):
     text = tmp_path / "prompts.txt"
     text.write_text("the tent is\nthe lamp\n", encoding="utf-8")
     rows = write(run, text, tmp_path / "text.jsonl")
@@ -92,11 +88,8 @@ def test_a_line_of_plain_text_is_a_prompt(run: Path, tmp_path: Path) -> None:
     assert [row["response"] for row in write(run, same, tmp_path / "json.jsonl")] == [row["response"] for row in rows]
 
 
-def test_a_stage_that_was_trained_on_messages_reads_a_prompt_as_a_message(
-    run: Path, chat_model: Path, tmp_path: Path
-) -> None:
+def test_a_stage_that_was_trained_on_messages_reads_a_prompt_as_a_message(run, chat_model, tmp_path):
     model = find_model(str(run), "sft")
-    assert model.run is not None
     moved = replace(model, path=str(chat_model), run=replace(model.run, root=tmp_path))
     (tmp_path / "sft").mkdir()
     for logged, text in (("<user>the tent\n<assistant>", "<user>hi\n<assistant>"), ("the tent is", "hi")):
@@ -106,23 +99,21 @@ def test_a_stage_that_was_trained_on_messages_reads_a_prompt_as_a_message(
         assert ids == speaker.tokenizer(text, add_special_tokens=text == "hi")["input_ids"]
 
 
-def test_the_base_model_is_what_the_run_started_from(run: Path) -> None:
+def test_the_base_model_is_what_the_run_started_from(run):
     model = find_model(str(run))
-    assert model.run is not None
-    assert model.run.sft is not None
     for path, base in ((str(run / "ppo"), str(run / "ppo" / "model")), ("owner/name", "owner/name")):
         section = model.run.sft.model.model_copy(update={"path": path})
         sft = model.run.sft.model_copy(update={"model": section})
         assert replace(model, run=replace(model.run, sft=sft)).compared("base").path == base
 
 
-def test_a_model_that_cannot_be_had_is_one_line_without_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_had_is_one_line_without_retries(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ArtifactError, match="nobody/nothing: no such directory, and HF_HUB_OFFLINE is set"):
         find_model("nobody/nothing").rollout()
 
 
-def test_another_seed_or_model_does_not_continue_the_rows(run: Path, prompts: Path, tmp_path: Path) -> None:
+def test_another_seed_or_model_does_not_continue_the_rows(run, prompts, tmp_path):
     out = tmp_path / "out.jsonl"
     rows = write(run, prompts, out, num=2)
     with pytest.raises(ConfigError, match=r"other settings: seed \(0, now 1\)"):
@@ -132,9 +123,7 @@ def test_another_seed_or_model_does_not_continue_the_rows(run: Path, prompts: Pa
     assert read_jsonl(out) == rows
 
 
-def test_prompts_that_are_all_too_long_leave_nothing_that_refuses_the_next_run(
-    run: Path, prompts: Path, tmp_path: Path
-) -> None:
+def test_prompts_that_are_all_too_long_leave_nothing_that_refuses_the_next_run(run, prompts, tmp_path):
     out = tmp_path / "out.jsonl"
     with pytest.raises(RunError, match=r"no row was written; 9 dropped \(9 prompt too long\)"):
         write(run, prompts, out, max_new_tokens=128)
@@ -142,7 +131,7 @@ def test_prompts_that_are_all_too_long_leave_nothing_that_refuses_the_next_run(
     assert len(read_jsonl(tmp_path / "out.jsonl.dropped")) == 1
 
 
-def test_the_default_length_takes_what_fits_and_a_given_length_is_refused(tmp_path: Path, make_model: Any) -> None:
+def test_the_default_length_takes_what_fits_and_a_given_length_is_refused(tmp_path, make_model):
     """Outside of a run the default is 256 new tokens, and the model has 128 positions."""
     model = make_model("gpt2")
     tokenizer = load_tokenizer(str(model))
@@ -162,17 +151,16 @@ def test_the_default_length_takes_what_fits_and_a_given_length_is_refused(tmp_pa
         write(model, prompts, tmp_path / "given.jsonl", max_new_tokens=256)
 
 
-def test_weights_are_held_in_the_format_of_the_passes(run: Path) -> None:
+def test_weights_are_held_in_the_format_of_the_passes(run):
     """tests/models/test_frozen.py compares what they compute."""
     trained = find_model(str(run))
-    assert trained.config is not None
     in_16_bits = replace(trained, config=trained.config.model_copy(update={"precision": "bfloat16"}))
     layers = [module for module in in_16_bits.speaker(CPU).model.modules() if isinstance(module, torch.nn.Linear)]
     assert {layer.weight.dtype for layer in layers} == {torch.bfloat16}
     assert {p.dtype for p in trained.speaker(CPU).model.parameters()} == {torch.float32}
 
 
-def test_compared_models_write_what_they_write_alone(run: Path, prompts: Path, tmp_path: Path, make_model: Any) -> None:
+def test_compared_models_write_what_they_write_alone(run, prompts, tmp_path, make_model):
     both = write(run, prompts, tmp_path / "both.jsonl", compared="sft")
     ppo, sft = (write(run, prompts, tmp_path / f"{name}.jsonl", stage=name) for name in ("ppo", "sft"))
     assert [row["response"] for row in both] == [row["response"] for row in ppo]
@@ -182,7 +170,7 @@ def test_compared_models_write_what_they_write_alone(run: Path, prompts: Path, t
     assert [row["base_response"] for row in both] == [row["response"] for row in base]
 
 
-def test_best_of_n_is_the_sample_with_the_highest_score(run: Path, prompts: Path, tmp_path: Path) -> None:
+def test_best_of_n_is_the_sample_with_the_highest_score(run, prompts, tmp_path):
     rows = write(run, prompts, tmp_path / "best.jsonl", batch_size=8, best_of=4)
     scores = [row["score"] for row in rows]
     firsts = write(run, prompts, tmp_path / "first.jsonl", batch_size=64, reward_model=str(run))  # of the four, scored
@@ -196,7 +184,7 @@ def test_best_of_n_is_the_sample_with_the_highest_score(run: Path, prompts: Path
     assert [scored[n]["score"] for n in ended] == pytest.approx([scores[n] for n in ended], abs=1e-4)
 
 
-def test_greedy_responses_are_those_of_transformers(run: Path, prompts: Path, tmp_path: Path) -> None:
+def test_greedy_responses_are_those_of_transformers(run, prompts, tmp_path):
     rows = write(run, prompts, tmp_path / "out.jsonl", temperature=0.0, num=4)
     path = str(run / "ppo" / "model")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), load_tokenizer(path)
@@ -222,9 +210,7 @@ def test_greedy_responses_are_those_of_transformers(run: Path, prompts: Path, tm
         ({"top_p": 0.5, "temperature": 0.0}, "--top-p: does nothing at --temperature 0"),
     ],
 )
-def test_wrong_options_are_one_line_and_write_nothing(
-    run: Path, prompts: Path, tmp_path: Path, make_model: Any, settings: dict[str, Any], message: str
-) -> None:
+def test_wrong_options_are_one_line_and_write_nothing(run, prompts, tmp_path, make_model, settings, message):
     directories = {"MODEL": make_model("llama"), "RM": run / "rm"}
     directory = directories.get(settings.pop("directory", ""), run)
     with pytest.raises(UserError, match=message) as caught:
@@ -233,34 +219,29 @@ def test_wrong_options_are_one_line_and_write_nothing(
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_the_command_says_what_it_wrote(run: Path, prompts: Path, tmp_path: Path) -> None:
+def test_the_command_says_what_it_wrote(run, prompts, tmp_path):
     out = tmp_path / "out.jsonl"
     arguments = ["generate", str(run), "--prompts", str(prompts), "--out", str(out), "--device", "cpu"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
+    result = rlhf(*arguments)
     assert "8 rows" in result.output
     assert "1 dropped (1 prompt too long)" in " ".join(result.output.split())
-    result = CliRunner().invoke(app, [*arguments, "--stage", "rm"])
-    assert result.exit_code == 2
+    rlhf(*arguments, "--stage", "rm", code=2)
 
 
-def test_a_quantized_model_responds_and_another_does_not_continue_its_rows(
-    run: Path, prompts: Path, tmp_path: Path
-) -> None:
+def test_a_quantized_model_responds_and_another_does_not_continue_its_rows(run, prompts, tmp_path):
     out = tmp_path / "out.jsonl"
     rows = write(run, prompts, out, quantization="int8")
     generator = Generator(find_model(str(run)), ResponseOptions(batch_size=3), None, CPU)
     generator.speaker = find_model(str(run)).speaker(CPU, "int8")
     numbered = [(n, Record(row["prompt"], "")) for n, row in enumerate(read_jsonl(prompts)) if n != 4]
-    assert [row["response"] for row in rows] == [columns["response"] for columns in generator.respond(numbered)]  # type: ignore[index]
+    assert [row["response"] for row in rows] == [columns["response"] for columns in generator.respond(numbered)]
     arguments = ["generate", str(run), "--prompts", str(prompts), "--out", str(out), "--device", "cpu"]
     result = CliRunner().invoke(app, [*arguments, "--batch-size", "3"])
     assert "other settings" in result.output or "--restart" in result.output, result.output
-    result = CliRunner().invoke(app, [*arguments, "--batch-size", "3", "--quantize", "int8"])
-    assert result.exit_code == 0, result.output
+    rlhf(*arguments, "--batch-size", "3", "--quantize", "int8")
 
 
-def test_a_refused_run_leaves_nothing_behind(run: Path, prompts: Path, tmp_path: Path) -> None:
+def test_a_refused_run_leaves_nothing_behind(run, prompts, tmp_path):
     """Rows from before outlive a refused --restart."""
     model = Path(shutil.copytree(run / "sft/model", tmp_path / "model"))
     out = tmp_path / "new/folder/out.jsonl"
@@ -285,12 +266,12 @@ def test_a_refused_run_leaves_nothing_behind(run: Path, prompts: Path, tmp_path:
 RLHF = (sys.executable, "-m", "rlhf_cli")
 
 
-def write_in(size: int, run: Path, prompts: Path, out: Path, **choice: Any) -> tuple[bytes, bytes]:
+def write_in(size, run, prompts, out, **choice):
     """Generate in `size` processes; returns the bytes of the rows and of the dropped items."""
     options = ResponseOptions(device="cpu", batch_size=2, **choice)
-    worlds: dict[int, World] = {}
+    worlds = {}
 
-    def program(world: World) -> None:
+    def program(world):
         worlds[threading.get_ident()] = world
         run_command(functools.partial(generate, None, str(run)), prompts, out, options=options, nproc=size)
 
@@ -303,7 +284,7 @@ def write_in(size: int, run: Path, prompts: Path, out: Path, **choice: Any) -> t
 
 
 @pytest.mark.parametrize("choice", [{"seed": 3}, {"temperature": 0.0}])
-def test_the_rows_are_those_of_one_process(run: Path, prompts: Path, tmp_path: Path, choice: dict[str, Any]) -> None:
+def test_the_rows_are_those_of_one_process(run, prompts, tmp_path, choice):
     alone = write_in(1, run, prompts, tmp_path / "1.jsonl", **choice)
     assert len(alone[0].splitlines()) == 8
     for size in (2, 3):
@@ -311,9 +292,7 @@ def test_the_rows_are_those_of_one_process(run: Path, prompts: Path, tmp_path: P
     assert write_in(2, run, prompts, tmp_path / "2.jsonl", **choice) == alone, "nothing is left to do"
 
 
-def test_another_number_of_processes_resumes_a_run_that_was_killed(
-    run: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_number_of_processes_resumes_a_run_that_was_killed(run, prompts, tmp_path, monkeypatch):
     alone, out = write_in(1, run, prompts, tmp_path / "alone.jsonl"), tmp_path / "out.jsonl"
     with failing_after(monkeypatch, 3):
         write_in(3, run, prompts, out)
@@ -321,13 +300,11 @@ def test_another_number_of_processes_resumes_a_run_that_was_killed(
     assert write_in(2, run, prompts, out) == alone
 
 
-def test_a_process_that_fails_leaves_whole_rows_from_the_beginning(
-    run: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_fails_leaves_whole_rows_from_the_beginning(run, prompts, tmp_path, monkeypatch):
     alone, out = write_in(1, run, prompts, tmp_path / "alone.jsonl"), tmp_path / "out.jsonl"
     respond = Generator.respond
 
-    def fail(self: Generator, numbered: Sequence[Any]) -> Any:
+    def fail(self, numbered):
         if any(number == 7 for number, _ in numbered):
             raise RunError("a score is NaN")
         return respond(self, numbered)
@@ -341,24 +318,22 @@ def test_a_process_that_fails_leaves_whole_rows_from_the_beginning(
     assert write_in(2, run, prompts, out) == alone
 
 
-def test_the_command_starts_itself_with_the_same_options(
-    run: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[Any] = []
+def test_the_command_starts_itself_with_the_same_options(run, prompts, tmp_path, monkeypatch):
+    started = []
 
-    def run_processes(command: Sequence[str], count: int, resume_command: str) -> int:
+    def run_processes(command, count, resume_command):
         started.append((command, count, resume_command))
         return 7
 
     monkeypatch.setattr(launcher, "run_processes", run_processes)
     arguments = ["generate", str(run), "--prompts", str(prompts), "--out", str(tmp_path / "out"), "--nproc", "2"]
-    assert CliRunner().invoke(app, arguments).exit_code == 7
+    rlhf(*arguments, code=7)
     ((words, count, _),) = started
     assert (words, count) == ([*RLHF, *arguments], 2)
 
 
 @pytest.mark.slow
-def test_two_real_processes_write_the_bytes_of_one_after_a_kill(run: Path, prompts: Path, tmp_path: Path) -> None:
+def test_two_real_processes_write_the_bytes_of_one_after_a_kill(run, prompts, tmp_path):
     many = write_jsonl(tmp_path / "many.jsonl", read_jsonl(prompts) * 40)
     alone, out = write_in(1, run, many, tmp_path / "alone.jsonl"), tmp_path / "out.jsonl"
     arguments = ["generate", str(run), "--prompts", str(many), "--out", str(out), "--device", "cpu"]
@@ -369,7 +344,6 @@ def test_two_real_processes_write_the_bytes_of_one_after_a_kill(run: Path, promp
             time.sleep(0.05)
         workers = subprocess.run(["ps", "--ppid", str(process.pid), "-o", "pid="], capture_output=True, check=True)
         os.kill(int(sorted(workers.stdout.split(), key=int)[-1]), signal.SIGKILL)
-        assert process.stderr is not None
         error = process.stderr.read()
     assert process.returncode == 1
     assert error.startswith("error: generate: process 0 waited for the "), error

@@ -1,19 +1,16 @@
 """`rlhf init`: each template is valid, equals the shipped config it comes from, runs, and overwrites nothing."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import get_args
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands import label as label_command
@@ -24,21 +21,22 @@ from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.models.load import load_tokenizer
 from rlhf_cli.rewards.functions import load_function
 from support.paths import ROOT
+from support.runs import rlhf
 from support.tiny import read_jsonl
 
 TEMPLATES = get_args(Template)
 
 
-def init(folder: Path | str, template: str) -> Result:
+def init(folder, template):
     return CliRunner().invoke(app, ["init", str(folder), "--from", template])
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Result, Path]]:
+def written(tmp_path_factory):
     """A function: template -> the result of `rlhf init mine`, and the working directory that has `mine`. Read only."""
 
     @cache
-    def write(template: str) -> tuple[Result, Path]:
+    def write(template):
         folder = tmp_path_factory.mktemp(template)
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
@@ -48,23 +46,20 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[R
 
 
 @pytest.fixture
-def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty(tmp_path, monkeypatch):
     """A working directory away from the checkout."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_template_is_written_and_valid(
-    template: str, written: Callable[[str], tuple[Result, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_is_written_and_valid(template, written, monkeypatch):
     result, folder = written(template)
     monkeypatch.chdir(folder)
     assert result.exit_code == 0, result.output
     assert "pipeline mine" in result.stdout
     assert ("It needs the hub" in result.stdout) == (template in ("sentiment", "hh", "stories"))
-    check = CliRunner().invoke(app, ["config", "check", "mine"])
-    assert check.exit_code == 0, check.output
+    rlhf("config", "check", "mine")
     for path in (folder / "mine").glob("*.yaml"):
         text = path.read_text(encoding="utf-8")
         assert "__" not in text
@@ -77,9 +72,7 @@ def test_a_template_is_written_and_valid(
 
 
 @pytest.mark.parametrize("template", [name for name in TEMPLATES if name not in ("blank", "bilingual", "support-hard")])
-def test_a_template_is_the_shipped_config(
-    template: str, written: Callable[[str], tuple[Result, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_is_the_shipped_config(template, written, monkeypatch):
     """Except for the directory of the run and the places of local files."""
     monkeypatch.chdir(written(template)[1])
     same = {
@@ -110,9 +103,7 @@ def test_a_template_is_the_shipped_config(
         assert ours == theirs
 
 
-def test_the_hard_task_has_few_noisy_pairs_whose_raters_are_flattered(
-    written: Callable[[str], tuple[Result, Path]],
-) -> None:
+def test_the_hard_task_has_few_noisy_pairs_whose_raters_are_flattered(written):
     folder = written("support-hard")[1] / "mine"
     rows = [json.loads(line) for line in (folder / "data/preferences.jsonl").read_text().splitlines()]
     assert len(rows) == 600
@@ -125,7 +116,7 @@ def test_the_hard_task_has_few_noisy_pairs_whose_raters_are_flattered(
     assert [mark["flattery"] for mark in marks([prompt] * 2, [flattery, " Have a lovely day."], [{}, {}])] == [1.0, 0.0]
 
 
-def test_the_sample_data_is_that_of_the_shipped_configs(written: Callable[[str], tuple[Result, Path]]) -> None:
+def test_the_sample_data_is_that_of_the_shipped_configs(written):
     support, stories = written("support")[1], written("stories")[1]
     for ours, name in (("sft", "sft"), ("preferences", "pref"), ("prompts", "prompts")):
         shipped = ROOT / "data" / "support"
@@ -136,7 +127,7 @@ def test_the_sample_data_is_that_of_the_shipped_configs(written: Callable[[str],
 
 
 @pytest.mark.usefixtures("empty")
-def test_nothing_is_overwritten_and_a_folder_that_cannot_be_written_is_one_line() -> None:
+def test_nothing_is_overwritten_and_a_folder_that_cannot_be_written_is_one_line():
     Path("mine/data").mkdir(parents=True)
     Path("mine/data/prompts.jsonl").write_text("precious\n", encoding="utf-8")
     for folder, says in (
@@ -152,15 +143,14 @@ def test_nothing_is_overwritten_and_a_folder_that_cannot_be_written_is_one_line(
 
 @pytest.mark.parametrize("folder", ["mine", "with space", "a: b #c/d", "[x]", "deep/down/mine", "ünï"])
 @pytest.mark.usefixtures("empty")
-def test_the_blank_template_is_valid_in_any_folder(folder: str) -> None:
+def test_the_blank_template_is_valid_in_any_folder(folder):
     assert init(folder, "blank").exit_code == 0
-    check = CliRunner().invoke(app, ["config", "check", folder])
-    assert check.exit_code == 0, check.output
+    rlhf("config", "check", folder)
     assert load_stage_config("ppo", f"{folder}/ppo.yaml").sources["train"].path == f"{folder}/data/prompts.jsonl"
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def ran(tmp_path_factory):
     """A working directory where the pipeline of `with space`, the bilingual sample, has run. Tests may add files.
 
     Its last two stages have the configs of the blank sample.
@@ -168,12 +158,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("bilingual"))
         init("with space", "bilingual")
-        result = CliRunner().invoke(app, ["pipeline", "with space", "--quiet"])
-        assert result.exit_code == 0, result.output
+        rlhf("pipeline", "with space", "--quiet")
         yield Path.cwd()
 
 
-def test_the_bilingual_rows_are_in_both_languages_and_survive_the_tokenizer(ran: Path) -> None:
+def test_the_bilingual_rows_are_in_both_languages_and_survive_the_tokenizer(ran):
     tokenizer = load_tokenizer(ran / "artifacts/with-space/sft/model")
     scripts = Counter()
     for name in ("sft", "preferences", "prompts"):
@@ -185,28 +174,23 @@ def test_the_bilingual_rows_are_in_both_languages_and_survive_the_tokenizer(ran:
         found = [scripts[name, *kinds] for kinds in ((True, False), (False, True), (True, True))]
         assert min(found) >= 2, (name, found)
         for_ = {"sft": "sft", "preferences": "rm", "prompts": "ppo"}[name]
-        checked = CliRunner().invoke(app, ["data", "check", f"with space/data/{name}.jsonl", "--for", for_, "--json"])
-        assert checked.exit_code == 0, checked.output
+        checked = rlhf("data", "check", f"with space/data/{name}.jsonl", "--for", for_, "--json")
         assert json.loads(checked.stdout)["sides"]["train"]["used"] == 12
 
 
-def test_the_bilingual_prompts_are_answered_and_labelled_as_the_template_says(
-    ran: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bilingual_prompts_are_answered_and_labelled_as_the_template_says(ran, monkeypatch):
     """By the two commands in the comments of sft.yaml."""
     comments = (ran / "with space/sft.yaml").read_text(encoding="utf-8").replace("\\\n# ", "")
     generate, label = re.findall(r"#   rlhf ((?:data generate|label) .*?)  +#", comments)
     generate, label = (line.replace("with space", "'with space'") for line in (generate, label))
-    made = CliRunner().invoke(app, shlex.split(generate))
-    assert made.exit_code == 0, made.output
+    rlhf(*shlex.split(generate))
     text = (ran / "with space/samples.jsonl").read_text(encoding="utf-8")
     prompts = [row["prompt"] for row in read_jsonl(ran / "with space/data/prompts.jsonl")]
     assert [row["prompt"] for row in map(json.loads, text.splitlines())] == prompts
     assert "天空是什么颜色？" in text
     monkeypatch.setattr(label_command, "serve", lambda labelling, _port: [labelling.take("1") for _ in range(6)])
     monkeypatch.chdir(ran)
-    labelled = CliRunner().invoke(app, shlex.split(label))
-    assert labelled.exit_code == 0, labelled.output
+    rlhf(*shlex.split(label))
     labels = (ran / "with space/samples.labels.jsonl").read_text(encoding="utf-8")
     assert len(labels.splitlines()) == 6
     assert {row["prompt"] for row in map(json.loads, labels.splitlines())} <= {*prompts}

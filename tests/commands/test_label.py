@@ -1,7 +1,5 @@
 """`rlhf label`: keys become preference rows, blind, shuffled and resumed; agreement of two labellers; the page."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools
@@ -12,8 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import httpx2
@@ -35,20 +32,20 @@ NUM = 40
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     """Pairs of two models, as `rlhf generate --compare sft` writes them."""
     texts = [{"prompt": f"Question {n}?", "response": f" Yes {n}.", "sft_response": f" No {n}."} for n in range(NUM)]
     return write_jsonl(tmp_path / "replies.jsonl", [{**row, "ended": n % 5 > 0} for n, row in enumerate(texts)])
 
 
 @pytest.fixture
-def ask(monkeypatch: pytest.MonkeyPatch) -> Ask:
+def ask(monkeypatch):
     """Label with these keys; returns the pairs that were shown."""
 
-    def run(keys: str, path: Path, out: Path | None = None, **options: Any) -> list[dict[str, Any]]:
-        shown: list[dict[str, Any]] = []
+    def run(keys, path, out=None, **options):
+        shown = []
 
-        def answer(labelling: Labelling, _port: int) -> None:
+        def answer(labelling, _port):
             for key in [*"".join(keys.split()), "q"]:
                 if labelling.current is not None:
                     shown.append(labelling.current)
@@ -66,7 +63,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Ask:
 # ------------------------------------------------------------------------------------------- rows
 
 
-def test_keys_write_rows_that_the_reward_model_reads(source: Path, ask: Ask, tmp_path: Path) -> None:
+def test_keys_write_rows_that_the_reward_model_reads(source, ask, tmp_path):
     keys = ("1 2t\ns" * NUM)[: 6 * NUM // 4 * 4]
     shown = ask(keys, source)
     out = tmp_path / "replies.labels.jsonl"
@@ -83,14 +80,14 @@ def test_keys_write_rows_that_the_reward_model_reads(source: Path, ask: Ask, tmp
         ended = {"response": input_row["ended"], "sft_response": True}
         expected = [ended[row["chosen_column"]], ended[row["rejected_column"]]]
         assert row.get("ended", [True, True]) == expected
-    read = [ranking(item) for item in items(DataSource(path=str(out)), "rm pairs", "error")]  # type: ignore[arg-type]
+    read = [ranking(item) for item in items(DataSource(path=str(out)), "rm pairs", "error")]
     assert [(r.prompt, *r.texts) for r in read if r] == [
         (row["prompt"], row["chosen"], row["rejected"]) for row in rows
     ]
 
 
-def test_the_labeller_is_blind_and_sees_shuffled_rows_and_sides(source: Path, ask: Ask, tmp_path: Path) -> None:
-    def order(name: str, **options: Any) -> tuple[list[str], list[bool]]:
+def test_the_labeller_is_blind_and_sees_shuffled_rows_and_sides(source, ask, tmp_path):
+    def order(name, **options):
         shown = ask("s" * NUM, source, tmp_path / f"{name}.jsonl", **options)
         assert all(list(pair) == ["number", "prompt", "replies"] for pair in shown)
         return [pair["prompt"] for pair in shown], [pair["replies"][0].startswith(" Yes") for pair in shown]
@@ -105,9 +102,9 @@ def test_the_labeller_is_blind_and_sees_shuffled_rows_and_sides(source: Path, as
     assert order("seed", seed=1)[0] != prompts
 
 
-def test_every_kind_of_pairs_is_read(tmp_path: Path) -> None:
+def test_every_kind_of_pairs_is_read(tmp_path):
     turns = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
-    kinds: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
+    kinds = {
         "samples": (
             {"prompt": "A?", "responses": [" a", " b", " c", " d", " e"], "scores": [None] * 5},
             [("reply 1", "reply 2"), ("reply 3", "reply 4")],
@@ -129,7 +126,7 @@ def test_every_kind_of_pairs_is_read(tmp_path: Path) -> None:
     assert [reply.column for reply in pair.replies] == ["response", "base_response"]
 
 
-def test_pairs_that_teach_nothing_are_not_shown(tmp_path: Path) -> None:
+def test_pairs_that_teach_nothing_are_not_shown(tmp_path):
     rows = [{"prompt": "A?", "response": " a", "sft_response": text} for text in (" b", "a ", " ", "")]
     pairs, unseen = pairs_of(DataSource(path=str(write_jsonl(tmp_path / "rows.jsonl", rows))), "error")
     assert (len(pairs), unseen) == (1, {"the replies are equal": 1, "a reply is blank": 2})
@@ -144,9 +141,7 @@ def test_pairs_that_teach_nothing_are_not_shown(tmp_path: Path) -> None:
 KEYS_OF_10 = "12ts21t12s"
 
 
-def test_a_run_that_is_killed_in_a_line_resumes_with_the_same_pair(
-    source: Path, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_killed_in_a_line_resumes_with_the_same_pair(source, ask, tmp_path, monkeypatch):
     expected, out = tmp_path / "expected.jsonl", tmp_path / "out.jsonl"
     every = ask(KEYS_OF_10, source, expected, num=10)
     for lines in range(10):
@@ -160,7 +155,7 @@ def test_a_run_that_is_killed_in_a_line_resumes_with_the_same_pair(
     assert first == every[0]
 
 
-def test_back_takes_answers_back_also_those_of_an_earlier_session(source: Path, ask: Ask, tmp_path: Path) -> None:
+def test_back_takes_answers_back_also_those_of_an_earlier_session(source, ask, tmp_path):
     expected, out = tmp_path / "expected.jsonl", tmp_path / "out.jsonl"
     ask(KEYS_OF_10, source, expected)
     ask("b 11s bb 2", source, out)  # the first `b` has nothing to take back
@@ -178,9 +173,7 @@ def test_back_takes_answers_back_also_those_of_an_earlier_session(source: Path, 
         ("dropped", "1 answers are in it and in out.jsonl.dropped, but the last one is number 2"),
     ],
 )
-def test_answers_to_other_pairs_are_not_continued(
-    source: Path, ask: Ask, tmp_path: Path, change: Any, message: str
-) -> None:
+def test_answers_to_other_pairs_are_not_continued(source, ask, tmp_path, change, message):
     out = tmp_path / "out.jsonl"
     ask("t1", source, out, labeller="ada")
     before = out.read_bytes()
@@ -193,7 +186,7 @@ def test_answers_to_other_pairs_are_not_continued(
     assert out.read_bytes() == before
 
 
-EDITED: list[Any] = [
+EDITED = [
     b"[" * 100_000,
     b'{"prompt": "\xff"}',
     [],
@@ -211,9 +204,7 @@ EDITED: list[Any] = [
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.dropped", "out.jsonl.settings"])
 @pytest.mark.parametrize("edit", EDITED, ids=lambda edit: str(edit)[:30])
-def test_an_answer_edited_by_hand_is_one_line_or_does_no_harm(
-    source: Path, ask: Ask, tmp_path: Path, name: str, edit: Any
-) -> None:
+def test_an_answer_edited_by_hand_is_one_line_or_does_no_harm(source, ask, tmp_path, name, edit):
     out, other = tmp_path / "out.jsonl", tmp_path / "other.jsonl"
     ask("1t", source, out, num=3)
     ask("2t1", source, other, num=3)
@@ -231,7 +222,7 @@ def test_an_answer_edited_by_hand_is_one_line_or_does_no_harm(
         show_agreement(other, out)
 
 
-def test_a_line_without_its_number_is_named(source: Path, ask: Ask, tmp_path: Path) -> None:
+def test_a_line_without_its_number_is_named(source, ask, tmp_path):
     out = tmp_path / "out.jsonl"
     ask("12", source, out)
     first, second = read_jsonl(out)
@@ -240,10 +231,10 @@ def test_a_line_without_its_number_is_named(source: Path, ask: Ask, tmp_path: Pa
         ask("1", source, out)
 
 
-def test_a_full_disk_loses_no_answer(source: Path, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_loses_no_answer(source, ask, tmp_path, monkeypatch):
     out = tmp_path / "out.jsonl"
 
-    def full(_descriptor: int) -> None:
+    def full(_descriptor):
         if len(read_jsonl(out)) == 3:
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -256,9 +247,7 @@ def test_a_full_disk_loses_no_answer(source: Path, ask: Ask, tmp_path: Path, mon
     assert shown[0]["number"] == 3
 
 
-def test_the_summary_says_who_won_once_all_pairs_have_an_answer(
-    source: Path, ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_summary_says_who_won_once_all_pairs_have_an_answer(source, ask, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     shown = ask("sssss", source, out, num=5)
     keys = "".join("1" if pair["replies"][0].startswith(" Yes") else "2" for pair in shown[:4]) + "t"
@@ -273,7 +262,7 @@ def test_the_summary_says_who_won_once_all_pairs_have_an_answer(
     assert f"rm YOUR_rm.yaml --set data.train={out}" in reading
 
 
-def test_a_program_answers_in_place_of_a_person(tmp_path: Path) -> None:
+def test_a_program_answers_in_place_of_a_person(tmp_path):
     """docs/gold_labeller.py."""
     rows = read_jsonl(ROOT / "data/support/pref_test.jsonl")[:6]
     replies = [{"prompt": row["prompt"], "responses": [row["rejected"], row["chosen"]]} for row in rows]
@@ -289,7 +278,7 @@ def test_a_program_answers_in_place_of_a_person(tmp_path: Path) -> None:
     assert labelled.items() <= gold.items()
 
 
-def test_the_file_of_a_labeller_is_beside_the_rows(source: Path, ask: Ask, tmp_path: Path) -> None:
+def test_the_file_of_a_labeller_is_beside_the_rows(source, ask, tmp_path):
     for name in ("ada", "小王"):
         ask("1", source, labeller=name)
         out = tmp_path / f"replies.labels.{name}.jsonl"
@@ -304,15 +293,13 @@ def test_the_file_of_a_labeller_is_beside_the_rows(source: Path, ask: Ask, tmp_p
 # ------------------------------------------------------------------------------------------- two labellers
 
 
-def test_the_agreement_of_two_labellers(
-    source: Path, ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_agreement_of_two_labellers(source, ask, tmp_path, capsys):
     """20 pairs in common. They agree on 10 preferences and 2 ties, and differ on 5 preferences and 1 tie."""
     files = {name: tmp_path / f"{name}.jsonl" for name in ("ada", "ben")}
     shown = {name: ask("s" * NUM, source, file, labeller=name) for name, file in files.items()}
     assert set(labels_in(files["ada"]).values()) == {"skipped"}, "a file without rows has dropped items beside it"
 
-    def keys(name: str, wanted: str) -> str:
+    def keys(name, wanted):
         """Keys for y(es), n(o), t(ie) and s(kip), which may be on either side."""
         first = ["y" if pair["replies"][0].startswith(" Yes") else "n" for pair in shown[name]]
         return "".join(key if key in "ts" else "12"[key != side] for key, side in zip(wanted, first, strict=False))
@@ -337,7 +324,7 @@ def test_the_agreement_of_two_labellers(
         show_agreement(files["ada"], other)
 
 
-def test_a_file_of_a_judge_or_of_a_data_set_is_a_labeller_too(tmp_path: Path) -> None:
+def test_a_file_of_a_judge_or_of_a_data_set_is_a_labeller_too(tmp_path):
     first = [{"prompt": f"{n}?", "chosen": " a", "rejected": f" b{n}"} for n in range(30)]
     second = [{"prompt": f"{n}?", "responses": [f" b{n}", " a"], "scores": [n % 3, 1]} for n in range(30)]
     labels = [labels_in(write_jsonl(tmp_path / f"{n}.jsonl", rows)) for n, rows in enumerate((first, second))]
@@ -351,7 +338,7 @@ def test_a_file_of_a_judge_or_of_a_data_set_is_a_labeller_too(tmp_path: Path) ->
 
 
 @pytest.fixture
-def served(source: Path, tmp_path: Path) -> Iterator[tuple[Page, httpx2.Client]]:
+def served(source, tmp_path):
     pairs, _ = pairs_of(DataSource(path=str(source)), "error")
     with Output(tmp_path / "out.jsonl", {}) as output:
         server = Page(Labelling(pairs, output, 0, None, 3), 0)
@@ -364,7 +351,7 @@ def served(source: Path, tmp_path: Path) -> Iterator[tuple[Page, httpx2.Client]]
         thread.join()
 
 
-def test_the_page_takes_keys_and_ends(served: tuple[Page, httpx2.Client], tmp_path: Path) -> None:
+def test_the_page_takes_keys_and_ends(served, tmp_path):
     server, client = served
     html = client.get("").raise_for_status()
     assert "NONCE" not in html.text
@@ -384,7 +371,7 @@ def test_the_page_takes_keys_and_ends(served: tuple[Page, httpx2.Client], tmp_pa
     assert [row["side"] for row in read_jsonl(tmp_path / "out.jsonl")] == [1, 2]
 
 
-def test_other_users_and_other_sites_can_neither_read_nor_answer(served: tuple[Page, httpx2.Client]) -> None:
+def test_other_users_and_other_sites_can_neither_read_nor_answer(served):
     server, client = served
     answer = {"json": {"done": 0, "key": "1"}}
     root = f"http://127.0.0.1:{server.port}"
@@ -399,12 +386,10 @@ def test_other_users_and_other_sites_can_neither_read_nor_answer(served: tuple[P
     assert server.listener.getsockname()[0] == "127.0.0.1"
 
 
-def test_the_page_ends_when_an_answer_cannot_be_written(
-    served: tuple[Page, httpx2.Client], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_ends_when_an_answer_cannot_be_written(served, monkeypatch):
     server, client = served
 
-    def full(_key: str) -> bool:
+    def full(_key):
         raise ArtifactError("out.jsonl: cannot be written")
 
     monkeypatch.setattr(server.labelling, "take", full)

@@ -1,27 +1,18 @@
 """`rlhf merge RM RM --out DIR`: the mean of the weights of reward models."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
-from rlhf_cli.cli import app
 from rlhf_cli.models.load import load_reward_model, load_tokenizer
-
-
-def merge(*arguments):
-    return CliRunner().invoke(app, ["merge", *map(str, arguments)])
+from support.runs import refused, rlhf
 
 
 def averaged(out, *models):
-    result = merge(*models, "--out", out)
-    assert result.exit_code == 0, result.output
-    return " ".join(result.output.split())
+    return " ".join(rlhf("merge", *models, "--out", out).output.split())
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +45,7 @@ def test_the_mean_of_two_models_is_measured_on_the_rows_of_their_run(rm, tmp_pat
     assert "held-out accuracy" in said
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
-    assert CliRunner().invoke(app, ["rm", "score", str(tmp_path / "mean"), str(rows)]).exit_code == 0
+    rlhf("rm", "score", tmp_path / "mean", rows)
 
 
 def test_models_outside_of_a_run_get_no_scale(rm, tmp_path):
@@ -83,10 +74,7 @@ def test_models_whose_mean_is_none_are_refused(rm, pipeline, tmp_path):
         (cut, "cut texts to other lengths"),
         (other, "so they were not trained from one model"),
     ):
-        result = merge(rm, model, "--out", out)
-        assert result.exit_code == 2
-        assert message in " ".join(result.stderr.split())
-        assert len(result.stderr.strip().splitlines()) == 1
-    assert merge(rm, "--out", out).exit_code == 2
-    assert merge(rm, rm, rm).exit_code == 2
+        assert message in refused("merge", rm, model, "--out", out)
+    refused("merge", rm, "--out", out)
+    refused("merge", rm, rm, rm)
     assert not out.exists()

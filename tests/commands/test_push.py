@@ -7,25 +7,22 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from huggingface_hub import constants
 from safetensors.numpy import save_file
-from typer.testing import CliRunner, Result
 
-from rlhf_cli.cli import app
 from rlhf_cli.commands import push
+from support.runs import refused, rlhf
 from support.servers import Scripted
 
 TOKEN = "hf_" + "A" * 34
 
 
-def pushed(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["push", *map(str, arguments)])
+def pushed(*arguments, code=0):
+    return rlhf("push", *arguments, code=code)
 
 
 class Hub(Scripted):
@@ -33,15 +30,15 @@ class Hub(Scripted):
 
     path = ""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.commits: list[dict[str, bytes]] = []
         self.status = 200
         super().__init__(self.play)
 
-    def play(self, number: int, body: Any) -> tuple[int, dict[str, str], dict[str, Any]]:
+    def play(self, number, body):
         assert self.headers[number]["Authorization"] == f"Bearer {TOKEN}"
         path, status = self.paths[number], 200
-        answer: dict[str, Any] = {"errors": [], "warnings": []}  # about the card's metadata
+        answer = {"errors": [], "warnings": []}  # about the card's metadata
         if path == "/api/repos/create":
             answer = {"url": f"{self.url}/me/model"} if self.status == 200 else {"error": "not yours"}
             status = self.status
@@ -56,7 +53,7 @@ class Hub(Scripted):
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(monkeypatch):
     with Hub() as made:
         monkeypatch.setattr(constants, "ENDPOINT", made.url)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -66,14 +63,13 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 @pytest.fixture
-def model(finished: Path, tmp_path: Path) -> Path:
+def model(finished, tmp_path):
     """A model outside of its run, which a test may change."""
     return Path(shutil.copytree(finished / "run" / "sft" / "model", tmp_path / "model"))
 
 
-def test_a_dry_run_shows_the_files_and_sends_nothing(finished: Path, hub: Hub) -> None:
+def test_a_dry_run_shows_the_files_and_sends_nothing(finished, hub):
     result = pushed(finished / "run", "me/model")
-    assert result.exit_code == 0, result.output
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
     first, *lines = result.stdout.splitlines()
     assert first == "run-ppo to me/model, which is uploaded with --yes"
@@ -83,7 +79,7 @@ def test_a_dry_run_shows_the_files_and_sends_nothing(finished: Path, hub: Hub) -
     assert hub.requests == []
 
 
-def test_the_hub_gets_the_model_and_nothing_else(model: Path, hub: Hub) -> None:
+def test_the_hub_gets_the_model_and_nothing_else(model, hub):
     kept = {path.name: path.read_bytes() for path in model.iterdir()}
     card = model / "README.md"
     card.write_text(card.read_text().replace("---\n", "---\nlicense: mit\nbase_model: owner/base\n", 1))
@@ -93,14 +89,13 @@ def test_the_hub_gets_the_model_and_nothing_else(model: Path, hub: Hub) -> None:
     (model / "checkpoints").mkdir()
     (model / "checkpoints" / "model.safetensors").write_text("x")
     result = pushed(model, "me/model", "--yes")
-    assert result.exit_code == 0, result.output
     assert hub.commits == [kept]
     lines = result.stdout.splitlines()
     assert lines[-1] == f"{hub.url}/me/model/commit/1"
     assert {"licence: mit", "base model: owner/base"} <= set(lines)
     left_out = "not uploaded: .env, checkpoints/, metrics.jsonl, rows.csv, samples.jsonl, token, training_args.bin"
     assert left_out in lines
-    assert pushed(model, "me/model", "--yes", "--public").exit_code == 0
+    pushed(model, "me/model", "--yes", "--public")
     created = [body["visibility"] for body in hub.requests if "visibility" in body]
     assert created == ["private", "public"]
 
@@ -121,25 +116,24 @@ def test_the_hub_gets_the_model_and_nothing_else(model: Path, hub: Hub) -> None:
         ("README.md", "---\na: [\n---\n", "cannot be read"),
     ],
 )
-def test_a_secret_stops_the_upload_and_is_not_shown(model: Path, hub: Hub, file: str, text: str, found: str) -> None:
+def test_a_secret_stops_the_upload_and_is_not_shown(model, hub, file, text, found):
     (model / file).write_text(text, encoding="utf-8")
-    result = pushed(model, "me/model", "--yes")
-    assert (result.exit_code, result.stdout, hub.requests) == (2, "", [])
-    (line,) = result.stderr.splitlines()
+    line = refused("push", model, "me/model", "--yes")
+    assert hub.requests == []
     assert found in line
     assert "geheim" not in line
     assert TOKEN not in line
 
 
-def test_weights_may_carry_no_secret_and_words_about_tokens_are_none(model: Path, hub: Hub) -> None:
+def test_weights_may_carry_no_secret_and_words_about_tokens_are_none(model, hub):
     card = model / "README.md"
     card.write_text(
         card.read_text() + "Set HF_TOKEN=<your token>. EOS_TOKEN: <|endoftext|>. Bearer tokens are secret.\n"
     )
-    assert pushed(model, "me/model").exit_code == 0
+    pushed(model, "me/model")
     save_file({"a": np.zeros(1)}, model / "extra.safetensors", metadata={"note": TOKEN})
-    result = pushed(model, "me/model", "--yes")
-    assert (result.exit_code, "contains a Hugging Face token" in result.stderr, hub.requests) == (2, True, [])
+    assert "contains a Hugging Face token" in refused("push", model, "me/model", "--yes")
+    assert hub.requests == []
 
 
 @pytest.mark.parametrize(
@@ -150,34 +144,29 @@ def test_weights_may_carry_no_secret_and_words_about_tokens_are_none(model: Path
         ("link to nothing", "is no regular file", "extra.safetensors"),
     ],
 )
-def test_a_link_to_another_folder_and_a_pipe_stop_the_upload(
-    model: Path, hub: Hub, kind: str, rule: str, name: str
-) -> None:
+def test_a_link_to_another_folder_and_a_pipe_stop_the_upload(model, hub, kind, rule, name):
     (model.parent / "private").write_text("geheim")
     (model / name).unlink(missing_ok=True)
     if kind == "pipe":
         os.mkfifo(model / name)
     else:
         (model / name).symlink_to("../private" if kind == "link" else "gone")
-    result = pushed(model, "me/model", "--yes")
-    assert (result.exit_code, hub.requests) == (2, [])
-    (line,) = result.stderr.splitlines()
-    assert f"{name}: {rule}" in line
+    assert f"{name}: {rule}" in refused("push", model, "me/model", "--yes")
+    assert hub.requests == []
 
 
-def test_a_snapshot_in_the_cache_of_the_hub_is_uploaded(model: Path, hub: Hub) -> None:
+def test_a_snapshot_in_the_cache_of_the_hub_is_uploaded(model, hub):
     blobs, snapshot = model.parent / "blobs", model.parent / "snapshots" / "1"
     blobs.mkdir()
     snapshot.mkdir(parents=True)
     for path in list(model.iterdir()):
         path.rename(blobs / f"{path.name}-digest")
         (snapshot / path.name).symlink_to(f"../../blobs/{path.name}-digest")
-    result = pushed(snapshot, "me/model", "--yes")
-    assert result.exit_code == 0, result.output
+    pushed(snapshot, "me/model", "--yes")
     assert "model.safetensors" in hub.commits[0]
 
 
-def test_adapters_are_uploaded_without_the_folder_of_their_base(tmp_path: Path) -> None:
+def test_adapters_are_uploaded_without_the_folder_of_their_base(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "someone/model"}))
     save_file({"a": np.zeros(1)}, tmp_path / "adapter_model.safetensors")
     about = {"path": "someone/model", "relative_path": "../../home/me/hub/models--someone--model/snapshots/1"}
@@ -187,9 +176,7 @@ def test_adapters_are_uploaded_without_the_folder_of_their_base(tmp_path: Path) 
     assert json.loads(sent) == {**about, "relative_path": None}
 
 
-def test_what_cannot_be_uploaded_is_one_line(
-    finished: Path, model: Path, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_uploaded_is_one_line(finished, model, tmp_path, hub, monkeypatch):
     adapters = tmp_path / "adapters"
     adapters.mkdir()
     (adapters / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(model)}))
@@ -197,30 +184,25 @@ def test_what_cannot_be_uploaded_is_one_line(
     damaged = tmp_path / "damaged"
     shutil.copytree(finished / "run", damaged)
     (damaged / "ppo" / "model" / "config.json").write_text("{}")
-    cases: list[tuple[list[Any], str]] = [
+    cases = [
         ([tmp_path / "none", "me/model"], "no such directory"),
         ([model, "me/my model"], "is not the name of a repository"),
         ([adapters, "me/model"], "which others lack. Run: "),
         ([damaged, "me/model"], "config.json was modified after the stage was finished"),
     ]
     for arguments, message in cases:
-        result = pushed(*arguments, "--yes")
-        assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.output
-        assert message in result.stderr
+        assert message in refused("push", *arguments, "--yes")
     hub.status = 403
-    result = pushed(model, "me/model", "--yes")
-    assert result.exit_code == 1
+    result = pushed(model, "me/model", "--yes", code=1)
     assert "the hub refused (" in result.stderr.splitlines()[-1]
     with monkeypatch.context() as patch:
         patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-        result = pushed(model, "me/model", "--yes")
-    assert result.exit_code == 1
+        result = pushed(model, "me/model", "--yes", code=1)
     assert re.search(r"the upload failed \(.*\). Run the same command to continue$", result.stderr)
     monkeypatch.setattr(push, "is_offline", lambda: True)
-    result = pushed(model, "me/model", "--yes")
-    assert (result.exit_code, "cannot be reached, or HF_HUB_OFFLINE is set" in result.stderr) == (1, True)
+    result = pushed(model, "me/model", "--yes", code=1)
+    assert "cannot be reached, or HF_HUB_OFFLINE is set" in result.stderr
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
-    result = pushed(model, "me/model", "--yes")
-    assert (result.exit_code, "there is no token for the hub" in result.stderr) == (2, True)
+    assert "there is no token for the hub" in pushed(model, "me/model", "--yes", code=2).stderr
     assert hub.commits == []

@@ -1,13 +1,10 @@
 """`rlhf rm score`: rows of any format in, scores out, good beside bad."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from rlhf_cli.cli import app
+from support.runs import refused, rlhf
 from support.tiny import read_jsonl, write_jsonl
 
 
@@ -16,10 +13,8 @@ def rm(pipeline):
     return pipeline("llama") / "rm"
 
 
-def score(*arguments):
-    result = CliRunner().invoke(app, ["rm", "score", *map(str, arguments)])
-    assert result.exit_code == 0, result.output
-    return result
+def score(*arguments, **options):
+    return rlhf("rm", "score", *arguments, **options)
 
 
 def rows_of(result):
@@ -89,10 +84,7 @@ def test_rows_of_every_kind_are_scored(rm, tmp_path):
 )
 def test_what_cannot_be_scored_is_refused_in_one_line(rm, tmp_path, stage, row, arguments, message):
     path = write_jsonl(tmp_path / "rows.jsonl", [row])
-    result = CliRunner().invoke(app, ["rm", "score", str(rm.parent / stage), str(path), *arguments])
-    assert result.exit_code == 2
-    assert message in result.output
-    assert result.output.strip().count("\n") == 0
+    assert message in refused("rm", "score", rm.parent / stage, path, *arguments)
 
 
 def test_a_bad_row_is_counted_and_skipped(rm, tmp_path):
@@ -107,15 +99,11 @@ def test_typed_lines_have_the_scores_of_a_file(rm, tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": p, "response": r} for p, r in texts[:2]])
     wanted = [row["score"] for row in rows_of(score(rm, path))]
     typed = "".join(f"{prompt}\t{answer}\n" for prompt, answer in texts[:2]) + "\nwe will send\tno\nthank you\n"
-    result = CliRunner().invoke(app, ["rm", "score", str(rm), "-"], input=typed)
-    assert result.exit_code == 0, result.output
-    rows = rows_of(result)
+    rows = rows_of(score(rm, "-", input=typed))
     assert [row["score"] for row in rows[:2]] == pytest.approx(wanted, abs=1e-5)
     assert rows[2] == rows[1], "a space separates a prompt and an answer that touch"
     assert (rows[3]["prompt"], rows[3]["response"]) == ("", "thank you")
-    refused = CliRunner().invoke(app, ["rm", "score", str(rm), "-", "--num", "3"], input=typed)
-    assert refused.exit_code == 2
-    assert "--num: does not go with SOURCE -" in refused.output
+    assert "--num: does not go with SOURCE -" in refused("rm", "score", rm, "-", "--num", 3, input=typed)
 
 
 def test_the_correlation_needs_no_format(rm, tmp_path):

@@ -1,7 +1,5 @@
 """`rlhf rm serve`: the real server with real models, tested by sockets, by `type: http` rewards and by PPO runs."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import math
@@ -18,9 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
-from typer.testing import CliRunner
 
-from rlhf_cli.cli import app
 from rlhf_cli.commands import rm_serve, serving
 from rlhf_cli.commands.rm_serve import RewardServerOptions
 from rlhf_cli.errors import ConfigError
@@ -28,6 +24,7 @@ from rlhf_cli.rewards.http_client import JSONClient
 from rlhf_cli.run.artifacts import digest_file
 from support import crash
 from support.rewards import batch, source_of
+from support.runs import refused, rlhf
 from support.tiny import encoder, read_jsonl
 
 GUARD_S = 120
@@ -399,16 +396,14 @@ def test_settings_that_cannot_be_served_are_refused_in_one_line(reward_model, na
     arguments, message = REFUSED[name]
     if name == "device" and torch.cuda.is_available():
         pytest.skip("there is one")
-    result = CliRunner().invoke(app, ["rm", "serve", str(reward_model), "--port", "0", *arguments])
-    assert result.exit_code == 2, result.output
+    result = rlhf("rm", "serve", reward_model, "--port", 0, *arguments, code=2)
     assert message in result.stderr
     assert len(result.stderr.splitlines()) <= 2  # and what is remarked of the model
 
 
 def test_a_port_in_use_and_a_missing_model_are_refused(reward_model, small, tmp_path):
     for path, port in ((reward_model, small.port), (tmp_path, 0), (reward_model.parent / "sft", 0), ("/nowhere", 0)):
-        result = CliRunner().invoke(app, ["rm", "serve", str(path), "--port", str(port)])
-        assert result.exit_code == 2, path
+        result = rlhf("rm", "serve", path, "--port", port, code=2)
         assert ("Address already in use" in result.stderr) == (port > 0)
 
 
@@ -452,7 +447,7 @@ def test_a_run_whose_server_stopped_resumes_to_the_same_bytes(reward_model, make
             name: ["ppo", "--config", str(write_config("ppo", tmp_path / name, rewards=[reward], **changes)), "--quiet"]
             for name in ("undisturbed", "stopped")
         }
-        assert CliRunner().invoke(app, command["undisturbed"]).exit_code == 0
+        rlhf(*command["undisturbed"])
         score, calls = at.server.source.score, []
 
         def mortal(samples):
@@ -463,10 +458,7 @@ def test_a_run_whose_server_stopped_resumes_to_the_same_bytes(reward_model, make
             return score(samples)
 
         at.server.source.score = mortal
-        result = CliRunner().invoke(app, command["stopped"])
-    assert result.exit_code == 1
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("error: ")
+        line = refused(*command["stopped"], code=1)
     assert f": reward remote, responses 1 to 8: {reward['url']} cannot be reached" in line
     assert "prompts.jsonl:" in line
     assert len(calls) == 2
@@ -474,8 +466,7 @@ def test_a_run_whose_server_stopped_resumes_to_the_same_bytes(reward_model, make
     with served(reward_model, port=port) as at:
         score, calls = at.server.source.score, []
         at.server.source.score = lambda samples: (calls.append(1), score(samples))[1]
-        result = CliRunner().invoke(app, command["stopped"])
-    assert result.exit_code == 0, result.output
+        rlhf(*command["stopped"])
     assert len(calls) == 2, "it went on from the second of four iterations, which was saved before it stopped"
     steps = [row["step"] for row in read_jsonl(tmp_path / "stopped/ppo/metrics.jsonl")]
     assert steps == [1, 2, 3, 4]

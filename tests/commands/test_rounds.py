@@ -1,22 +1,18 @@
 """`rlhf pipeline --rounds N`: labels of the policy's replies, a new reward model, and PPO again from the SFT model."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from rlhf_cli.cli import app
 from rlhf_cli.commands.label import Labelling, pairs_of
 from rlhf_cli.commands.output import Output, data_digest
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.run.artifacts import digest_file, read_manifest
+from support.runs import rlhf
 from support.tiny import read_jsonl, write_jsonl
 
 LABELS = """
@@ -32,18 +28,16 @@ def longest_word(prompts, responses, rows):
 """
 
 
-def rounds(project: Path, *arguments: str, exit_code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["pipeline", str(project), "--rounds", "3", "--pairs", "12", *arguments])
-    assert result.exit_code == exit_code, result.output
-    return result.output
+def rounds(project, *arguments, exit_code=0):
+    return rlhf("pipeline", project, "--rounds", 3, "--pairs", 12, *arguments, code=exit_code).output
 
 
-def with_labels(project: Path, stop: int = -1) -> tuple[str, str]:
+def with_labels(project, stop=-1):
     (project / "labels.py").write_text(LABELS.replace("STOP", str(stop)), encoding="utf-8")
     return "--labels", f"{project}/labels.py:longest_word"
 
 
-def label(samples: Path, out: Path, keys: str) -> None:
+def label(samples, out, keys):
     """As `rlhf label` does it."""
     source = DataSource(path=str(samples))
     with Output(out, {"data": data_digest(source), "seed": 0, "labeller": None}) as output:
@@ -51,14 +45,14 @@ def label(samples: Path, out: Path, keys: str) -> None:
         assert all(labelling.take(key) for key in keys)
 
 
-def outcome(run: Path) -> dict[str, str]:
+def outcome(run):
     """The digests of labels and weights of all rounds."""
     return {str(p.relative_to(run)): digest_file(p) for p in run.rglob("*") if p.suffix in (".safetensors", ".jsonl")
             and p.name in ("labels.jsonl", "model.safetensors") and "sft" not in p.parts}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def three(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def three(finished, tmp_path_factory):
     """A project with three rounds."""
     folder = tmp_path_factory.mktemp("rounds") / "p"
     shutil.copytree(finished, folder)
@@ -68,7 +62,7 @@ def three(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_each_round_adds_its_labels_and_starts_from_the_sft_model(three: Path) -> None:
+def test_each_round_adds_its_labels_and_starts_from_the_sft_model(three):
     prompts = []
     for number in (2, 3):
         run = three / "run/rounds" / str(number)
@@ -88,7 +82,7 @@ def test_each_round_adds_its_labels_and_starts_from_the_sft_model(three: Path) -
     assert not prompts[0] & prompts[1]
 
 
-def test_a_second_call_does_nothing(three: Path) -> None:
+def test_a_second_call_does_nothing(three):
     before = outcome(three / "run")
     assert len(before) == 2 + 3 * 3, "labels, reward models, policies and value models"
     output = rounds(three, *with_labels(three))
@@ -99,7 +93,7 @@ def test_a_second_call_does_nothing(three: Path) -> None:
 
 
 @pytest.fixture
-def own_interrupts() -> Iterator[None]:
+def own_interrupts():
     """Python's own handler of Ctrl-C, whatever an earlier test has left: without it an interrupt counts as an error."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -107,7 +101,7 @@ def own_interrupts() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("own_interrupts")
-def test_an_interrupted_round_resumes(three: Path, project: Path) -> None:
+def test_an_interrupted_round_resumes(three, project):
     # The labels of a round take two calls, one for each reply; the second call of round 3 is interrupted.
     shutil.rmtree(project / "run")
     shutil.copytree(three / "run", project / "run", symlinks=True, ignore=lambda _, names: {"rounds"} & set(names))
@@ -121,7 +115,7 @@ def test_an_interrupted_round_resumes(three: Path, project: Path) -> None:
     assert outcome(project / "run") == outcome(three / "run")
 
 
-def test_labels_by_hand(project: Path) -> None:
+def test_labels_by_hand(project):
     run = project / "run/rounds/2"
     assert "round 2 waits for" in rounds(project)
     samples = read_jsonl(run / "samples.jsonl")
@@ -152,7 +146,7 @@ def test_labels_by_hand(project: Path) -> None:
         "shares": (["--set", "rm:data.split=[1, 1, 1]"], "data.split of rm.yaml would leave out the labels"),
     }.values(),
 )
-def test_bad_input(arguments: list[str], message: str, project: Path) -> None:
+def test_bad_input(arguments, message, project):
     with_labels(project)
     before = sorted(path for path in project.rglob("*") if "__pycache__" not in path.parts)
     output = rounds(project, *(word.format(project=project) for word in arguments), exit_code=2)
@@ -161,7 +155,7 @@ def test_bad_input(arguments: list[str], message: str, project: Path) -> None:
     assert after == before, "nothing was trained"
 
 
-def test_other_labels_are_not_replaced(three: Path) -> None:
+def test_other_labels_are_not_replaced(three):
     labels = (three / "run/rounds/2/labels.jsonl").read_bytes()
     output = rounds(three, "--labels", "{type: length, target: 3}", exit_code=2)
     assert "labels.jsonl: was made with other settings: labels. Restore them, or remove the file" in output

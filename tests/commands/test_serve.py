@@ -1,29 +1,23 @@
 """`rlhf serve`: a model of ours by OpenAI's client."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import httpx2
 import openai
 import pytest
-from typer.testing import CliRunner
 
-from rlhf_cli.cli import app
 from rlhf_cli.commands.serve import ChatAPI, _TextAsk, name_of, parse
 from rlhf_cli.commands.serving import bind
 from rlhf_cli.data.records import Message
-from rlhf_cli.rollout.speaker import PromptForm, Speaker
+from rlhf_cli.rollout.speaker import PromptForm
 from support import crash
+from support.runs import refused, rlhf
 from support.speaking import reply as chat_reply
 from support.speaking import speaker_at
 from support.tiny import read_jsonl, write_jsonl
@@ -31,22 +25,17 @@ from support.tiny import read_jsonl, write_jsonl
 PROMPTS = ["the tent is", "the lamp", "a map and a tent"]
 
 
-def one_error(*arguments: object) -> str:
-    """The only line of a `rlhf serve` that was refused."""
-    result = CliRunner().invoke(app, ["serve", *map(str, arguments)])
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
-    return line.removeprefix("error: ")
+def one_error(*arguments):
+    return refused("serve", *arguments)
 
 
 # --------------------------------------------------------------------------- the application, in process
 
 
-def requests(model: Speaker, ask: Callable[[openai.AsyncOpenAI], Coroutine[Any, Any, None]], token: str = "x") -> None:
+def requests(model, ask, token="x"):
     """Run `ask` with OpenAI's client against the application with this model, whose token is x."""
 
-    async def run() -> None:
+    async def run():
         transport = httpx2.ASGITransport(app=ChatAPI(listener, "mine", model, "x").app)
         async with httpx2.AsyncClient(transport=transport) as http:
             url = "http://server/v1"
@@ -57,11 +46,11 @@ def requests(model: Speaker, ask: Callable[[openai.AsyncOpenAI], Coroutine[Any, 
 
 
 @pytest.fixture
-def model(chat_model: Path) -> Speaker:
+def model(chat_model):
     return replace(speaker_at(chat_model), max_new_tokens=12)
 
 
-async def text_of(chunks: AsyncIterator[Any]) -> str:
+async def text_of(chunks):
     """The text of a streamed response."""
     pieces = []
     async for chunk in chunks:
@@ -70,26 +59,24 @@ async def text_of(chunks: AsyncIterator[Any]) -> str:
     return "".join(pieces)
 
 
-def test_replies_are_those_of_the_chat_and_end_where_its_settings_say(model: Speaker) -> None:
+def test_replies_are_those_of_the_chat_and_end_where_its_settings_say(model):
     messages = [{"role": "user", "content": "the tent"}]
 
-    def shown(text: str) -> str:
+    def shown(text):
         return text.strip().rstrip("\ufffd")  # a stream does not end in half a character
 
-    def greedy(longest: int) -> str:
+    def greedy(longest):
         return shown(chat_reply(model, [Message("user", "the tent")], temperature=0, max_new_tokens=longest).text)
 
     found = re.search("[!-~]{2}", greedy(40)[3:])
-    assert found is not None
     stop = found.group()
 
-    async def ask(client: openai.AsyncOpenAI) -> None:
-        async def reply(**fields: Any) -> str:
-            answer: Any = await client.chat.completions.create(model="mine", messages=messages, **fields)  # type: ignore[arg-type]
+    async def ask(client):
+        async def reply(**fields):
+            answer = await client.chat.completions.create(model="mine", messages=messages, **fields)
             return shown(await text_of(answer) if fields.get("stream") else answer.choices[0].message.content)
 
-        answer = await client.chat.completions.create(model="mine", messages=messages, temperature=0)  # type: ignore[arg-type]
-        assert answer.usage is not None
+        answer = await client.chat.completions.create(model="mine", messages=messages, temperature=0)
         assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 12)
         for stream in (False, True):
             assert await reply(temperature=0, stream=stream) == greedy(12)
@@ -101,9 +88,9 @@ def test_replies_are_those_of_the_chat_and_end_where_its_settings_say(model: Spe
     requests(model, ask)
 
 
-def test_a_request_that_cannot_be_answered_is_status_400_in_one_line(model: Speaker) -> None:
+def test_a_request_that_cannot_be_answered_is_status_400_in_one_line(model):
     """In a stream too, where transformers would begin to answer."""
-    wrong: list[tuple[dict[str, Any], str]] = [
+    wrong = [
         ({"prompt": "the tent " * 600}, "tokens and the model reads 512, reply included. Shorten the prompt"),
         ({"prompt": "the tent " * 600, "stream": True}, "the model reads 512"),
         ({"prompt": "x" * 8193}, "the prompt has 8193 characters, at most 8192 are read"),
@@ -124,7 +111,7 @@ def test_a_request_that_cannot_be_answered_is_status_400_in_one_line(model: Spea
     ]
     user = {"role": "user", "content": "hi"}
     picture = {"type": "image_url", "image_url": {"url": "data:,"}}
-    wrong_chats: list[tuple[Any, str]] = [
+    wrong_chats = [
         ([], "messages: List should have at least 1 item"),
         (None, "messages: Input should be a valid list"),
         ([user, {"role": "user", "content": None}], "messages.1.content: Input should be a valid string"),
@@ -135,14 +122,14 @@ def test_a_request_that_cannot_be_answered_is_status_400_in_one_line(model: Spea
         ([user] * 1001, "messages: List should have at most 1000 items"),
     ]
 
-    async def ask(client: openai.AsyncOpenAI) -> None:
+    async def ask(client):
         for fields, message in wrong:
             body = {"model": "mine", "prompt": "the tent", **fields}
             with pytest.raises(openai.BadRequestError) as caught:
                 await client.post("/completions", body=body, cast_to=object)
             assert message in str(caught.value)
             assert "\n" not in str(caught.value)
-            assert list(caught.value.body) == ["message", "type"]  # type: ignore[call-overload]
+            assert list(caught.value.body) == ["message", "type"]
         for messages, message in wrong_chats:
             with pytest.raises(openai.BadRequestError) as caught:
                 await client.post("/chat/completions", body={"model": "mine", "messages": messages}, cast_to=object)
@@ -155,33 +142,32 @@ def test_a_request_that_cannot_be_answered_is_status_400_in_one_line(model: Spea
         huge = await client._client.post(f"{client.base_url}completions", content=b" " * 2**23, headers=headers)
         assert (huge.status_code, "at most 4194304 are read" in huge.text) == (413, True)
         long = await client.completions.create(model="mine", prompt="the tent " * 250, max_tokens=100)
-        assert long.usage is not None
         assert long.usage.total_tokens <= 512
         ignored = {"user": "me", "n": 1, "tools": [], "logprobs": None, "response_format": {"type": "text"}}
         parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}], "refusal": None}]
         body = {"model": "mine", "messages": parts, "max_tokens": 1, **ignored}
         await client.post("/chat/completions", body=body, cast_to=object)
 
-    async def chat(client: openai.AsyncOpenAI) -> None:
+    async def chat(client):
         with pytest.raises(openai.BadRequestError, match="the model was not trained on chats"):
-            await client.chat.completions.create(model="mine", messages=[user])  # type: ignore[list-item]
+            await client.chat.completions.create(model="mine", messages=[user])
 
     requests(model, ask)
     requests(replace(model, form=PromptForm("single")), chat)
 
 
-def test_the_server_answers_others_while_the_tokenizer_works(model: Speaker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_answers_others_while_the_tokenizer_works(model, monkeypatch):
     reading, read = threading.Event(), threading.Event()
     encode = PromptForm.encode
 
-    def slow(*arguments: Any) -> Any:
+    def slow(*arguments):
         reading.set()
         assert read.wait(60)
         return encode(*arguments)
 
     monkeypatch.setattr(PromptForm, "encode", slow)
 
-    async def ask(client: openai.AsyncOpenAI) -> None:
+    async def ask(client):
         chat = client.chat.completions.create(model="mine", messages=[{"role": "user", "content": "hi"}])
         first = asyncio.create_task(chat)
         await asyncio.to_thread(reading.wait, 60)
@@ -192,17 +178,17 @@ def test_the_server_answers_others_while_the_tokenizer_works(model: Speaker, mon
     requests(model, ask)
 
 
-def test_a_client_that_leaves_ends_its_response(model: Speaker) -> None:
+def test_a_client_that_leaves_ends_its_response(model):
     """What waits behind it is answered, and nothing is drawn for one that left before."""
-    spoken: list[int] = []
+    spoken = []
 
-    def ask(server: ChatAPI, body: dict[str, Any]) -> Any:
+    def ask(server, body):
         wanted = parse(json.dumps({"prompt": "the", **body}).encode(), _TextAsk, "mine")
 
-        def counted(put: Callable[[str], None]) -> Any:
+        def counted(put):
             spoken.append(0)
 
-            def counting(text: str) -> None:
+            def counting(text):
                 spoken[-1] += 1
                 put(text)
 
@@ -210,7 +196,7 @@ def test_a_client_that_leaves_ends_its_response(model: Speaker) -> None:
 
         return server.model.stream(counted)
 
-    async def run(server: ChatAPI) -> None:
+    async def run(server):
         for _ in range(2):
             texts = ask(server, {"max_tokens": 500})
             await anext(texts)
@@ -229,8 +215,8 @@ def test_a_client_that_leaves_ends_its_response(model: Speaker) -> None:
     assert spoken[1::2] == [5, 5]
 
 
-def test_every_route_but_health_needs_the_token_and_loads_no_other_model(model: Speaker) -> None:
-    async def ask(client: openai.AsyncOpenAI) -> None:
+def test_every_route_but_health_needs_the_token_and_loads_no_other_model(model):
+    async def ask(client):
         for call in (client.models.list(), client.completions.create(model="mine", prompt="the tent")):
             with pytest.raises(openai.AuthenticationError, match="the token is missing or wrong"):
                 await call
@@ -246,7 +232,7 @@ def test_every_route_but_health_needs_the_token_and_loads_no_other_model(model: 
 # ------------------------------------------------------------------------------------- refusals
 
 
-def test_what_cannot_be_served_is_one_line(finished: Path, chat_model: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_served_is_one_line(finished, chat_model, tmp_path):
     run = finished / "run"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -262,7 +248,7 @@ def test_what_cannot_be_served_is_one_line(finished: Path, chat_model: Path, tmp
     assert "--engine: does not exist any more. For vLLM: rlhf export DIR" in one_error(run, "--engine", "vllm")
 
 
-def test_names_are_those_of_run_and_stage(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_those_of_run_and_stage(finished, tmp_path, monkeypatch):
     from rlhf_cli.trained.locate import locate
 
     monkeypatch.chdir(finished / "run" / "sft")
@@ -276,13 +262,11 @@ def test_names_are_those_of_run_and_stage(finished: Path, tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-def test_the_real_server_answers_100_requests_at_the_same_time_and_survives_killed_clients(
-    finished: Path, tmp_path: Path
-) -> None:
+def test_the_real_server_answers_100_requests_at_the_same_time_and_survives_killed_clients(finished, tmp_path):
     run, rows = finished / "run", [{"prompt": PROMPTS[n % 3] + " tent" * (n % 7)} for n in range(100)]
     prompts, out = write_jsonl(tmp_path / "prompts.jsonl", rows), tmp_path / "out.jsonl"
     arguments = ["generate", str(run), "--prompts", str(prompts), "--out", str(out), "--temperature", "0"]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
+    rlhf(*arguments)
     wanted = [row["response"] for row in read_jsonl(out)]
     command = ["serve", str(run), "--port", "0", "--token-env", "TOKEN"]
     running = crash.Attempt(command, tmp_path / "log", TOKEN="s3cret")
@@ -293,7 +277,7 @@ def test_the_real_server_answers_100_requests_at_the_same_time_and_survives_kill
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=url, api_key="wrong", max_retries=0).models.list()
 
-        def ask(n: int) -> str:
+        def ask(n):
             return client.completions.create(model="run-ppo", prompt=rows[n]["prompt"], temperature=0).choices[0].text
 
         with ThreadPoolExecutor(100) as pool:

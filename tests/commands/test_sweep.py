@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -24,12 +23,12 @@ from support.projects import FACTS
 class Stages:
     """Takes the place of the three programs: publishes a stage with figures that follow from its config."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.ran: list[tuple[str, str]] = []
         self.fails: dict[str, Exception] = {}
 
-    def load(self, stage: str) -> Any:
-        def run(config: Any, **_: Any) -> None:
+    def load(self, stage):
+        def run(config, **_):
             name = Path(config.artifacts).name
             self.ran.append((name, stage))
             if stage == "ppo" and name in self.fails:
@@ -48,7 +47,7 @@ class Stages:
 
 
 @pytest.fixture
-def stages(monkeypatch) -> Stages:
+def stages(monkeypatch):
     stages = Stages()
     monkeypatch.setattr(pipeline, "load_stage", stages.load)
     return stages
@@ -65,7 +64,7 @@ def folder(tmp_path, write_config, make_model, monkeypatch):
     return tmp_path / "base"
 
 
-def write(folder: Path, grid: dict[str, list[Any]], **more: Any) -> Path:
+def write(folder, grid, **more):
     path = folder.parent / "sweep.yaml"
     values = {"base": str(folder), "artifacts": str(folder.parent / "runs"), "grid": grid, **more}
     path.write_text(yaml.safe_dump(values, sort_keys=False))

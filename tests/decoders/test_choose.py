@@ -1,10 +1,7 @@
 """Which decoder `rollout.decoder` chooses, and what it refuses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
@@ -19,7 +16,7 @@ from rlhf_cli.rollout.sampling import sample
 from support.decoders import PROMPTS, SAMPLINGS, UNIFORMS, made, same
 
 
-def test_auto_takes_the_paged_decoder_where_it_can_and_a_named_one_is_taken() -> None:
+def test_auto_takes_the_paged_decoder_where_it_can_and_a_named_one_is_taken():
     assert isinstance(choose_decoder(made("gpt_neox"), 50), PlainDecoder)
     for name, kind in {"auto": PagedDecoder, "paged": PagedDecoder, "plain": PlainDecoder}.items():
         assert isinstance(choose_decoder(made("llama"), 50, name), kind)
@@ -27,23 +24,23 @@ def test_auto_takes_the_paged_decoder_where_it_can_and_a_named_one_is_taken() ->
 
 
 @pytest.mark.parametrize("call", [choose_decoder, decoder_notes])
-def test_a_named_decoder_that_cannot_sample_is_one_line(call: Any) -> None:
+def test_a_named_decoder_that_cannot_sample_is_one_line(call):
     with pytest.raises(ConfigError, match=r"^rollout.decoder: paged cannot .* GPTNeoXForCausalLM: .*Set it to auto or"):
         call(made("gpt_neox"), 50, "paged")
 
 
 @pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def used(monkeypatch):
     """The decoders that the sampler used."""
-    decoders: list[object] = []
+    decoders = []
     monkeypatch.setattr(
         sampling_module, "choose_decoder", lambda *args: decoders.append(choose_decoder(*args)) or decoders[-1]
     )
     return decoders
 
 
-def test_the_sampler_uses_the_named_decoder_and_every_decoder_draws_the_same_tokens(used: list[object]) -> None:
-    names: list[DecoderName] = ["auto", "paged", "plain", "sharded"]
+def test_the_sampler_uses_the_named_decoder_and_every_decoder_draws_the_same_tokens(used):
+    names = ["auto", "paged", "plain", "sharded"]
     assert set(names) == set(get_args(DecoderName))
     responses = [sample(made("qwen2"), PROMPTS, UNIFORMS, replace(SAMPLINGS["plain"], decoder=name)) for name in names]
     assert [type(decoder) for decoder in used] == [PagedDecoder] * 2 + [PlainDecoder] * 2
@@ -51,9 +48,7 @@ def test_the_sampler_uses_the_named_decoder_and_every_decoder_draws_the_same_tok
         same(other, responses[0])
 
 
-def test_the_config_names_the_decoder_of_a_run(
-    make_model: Any, run_stage: Any, tmp_path: Path, used: list[object]
-) -> None:
+def test_the_config_names_the_decoder_of_a_run(make_model, run_stage, tmp_path, used):
     models = {"policy": {"path": str(make_model("llama"))}, "rewards": [{"type": "length", "target": 5}]}
     run_stage("ppo", tmp_path, **models, value_model={"init": "policy"}, rollout={"decoder": "plain"})
     assert {type(decoder) for decoder in used} == {PlainDecoder}
@@ -69,9 +64,7 @@ def test_the_config_names_the_decoder_of_a_run(
         ("sharded", ["distributed.shard=true", "distributed.keep_whole=[policy]"], "this one is whole. Set it to auto"),
     ],
 )
-def test_a_decoder_that_can_never_run_is_refused_by_the_config(
-    decoder: str, settings: list[str], message: str, write_config: Any, tmp_path: Path
-) -> None:
+def test_a_decoder_that_can_never_run_is_refused_by_the_config(decoder, settings, message, write_config, tmp_path):
     path = write_config("ppo", tmp_path)
     with pytest.raises(ConfigError, match=message):
         load_config(path, PPOConfig, [f"rollout.decoder={decoder}", *settings])

@@ -1,7 +1,5 @@
 """The graphed decoder against plain forward passes, token by token: step by step on a CPU, as CUDA graphs on a GPU."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,21 +1,15 @@
 """The examples of docs/data.md are what the commands print; "..." is for lines that the page leaves out."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 
-import pytest
-from typer.testing import CliRunner
-
-from rlhf_cli.cli import app
 from support.paths import ROOT
+from support.runs import rlhf
 
 PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 
 
-def write_faulty(path: Path) -> None:
+def write_faulty(path):
     """Sixty shipped pairs, of which three cannot be read, one has equal answers and one occurs twice."""
     lines = (ROOT / "data" / "support" / "pref_test.jsonl").read_text(encoding="utf-8").splitlines()[:60]
     rows = [{name: json.loads(line)[name] for name in ("prompt", "chosen", "rejected")} for line in lines]
@@ -28,13 +22,12 @@ def write_faulty(path: Path) -> None:
     path.write_text("\n".join(texts) + "\n", encoding="utf-8")
 
 
-def test_the_example_of_a_faulty_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_a_faulty_file(tmp_path, monkeypatch):
     (shown,) = re.findall(r"^```\n\$ rlhf (data check faulty\.jsonl .*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     command, _, wanted = shown.partition("\n")
     monkeypatch.chdir(tmp_path)
     write_faulty(tmp_path / "faulty.jsonl")
-    result = CliRunner().invoke(app, command.split())
-    assert result.exit_code == 1
+    result = rlhf(*command.split(), code=1)
     printed = "".join(f"{line.rstrip()}\n" for line in result.output.splitlines())
     start, *inner, end = wanted.split("...\n")
     assert printed.startswith(start)

@@ -1,14 +1,11 @@
 """The documentation against the code: keys, defaults, commands, links, test files, figures and findings exist."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re
 import shlex
-from collections.abc import Iterator
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated
 
 import pytest
 import typer
@@ -35,7 +32,7 @@ ROOMS = ("rlhf_cli", "stages", "data")
 SOURCE = "\n".join(path.read_text(encoding="utf-8") for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))
 
 
-def keys_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def keys_of(kind, prefix=""):
     """Every dotted key of a schema with its field; a list of sections gives the keys of its items."""
     for name, field in fields_of(kind).items():
         key = prefix + name
@@ -54,7 +51,7 @@ ALL_KEYS = {key for keys in KEYS.values() for key in keys}
 SECTIONS = sorted({key.split(".")[0] for key in ALL_KEYS if "." in key})
 
 
-def in_backticks(text: str) -> Iterator[str]:
+def in_backticks(text):
     """The code spans of a page, without its code blocks."""
     yield from re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
 
@@ -63,7 +60,7 @@ def in_backticks(text: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_every_key_that_a_page_names_exists(page: str) -> None:
+def test_every_key_that_a_page_names_exists(page):
     named = {
         match[1]
         for span in in_backticks(TEXTS[page])
@@ -83,7 +80,7 @@ STAGE_PAGES = {
 
 
 @pytest.mark.parametrize("stage", CONFIGS)
-def test_every_key_of_a_stage_is_documented(stage: str) -> None:
+def test_every_key_of_a_stage_is_documented(stage):
     """A key of a source, a reward or adapters, of which there are several, by its last part."""
     text = "\n".join(TEXTS[page] for page in STAGE_PAGES[stage])
     sections = {key.rpartition(".")[0] for key in KEYS[stage]}
@@ -96,7 +93,7 @@ def test_every_key_of_a_stage_is_documented(stage: str) -> None:
     assert not missing
 
 
-def is_valid(field: Any, value: Any) -> bool:
+def is_valid(field, value):
     try:
         TypeAdapter(Annotated[field.annotation, field]).validate_python(value)
     except ValidationError:
@@ -105,7 +102,7 @@ def is_valid(field: Any, value: Any) -> bool:
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_every_value_that_a_page_gives_to_a_key_is_allowed(page: str) -> None:
+def test_every_value_that_a_page_gives_to_a_key_is_allowed(page):
     """`ppo.kl_in: loss`, and `kl_in: loss` where the section is clear from the text.
 
     Not so in lists of what is refused, and on the page about new choices.
@@ -123,9 +120,9 @@ def test_every_value_that_a_page_gives_to_a_key_is_allowed(page: str) -> None:
     assert not wrong
 
 
-def table_rows(text: str) -> Iterator[list[str]]:
+def table_rows(text):
     """The cells of every row of an option table: those whose header is `key`, `default`, ..."""
-    header: list[str] = []
+    header = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")] if line.startswith("|") else []
         if not cells:
@@ -136,7 +133,7 @@ def table_rows(text: str) -> Iterator[list[str]]:
             yield cells
 
 
-def written(default: Any) -> Any:
+def written(default):
     """A default as YAML would read it back."""
     if default is PydanticUndefined:
         return "required"
@@ -146,7 +143,7 @@ def written(default: Any) -> Any:
 
 
 @pytest.mark.parametrize("page", ["docs/sft.md", "docs/rm.md", "docs/ppo.md", "docs/training.md"])
-def test_the_defaults_of_the_option_tables_are_those_of_the_schemas(page: str) -> None:
+def test_the_defaults_of_the_option_tables_are_those_of_the_schemas(page):
     checked = 0
     for cells in table_rows(TEXTS[page]):
         names = re.findall(r"`([^`]+)`", cells[0])
@@ -167,7 +164,7 @@ def test_the_defaults_of_the_option_tables_are_those_of_the_schemas(page: str) -
 
 
 @pytest.mark.parametrize("name", ["ppo.advantage_estimator", "ppo.kl_estimator"])
-def test_every_choice_has_a_row_of_its_own(name: str) -> None:
+def test_every_choice_has_a_row_of_its_own(name):
     page = "docs/ppo.md" if name == "ppo.advantage_estimator" else "docs/kl.md"
     table = TEXTS[page].split(f"| `{name}` |", 2 if name == "ppo.advantage_estimator" else 1)[-1]
     rows = re.findall(r"^\| `(\w+)` \|", table.split("\n\n")[0], flags=re.MULTILINE)
@@ -175,7 +172,7 @@ def test_every_choice_has_a_row_of_its_own(name: str) -> None:
     assert rows == options_of(alternatives(field.annotation)[0])
 
 
-def test_the_page_of_formulas_lists_the_golden_cases_that_are_not_checked() -> None:
+def test_the_page_of_formulas_lists_the_golden_cases_that_are_not_checked():
     tree = ast.parse((TESTS / "algorithms" / "test_golden.py").read_text(encoding="utf-8"))
     node = next(n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "NOT_OFFERED")
     listed = re.findall(r"^\| `(\w+)` \| [^|]*\|$", TEXTS["benchmarks/FORMULAS.md"].split("| case |")[1], re.MULTILINE)
@@ -185,7 +182,7 @@ def test_the_page_of_formulas_lists_the_golden_cases_that_are_not_checked() -> N
 # ------------------------------------------------------------------------------------------- commands
 
 
-def commands(text: str) -> Iterator[list[str]]:
+def commands(text):
     """The words of every `rlhf ...` command of a page, in code blocks and code spans, continued lines joined."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
@@ -196,7 +193,7 @@ def commands(text: str) -> Iterator[list[str]]:
             yield ["stage.yaml" if word == "FILE" else word for word in words]
 
 
-def parse(command: typer.core.TyperGroup | typer.core.TyperCommand, words: list[str], parent: Any = None) -> None:
+def parse(command, words, parent=None):
     """Parse a command line to its end without running anything; raises TyperException, or Exit for --help."""
     context = command.make_context(command.name or "rlhf", words, parent=parent)
     rest = [*getattr(context, "_protected_args", []), *context.args]
@@ -206,20 +203,20 @@ def parse(command: typer.core.TyperGroup | typer.core.TyperCommand, words: list[
 
 
 @functools.cache
-def the_command() -> Any:
+def the_command():
     return typer.main.get_command(app)
 
 
 ALL_COMMANDS = sorted({tuple(words) for text in TEXTS.values() for words in commands(text)})
 
 
-def names_only(words: tuple[str, ...]) -> bool:
+def names_only(words):
     """Is it a command that a sentence names, as in `rlhf data score`?"""
     return all(re.fullmatch(r"[a-z]+", word) for word in words)
 
 
 @pytest.mark.parametrize("words", ALL_COMMANDS, ids=" ".join)
-def test_every_command_parses(words: tuple[str, ...]) -> None:
+def test_every_command_parses(words):
     command = the_command()
     if names_only(words):
         with pytest.raises(typer.exceptions.Exit):
@@ -228,17 +225,17 @@ def test_every_command_parses(words: tuple[str, ...]) -> None:
         parse(command, list(words))
 
 
-def test_a_command_with_an_unknown_option_does_not_parse() -> None:
+def test_a_command_with_an_unknown_option_does_not_parse():
     with pytest.raises(typer.exceptions.TyperException):
         parse(the_command(), ["sft", "--config", "sft.yaml", "--epochs", "3"])
 
 
-def overrides(words: tuple[str, ...]) -> list[str]:
+def overrides(words):
     return [value for flag, value in pairwise(words) if flag == "--set"]
 
 
 @pytest.mark.parametrize("words", [words for words in ALL_COMMANDS if "--set" in words], ids=" ".join)
-def test_every_override_of_a_command_is_a_config(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_override_of_a_command_is_a_config(words, monkeypatch):
     monkeypatch.chdir(ROOT)
     if words[0] == "pipeline":
         for stage in CONFIGS:
@@ -253,7 +250,7 @@ def test_every_override_of_a_command_is_a_config(words: tuple[str, ...], monkeyp
 # ------------------------------------------------------------------------------- links, files, figures
 
 
-def anchor(heading: str) -> str:
+def anchor(heading):
     """GitHub's anchor of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
@@ -265,7 +262,7 @@ EVERY_PAGE = [
 
 
 @pytest.mark.parametrize("page", sorted(page.relative_to(ROOT).as_posix() for page in EVERY_PAGE))
-def test_every_link_leads_somewhere(page: str) -> None:
+def test_every_link_leads_somewhere(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     for label, target in re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)", re.sub(r"(\[`[^`\n]*`\])|`[^`\n]*`", r"\1", text)):
         if target.startswith("http"):
@@ -283,7 +280,7 @@ def test_every_link_leads_somewhere(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_every_file_that_a_page_names_exists(page: str) -> None:
+def test_every_file_that_a_page_names_exists(page):
     pattern = r"(?<![\w/.-])((?:[\w-]+/)+[\w-]+\.(?:py|md|yaml|json))\b"
     text = re.sub(r"\]\([^)]*\)", "]", TEXTS[page])
     for name in re.findall(pattern, text):
@@ -298,7 +295,7 @@ TESTS_SOURCE = "\n".join(path.read_text(encoding="utf-8") for path in sorted(TES
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_every_test_that_a_page_names_exists(page: str) -> None:
+def test_every_test_that_a_page_names_exists(page):
     for name in re.findall(r"\b(test_\w+)\b(?!\.py)", TEXTS[page]):
         assert re.search(rf"\bdef {name}\(|\b{name}\b *[:=]", TESTS_SOURCE + SOURCE) or name in ALL_NAMES, name
 
@@ -306,7 +303,7 @@ def test_every_test_that_a_page_names_exists(page: str) -> None:
 ALL_NAMES = {part for key in ALL_KEYS for part in key.split(".")}
 
 
-def test_the_functions_and_tables_that_a_contributor_is_sent_to_exist() -> None:
+def test_the_functions_and_tables_that_a_contributor_is_sent_to_exist():
     words = set(re.findall(r"\w+", SOURCE + TESTS_SOURCE))
     for span in in_backticks(TEXTS["docs/extending.md"]):
         if re.fullmatch(r"_?[a-z]+(_[a-z]+)+|[A-Z]+(_[A-Z]+)*", span) and len(span) > 3:
@@ -317,7 +314,7 @@ GROUPS = "eval|rm|sft|objective|reward|response|policy|value|loss|time|speed|mem
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_every_figure_that_a_page_names_is_written_by_the_code(page: str) -> None:
+def test_every_figure_that_a_page_names_is_written_by_the_code(page):
     unknown = []
     for span in in_backticks(TEXTS[page]):
         if re.fullmatch(rf"(?:{GROUPS})/[a-z_0-9]+", span) and span not in SOURCE:
@@ -332,14 +329,14 @@ def test_every_figure_that_a_page_names_is_written_by_the_code(page: str) -> Non
     assert not unknown
 
 
-def test_every_finding_is_documented_and_every_documented_one_exists() -> None:
+def test_every_finding_is_documented_and_every_documented_one_exists():
     rows = set(re.findall(r"^\| `(\w+)` \|", TEXTS["docs/health.md"], flags=re.MULTILINE))
     names = {rule.name for rule in (*STOPS, *WARNINGS, *EVALUATION)}
     assert names <= rows
     assert all(f'"{name}"' in SOURCE for name in rows - names)
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short():
     lines = TEXTS["README.md"].splitlines()
     assert len(lines) <= 120
     assert max(len(line) for line in lines if not line.startswith("|")) <= 125

@@ -1,9 +1,6 @@
 """The page that says which model size fits which machine, against the plan."""
 
-from __future__ import annotations
-
 import re
-from types import ModuleType
 
 import pytest
 
@@ -14,19 +11,19 @@ PAGE = ROOT / "docs" / "model_sizes.md"
 
 
 @pytest.fixture(scope="module")
-def page() -> ModuleType:
+def page():
     return module_at(PAGE.with_suffix(".py"))
 
 
 @pytest.fixture
-def small(page: ModuleType, monkeypatch: pytest.MonkeyPatch) -> str:
+def small(page, monkeypatch):
     """The name of a model with 11 million parameters."""
     size = {"hidden": 512, "mlp": 1024, "layers": 4, "heads": 4, "kv": 2, "vocab": 4000}
     monkeypatch.setattr(page, "MODELS", {"small": ("llama", size)})
     return "small"
 
 
-def test_the_memory_of_a_method_follows_from_its_models(page: ModuleType, small: str) -> None:
+def test_the_memory_of_a_method_follows_from_its_models(page, small):
     pytest.importorskip("peft")
     gpu = page.PLACES[1]
     weights = 4000 * 512 + 4 * (2 * 512 * 512 + 2 * 512 * 256 + 3 * 512 * 1024 + 2 * 512) + 512
@@ -38,14 +35,14 @@ def test_the_memory_of_a_method_follows_from_its_models(page: ModuleType, small:
     assert gigabytes["PPO, LoRA"] - gigabytes["SFT, LoRA"] < 0.6 * (gigabytes["PPO"] - gigabytes["SFT"])
 
 
-def test_the_largest_model_is_the_last_that_fits(page: ModuleType) -> None:
+def test_the_largest_model_is_the_last_that_fits(page):
     needs = {"small": {"SFT": 3.0}, "large": {"SFT": 15.0}}
     assert page.largest(needs, "SFT", 16) == "small"
     assert page.largest(needs, "SFT", 17) == "large"
     assert page.largest(needs, "SFT", 3) == "none of these"
 
 
-def test_the_page_has_the_figures_of_the_plan(page: ModuleType) -> None:
+def test_the_page_has_the_figures_of_the_plan(page):
     text = PAGE.read_text(encoding="utf-8")
     assert page.ACCURACY in text
     laptop, gpu = page.PLACES
@@ -58,7 +55,7 @@ def test_the_page_has_the_figures_of_the_plan(page: ModuleType) -> None:
         assert f"| {name} |" in text
 
 
-def test_the_readme_names_what_fits_a_laptop() -> None:
+def test_the_readme_names_what_fits_a_laptop():
     laptop = PAGE.read_text(encoding="utf-8").partition("## On a CPU")[2]
     largest = {
         method: re.search(rf"^\| {method} \| \S*-([\d.]+)([MB]) ", laptop, re.MULTILINE) for method in ("SFT", "PPO")

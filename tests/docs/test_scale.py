@@ -1,9 +1,5 @@
 """The page about 8 to 1,024 GPUs against its generator, and the generator against hand computation."""
 
-from __future__ import annotations
-
-from types import ModuleType
-
 import pytest
 
 from support.paths import ROOT
@@ -22,17 +18,17 @@ PASS_OF_SCORER = PASS - 2 * ENDS
 
 
 @pytest.fixture(scope="module")
-def page() -> ModuleType:
+def page():
     return module_at(PAGE.with_name("scale.py"))
 
 
 @pytest.fixture(scope="module")
-def text() -> str:
+def text():
     return PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("gpus", "shard"), [(8, True), (1024, True), (64, "hybrid")])
-def test_a_step_of_7_b_by_hand(page: ModuleType, text: str, gpus: int, shard: bool | str) -> None:
+def test_a_step_of_7_b_by_hand(page, text, gpus, shard):
     plan = page.planned("7 B", gpus, shard=shard)
     shape = plan.models[0].shape
     assert shape.weights == SEVEN_B
@@ -51,7 +47,7 @@ def test_a_step_of_7_b_by_hand(page: ModuleType, text: str, gpus: int, shard: bo
 
 
 @pytest.mark.parametrize(("shard", "copies"), [(True, True), ("hybrid", False)])
-def test_an_iteration_of_ppo_of_7_b_by_hand(page: ModuleType, text: str, shard: bool | str, copies: bool) -> None:
+def test_an_iteration_of_ppo_of_7_b_by_hand(page, text, shard, copies):
     models = page.models_of(page.planned_ppo("7 B", 64, shard, copies=copies))
     assert [shape.weights for shape in models] == pytest.approx([SEVEN_B, SCORER, SEVEN_B, SCORER], rel=1e-5)
     sent = page.sent_in_iteration(models, 64, shard, copies=copies)
@@ -65,7 +61,7 @@ def test_an_iteration_of_ppo_of_7_b_by_hand(page: ModuleType, text: str, shard: 
     assert f"| {' | '.join(page.ppo_row('7 B', 64, shard, copies))} |" in text, "run python benchmarks/scale.py"
 
 
-def test_the_page_holds_an_rl_step_of_7_b_against_others(page: ModuleType, text: str) -> None:
+def test_the_page_holds_an_rl_step_of_7_b_against_others(page, text):
     shape = page.planned("7 B", 8).models[0].shape
     tokens, peak = 1024 * 2048 / 16, 0.4 * 312e12
     computing = (2 + 2 * 4 + 8 * 2) * SEVEN_B * tokens / peak
@@ -77,7 +73,7 @@ def test_the_page_holds_an_rl_step_of_7_b_against_others(page: ModuleType, text:
     assert f"| 471, 855 | {seconds:.0f} |" in text, "run python benchmarks/scale.py"
 
 
-def test_every_row_of_the_page_is_there_and_its_worked_lines_are_computed(page: ModuleType, text: str) -> None:
+def test_every_row_of_the_page_is_there_and_its_worked_lines_are_computed(page, text):
     cases = [*page.sft_cases(), *page.ppo_cases()]
     assert {(name, gpus) for name, gpus, *_ in cases} == {(name, gpus) for name in page.SIZES for gpus in page.GPUS}
     for name, gpus, shard, *_ in cases:

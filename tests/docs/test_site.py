@@ -1,12 +1,9 @@
 """The site: every page is in its navigation, no link is broken, and it loads nothing from another host."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +14,7 @@ DOCS = ROOT / "docs"
 LESSONS = sorted(path.stem for path in (DOCS / "course").glob("[0-9]*.md"))
 
 
-def test_the_start_page_links_to_every_page() -> None:
+def test_the_start_page_links_to_every_page():
     linked = re.findall(r"\]\(([\w/-]+\.md)\)", (DOCS / "README.md").read_text(encoding="utf-8"))
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} - {"README.md"}
     assert pages - set(linked) == set(), (
@@ -26,7 +23,7 @@ def test_the_start_page_links_to_every_page() -> None:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     """The built site. A broken link or a wrong formula fails here."""
     out = tmp_path_factory.mktemp("site")
     command = [sys.executable, str(DOCS / "build_site.py"), str(out)]
@@ -36,7 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
+def test_the_site_loads_nothing_from_another_host(site):
     """A link may lead elsewhere; scripts, styles, fonts, pictures and requests may not."""
     host = r"(?:https?:)?//[^\"')]*"
     load = rf"""<(?:script|img|iframe|link|source|use)\b[^>]*?["']{host}|url\(["']?{host}|@import[^;]*//"""
@@ -51,20 +48,20 @@ def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_formulas_become_mathml(site: Path) -> None:
+def test_formulas_become_mathml(site):
     text = (site / "kl.html").read_text(encoding="utf-8")
     assert "<math" in text
     assert not re.search(r"\$[^$<]*\\", text)
 
 
 @pytest.mark.slow
-def test_every_key_and_command_is_in_the_reference(site: Path) -> None:
+def test_every_key_and_command_is_in_the_reference(site):
     assert 'id="rollout-max-new-tokens"' in (site / "reference" / "ppo.html").read_text(encoding="utf-8")
     assert "rlhf rm score [OPTIONS]" in (site / "reference" / "commands.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-def test_a_link_to_a_line_leads_to_that_line(site: Path) -> None:
+def test_a_link_to_a_line_leads_to_that_line(site):
     pages = [path for path in site.rglob("*.html") if path.is_relative_to(site / "course")]
     links = {(page, *link) for page in pages for link in re.findall(r'href="([^"]*)#L-(\d+)"', page.read_text("utf-8"))}
     for page, target, line in links:
@@ -84,7 +81,7 @@ for cell in cells:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lesson", LESSONS)
-def test_a_lesson_runs_as_a_notebook_and_prints_what_its_page_says(lesson: str, site: Path, tmp_path: Path) -> None:
+def test_a_lesson_runs_as_a_notebook_and_prints_what_its_page_says(lesson, site, tmp_path):
     code, output = Forked(RUN, str(site / "course" / f"{lesson}.ipynb"), folder=ROOT, log=tmp_path / "log").wait()
     assert code == 0, output
     page = (DOCS / "course" / f"{lesson}.md").read_text(encoding="utf-8")

@@ -1,7 +1,5 @@
 """`rlhf eval --rm-bench`: rows of RewardBench 2, scored as the benchmark defines."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -42,10 +40,10 @@ ROW = {
 }
 
 
-def published_ties_score(rows: dict[str, tuple[list[float], list[float]]]) -> float:
+def published_ties_score(rows):
     """The score of the subset Ties, from the rows as a whole, as the leaderboard's code defines it."""
 
-    def gap(name: str) -> float:
+    def gap(name):
         return min(rows[name][0]) - max(rows[name][1])
 
     prompts = sorted({name.split(":")[1] for name in rows})
@@ -83,7 +81,7 @@ def test_equal_scores_share_the_point():
     assert best_is_right([0.0], [1.0]) == 0
 
 
-def bench_row(right: int, wrong: int, subset: str, name: str = "") -> BenchRow:
+def bench_row(right, wrong, subset, name=""):
     answers = tuple(f"{i}" for i in range(right + wrong))
     return BenchRow(Record("p", "f:1", tuple(map(Answer, answers)), ranked=True), right, subset, name)
 
@@ -172,7 +170,7 @@ def finished(root, stage, **inputs):
 def test_reward_model_and_policy_share_a_base_by_their_manifests(tmp_path):
     import hashlib
 
-    def run() -> SimpleNamespace:
+    def run():
         return SimpleNamespace(root=tmp_path, stages=[path.name for path in tmp_path.iterdir()])
 
     finished(tmp_path, "sft", model="hub:base@main")

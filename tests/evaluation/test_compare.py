@@ -8,25 +8,24 @@ import shutil
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
 
 from rlhf_cli.algorithms.comparison import bradley_terry
 from rlhf_cli.algorithms.statistics import bootstrap_interval
-from rlhf_cli.cli import app
 from rlhf_cli.evaluation.between_runs import STRENGTH_RESAMPLES, Compared, difference, show_wins, strength_figures
 from rlhf_cli.files import digest_file
 from rlhf_cli.report.progress import Display
+from support.runs import refused, rlhf
 
 
-def run_command(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "160"})
+def compare(*roots, width=160):
+    return rlhf("compare", *roots, env={"COLUMNS": str(width)}).output
 
 
 @pytest.fixture(scope="module")
 def evaluated(pipeline, tmp_path_factory):
     root = tmp_path_factory.mktemp("compared") / "one"
     shutil.copytree(pipeline("llama"), root)
-    assert run_command("eval", root, "--stage", "ppo", "--samples", 0, "--quiet").exit_code == 0
+    rlhf("eval", root, "--stage", "ppo", "--samples", 0, "--quiet")
     return root
 
 
@@ -43,11 +42,10 @@ def change(path, **keys):
 
 
 def test_a_run_beside_itself_differs_in_nothing(two):
-    result = run_command("compare", *two)
-    assert result.exit_code == 0, result.output
-    assert "0.00 [0.00, 0.00]" in result.output
-    assert "the configs are equal" in result.output
-    assert "0.00 [0.00, 0.00]" in result.output.partition("Bradley-Terry")[2]
+    output = compare(*two)
+    assert "0.00 [0.00, 0.00]" in output
+    assert "the configs are equal" in output
+    assert "0.00 [0.00, 0.00]" in output.partition("Bradley-Terry")[2]
 
 
 def judge(path, points):
@@ -63,9 +61,7 @@ def test_runs_that_a_judge_compared_with_the_same_sft_replies_get_strengths(two)
     files = [root / "eval" / "ppo" / "evaluation.json" for root in two]
     judge(files[0], [1, 1, 0.5, 1, None])
     judge(files[1], [0, 1, 0, None, 1])
-    result = run_command("compare", *two)
-    assert result.exit_code == 0, result.output
-    table = result.output.partition("By the judge")[2].splitlines()
+    table = compare(*two).partition("By the judge")[2].splitlines()
     strengths = {
         line.split()[0]: float(line.split()[-3]) for line in table if line.split()[:1] in (["SFT"], ["one"], ["two"])
     }
@@ -74,7 +70,7 @@ def test_runs_that_a_judge_compared_with_the_same_sft_replies_get_strengths(two)
     assert strengths["two"] - strengths["SFT"] == pytest.approx(math.log(1.5 / 2.5), abs=0.02)
     replies = json.loads(files[1].read_text())["replies"]
     change(files[1], replies=[{**row, "sft": {**row["sft"], "reply": "other"}} for row in replies])
-    assert "By the judge" not in run_command("compare", *two).output
+    assert "By the judge" not in compare(*two)
 
 
 def test_keys_that_differ_are_listed_and_replies_of_an_earlier_policy_are_refused(two):
@@ -83,15 +79,13 @@ def test_keys_that_differ_are_listed_and_replies_of_an_earlier_policy_are_refuse
     identity["config"]["ppo"]["kl_coef"] = 0.7
     identity["inputs"]["rewards.0"] = "another"
     change(manifest, identity=identity)
-    result = run_command("compare", *two)
-    assert result.exit_code == 2
-    assert "is older than the stage. Run: rlhf eval" in result.output
+    assert "is older than the stage. Run: rlhf eval" in refused("compare", *two)
     change(two[1] / "eval" / "ppo" / "evaluation.json", manifest=digest_file(manifest))
-    result = run_command("compare", *two)
-    (line,) = [line for line in result.output.splitlines() if "ppo: ppo.kl_coef" in line]
+    output = compare(*two)
+    (line,) = [line for line in output.splitlines() if "ppo: ppo.kl_coef" in line]
     assert line.split()[-1] == "0.7"
-    assert "other rewards" in result.output
-    assert "By score" not in result.output, "scores of other rewards are not compared"
+    assert "other rewards" in output
+    assert "By score" not in output, "scores of other rewards are not compared"
 
 
 def test_runs_with_other_seeds_get_the_same_uniforms(two):
@@ -100,26 +94,21 @@ def test_runs_with_other_seeds_get_the_same_uniforms(two):
     text = config.read_text()
     assert "\nseed: 0\n" in text
     config.write_text(text.replace("\nseed: 0\n", "\nseed: 7\n"))
-    assert run_command("eval", two[1], "--stage", "ppo", "--samples", 0, "--quiet").exit_code == 0
-    result = run_command("compare", *two)
-    assert "0.00 [0.00, 0.00]" in result.output
+    rlhf("eval", two[1], "--stage", "ppo", "--samples", 0, "--quiet")
+    assert "0.00 [0.00, 0.00]" in compare(*two)
     change(two[1] / "eval" / "ppo" / "evaluation.json", seed=1)
-    result = run_command("compare", *two)
-    assert result.exit_code == 2
-    assert "was evaluated with --seed 1" in result.output
+    assert "was evaluated with --seed 1" in refused("compare", *two)
 
 
 def test_a_narrow_terminal_keeps_intervals_in_one_piece(two):
-    result = CliRunner().invoke(app, ["compare", *map(str, two)], env={"COLUMNS": "60"})
-    assert result.output.count("[0.00, 0.00]") >= 3
+    assert compare(*two, width=60).count("[0.00, 0.00]") >= 3
 
 
 def test_long_names_become_numbers_with_a_legend(evaluated, tmp_path):
     names = [f"kl_coef={number}_seed=0" for number in (0.05, 0.1, 0.2)]
     for name in names:
         shutil.copytree(evaluated, tmp_path / name)
-    arguments = ["compare", *(str(tmp_path / name) for name in names)]
-    lines = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"}).output.splitlines()
+    lines = compare(*(tmp_path / name for name in names), width=80).splitlines()
     for number, name in enumerate(names, 1):
         assert any(line.endswith(f"{number}: {name}") for line in lines)
     assert max(map(len, lines)) <= 80
@@ -131,17 +120,13 @@ def test_other_prompts_are_refused(two):
     path = two[1] / "eval" / "ppo" / "evaluation.json"
     replies = json.loads(path.read_text())["replies"]
     change(path, replies=replies[:-1])
-    result = run_command("compare", *two)
-    assert result.exit_code == 2
-    assert "other held-out prompts" in result.output
+    assert "other held-out prompts" in refused("compare", *two)
 
 
 @pytest.mark.parametrize(("arguments", "says"), [(1, "two directories or more"), (2, "Run: rlhf eval")])
 def test_what_cannot_be_compared_gets_one_line(two, arguments, says):
     shutil.rmtree(two[1] / "eval")
-    result = run_command("compare", *two[:arguments])
-    assert result.exit_code == 2
-    assert says in result.output
+    assert says in refused("compare", *two[:arguments])
 
 
 def made(name, scores):

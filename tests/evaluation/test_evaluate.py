@@ -11,11 +11,9 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
-from typer.testing import CliRunner
 
 from rlhf_cli.algorithms.best_of_n import best_of_n, best_of_n_kl
 from rlhf_cli.algorithms.statistics import kendall, pair_accuracy
-from rlhf_cli.cli import app
 from rlhf_cli.config.sft_rm import SFTModel
 from rlhf_cli.data.answers import RankedIds, ScoredIds
 from rlhf_cli.data.records import Answer, Record
@@ -47,15 +45,9 @@ from rlhf_cli.report.figure import Figure, as_metrics
 from rlhf_cli.report.progress import Display
 from rlhf_cli.trained.run import Run, _seen_from, open_run
 from support.formulas import close
+from support.runs import refused, rlhf
 from support.servers import ChatServer, completion
-from support.tiny import write_jsonl
-
-CPU = torch.device("cpu")
-
-
-def evaluate(*arguments: object):
-    return CliRunner().invoke(app, ["eval", *map(str, arguments)])
-
+from support.tiny import CPU, write_jsonl
 
 BENCH = [
     {"prompt": "late", "chosen": ["thank you"], "rejected": ["sorry", "late", "map"], "subset": subset}
@@ -87,9 +79,7 @@ def evaluated(pipeline, server, tmp_path_factory):
     root = tmp_path_factory.mktemp("evaluated") / "run"
     shutil.copytree(pipeline("llama"), root)
     write_jsonl(root / "bench.jsonl", BENCH)
-    result = evaluate(*arguments(root, server))
-    assert result.exit_code == 0, result.output
-    return root, result.output
+    return root, rlhf("eval", *arguments(root, server)).output
 
 
 @pytest.fixture(scope="module")
@@ -158,12 +148,11 @@ def test_an_evaluation_of_one_stage_repeats_what_it_found_among_all_and_changes_
     of_ppo = [*samples, *arguments(root, server)[5:]]
     for stage, options in (("sft", []), ("rm", [option, bench]), ("ppo", of_ppo)):
         before = report(root, stage)
-        result = evaluate(root, "--stage", stage, *options)
-        assert result.exit_code == 0, result.output
+        result = rlhf("eval", root, "--stage", stage, *options)
         assert report(root, stage) == before
     assert "alignment_tax" in before
     assert "eval/sft" not in result.output
-    assert CliRunner().invoke(app, ["doctor", str(root)]).exit_code == 0
+    rlhf("doctor", root)
 
 
 def test_the_reward_model_is_asked_on_the_benchmark(evaluated):
@@ -191,10 +180,7 @@ def test_the_reward_model_is_asked_on_the_benchmark(evaluated):
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused_before_anything_is_measured(evaluated, options, says):
-    result = evaluate(evaluated[0], *options)
-    assert result.exit_code == 2
-    assert says in result.output
-    assert len(result.output.strip().splitlines()) == 1
+    assert says in refused("eval", evaluated[0], *options)
 
 
 def test_scores_of_pairs_and_of_samples_of_both_policies_are_beside_each_other(evaluated):
@@ -226,8 +212,8 @@ def test_a_judge_that_cannot_be_reached_costs_no_other_figure(evaluated, tmp_pat
     shutil.copytree(evaluated[0], root)
     shutil.rmtree(root / "eval")
     with ChatServer(lambda _: (404, {}, b"no such model")) as gone:
-        result = evaluate(root, "--stage", "ppo", "--samples", 0, "--judge", gone.url, "--judge-model", "x", "--quiet")
-    assert result.exit_code == 1
+        options = ["--stage", "ppo", "--samples", 0, "--judge", gone.url, "--judge-model", "x", "--quiet"]
+        result = rlhf("eval", root, *options, code=1)
     assert "error: --judge: " in result.output
     assert "Check that --judge is the base URL" in result.output
     assert "score" in report(root, "ppo")["win_rate"]
@@ -238,10 +224,7 @@ def test_a_judge_that_cannot_be_reached_costs_no_other_figure(evaluated, tmp_pat
 )
 def test_a_run_without_the_stage_gets_one_line(tmp_path, monkeypatch, arguments, says):
     monkeypatch.chdir(tmp_path)
-    result = evaluate(*arguments)
-    assert result.exit_code == 2
-    assert says in result.output
-    assert len(result.output.strip().splitlines()) == 1
+    assert says in refused("eval", *arguments)
 
 
 # ----------------------------------------------------------------------------------------- the figures
@@ -415,7 +398,6 @@ def test_the_tilt_has_the_kl_that_was_asked_for_and_the_best_score_there():
     generator = torch.Generator().manual_seed(0)
     samples = replies(torch.randn(50, 64, generator=generator).tolist(), gold=torch.zeros(50, 64).tolist())
     found = tilted(samples, 1.5)
-    assert found is not None
     score, figures = found
     # Of a normal distribution: the tilt by mu has KL mu^2 / 2 and mean mu.
     assert score.mean() == pytest.approx(math.sqrt(3), abs=0.1)
@@ -436,7 +418,6 @@ def test_a_tilt_below_best_of_n_is_no_yardstick():
     for kl, name in ((3.1, "best_of_n"), (0.7, "tilt")):
         found = beside_the_best(BestOfN(samples), ppo.score[:, 0], kl, sentences, seed=0)
         same = BestOfN(samples).beside(replace(ppo, kl=torch.full((128, 1), kl)), seed=0)
-        assert same is not None
         best = same[1]["best_of_n"]["score"].value
         assert found["yardstick"]["policy"] == name
         assert found["yardstick"]["score"] == pytest.approx(max(best, found["tilt"]["score"]))
@@ -489,8 +470,7 @@ def test_a_run_is_evaluated_from_any_folder(evaluated, tmp_path, monkeypatch):
     assert run.sft.model.path == f"{home}/base"
     assert _seen_from(home, SFTModel(path="organisation/model")).path == "organisation/model"
     assert run.ppo.data.test[0].path.startswith(f"{home}/data/")
-    result = evaluate(home / "runs/a", "--samples", 0)
-    assert result.exit_code == 0, result.output
+    rlhf("eval", home / "runs/a", "--samples", 0)
 
 
 def test_ppo_beside_best_of_n_at_the_same_kl():
@@ -503,7 +483,6 @@ def test_ppo_beside_best_of_n_at_the_same_kl():
     ppo = replies((expected - 0.1 + noise)[:, None].tolist(), gold=(2 * expected)[:, None].tolist())
     (_, kl) = best_of_n(samples.score, 3, best_of_n_kl(samples.logprob, 3))
     found = BestOfN(samples).beside(replace(ppo, kl=kl[:, None]), seed=0)
-    assert found is not None
     n, sides = found
     assert n == pytest.approx(3)
     assert sides["best_of_n"]["score"].value == pytest.approx(expected.mean().item())

@@ -1,7 +1,5 @@
 """What should not change a reward model's opinion, measured on scorers whose answer is known."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """`rlhf eval --judge`: a judge model over HTTP, asked in both orders; ties, unclear answers and failures."""
 
-from __future__ import annotations
-
 import io
 
 import pytest
@@ -15,7 +13,7 @@ from rlhf_cli.report.progress import Display
 from support.servers import KEY, ChatServer, completion
 
 
-def report(number: int = 12):
+def report(number=12):
     """PPO says "good" in two of three replies; the others are equal."""
     rows = [
         {
@@ -29,7 +27,7 @@ def report(number: int = 12):
     return {"replies": rows, "win_rate": {"score": {"value": 1.0}}, "sentences": ["first"]}
 
 
-def verdict(text: str) -> str:
+def verdict(text):
     """A judge who prefers the reply with the word "good"."""
     return "A" if text.index("good") < text.index("bad thing") else "B"
 

@@ -30,11 +30,11 @@ from rlhf_cli.evaluation.replies import Replies
 from rlhf_cli.evaluation.yardstick import share_of_gain, tilted
 
 
-def generator(seed: int = 0) -> torch.Generator:
+def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def covered(truth, intervals) -> float:
+def covered(truth, intervals):
     """The share of the intervals that hold the truth."""
     held = [low <= truth <= high for low, high in intervals]
     return sum(held) / len(held)

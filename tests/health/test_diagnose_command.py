@@ -1,11 +1,8 @@
 """The command `rlhf diagnose`: what it prints, its exit codes, and runs that are incomplete or damaged."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,24 +20,24 @@ from rlhf_cli.trained.run import open_run
 from support.tiny import read_jsonl, write_jsonl
 
 
-def run_command(*arguments: object):
+def run_command(*arguments):
     return CliRunner().invoke(app, ["diagnose", *map(str, arguments)], env={"COLUMNS": "80"})
 
 
 @pytest.fixture
-def run(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(project, monkeypatch):
     monkeypatch.chdir(project)
     return project / "run"
 
 
-def add_finding(run: Path, name: str, message: str) -> None:
+def add_finding(run, name, message):
     path = run / "ppo" / "health.jsonl"
     rows = read_jsonl(path)
     rows[-1]["findings"] = [{"name": name, "severity": "warning", "message": message, "advice": "Rest"}]
     write_jsonl(path, rows)
 
 
-def test_a_finding_is_printed_with_its_evidence_and_exit_code_2(run: Path) -> None:
+def test_a_finding_is_printed_with_its_evidence_and_exit_code_2(run):
     add_finding(run, "approx_kl", "The steps were 9 nats.")
     result = run_command(run, "--files-only")
     assert result.exit_code == 2
@@ -51,7 +48,7 @@ def test_a_finding_is_printed_with_its_evidence_and_exit_code_2(run: Path) -> No
     assert max(map(len, result.output.splitlines())) <= 80
 
 
-def test_json_is_one_object_with_causes_and_figures(run: Path) -> None:
+def test_json_is_one_object_with_causes_and_figures(run):
     add_finding(run, "approx_kl", "The steps were 9 nats.")
     found = json.loads(run_command(run, "--files-only", "--json").stdout)
     (cause,) = [cause for cause in found["causes"] if cause["name"] == "ppo_steps_too_large"]
@@ -59,7 +56,7 @@ def test_json_is_one_object_with_causes_and_figures(run: Path) -> None:
     assert found["evidence"]["figures"]["ppo.iterations"] == 1
 
 
-def test_models_are_probed_unless_only_files_are_read(run: Path) -> None:
+def test_models_are_probed_unless_only_files_are_read(run):
     probed = gather(run, device="cpu").figures
     assert 0 < probed["sft.eos_probability"] < 1
     found = open_run(run, stage=None, device=torch.device("cpu"), seed=0)
@@ -72,7 +69,7 @@ def test_models_are_probed_unless_only_files_are_read(run: Path) -> None:
     assert "sft.eos_probability" not in gather(run, device="cpu", files_only=True).figures
 
 
-def test_a_probe_that_fails_is_named_and_the_others_are_made(run: Path) -> None:
+def test_a_probe_that_fails_is_named_and_the_others_are_made(run):
     shutil.rmtree(run / "sft" / "model")
     evidence = gather(run, device="cpu")
     assert len(evidence.problems) == 2, "SFT's own probe, and how far the reward model moved from it"
@@ -81,7 +78,7 @@ def test_a_probe_that_fails_is_named_and_the_others_are_made(run: Path) -> None:
     assert "Traceback" not in result.output
 
 
-def test_a_stage_that_is_still_running_is_judged_by_its_files(run: Path) -> None:
+def test_a_stage_that_is_still_running_is_judged_by_its_files(run):
     (run / "ppo").rename(run / ".ppo.partial")
     (run / ".ppo.partial" / "manifest.json").unlink()
     evidence = gather(run, device="cpu", files_only=True)
@@ -90,14 +87,14 @@ def test_a_stage_that_is_still_running_is_judged_by_its_files(run: Path) -> None
     assert evidence.ppo.iterations == 1
 
 
-def test_a_directory_without_a_run_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_one_line_and_exit_code_2(tmp_path):
     result = run_command(tmp_path)
     assert result.exit_code == 2
     assert "no stage has metrics yet" in result.output
 
 
-def test_a_template_is_what_prompts_end_with() -> None:
-    def signs(sft: str, ppo: str) -> int:
+def test_a_template_is_what_prompts_end_with():
+    def signs(sft, ppo):
         evidence = Evidence(["sft", "ppo"], texts={"sft.prompt_end": sft, "ppo.prompt_end": ppo})
         return len(list(odd_end("ppo", evidence)))
 
@@ -110,9 +107,7 @@ def test_a_template_is_what_prompts_end_with() -> None:
     assert signs("", "") == 0
 
 
-def write_stage(
-    run: Path, stage: str, metrics: list[dict], final: dict[str, float], report: dict | None = None
-) -> None:
+def write_stage(run, stage, metrics, final, report=None):
     """Replace the metrics of a stage, its final figures, and what `rlhf eval` found out about it."""
     write_jsonl(run / stage / "metrics.jsonl", metrics)
     manifest = run / stage / "manifest.json"
@@ -122,10 +117,10 @@ def write_stage(
         (run / "eval" / stage / "evaluation.json").write_text(json.dumps(report))
 
 
-def test_every_figure_is_computed_from_the_rows_of_its_own_stage(run: Path) -> None:
+def test_every_figure_is_computed_from_the_rows_of_its_own_stage(run):
     """The files of a real run with rows of which each figure was worked out by hand; no two figures are equal."""
     squares = [float((i - 14) ** 2 + 1) for i in range(20)]  # 197 170 ... 37 26 ... 2 1 2 5 10 17 26
-    rows: list[dict] = [
+    rows = [
         {"step": i + 1, "loss/sft": loss, "sft/bad_steps": float(i == 3), "sft/grad_norm": i + 1.0}
         for i, loss in enumerate(squares)
     ]
@@ -207,7 +202,7 @@ def test_every_figure_is_computed_from_the_rows_of_its_own_stage(run: Path) -> N
         assert evidence.settings[f"{stage}.data.max_length"] == longest
 
 
-def test_the_evidence_knows_a_reward_model_with_a_negative_weight(run: Path) -> None:
+def test_the_evidence_knows_a_reward_model_with_a_negative_weight(run):
     path = run / "ppo" / "config.yaml"
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
     config["rewards"][0]["weight"] = -1.5
@@ -216,7 +211,7 @@ def test_the_evidence_knows_a_reward_model_with_a_negative_weight(run: Path) -> 
     assert (settings["ppo.opposed"], settings["ppo.has_reward_model"]) == ([-1.5], True)
 
 
-def test_what_health_said_is_printed_even_if_no_cause_reads_it(run: Path) -> None:
+def test_what_health_said_is_printed_even_if_no_cause_reads_it(run):
     path = run / "sft" / "health.jsonl"
     finding = {"name": "high_loss", "severity": "warning", "message": "The loss is 9.", "advice": "Lower it"}
     write_jsonl(path, [{"step": 1, "line": None, "findings": [finding]}])
@@ -224,7 +219,7 @@ def test_what_health_said_is_printed_even_if_no_cause_reads_it(run: Path) -> Non
     assert "Health of sft, high_loss: The loss is 9.\n  To try: Lower it\n" in output
 
 
-def test_of_words_that_mark_as_many_pairs_the_first_is_named() -> None:
+def test_of_words_that_mark_as_many_pairs_the_first_is_named():
     """The order of a set of words differs from process to process."""
     row = Record("Q", "a:1", (Answer("some of these words"), Answer("no such letters")), ranked=True)
     assert _marked([RankedIds([], row)]) == {"rm.word": "letters", "rm.word_share": -1.0}

@@ -3,15 +3,12 @@
 The fast tests read figures that tests/support/faults.py recorded of real runs. The slow one makes the runs again.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json
 import re
 from dataclasses import replace
 from itertools import accumulate
-from types import ModuleType
 
 import pytest
 
@@ -45,15 +42,15 @@ GOOD = [name for name, fault in FAULTS.items() if fault.cause is None]
 FAULTY = [name for name in FAULTS if name not in GOOD]
 
 
-def recorded(name: str) -> Evidence:
+def recorded(name):
     return Evidence(**json.loads((RECORDED / f"{name}.json").read_text(encoding="utf-8")))
 
 
-def named(evidence: Evidence) -> list[str]:
+def named(evidence):
     return [cause.name for cause in rank(evidence)]
 
 
-def test_the_page_shows_the_words_that_the_command_prints(monkeypatch, capsys) -> None:
+def test_the_page_shows_the_words_that_the_command_prints(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     page = (ROOT / "docs" / "diagnose.md").read_text(encoding="utf-8")
     evidence = replace(recorded("labels_swapped"), findings={})
@@ -61,29 +58,29 @@ def test_the_page_shows_the_words_that_the_command_prints(monkeypatch, capsys) -
     assert f"```\n{capsys.readouterr().out}```" in page
 
 
-def test_a_good_run_is_told_how_many_causes_were_looked_for(monkeypatch, capsys) -> None:
+def test_a_good_run_is_told_how_many_causes_were_looked_for(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     diagnose.show(ROOT, recorded("good"), [], CAUSES[:2], [])
     assert f"none of {len(CAUSES) - 2} causes shows (docs/diagnose.md); `rlhf eval" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_nothing_is_named_on_a_recorded_good_run(name: str) -> None:
+def test_nothing_is_named_on_a_recorded_good_run(name):
     assert named(recorded(name)) == []
 
 
-def line(cause: str | None) -> str | None:
+def line(cause):
     """Stage and sentence of a cause, as the command prints them."""
     return next((f"{one.stage}: {one.title}" for one in CAUSES if one.name == cause), None)
 
 
-def wrongly_named(first: dict[str, str | None]) -> list[str]:
+def wrongly_named(first):
     """A line for each run, "fault, expected line, line", where the first cause is not the planted one."""
     wrong = {name: cause for name, cause in first.items() if cause != FAULTS[name].cause}
     return [f"{name}, {line(FAULTS[name].cause)}, {line(cause)}" for name, cause in wrong.items()]
 
 
-def test_the_first_cause_of_each_recorded_run_is_the_planted_one() -> None:
+def test_the_first_cause_of_each_recorded_run_is_the_planted_one():
     found = {name: rank(recorded(name)) for name in FAULTY}
     assert all(causes[0].explained_by is None for causes in found.values() if causes)
     first = {name: causes[0].name if causes else None for name, causes in found.items()}
@@ -91,7 +88,7 @@ def test_the_first_cause_of_each_recorded_run_is_the_planted_one() -> None:
     assert {name: first[name] for name in MISSED} == MISSED
 
 
-def test_where_only_one_stage_read_other_prompts_it_is_named() -> None:
+def test_where_only_one_stage_read_other_prompts_it_is_named():
     ends = {"sft.prompt_end": "\n\nAssistant:", "rm.prompt_end": "\n### Answer\n", "ppo.prompt_end": "\n\nAssistant:"}
     evidence = Evidence(["sft", "rm", "ppo"], texts=ends)
     assert named(evidence) == ["rm_prompts_differ"]
@@ -103,12 +100,12 @@ def test_where_only_one_stage_read_other_prompts_it_is_named() -> None:
     assert named(replace(evidence, texts={}, figures=words | of_rm)) == ["sft_prompts_differ"]
 
 
-def test_every_cause_but_rare_ones_has_a_run_that_shows_it() -> None:
+def test_every_cause_but_rare_ones_has_a_run_that_shows_it():
     first = {cause for name in FAULTY for cause in named(recorded(name))[:1]}
     assert {cause.name for cause in CAUSES} - first == WITHOUT_RUN
 
 
-def test_every_cause_is_documented_and_every_documented_one_exists() -> None:
+def test_every_cause_is_documented_and_every_documented_one_exists():
     headings = re.findall(r"^### (\w+)$", (ROOT / "docs" / "diagnose.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert headings == [cause.name for cause in CAUSES]
 
@@ -118,12 +115,12 @@ SAID_ELSEWHERE = {"pairs_dropped", "prompts_dropped", "sampler_gap", "sft_steps_
 """Rules whose limit another row of the page has, or whose limit depends on the precision."""
 
 
-def functions_of(module: ModuleType) -> dict[str, ast.FunctionDef]:
+def functions_of(module):
     tree = ast.parse(inspect.getsource(module))
     return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def limits_of(function: ast.FunctionDef) -> set[str]:
+def limits_of(function):
     """The limits in the sentences of a rule, as `0.5` or `50%`."""
     texts = [
         node.value for node in ast.walk(function) if isinstance(node, ast.Constant) and isinstance(node.value, str)
@@ -131,7 +128,7 @@ def limits_of(function: ast.FunctionDef) -> set[str]:
     return {limit for text in texts for limit in re.findall(r"\(limit (-?[\d.]+%?)", text)}
 
 
-def test_the_limit_in_a_sentence_is_that_of_the_condition_and_of_the_page() -> None:
+def test_the_limit_in_a_sentence_is_that_of_the_condition_and_of_the_page():
     pages = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("diagnose", "health")}
     said = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", pages["diagnose"], re.MULTILINE | re.DOTALL))
     said |= dict(re.findall(r"^\| `(\w+)` \|(.*)$", pages["health"], re.MULTILINE))
@@ -150,14 +147,14 @@ def test_the_limit_in_a_sentence_is_that_of_the_condition_and_of_the_page() -> N
     assert [one for one in missing if one[0] not in SAID_ELSEWHERE] == []
 
 
-def test_what_a_cause_explains_is_a_cause_and_never_explains_it_back() -> None:
+def test_what_a_cause_explains_is_a_cause_and_never_explains_it_back():
     by_name = {cause.name: cause for cause in CAUSES}
     for cause in CAUSES:
         for other in cause.explains:
             assert cause.name not in by_name[other].explains, (cause.name, other)
 
 
-def test_every_figure_that_a_cause_reads_is_one_that_runs_have() -> None:
+def test_every_figure_that_a_cause_reads_is_one_that_runs_have():
     runs = [recorded(name) for name in FAULTS]
     known = {name for run in runs for part in (run.figures, run.settings, run.texts) for name in part}
     # Pairs with gold columns, reward models that learn scores, and runs that `rlhf eval` measured.
@@ -171,38 +168,38 @@ def test_every_figure_that_a_cause_reads_is_one_that_runs_have() -> None:
     assert len(read & known) > 80
 
 
-def test_no_figures_give_no_cause() -> None:
+def test_no_figures_give_no_cause():
     assert named(Evidence(["sft", "rm", "ppo"])) == []
 
 
-def test_causes_that_the_files_cannot_show_are_listed() -> None:
+def test_causes_that_the_files_cannot_show_are_listed():
     names = {cause.name for cause in not_judged(Evidence(["sft", "rm", "ppo"]))}
     assert {"labels_swapped", "sft_without_eos", "template_differs"} <= names
 
 
 @pytest.mark.parametrize(("stage", "key"), [("sft", "max_length"), ("rm", "max_length"), ("ppo", "max_prompt_length")])
-def test_skipped_rows_are_reported_with_the_limit_of_their_stage(stage: str, key: str) -> None:
+def test_skipped_rows_are_reported_with_the_limit_of_their_stage(stage, key):
     evidence = Evidence([stage], figures={f"{stage}.skipped_share": 0.6}, settings={f"{stage}.data.{key}": 44})
     (cause,) = rank(evidence)
     says = f"60% of the rows in {stage} data.train are skipped (limit 50%). data.{key} is 44 tokens;"
     assert cause.evidence[0].startswith(says)
 
 
-def test_few_pairs_of_one_length_are_no_bias() -> None:
+def test_few_pairs_of_one_length_are_no_bias():
     evidence = recorded("length_biased")
     assert "pairs_length_biased" in named(evidence)
     evidence.figures["rm.num_rows"] = 2.0
     assert "pairs_length_biased" not in named(evidence)
 
 
-def test_an_adaptive_coefficient_is_never_too_small() -> None:
+def test_an_adaptive_coefficient_is_never_too_small():
     evidence = recorded("score_of_hundreds")
     assert named(evidence)[0] == "kl_unrestrained"
     evidence.settings["ppo.ppo.kl_controller"] = "adaptive"
     assert "kl_unrestrained" not in named(evidence)
 
 
-def test_a_head_that_learned_on_a_frozen_backbone_is_not_untrained() -> None:
+def test_a_head_that_learned_on_a_frozen_backbone_is_not_untrained():
     figures = {"rm.moved": 0.0, "rm.accuracy": 0.9, "rm.accuracy_low95": 0.85, "rm.accuracy_high95": 0.93}
     assert named(Evidence(["rm"], figures=figures)) == []
     assert named(Evidence(["rm"], figures=figures | {"rm.accuracy_low95": 0.64})) == ["rm_untrained"]
@@ -213,7 +210,7 @@ def test_a_head_that_learned_on_a_frozen_backbone_is_not_untrained() -> None:
 
 
 @pytest.mark.parametrize("name", FAULTY)
-def test_files_alone_may_miss_a_cause_but_are_not_sure_of_another(name: str) -> None:
+def test_files_alone_may_miss_a_cause_but_are_not_sure_of_another(name):
     evidence = recorded(name)
     of_probes = tuple(f"{stage}.{figure}" for stage, figures in OF_PROBES.items() for figure in figures)
     files = {key: value for key, value in evidence.figures.items() if not key.startswith(of_probes)}
@@ -224,9 +221,7 @@ def test_files_alone_may_miss_a_cause_but_are_not_sure_of_another(name: str) -> 
 
 
 @pytest.mark.slow
-def test_few_faulty_runs_all_are_named_rightly_of_all_most_and_good_ones_not_at_all(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_faulty_runs_all_are_named_rightly_of_all_most_and_good_ones_not_at_all(tmp_path_factory, monkeypatch):
     monkeypatch.chdir(ROOT)
     folder = tmp_path_factory.mktemp("faults")
     runs = {name: make_run(folder, name, last=last) for name, last in OF_THE_TEST.items()}

@@ -1,21 +1,17 @@
 """The health rules: each finds its problem, finds nothing in a good run, and does not repeat itself too often."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
 
 import pytest
 from pydantic import BaseModel
 
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.ppo_rules import MUST_BE_FINITE, STOPS, WARNINGS
 from rlhf_cli.health.running import REPEAT, SHOWN, Health
 from rlhf_cli.training.bad_steps import no_gradient
@@ -83,14 +79,14 @@ ALWAYS = {
 }
 
 
-GOOD: list[Row] = [ALWAYS | dict(zip(COLUMNS, row, strict=True)) for row in SUPPORT]
+GOOD = [ALWAYS | dict(zip(COLUMNS, row, strict=True)) for row in SUPPORT]
 STEADY = GOOD[0] | {"objective/score": 1.0, "objective/score_std": 1.0, "value/explained_variance": 0.5}
 
 
 CONFIG = load_config(ROOT / "configs/hh/ppo.yaml", PPOConfig)
 
 
-def new_health(precision: Literal["float32", "bfloat16"] = "float32", **changes: Any) -> Health:
+def new_health(precision="float32", **changes):
     """`changes` of the config are by key, with __ after the section."""
     config = CONFIG
     for key, value in changes.items():
@@ -100,11 +96,11 @@ def new_health(precision: Literal["float32", "bfloat16"] = "float32", **changes:
     return Health(config, precision)
 
 
-def sequence(num_iterations: int, columns: Mapping[str, float | Sequence[float] | Callable[[int], float]]) -> list[Row]:
+def sequence(num_iterations, columns):
     """Rows of a steady run, with columns that are a constant, a list whose last value goes on, or a function
     of the iteration."""
 
-    def value(column: float | Sequence[float] | Callable[[int], float], i: int) -> float:
+    def value(column, i):
         if callable(column):
             return column(i)
         return column[min(i, len(column)) - 1] if isinstance(column, Sequence) else column
@@ -112,19 +108,19 @@ def sequence(num_iterations: int, columns: Mapping[str, float | Sequence[float] 
     return [STEADY | {key: value(c, i) for key, c in columns.items()} for i in range(1, num_iterations + 1)]
 
 
-def findings_of(rows: Sequence[Mapping[str, float]], health: Health | None = None) -> list[tuple[int, Finding]]:
+def findings_of(rows, health=None):
     health = health or new_health()
     return [(i, finding) for i, row in enumerate(rows, 1) for finding in health.check(i, row)]
 
 
-def names_of(rows: Sequence[Mapping[str, float]], health: Health | None = None) -> list[tuple[int, str]]:
+def names_of(rows, health=None):
     return [(i, finding.name) for i, finding in findings_of(rows, health)]
 
 
 # ------------------------------------------------------------------------------------------- a run that is well
 
 
-def test_nothing_is_found_in_a_good_run() -> None:
+def test_nothing_is_found_in_a_good_run():
     assert names_of(GOOD) == []
     assert names_of(GOOD + GOOD[12:] * 20) == []
     assert names_of([STEADY] * 60) == []
@@ -132,23 +128,23 @@ def test_nothing_is_found_in_a_good_run() -> None:
 
 
 @pytest.mark.parametrize("key", sorted(STEADY))
-def test_a_metric_may_be_absent(key: str) -> None:
+def test_a_metric_may_be_absent(key):
     without = [{k: v for k, v in row.items() if k != key} for row in GOOD + GOOD[12:] * 3]
     assert names_of(without) == []
 
 
 @pytest.mark.parametrize("key", sorted(set(STEADY) - set(MUST_BE_FINITE) - {"policy/first_ratio_error"}))
-def test_a_metric_that_is_nan_counts_as_absent(key: str) -> None:
+def test_a_metric_that_is_nan_counts_as_absent(key):
     assert names_of([row | {key: math.nan} for row in GOOD]) == []
 
 
-def test_without_metrics_nothing_is_found() -> None:
+def test_without_metrics_nothing_is_found():
     health = new_health()
     assert names_of([{}] * 40, health) == []
     assert health.line([], {}) == "healthy"
 
 
-def test_a_metric_that_is_sometimes_absent_is_judged_by_the_rows_that_have_it() -> None:
+def test_a_metric_that_is_sometimes_absent_is_judged_by_the_rows_that_have_it():
     low = [STEADY | {"policy/entropy": 0.02}] * 3
     absent = [{k: v for k, v in STEADY.items() if k != "policy/entropy"}] * 2
     assert names_of([*absent, STEADY, *low]) == [(6, "entropy_collapse")]
@@ -162,7 +158,7 @@ def test_a_metric_that_is_sometimes_absent_is_judged_by_the_rows_that_have_it() 
 
 
 @pytest.mark.parametrize("error", [5.1e-3, 0.3, math.inf, math.nan])
-def test_a_first_ratio_that_is_not_one_stops_at_any_iteration(error: float) -> None:
+def test_a_first_ratio_that_is_not_one_stops_at_any_iteration(error):
     rows = sequence(4, {"policy/first_ratio_error": [0.0, 4.9e-3, error, 0.0]})
     (iteration, finding), *others = findings_of(rows)
     assert (iteration, finding.name, finding.severity) == (3, "ratio_not_one", "stop")
@@ -171,14 +167,14 @@ def test_a_first_ratio_that_is_not_one_stops_at_any_iteration(error: float) -> N
         assert cause in finding.message
 
 
-def test_the_mean_ratio_is_used_if_the_largest_error_is_absent() -> None:
+def test_the_mean_ratio_is_used_if_the_largest_error_is_absent():
     rows = [{"policy/first_ratio": 0.994}, {"policy/first_ratio": 1.004}]
     assert names_of(rows) == [(1, "ratio_not_one")]
     # If the error is logged, the mean is not used: it is 1 for two policies that are far apart.
     assert names_of([{"policy/first_ratio": 1.0, "policy/first_ratio_error": 0.2}]) == [(1, "ratio_not_one")]
 
 
-def test_the_tolerance_is_that_of_the_precision() -> None:
+def test_the_tolerance_is_that_of_the_precision():
     rows = sequence(2, {"policy/first_ratio_error": 0.4, "policy/sampler_gap": 0.9, "objective/kl": [0.4, 1.0]})
     assert names_of(rows, new_health("bfloat16")) == []
     assert {name for _, name in names_of(rows)} == {"ratio_not_one", "sampler_gap", "kl_not_zero"}
@@ -187,7 +183,7 @@ def test_the_tolerance_is_that_of_the_precision() -> None:
 
 
 @pytest.mark.parametrize("kl", [0.0051, -0.0051, 2.0])
-def test_a_first_kl_that_is_not_zero_stops(kl: float) -> None:
+def test_a_first_kl_that_is_not_zero_stops(kl):
     rows = sequence(3, {"objective/kl": [kl, 2.0]})
     assert [(i, f.name, f.severity) for i, f in findings_of(rows)] == [(1, "kl_not_zero", "stop")]
     assert names_of(rows, new_health(ref_policy=CONFIG.policy)) == []
@@ -196,7 +192,7 @@ def test_a_first_kl_that_is_not_zero_stops(kl: float) -> None:
 
 @pytest.mark.parametrize("key", MUST_BE_FINITE)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_metric_that_is_not_finite_stops_the_run_and_is_named(key: str, value: float) -> None:
+def test_a_metric_that_is_not_finite_stops_the_run_and_is_named(key, value):
     rows = sequence(3, {key: [0.0, value, 0.0]})
     stops = [(i, f) for i, f in findings_of(rows) if f.severity == "stop"]
     assert [(i, f.name) for i, f in stops] == [(2, "not_finite")]
@@ -209,7 +205,7 @@ def test_a_metric_that_is_not_finite_stops_the_run_and_is_named(key: str, value:
 # Name, what differs from a steady run at x, an x beyond the limit and one just before it, and the iteration of the
 # first warning. There must be no other finding. A list whose last value is harmless is far beyond: it is reported
 # immediately.
-LIMITS: list[tuple[str, Callable[[float], dict[str, Any]], float, float, int]] = [
+LIMITS = [
     ("kl_negative", lambda x: {"objective/kl": [0.0, 0.0, x, 0.1]}, -1.01, -0.99, 3),
     ("kl_negative", lambda x: {"objective/kl": [0.0, x]}, -0.06, -0.049, 6),
     ("sampler_gap", lambda x: {"policy/sampler_gap": [0.0, x]}, 0.011, 0.0099, 2),
@@ -254,18 +250,18 @@ LIMITS: list[tuple[str, Callable[[float], dict[str, Any]], float, float, int]] =
     # Of a possible gain of 2 the score has nothing, or 0.6.
     ("objective_falls", lambda x: FALLING | {"objective/score": lambda i: 0.0 if i <= 10 else x}, 0.0, 0.6, 20),
 ]
-LONGER: dict[str, Any] = {"objective/score": lambda i: 0.1 * i, "response/length": lambda i: 20.0 + i}
+LONGER = {"objective/score": lambda i: 0.1 * i, "response/length": lambda i: 20.0 + i}
 SCORE_RISES = {"objective/score": [0.0] * 3 + [2.0]}
 RISEN = {"objective/score": [0.0, 0.0, 0.0, 2.0, 2.0, 2.0, 2.1]}
-FALLEN: dict[str, Any] = {
+FALLEN = {
     "objective/reward": lambda i: 0.5 if i <= 10 else 0.3,
     "objective/score": lambda i: 1 + 0.01 * (i % 2),
 }
-FALLING: dict[str, Any] = {
+FALLING = {
     "objective/reward": lambda i: 0.5 + 0.2 * (i % 2) - (0.0 if i <= 10 else 0.06),
     "objective/kl": lambda i: 0.0 if i <= 10 else 2.0,
 }
-BAD: list[tuple[str, dict[str, Any], int]] = [
+BAD = [
     *((name, columns(bad), first) for name, columns, bad, _, first in LIMITS),
     # The score rises by the half of what the KL costs.
     (
@@ -279,7 +275,7 @@ BAD: list[tuple[str, dict[str, Any], int]] = [
         20,
     ),
 ]
-NEARLY_BAD: list[tuple[str, dict[str, Any]]] = [
+NEARLY_BAD = [
     *((name, columns(nearly)) for name, columns, _, nearly, _ in LIMITS),
     ("kl_negative", {"objective/kl": lambda i: 0.0 if i == 1 or i % 5 == 0 else -0.5}),
     ("value_blind", {"value/explained_variance": [-1.0] * 14 + [0.0]}),
@@ -294,39 +290,39 @@ NEARLY_BAD: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "columns", "first"), BAD)
-def test_each_problem_is_found_in_time_and_alone(name: str, columns: dict[str, Any], first: int) -> None:
+def test_each_problem_is_found_in_time_and_alone(name, columns, first):
     assert names_of(sequence(first + REPEAT - 1, columns)) == [(first, name)]
 
 
 @pytest.mark.parametrize("columns", [columns for _, columns in NEARLY_BAD])
-def test_just_below_a_limit_nothing_is_found(columns: dict[str, Any]) -> None:
+def test_just_below_a_limit_nothing_is_found(columns):
     assert names_of(sequence(40, columns)) == []
 
 
 @pytest.mark.parametrize("columns", [columns for name, columns, _ in BAD if name not in ("sampler_gap", "skipped")])
-def test_single_bad_iterations_give_no_warning(columns: dict[str, Any]) -> None:
+def test_single_bad_iterations_give_no_warning(columns):
     """Bad rows between good ones, never several in a row. Sampler gaps and skipped minibatches are said at once."""
     bad = sequence(60, columns)[-1]
     assert names_of([STEADY] * 3 + [bad, STEADY, bad, STEADY, STEADY] * 10) == []
 
 
-def test_of_two_signs_of_a_problem_the_first_is_said() -> None:
+def test_of_two_signs_of_a_problem_the_first_is_said():
     ((_, finding),) = findings_of([STEADY | {"policy/sampler_gap": 1.0, "policy/sampler_gap_mean": 1.0}])
     assert finding.message.startswith("policy/sampler_gap_mean: on average")
 
 
-def test_without_a_value_model_its_metrics_are_ignored() -> None:
+def test_without_a_value_model_its_metrics_are_ignored():
     rows = sequence(40, {"value/explained_variance": -1.0})
     assert names_of(rows, new_health(ppo__advantage_estimator="rloo")) == []
 
 
-def test_every_rule_has_a_run_here() -> None:
+def test_every_rule_has_a_run_here():
     tested = {name for name, _, _ in BAD} | {"not_finite", "ratio_not_one", "kl_not_zero", "same_word"}
     tested |= {"limit_missed"}  # tests/rewards/test_shaping.py
     assert {rule.name for rule in (*STOPS, *WARNINGS)} == tested
 
 
-def test_the_numbers_in_a_message_are_those_of_the_run() -> None:
+def test_the_numbers_in_a_message_are_those_of_the_run():
     """The correlation between iterations, against the standard library's."""
     rng = random.Random(3)
     scores, lengths = [0.3 * i + rng.random() for i in range(10)], [20 + i + 3 * rng.random() for i in range(10)]
@@ -338,7 +334,7 @@ def test_the_numbers_in_a_message_are_those_of_the_run() -> None:
     assert "by 0.60 within a batch" in finding.message
 
 
-def test_the_advice_depends_on_whether_there_is_a_kl_penalty() -> None:
+def test_the_advice_depends_on_whether_there_is_a_kl_penalty():
     columns = {"policy/entropy": [2.0, 2.0, 2.0, 0.1]}
     (_, held), *_ = findings_of(sequence(6, columns))
     (_, free), *_ = findings_of(sequence(6, columns | {"objective/kl_coef": 0.0}))
@@ -346,12 +342,12 @@ def test_the_advice_depends_on_whether_there_is_a_kl_penalty() -> None:
     assert "set ppo.kl_coef above 0" in free.advice
 
 
-def advice_on(name: str, **changes: Any) -> str:
+def advice_on(name, **changes):
     columns = next(columns for found, columns, _ in BAD if found == name)
     return next(f for _, f in findings_of(sequence(20, columns), new_health(**changes)) if f.name == name).advice
 
 
-def test_no_advice_names_a_key_that_is_set_already() -> None:
+def test_no_advice_names_a_key_that_is_set_already():
     assert "set evaluation.gold and evaluation.every_iterations" in advice_on("kl_runaway")
     assert "or set evaluation.every_iterations" in advice_on("kl_runaway", evaluation__gold="a.py:f")
     judge = {"evaluation__gold": "a.py:f", "evaluation__every_iterations": 10}
@@ -373,18 +369,18 @@ def test_no_advice_names_a_key_that_is_set_already() -> None:
     [{"ppo__whiten_rewards": True}, {"ppo__score_normalization": "running"}]
     + [{"ppo__advantage_estimator": "reinforce_pp_baseline"}],
 )
-def test_rewards_without_a_fixed_unit_are_not_compared(changes: dict[str, Any]) -> None:
+def test_rewards_without_a_fixed_unit_are_not_compared(changes):
     columns = next(columns for found, columns, _ in BAD if found == "objective_falls")
     assert names_of(sequence(25, columns), new_health(**changes)) == []
 
 
-def test_a_kl_in_the_loss_is_part_of_the_objective() -> None:
+def test_a_kl_in_the_loss_is_part_of_the_objective():
     columns = {"objective/reward": 0.5, "objective/kl": lambda i: 0.0 if i <= 10 else 2.0}
     assert names_of(sequence(25, columns)) == []
     assert names_of(sequence(25, columns), new_health(ppo__kl_in="loss")) == [(20, "objective_falls")]
 
 
-def test_a_negative_kl_pays_only_as_a_penalty_in_the_reward() -> None:
+def test_a_negative_kl_pays_only_as_a_penalty_in_the_reward():
     rows = sequence(3, {"objective/kl": [0.0, 0.0, -2.0]})
     (_, reward), *_ = findings_of(rows)
     (_, loss), *_ = findings_of(rows, new_health(ppo__kl_in="loss"))
@@ -395,7 +391,7 @@ def test_a_negative_kl_pays_only_as_a_penalty_in_the_reward() -> None:
 # --------------------------------------------------------------------------------------------- how often
 
 
-def test_a_warning_is_repeated_only_when_it_has_become_worse() -> None:
+def test_a_warning_is_repeated_only_when_it_has_become_worse():
     """By half since it was last said, and not within ten iterations. Whether it ended between does not matter."""
     assert names_of(sequence(300, {"response/empty_fraction": 0.5})) == [(3, "empty")]
     assert names_of(sequence(300, {"response/eos_fraction": 0.0})) == [(3, "never_ends")]
@@ -407,12 +403,12 @@ def test_a_warning_is_repeated_only_when_it_has_become_worse() -> None:
     assert names_of(comes_and_goes) == [(1, "sampler_gap")]
 
 
-def test_a_stop_is_given_each_time() -> None:
+def test_a_stop_is_given_each_time():
     rows = sequence(3, {"policy/first_ratio_error": 1.0})
     assert names_of(rows) == [(1, "ratio_not_one"), (2, "ratio_not_one"), (3, "ratio_not_one")]
 
 
-def test_the_line_names_new_findings_and_those_that_still_hold() -> None:
+def test_the_line_names_new_findings_and_those_that_still_hold():
     health = new_health()
     rows = sequence(12, {"response/empty_fraction": 0.5, "policy/approx_kl": [0.0] * 8 + [1.0] * 3 + [0.0]})
     lines = [health.line(health.check(i, row), row).split(":")[0] for i, row in enumerate(rows, 1)]
@@ -429,7 +425,7 @@ SAID_BY_ALL = {"the": 1.0, "great": 0.83, "film": 0.3}
 AT_FIRST = {"the": 0.9, "great": 0.05, "film": 0.3}
 
 
-def same_word(now: Mapping[str, float], distinct_2: float = 0.25, iterations: int = 3) -> list[Finding]:
+def same_word(now, distinct_2=0.25, iterations=3):
     """The findings of `iterations` with these words, after three with AT_FIRST and distinct_2 0.5, and then one."""
     health, last = new_health(), 4 + iterations
     words = {i: AT_FIRST if i < 4 or i == last else now for i in range(1, last + 1)}
@@ -440,7 +436,7 @@ def same_word(now: Mapping[str, float], distinct_2: float = 0.25, iterations: in
     ]
 
 
-def test_a_word_in_most_responses_is_named_with_its_shares() -> None:
+def test_a_word_in_most_responses_is_named_with_its_shares():
     (finding,) = same_word(SAID_BY_ALL)
     assert (finding.name, finding.severity) == ("same_word", "warning")
     assert "83% of the responses contain the word 'great', and 5% did at the start" in finding.message
@@ -458,14 +454,14 @@ def test_a_word_in_most_responses_is_named_with_its_shares() -> None:
     ],
     ids=["in too few", "the rest is varied", "too short", "common at the start", "no words"],
 )
-def test_other_words_give_no_finding(now: Mapping[str, float], distinct_2: float, iterations: int) -> None:
+def test_other_words_give_no_finding(now, distinct_2, iterations):
     assert same_word(now, distinct_2, iterations) == []
 
 
 # ------------------------------------------------------------------------------------- before the first iteration
 
 
-def interval(name: str, value: float, low: float, high: float, **more: float) -> Row:
+def interval(name, value, low, high, **more):
     found = {name: value, f"{name}_low95": low, f"{name}_high95": high} | more
     return {f"eval/{key}": figure for key, figure in found.items()}
 
@@ -493,7 +489,7 @@ WEAK = {
 
 
 @pytest.mark.parametrize("words", WEAK)
-def test_a_weak_reward_model_is_reported_before_the_first_iteration(words: str) -> None:
+def test_a_weak_reward_model_is_reported_before_the_first_iteration(words):
     health = new_health()
     (finding,) = health.check_start({"good": {"eval/accuracy": 0.9}, "other": WEAK[words], "unknown": {}})
     assert (finding.name, finding.severity) == ("weak_reward_model", "warning")
@@ -507,7 +503,7 @@ def test_a_weak_reward_model_is_reported_before_the_first_iteration(words: str) 
         assert health.line([], {}) == "weak_reward_model (from the start)"
 
 
-def test_a_good_reward_model_is_not_reported() -> None:
+def test_a_good_reward_model_is_not_reported():
     pairs = {"eval/accuracy": 0.8, "eval/accuracy_low95": 0.72, "eval/length_baseline": 0.7}
     scores = {"eval/mse": 0.5, "eval/mse_high95": 0.9, "eval/target_variance": 1.0, "eval/pair_accuracy": 0.7}
     labels = {"eval/accuracy": 0.8, "eval/accuracy_low95": 0.7, "eval/base_rate": 0.6, "eval/length_baseline": 0.9}
@@ -518,15 +514,15 @@ def test_a_good_reward_model_is_not_reported() -> None:
 # ------------------------------------------------------------------------------------------ evaluations
 
 
-def evaluation(rng: random.Random, score: float, gold: float, n: int = 64) -> tuple[list[float], list[float]]:
+def evaluation(rng, score, gold, n=64):
     return [rng.gauss(score, 0.5) for _ in range(n)], [rng.gauss(gold, 0.5) for _ in range(n)]
 
 
-def test_overoptimisation_names_the_best_evaluation_and_stays_on_the_line() -> None:
+def test_overoptimisation_names_the_best_evaluation_and_stays_on_the_line():
     rng = random.Random(1)
     course = [(0.0, 2.0), (1.0, 3.5), (1.6, 3.8), (2.1, 3.0), (2.3, 2.0)]
     health = new_health()
-    findings: list[tuple[int, Finding]] = []
+    findings = []
     for k, (score, gold) in enumerate(course):
         values = evaluation(rng, score, gold)
         findings += [(10 * k, f) for f in health.check_evaluation(10 * k, *values)]
@@ -550,7 +546,7 @@ def test_overoptimisation_names_the_best_evaluation_and_stays_on_the_line() -> N
     assert health.line([], {}) == "healthy"
 
 
-def second(first: tuple[list[float], list[float]], values: tuple[list[float], list[float]]) -> list[str]:
+def second(first, values):
     """The names of the findings of an evaluation with these scores and golds after the first one."""
     health = new_health()
     assert health.check_evaluation(0, *first) == []
@@ -562,12 +558,12 @@ def second(first: tuple[list[float], list[float]], values: tuple[list[float], li
     [(1.0, 1.0), (1.0, -0.05), (-1.0, -1.0), (-0.05, -1.0), (0.0, 0.0)],
     ids=["both rise", "gold as good as stays", "both fall", "score as good as stays", "both stay"],
 )
-def test_no_overoptimisation(score: float, gold: float) -> None:
+def test_no_overoptimisation(score, gold):
     rng = random.Random(2)
     assert second(evaluation(rng, 0.0, 0.0), evaluation(rng, score, gold)) == []
 
 
-def test_evaluations_are_compared_prompt_by_prompt() -> None:
+def test_evaluations_are_compared_prompt_by_prompt():
     """Prompts differ by 100 and the gold of each falls by 0.1: an unpaired comparison would not see it."""
     rng = random.Random(0)
     level = [rng.gauss(0, 100) for _ in range(50)]
@@ -577,7 +573,7 @@ def test_evaluations_are_compared_prompt_by_prompt() -> None:
 
 
 @pytest.mark.parametrize(("rise", "fall", "expected"), [(0.21, -0.31, 1), (0.19, -0.31, 0), (0.21, -0.29, 0)])
-def test_both_standard_errors_on_both_sides(rise: float, fall: float, expected: int) -> None:
+def test_both_standard_errors_on_both_sides(rise, fall, expected):
     """20 prompts, differences of mean m and standard error 0.1: 2 of them for the score, 3 for gold."""
     noise = [0.1 * math.sqrt(19) * sign for sign in (1, -1)] * 10
     assert statistics.stdev(noise) / math.sqrt(20) == pytest.approx(0.1)
@@ -585,7 +581,7 @@ def test_both_standard_errors_on_both_sides(rise: float, fall: float, expected: 
     assert len(second((zero, zero), ([rise + e for e in noise], [fall + e for e in noise]))) == expected
 
 
-def test_a_plateau_seldom_looks_like_overoptimisation() -> None:
+def test_a_plateau_seldom_looks_like_overoptimisation():
     """20 evaluations whose gold varies by chance while the score rises; the stated rate is 1 run in 10."""
     alarms = 0
     for run in range(60):
@@ -594,12 +590,12 @@ def test_a_plateau_seldom_looks_like_overoptimisation() -> None:
     assert alarms <= 12
 
 
-def test_without_prompts_or_without_gold_nothing_is_found() -> None:
+def test_without_prompts_or_without_gold_nothing_is_found():
     assert new_health().check_evaluation(20, [0.0, 1.0]) == []
     assert new_health().check_evaluation(0, [], []) == []
 
 
-def runaway(golds: Sequence[float]) -> list[Finding]:
+def runaway(golds):
     """The findings of a run whose KL grows at one score from iteration 6 on; gold is measured every 5 iterations."""
     kls = [0.0, 0.0, 0.0, 4.0, 4.0, 4.0, *(4.5 + 0.5 * i for i in range(30))]
     rows = sequence(20, {"objective/score": [0.0, 0.0, 0.0, 2.0, 2.0, 2.0, 2.1], "objective/kl": kls})
@@ -612,7 +608,7 @@ def runaway(golds: Sequence[float]) -> list[Finding]:
     return [finding for finding in found if finding.name == "kl_runaway"]
 
 
-def test_the_kl_may_grow_while_gold_rises() -> None:
+def test_the_kl_may_grow_while_gold_rises():
     assert runaway([1.0, 2.0, 3.0, 4.0]) == []
     (stays,) = runaway([1.0, 3.0, 3.0, 3.0])
     assert "Gold was 3 at iteration 5 and is 3 at iteration 10." in stays.message
@@ -623,7 +619,7 @@ def test_the_kl_may_grow_while_gold_rises() -> None:
 # ------------------------------------------------------------------------------------------------- SFT and RM
 
 
-def test_a_held_out_loss_that_rises_is_found_only_while_the_training_loss_falls() -> None:
+def test_a_held_out_loss_that_rises_is_found_only_while_the_training_loss_falls():
     falls, stays = ([(step, loss(step)) for step in range(1, 31)] for loss in (lambda i: 2 - i / 20, lambda _: 1.0))
     assert memorises([(10, 1.0), (20, 1.2), (30, 1.06)], falls) == (
         "The held-out loss is 1.06, 6% above the 1 of step 10, and the training loss fell from 1.73 to 0.725 since "
@@ -639,7 +635,7 @@ def test_a_held_out_loss_that_rises_is_found_only_while_the_training_loss_falls(
 # ----------------------------------------------------------------------------------------------- resuming
 
 
-def test_a_resumed_run_gives_the_same_findings() -> None:
+def test_a_resumed_run_gives_the_same_findings():
     """The state passes through JSON. The run has nearly every problem, and each warning several times."""
     rng = random.Random(7)
     rows = []
@@ -662,7 +658,7 @@ def test_a_resumed_run_gives_the_same_findings() -> None:
         rows.append({key: value for key, value in row.items() if rng.random() > 0.01})
     evaluations = {i: evaluation(rng, i / 10, 3 - abs(i - 20) / 10, n=20) for i in range(10, 61, 10)}
 
-    def course(split: int | None) -> list[tuple[int, list[Finding], str]]:
+    def course(split):
         health = new_health()
         reports = []
         for i, row in enumerate(rows, 1):
@@ -686,7 +682,7 @@ def test_a_resumed_run_gives_the_same_findings() -> None:
         assert course(split) == unsplit, f"split after iteration {split}"
 
 
-def test_a_state_is_a_copy() -> None:
+def test_a_state_is_a_copy():
     health = new_health()
     for i, row in enumerate(GOOD, 1):
         health.check(i, row)
@@ -702,8 +698,8 @@ def test_a_state_is_a_copy() -> None:
     assert json.dumps(state) == before
 
 
-def test_the_state_does_not_grow_with_the_run() -> None:
-    def size(n: int) -> int:
+def test_the_state_does_not_grow_with_the_run():
+    def size(n):
         health = new_health()
         for i in range(1, n + 1):
             health.check(i, GOOD[-1] | {"objective/kl": 0.0})
@@ -715,7 +711,7 @@ def test_the_state_does_not_grow_with_the_run() -> None:
 # ------------------------------------------------------------------------------------- the words and the keys
 
 
-def everything() -> list[Finding]:
+def everything():
     findings = [finding for _, columns, first in BAD for _, finding in findings_of(sequence(first, columns))]
     free = {"objective/kl_coef": 0.0}
     findings += [finding for _, columns, first in BAD for _, finding in findings_of(sequence(first, columns | free))]
@@ -730,7 +726,7 @@ def everything() -> list[Finding]:
     return findings + health.check_evaluation(10, [1.0] * 20, [0.0] * 20)
 
 
-def keys_of(model: type[BaseModel], prefix: str = "") -> set[str]:
+def keys_of(model, prefix=""):
     keys = set()
     for name, field in model.model_fields.items():
         keys.add(prefix + name)
@@ -741,7 +737,7 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> set[str]:
     return keys
 
 
-def test_the_config_keys_in_the_texts_exist() -> None:
+def test_the_config_keys_in_the_texts_exist():
     keys = keys_of(PPOConfig)
     sections = {key.split(".")[0] for key in keys if "." in key}
     named = set()
@@ -753,7 +749,7 @@ def test_the_config_keys_in_the_texts_exist() -> None:
     assert sorted(named - keys) == []
 
 
-def test_a_message_is_sentences_with_a_number_and_advice_is_one_line() -> None:
+def test_a_message_is_sentences_with_a_number_and_advice_is_one_line():
     for finding in everything():
         assert "\n" not in finding.message + finding.advice
         assert finding.message.endswith("."), finding
@@ -763,7 +759,7 @@ def test_a_message_is_sentences_with_a_number_and_advice_is_one_line() -> None:
         assert "  " not in finding.message + finding.advice, finding
 
 
-def test_the_stage_writes_every_metric_that_is_read(pipeline: Callable[[str], Any]) -> None:
+def test_the_stage_writes_every_metric_that_is_read(pipeline):
     single = {f"policy/{name}" for name in ("first_ratio_error", "first_ratio", "skipped_steps", "bad_steps")}
     rules = (ROOT / "rlhf_cli/health/ppo_rules.py").read_text(encoding="utf-8")
     named = set(re.findall(r"\b(?:objective|response|policy|value|loss)/\w+", rules))

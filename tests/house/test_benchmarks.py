@@ -1,7 +1,5 @@
 """The speed benchmark: how it counts work, and how it computes ratios from seconds."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import sys

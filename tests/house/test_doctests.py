@@ -1,7 +1,5 @@
 """Every example in a docstring runs, and every public function of the mathematics has one."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """The wheel contains both packages, its command works elsewhere, and every import is a dependency."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -10,7 +8,6 @@ import sys
 import tomllib
 import venv
 import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -18,13 +15,13 @@ from support.paths import ROOT
 from support.source import imports, source_files
 
 
-def without_path() -> dict[str, str]:
+def without_path():
     """The environment without PYTHONPATH. If it names a checkout, pip takes rlhf for installed already."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--quiet", "--wheel-dir", str(folder)]
     subprocess.run(command, check=True, timeout=300, env=without_path())
@@ -32,7 +29,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_contains_both_packages_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_contains_both_packages_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     for name in (
         "rlhf_cli/py.typed",
@@ -69,7 +66,7 @@ for typed, words in json.loads(sys.argv[1]):
 
 
 @pytest.mark.slow
-def test_the_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_works_in_another_environment(wheel, tmp_path):
     """In a new environment away from the checkout, with the dependencies of this one on its path."""
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
@@ -127,7 +124,7 @@ COME_ALONG = {"pyarrow": "datasets", "pydantic_core": "pydantic"}
 """Packages that need no own entry: a listed dependency always requires them."""
 
 
-def test_every_imported_package_is_a_dependency_and_pinned() -> None:
+def test_every_imported_package_is_a_dependency_and_pinned():
     """Imports inside functions included. A package that only comes with another one may disappear with it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
@@ -136,7 +133,7 @@ def test_every_imported_package_is_a_dependency_and_pinned() -> None:
     named = [*project["dependencies"], *(line for lines in ours for line in lines)]
     asked = {re.split(r"[^A-Za-z0-9_.-]", requirement)[0].lower() for requirement in named}
     pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
-    imported: dict[str, Path] = {}
+    imported = {}
     for path in source_files():
         imported |= {name.split(".")[0]: path for name in imports(path)}
     others = imported.keys() - sys.stdlib_module_names - {"rlhf_cli", "stages"} - COME_ALONG.keys()

@@ -4,30 +4,25 @@ The traps are real: pickles and modules that write a file when they are read. Th
 function or judge that your own config names.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import pickle
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from transformers.utils import is_env_variable_true
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.config.stage import Stage
 from rlhf_cli.data.read import read_rows
 from rlhf_cli.errors import ArtifactError, DataError, UserError
 from rlhf_cli.models import load
@@ -37,10 +32,11 @@ from rlhf_cli.run.stage_run import StageRun
 from support import crash
 from support.paths import ROOT
 from support.projects import write_project
+from support.runs import rlhf
 from support.source import source_files
 from support.tiny import write_jsonl
 
-LOADERS: dict[str, Callable[[str], object]] = {
+LOADERS = {
     "policy": load.load_policy,
     "reward model": load.load_reward_model,
     "new reward model": lambda path: load.new_reward_model(path, None, seed=0, head_std=None),
@@ -52,21 +48,21 @@ LOADERS: dict[str, Callable[[str], object]] = {
 class Trap:
     """An object that writes a file when it is unpickled."""
 
-    def __init__(self, sprung: Path):
+    def __init__(self, sprung):
         self.sprung = sprung
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return (Path.write_text, (self.sprung, "ran"))
 
 
-opened: list[str] = []
+opened = []
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _note_opened() -> None:
+def _note_opened():
     """Nothing removes the hook, so only a process that runs these tests has it."""
 
-    def note(event: str, arguments: tuple[Any, ...]) -> None:
+    def note(event, arguments):
         if event == "open" and isinstance(arguments[0], str | Path):
             opened.append(str(arguments[0]))
 
@@ -74,7 +70,7 @@ def _note_opened() -> None:
 
 
 @pytest.fixture
-def sprung(tmp_path: Path) -> Iterator[Path]:
+def sprung(tmp_path):
     """The path where traps write. The test fails if it exists at the end."""
     path = tmp_path / "sprung"
     yield path
@@ -82,17 +78,17 @@ def sprung(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def model(make_model: Callable[[str], Path], tmp_path: Path) -> Path:
+def model(make_model, tmp_path):
     """A copy of a tiny Llama that a test may change."""
     return Path(shutil.copytree(make_model("llama"), tmp_path / "llama"))
 
 
-def change_config(model: Path, **values: Any) -> None:
+def change_config(model, **values):
     path = model / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def refused(load_model: Callable[[str], object], model: Path) -> str:
+def refused(load_model, model):
     """Load a model that must be refused; return the message, one line."""
     with pytest.raises(ArtifactError) as caught:
         load_model(str(model))
@@ -103,7 +99,7 @@ def refused(load_model: Callable[[str], object], model: Path) -> str:
 # ------------------------------------------------------------------------------------------ pickles
 
 
-def test_the_traps_spring_when_they_are_read(tmp_path: Path) -> None:
+def test_the_traps_spring_when_they_are_read(tmp_path):
     """Loading the pickles normally springs the traps, so the tests below can fail."""
     torch.save({"a": Trap(tmp_path / "one")}, tmp_path / "a.bin")
     torch.load(tmp_path / "a.bin", weights_only=False)
@@ -113,7 +109,7 @@ def test_the_traps_spring_when_they_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_a_model_whose_weights_are_a_pickle_is_refused(model: Path, sprung: Path, loader: str) -> None:
+def test_a_model_whose_weights_are_a_pickle_is_refused(model, sprung, loader):
     (model / "model.safetensors").unlink()
     for name in ("pytorch_model.bin", "model.bin", "adapter_model.bin", "x.pt"):
         torch.save({"model.norm.weight": Trap(sprung)}, model / name)
@@ -131,9 +127,7 @@ def test_a_model_whose_weights_are_a_pickle_is_refused(model: Path, sprung: Path
         *("../llama2/model.safetensors", "/etc/model.safetensors", "a/b.safetensors", ".."),
     ],
 )
-def test_files_that_name_a_pickle_or_a_path_as_weights_are_refused(
-    model: Path, sprung: Path, name: str, named_by: str
-) -> None:
+def test_files_that_name_a_pickle_or_a_path_as_weights_are_refused(model, sprung, name, named_by):
     shutil.copytree(model, model.parent / "llama2")
     tensors = load_file(model / "model.safetensors")
     (model / "model.safetensors").rename(model / "others.safetensors")
@@ -151,7 +145,7 @@ def test_files_that_name_a_pickle_or_a_path_as_weights_are_refused(
 
 
 @pytest.mark.parametrize("kind", ["adapter_model.bin", "adapter_model.safetensors"])
-def test_an_adapter_in_a_model_directory_is_not_applied(model: Path, sprung: Path, kind: str) -> None:
+def test_an_adapter_in_a_model_directory_is_not_applied(model, sprung, kind):
     """transformers would read the adapter's weights from a pickle, and would train and save a different model."""
     if kind.endswith(".bin"):
         torch.save({"trap": Trap(sprung)}, model / kind)
@@ -164,7 +158,7 @@ def test_an_adapter_in_a_model_directory_is_not_applied(model: Path, sprung: Pat
     assert str(model / kind) not in opened
 
 
-def test_a_trap_beside_the_weights_is_not_read(model: Path, sprung: Path) -> None:
+def test_a_trap_beside_the_weights_is_not_read(model, sprung):
     for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt"):
         torch.save(Trap(sprung), model / name)
     (model / ".metadata").write_bytes(pickle.dumps(Trap(sprung)))
@@ -174,14 +168,12 @@ def test_a_trap_beside_the_weights_is_not_read(model: Path, sprung: Path) -> Non
     assert not [path for path in opened if path.endswith((".bin", ".pt", ".metadata"))]
 
 
-def test_no_conversion_service_is_contacted_for_a_model_without_safetensors(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_conversion_service_is_contacted_for_a_model_without_safetensors(model, monkeypatch):
     name, seen = "DISABLE_SAFETENSORS_CONVERSION", []
     monkeypatch.setenv(name, "0")
     from_pretrained = load.AutoModelForCausalLM.from_pretrained
 
-    def observed(*args: Any, **kwargs: Any) -> Any:
+    def observed(*args, **kwargs):
         seen.append(is_env_variable_true(name))
         return from_pretrained(*args, **kwargs)
 
@@ -193,7 +185,7 @@ def test_no_conversion_service_is_contacted_for_a_model_without_safetensors(
 # ------------------------------------------------------------------------------- code beside a model
 
 
-def module(folder: Path, sprung: Path) -> Path:
+def module(folder, sprung):
     """Write a working module that also writes a file when it is imported."""
     path = folder / "beside.py"
     path.write_text(
@@ -217,7 +209,7 @@ CODE = {
 
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("prefix", ["", "somebody/somewhere--"])
-def test_a_model_that_needs_its_own_code_is_refused(model: Path, sprung: Path, loader: str, prefix: str) -> None:
+def test_a_model_that_needs_its_own_code_is_refused(model, sprung, loader, prefix):
     module(model, sprung)
     change_config(model, model_type="not_known", auto_map={name: prefix + where for name, where in CODE.items()})
     assert "it asks for trust_remote_code, and code that comes with a model is never run" in refused(
@@ -225,13 +217,13 @@ def test_a_model_that_needs_its_own_code_is_refused(model: Path, sprung: Path, l
     )
 
 
-def test_a_known_model_with_code_beside_it_runs_without_that_code(model: Path, sprung: Path) -> None:
+def test_a_known_model_with_code_beside_it_runs_without_that_code(model, sprung):
     module(model, sprung)
     change_config(model, auto_map=CODE)
     assert type(load.load_policy(str(model))).__module__.startswith("transformers.")
 
 
-def test_a_tokenizer_that_needs_its_own_code_is_refused(model: Path, sprung: Path) -> None:
+def test_a_tokenizer_that_needs_its_own_code_is_refused(model, sprung):
     module(model, sprung)
     path = model / "tokenizer_config.json"
     custom = {"auto_map": {"AutoTokenizer": [None, "beside.Words"]}, "tokenizer_class": "Words"}
@@ -240,13 +232,13 @@ def test_a_tokenizer_that_needs_its_own_code_is_refused(model: Path, sprung: Pat
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
-def test_an_attention_kernel_named_in_a_config_is_not_downloaded(model: Path, key: str) -> None:
+def test_an_attention_kernel_named_in_a_config_is_not_downloaded(model, key):
     """It may name a kernel on the hub, which is compiled code."""
     change_config(model, **{key: "somebody/kernel"})
     assert load.load_policy(str(model)).config._attn_implementation in ("sdpa", "eager")
 
 
-def with_chat_template(model: Path, folder: Path, template: str) -> Result:
+def with_chat_template(model, folder, template):
     """Run SFT of a model whose tokenizer has this chat template, which is a program."""
     path = model / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
@@ -265,7 +257,7 @@ ESCAPES = {
 }
 
 
-def test_a_chat_template_that_would_leave_its_sandbox_is_reported_in_one_line(model: Path, tmp_path: Path) -> None:
+def test_a_chat_template_that_would_leave_its_sandbox_is_reported_in_one_line(model, tmp_path):
     for name, template in ESCAPES.items():
         result = with_chat_template(model, tmp_path, template)
         assert result.exit_code == 2, (name, result.exception)
@@ -290,7 +282,7 @@ RUNS_CODE = re.compile(
 """Source that could run code that was read."""
 
 
-def test_no_module_runs_code_that_was_read() -> None:
+def test_no_module_runs_code_that_was_read():
     texts = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in source_files()}
     assert {name: found for name, text in texts.items() if (found := RUNS_CODE.findall(text))} == {
         "rlhf_cli/rewards/functions.py": [".exec_module"],  # reward functions and judges that your own config names
@@ -310,18 +302,18 @@ def test_no_module_runs_code_that_was_read() -> None:
         "os.system('x')", "run('x', shell=True)",
     ],
 )  # fmt: skip
-def test_the_scan_detects(source: str) -> None:
+def test_the_scan_detects(source):
     assert RUNS_CODE.search(source)
 
 
 @pytest.mark.parametrize(
     "source", ["model.eval()", "re.compile('a')", "yaml.compose(s, Loader=ConfigLoader)", "f(trust_remote_code=False)"]
 )
-def test_the_scan_accepts(source: str) -> None:
+def test_the_scan_accepts(source):
     assert not RUNS_CODE.search(source)
 
 
-def test_the_yaml_loader_is_safe() -> None:
+def test_the_yaml_loader_is_safe():
     from rlhf_cli.config import yaml_text
 
     assert issubclass(yaml_text.ConfigLoader, yaml.SafeLoader)
@@ -331,7 +323,7 @@ def test_the_yaml_loader_is_safe() -> None:
 # ------------------------------------------------------------------------------------------- data
 
 
-def test_a_script_in_a_data_folder_is_not_run(tmp_path: Path, sprung: Path) -> None:
+def test_a_script_in_a_data_folder_is_not_run(tmp_path, sprung):
     folder = tmp_path / "folder"
     folder.mkdir()
     module(folder, sprung).rename(folder / "folder.py")
@@ -347,7 +339,7 @@ def test_a_script_in_a_data_folder_is_not_run(tmp_path: Path, sprung: Path) -> N
 
 
 @pytest.mark.parametrize("reader", ["pandas", "csv", "json", "parquet", "text", "arrow", "webdataset", "sql"])
-def test_a_data_path_cannot_name_a_reader_of_datasets(tmp_path: Path, sprung: Path, reader: str) -> None:
+def test_a_data_path_cannot_name_a_reader_of_datasets(tmp_path, sprung, reader):
     """`pandas` reads pickles in some allowed versions; other readers read any file that `data_dir` names."""
     (tmp_path / "rows.pkl").write_bytes(pickle.dumps(Trap(sprung)))
     with pytest.raises(DataError, match="not a dataset"):
@@ -358,13 +350,13 @@ def test_a_data_path_cannot_name_a_reader_of_datasets(tmp_path: Path, sprung: Pa
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Stage:
+def config(tmp_path):
     """An SFT config that saves after every step."""
     write_project(tmp_path)
     return load_config(tmp_path / "sft.yaml", CONFIGS["sft"], ["checkpoints.every_steps=1"])
 
 
-def interrupt(config: Stage) -> Path:
+def interrupt(config):
     """Stop a run after its first step; return its checkpoint."""
     with contextlib.suppress(KeyboardInterrupt), StageRun("sft", config, quiet=True) as stage:
         stage.resume({}, 5)
@@ -375,7 +367,7 @@ def interrupt(config: Stage) -> Path:
     return checkpoint
 
 
-def resumed_step(config: Stage) -> int:
+def resumed_step(config):
     """Start again and return the step it resumes from; 0 if the checkpoint is refused."""
     try:
         with StageRun("sft", config, quiet=True) as stage:
@@ -384,13 +376,13 @@ def resumed_step(config: Stage) -> int:
         return 0
 
 
-def write_manifest(checkpoint: Path, files: Any) -> None:
+def write_manifest(checkpoint, files):
     """Write a manifest of our format for these files."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     (checkpoint / "manifest.json").write_text(json.dumps({**manifest, "files": files}, indent=2) + "\n")
 
 
-def test_a_checkpoint_whose_manifest_was_changed_is_refused(config: Stage) -> None:
+def test_a_checkpoint_whose_manifest_was_changed_is_refused(config):
     """It names a file outside, has values of a wrong type, or is no manifest."""
     checkpoint = interrupt(config)
     assert damage_of(checkpoint) is None
@@ -411,7 +403,7 @@ def test_a_checkpoint_whose_manifest_was_changed_is_refused(config: Stage) -> No
 
 
 @pytest.mark.parametrize("linked", ["nothing", "", "state.safetensors"])
-def test_a_checkpoint_that_is_or_contains_a_link_is_refused(config: Stage, tmp_path: Path, linked: str) -> None:
+def test_a_checkpoint_that_is_or_contains_a_link_is_refused(config, tmp_path, linked):
     """Even if the target has the right bytes: it may change later and lies outside the artifact."""
     checkpoint = interrupt(config)
     if linked != "nothing":
@@ -421,7 +413,7 @@ def test_a_checkpoint_that_is_or_contains_a_link_is_refused(config: Stage, tmp_p
 
 
 @pytest.mark.parametrize("name", ["../../victim", "{root}/victim", "../.sft.checkpoints/victim"])
-def test_a_checkpoint_cannot_truncate_a_file_outside(config: Stage, tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_cannot_truncate_a_file_outside(config, tmp_path, name):
     """Resuming truncates the files of rows to the size in the checkpoint, and no other file."""
     checkpoint = interrupt(config)
     victims = [tmp_path / "victim.jsonl", checkpoint.parent / "victim.jsonl"]
@@ -439,7 +431,7 @@ def test_a_checkpoint_cannot_truncate_a_file_outside(config: Stage, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", [".sft.lock", ".sft.checkpoints", ".sft.partial", ".sft.partial/metrics.jsonl"])
-def test_a_start_changes_nothing_behind_a_link(config: Stage, tmp_path: Path, name: str) -> None:
+def test_a_start_changes_nothing_behind_a_link(config, tmp_path, name):
     """It writes the lock, removes leftovers (names with a dot) beside checkpoints, empties the folder of an unfinished
     stage and truncates its rows."""
     link, target = Path(config.artifacts) / name, tmp_path / "home"
@@ -462,17 +454,14 @@ def test_a_start_changes_nothing_behind_a_link(config: Stage, tmp_path: Path, na
     assert all(path.exists() for path in paths)
 
 
-def test_artifacts_can_be_any_folder_and_only_the_stage_is_written_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_artifacts_can_be_any_folder_and_only_the_stage_is_written_there(tmp_path, monkeypatch):
     """`artifacts: ..` is allowed. Only the stage and its hidden names are written there."""
     inner = tmp_path / "inner"
     inner.mkdir()
     write_project(inner)
     monkeypatch.chdir(inner)
     before = {path: path.read_bytes() for path in inner.iterdir()}
-    result = CliRunner().invoke(app, ["sft", "--config", "sft.yaml", "--quiet", "--set", "artifacts=.."])
-    assert result.exit_code == 0, result.output
+    rlhf("sft", "--config", "sft.yaml", "--quiet", "--set", "artifacts=..")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["inner", "sft"]
     assert {path: path.read_bytes() for path in inner.iterdir()} == before
 
@@ -487,7 +476,7 @@ SECRETS = (
 )  # fmt: skip
 
 
-def test_secrets_in_the_environment_are_never_written(tmp_path: Path) -> None:
+def test_secrets_in_the_environment_are_never_written(tmp_path):
     write_project(tmp_path)
     (tmp_path / "reward.py").write_text(
         "import os\n"

@@ -1,12 +1,9 @@
 """Startup: a stage imports no heavy package it does not need, and imports change no setting of the process."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -69,7 +66,7 @@ for config in sys.argv[1:]:
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory, write_config, make_model) -> list[Any]:
+def started(tmp_path_factory, write_config, make_model):
     """What RUN printed: one object of all imports, and a list for each stage.
 
     The runs tokenise rows (the cache is empty), train, and save the model. One process runs them in turn.
@@ -88,7 +85,7 @@ def started(tmp_path_factory: pytest.TempPathFactory, write_config, make_model) 
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("[", "{"))]
 
 
-def test_stages_do_not_import_heavy_packages_they_do_not_need(started: list[Any]) -> None:
+def test_stages_do_not_import_heavy_packages_they_do_not_need(started):
     stages = started[1:]
     assert [(stage, code, heavy) for stage, code, heavy, _, _ in stages] == [(stage, 0, []) for stage in STAGES]
     for *_, collects, frozen in stages:
@@ -97,7 +94,7 @@ def test_stages_do_not_import_heavy_packages_they_do_not_need(started: list[Any]
         assert frozen > 100_000
 
 
-def test_importing_the_package_changes_no_setting_of_the_process(started: list[Any]) -> None:
+def test_importing_the_package_changes_no_setting_of_the_process(started):
     assert started[0]["modules"] > 60
     assert started[0]["changed"] == {}
 
@@ -121,8 +118,8 @@ os._exit(0)
     ],
 )
 def test_a_command_sets_its_environment_before_torch_is_imported_and_keeps_user_values(
-    program: str, given: dict[str, str], expected: str, tmp_path: Path, write_config, make_model
-) -> None:
+    program, given, expected, tmp_path, write_config, make_model
+):
     (tmp_path / "torch.py").write_text(TORCH)
     config = write_config("sft", tmp_path, model={"path": str(make_model("llama"))})
     command = [sys.executable, "-m", *program.split(), str(config)]
@@ -210,12 +207,12 @@ init {folder}/init --from blank
 """A line for every command, in an order in which they can run in one folder."""
 
 
-def cold_commands(folder: Path) -> list[list[str]]:
+def cold_commands(folder):
     files = {"folder": folder, "run": folder / "run", "rows": folder / "sft.jsonl", "pairs": folder / "pref.jsonl"}
     return [line.format(**files).split() for line in COMMANDS.strip().splitlines()]
 
 
-def test_every_command_runs_first_in_its_process(tmp_path: Path) -> None:
+def test_every_command_runs_first_in_its_process(tmp_path):
     """A warm process hides what a command asks first, such as which library computes the products of this processor:
     here oneDNN, as on one of AMD. Here all of rlhf is imported anew, and each command runs in a fork.
 
@@ -250,8 +247,8 @@ def test_every_command_runs_first_in_its_process(tmp_path: Path) -> None:
     assert not failed, "\n".join(failed)
 
 
-def test_the_cold_commands_are_all_commands() -> None:
-    def names(command: Any, before: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+def test_the_cold_commands_are_all_commands():
+    def names(command, before=()):
         if not hasattr(command, "commands"):
             return [before]
         return [name for key, inner in command.commands.items() for name in names(inner, (*before, key))]

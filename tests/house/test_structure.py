@@ -1,12 +1,9 @@
 """Floors: a module imports only from floors below its own, or from its own room. Habits of modules and of tests."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib
 from collections import Counter
-from pathlib import Path
 
 from support.paths import ROOT, TESTS
 from support.source import imports, nodes, source_files
@@ -39,24 +36,24 @@ health.running health.recap health.ranking run.lock run.state run.checkpoint_fil
 """Modules and rooms of rlhf_cli that do not import torch at their top."""
 
 
-def modules() -> list[tuple[str, Path]]:
+def modules():
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in source_files()]
     return [(name.removesuffix(".__init__"), path) for name, path in zip(names, source_files(), strict=True)]
 
 
-def floor(name: str) -> int:
+def floor(name):
     """That of the longest listed name which contains it."""
     while name not in LEVELS:
         name = name.rpartition(".")[0]
     return LEVELS[name]
 
 
-def room(name: str) -> str:
+def room(name):
     parts = name.split(".")
     return ".".join(parts[:2])
 
 
-def test_a_module_imports_only_from_lower_floors_or_its_own_room() -> None:
+def test_a_module_imports_only_from_lower_floors_or_its_own_room():
     """A stage imports no other stage: each is a room of its own."""
     upwards = []
     for name, path in modules():
@@ -68,12 +65,12 @@ def test_a_module_imports_only_from_lower_floors_or_its_own_room() -> None:
     assert upwards == []
 
 
-def answers_at_once(name: str) -> bool:
+def answers_at_once(name):
     short = name.removeprefix("rlhf_cli.")
     return any(short == prefix or short.startswith(prefix + ".") for prefix in WITHOUT_TORCH.split())
 
 
-def test_modules_that_must_start_fast_do_not_import_torch() -> None:
+def test_modules_that_must_start_fast_do_not_import_torch():
     heavy = {"torch", "transformers", "datasets", "numpy"}
     tops = {
         name: heavy & {imported.split(".")[0] for imported in imports(path, top_level_only=True)}
@@ -83,17 +80,17 @@ def test_modules_that_must_start_fast_do_not_import_torch() -> None:
     assert {name: found for name, found in tops.items() if found} == {}
 
 
-def test_every_module_has_a_docstring() -> None:
+def test_every_module_has_a_docstring():
     assert [name for name, path in modules() if path.stat().st_size and not ast.get_docstring(nodes(path)[0])] == []
 
 
-def test_packages_are_all_listed() -> None:
+def test_packages_are_all_listed():
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     real = {name for name, path in modules() if path.name == "__init__.py"}
     assert {name for name in listed if not name.startswith("rlhf_cli.templates.")} == real
 
 
-def test_no_test_module_imports_another_and_all_have_different_names() -> None:
+def test_no_test_module_imports_another_and_all_have_different_names():
     """pytest imports them by their file name alone. Helpers are in tests/support, shared fixtures in a conftest.py."""
     paths = sorted(TESTS.rglob("*.py"))
     counts = Counter(path.name for path in paths if path.name.startswith("test_"))

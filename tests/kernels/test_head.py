@@ -1,7 +1,5 @@
 """Log-probabilities in chunks equal those from full logits, in value and gradient."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -58,8 +56,8 @@ def test_one_tensor_of_the_size_of_the_logits_is_kept_and_only_for_a_gradient(mo
     monkeypatch.setattr(head, "_of_chunk", watched)
     weight, hidden, ids = torch.randn(400, 4, requires_grad=True), torch.randn(300, 4), torch.arange(300)
 
-    def kept() -> list[int]:
-        sizes: list[int] = []
+    def kept():
+        sizes = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
             linear_logprobs(hidden, weight, None, ids)
         return sorted(sizes)[-2:]
@@ -98,7 +96,7 @@ def test_gradients_of_many_chunks_in_bfloat16_are_not_rounded_away(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_gives_the_same_log_probabilities_with_chunks(monkeypatch, kind: str):
+def test_a_model_gives_the_same_log_probabilities_with_chunks(monkeypatch, kind):
     """A family that changes its logits after the head keeps full logits."""
     chunked = []
     real = forward.linear_logprobs

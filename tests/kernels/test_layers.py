@@ -1,14 +1,10 @@
 """Fast layers compute the same as those of transformers, in value and gradient, or they are not used."""
 
-from __future__ import annotations
-
 import copy
 import importlib
-from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
@@ -43,14 +39,12 @@ class Scaled(torch.nn.Linear):
 
     factor = 1.0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.factor * super().forward(x)
 
 
 @pytest.mark.parametrize("factor", [1 + 0.5 * SWAP_TOLERANCE, 1 + 2 * SWAP_TOLERANCE, -1.0, float("nan")])
-def test_all_layers_get_the_class_if_the_first_then_computes_the_same(
-    factor: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_layers_get_the_class_if_the_first_then_computes_the_same(factor, monkeypatch):
     monkeypatch.setattr(Scaled, "factor", factor)
     torch.manual_seed(0)
     layers = [torch.nn.Linear(3, 4) for _ in range(3)]
@@ -64,18 +58,17 @@ def test_all_layers_get_the_class_if_the_first_then_computes_the_same(
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_product_that_differs_is_reported_and_not_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_that_differs_is_reported_and_not_used(kind, monkeypatch):
     model = tiny_model(kind)
     plain = [type(layer) for layer in model.modules()]
     monkeypatch.setattr(linear_module, "prefers_onednn", lambda: True)
     monkeypatch.setattr(linear_module, "_product", lambda x, weight, _bias: x @ weight.t() + 1)
     line = use_fast_linear(model)
-    assert line is not None
     assert f"{'Linear: FastLinear' if kind == 'llama' else 'Conv1D: FastConv1D'} differs from it by" in line
     assert [type(layer) for layer in model.modules()] == plain
 
 
-def test_layers_in_bfloat16_are_compared_in_bfloat16() -> None:
+def test_layers_in_bfloat16_are_compared_in_bfloat16():
     model = tiny_model("llama").to(torch.bfloat16)
     assert use_fast_norm(model) is None
     assert any(isinstance(layer, fast_layers.FastRMSNorm) for layer in model.modules())
@@ -84,7 +77,7 @@ def test_layers_in_bfloat16_are_compared_in_bfloat16() -> None:
 @pytest.mark.parametrize("name", sorted(NORMS))
 @pytest.mark.parametrize("shape", [(6,), (2, 3, 6)])
 @pytest.mark.parametrize("device", DEVICES)
-def test_values_and_gradients_equal_those_of_transformers(name: str, shape: tuple[int, ...], device: str):
+def test_values_and_gradients_equal_those_of_transformers(name, shape, device):
     torch.manual_seed(0)
     family = name.removesuffix("RMSNorm").lower()
     layer = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)(6, eps=1e-3)
@@ -123,7 +116,7 @@ CONFIGS = {
 ROWS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15] * 7]
 
 
-def two(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+def two(family):
     """A random model of transformers, and a prepared copy."""
     name, changes = CONFIGS[family]
     plain = tiny_model(name, **changes)
@@ -138,19 +131,19 @@ def two(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     return plain.train(), fast.train()
 
 
-def of_rows(model: PreTrainedModel) -> torch.Tensor:
+def of_rows(model):
     """Hidden states of ROWS, one plain forward each. With a mask, because packed attention would drop the window."""
     inputs = [torch.tensor([row]) for row in ROWS]
     outputs = [model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids)) for ids in inputs]
     return torch.cat([output.last_hidden_state[0] for output in outputs])
 
 
-def packed(model: PreTrainedModel) -> torch.Tensor:
+def packed(model):
     batch = pack(ROWS)
     return hidden_at(model, batch, torch.arange(len(batch.ids)))
 
 
-def gradients(model: PreTrainedModel, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+def gradients(model, hidden):
     """The gradients of the sum of the cubes."""
     hidden.float().pow(3).sum().backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -158,7 +151,7 @@ def gradients(model: PreTrainedModel, hidden: torch.Tensor) -> dict[str, torch.T
     return found
 
 
-def assert_same(ours: PreTrainedModel, found: torch.Tensor, theirs: PreTrainedModel, wanted: torch.Tensor) -> None:
+def assert_same(ours, found, theirs, wanted):
     assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4)
     a, b = gradients(ours, found), gradients(theirs, wanted)
     assert list(a) == list(b)
@@ -168,7 +161,7 @@ def assert_same(ours: PreTrainedModel, found: torch.Tensor, theirs: PreTrainedMo
 
 
 @pytest.mark.parametrize("heads", [2, 3])
-def test_a_rotation_equals_that_of_transformers(heads: int):
+def test_a_rotation_equals_that_of_transformers(heads):
     torch.manual_seed(0)
     x, grad = torch.randn(2, 5, heads, 8).transpose(1, 2), torch.randn(2, heads, 5, 8)
     angles = torch.randn(2, 5, 4)
@@ -185,7 +178,7 @@ def test_a_rotation_equals_that_of_transformers(heads: int):
 
 @pytest.mark.parametrize("how", ["as it is", "recomputed", "with adapters"])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_model_changes_by_rounding_only(family: str, how: str):
+def test_a_model_changes_by_rounding_only(family, how):
     plain, fast = two(family)
     if how == "recomputed":
         recompute_layers(fast)
@@ -201,7 +194,7 @@ def test_a_model_changes_by_rounding_only(family: str, how: str):
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_cache_changes_by_rounding_only(family: str):
+def test_a_cache_changes_by_rounding_only(family):
     plain, fast = two(family)
     ids = torch.tensor([ROWS[0]])
     with torch.no_grad():
@@ -212,8 +205,8 @@ def test_a_cache_changes_by_rounding_only(family: str):
     assert torch.allclose(torch.cat([first.logits, rest], 1), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_autocast_eager_attention_and_float64_use_transformers_forward(monkeypatch: pytest.MonkeyPatch):
-    def never(*_args: object) -> None:
+def test_autocast_eager_attention_and_float64_use_transformers_forward(monkeypatch):
+    def never(*_args):
         raise AssertionError("rotated here")
 
     plain, fast = two("LlamaAttention")
@@ -232,7 +225,7 @@ def test_autocast_eager_attention_and_float64_use_transformers_forward(monkeypat
 
 
 @pytest.mark.parametrize("fault", ["rotation", "cache"])
-def test_a_layer_whose_output_would_change_keeps_its_class(fault: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_layer_whose_output_would_change_keeps_its_class(fault, monkeypatch):
     model = tiny_model("llama", attention_bias=True)
     if fault == "rotation":
         monkeypatch.setattr(fast_layers, "rotate", lambda x, cos, _sin: x * cos[:, None])
@@ -241,7 +234,6 @@ def test_a_layer_whose_output_would_change_keeps_its_class(fault: str, monkeypat
         ignoring = lambda self, **given: own(self, **{name: given[name] for name in given if name not in named})  # noqa: E731
         monkeypatch.setattr(FastAttention, "forward", ignoring)
     line = use_fast_attention(model)
-    assert line is not None
     assert line.startswith("LlamaAttention: FastLlamaAttention differs from it by ")
     assert not any(isinstance(layer, FastAttention) for layer in model.modules())
 
@@ -254,7 +246,7 @@ FAMILIES = {name: (name, {}) for name in ("llama", "mistral", "qwen2", "qwen3")}
 FAMILIES["mistral with a window"] = ("mistral", {"sliding_window": 9})  # shorter than the longest sequence
 
 
-def made(family: str) -> tuple[Any, Any]:
+def made(family):
     """A model, and the same one with a short last layer."""
     name, settings = FAMILIES[family]
     model = tiny_model(name, num_hidden_layers=3, **settings)
@@ -264,9 +256,7 @@ def made(family: str) -> tuple[Any, Any]:
     return model, short
 
 
-def read(
-    model: Any, positions: torch.Tensor, precision: str = "float32"
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def read(model, positions, precision="float32"):
     """The hidden states at the positions of the packed sequences, and their gradients."""
     with autocast(CPU, precision):
         hidden = hidden_at(model, pack(SEQUENCES, groups=[0, 0, 1]), positions)
@@ -284,7 +274,7 @@ POSITIONS = {
 
 @pytest.mark.parametrize("where", POSITIONS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_read_tokens_and_all_gradients_are_those_of_a_whole_pass(family: str, where: str) -> None:
+def test_the_read_tokens_and_all_gradients_are_those_of_a_whole_pass(family, where):
     model, short = made(family)
     (hidden, of_model), (found, of_short) = read(model, POSITIONS[where]), read(short, POSITIONS[where])
     torch.testing.assert_close(found, hidden, rtol=1e-5, atol=1e-5)
@@ -293,14 +283,14 @@ def test_the_read_tokens_and_all_gradients_are_those_of_a_whole_pass(family: str
         assert (of_short[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
 
 
-def test_the_layers_of_all_tables_are_tested_here() -> None:
+def test_the_layers_of_all_tables_are_tested_here():
     assert set(CONFIGS) == ATTENTIONS
     assert {type(made(family)[0].model.layers[0]).__name__ for family in FAMILIES} == LAYERS
 
 
-def tokens_of(part: str, model: Any, positions: torch.Tensor) -> list[int]:
+def tokens_of(part, model, positions):
     """The tokens that a part of each layer computes."""
-    rows: list[int] = []
+    rows = []
     parts = [layer.get_submodule(part) for layer in model.model.layers]
     hooks = [module.register_forward_hook(lambda _m, x, _y: rows.append(x[0].shape[1])) for module in parts]
     read(model, positions)
@@ -309,7 +299,7 @@ def tokens_of(part: str, model: Any, positions: torch.Tensor) -> list[int]:
     return rows
 
 
-def test_only_the_last_layer_leaves_tokens_out() -> None:
+def test_only_the_last_layer_leaves_tokens_out():
     _, short = made("llama")
     total, responses = len(BATCH.ids), POSITIONS["responses"]
     for part in ("mlp", "self_attn.o_proj"):
@@ -324,7 +314,7 @@ def test_only_the_last_layer_leaves_tokens_out() -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_recomputed_layers_have_the_same_gradients(precision: str) -> None:
+def test_recomputed_layers_have_the_same_gradients(precision):
     _, short = made("llama")
     expected = read(short, BATCH.last, precision)
     recompute_layers(short)
@@ -334,18 +324,18 @@ def test_recomputed_layers_have_the_same_gradients(precision: str) -> None:
     assert all(torch.equal(of_short[name], gradient) for name, gradient in expected[1].items())
 
 
-def test_a_model_of_one_layer_can_be_prepared_twice() -> None:
+def test_a_model_of_one_layer_can_be_prepared_twice():
     """A value model may share the layers of the policy."""
     model = tiny_model("llama", num_hidden_layers=1)
     assert prepare(model, CPU) is prepare(model, CPU) is None
     assert tokens_of("mlp", model, BATCH.last) == [3]
 
 
-def test_a_layer_that_computes_something_else_stays() -> None:
+def test_a_layer_that_computes_something_else_stays():
     model, _ = made("llama")
     plain = type(model.model.layers[0])
 
-    def scaled(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def scaled(self, hidden_states, **kwargs):
         return 1.1 * plain.forward(self, hidden_states, **kwargs)
 
     for layer in model.model.layers:
@@ -355,7 +345,7 @@ def test_a_layer_that_computes_something_else_stays() -> None:
     assert [type(layer) for layer in model.model.layers] == kept
 
 
-def test_a_model_without_packed_rows_keeps_its_layers() -> None:
+def test_a_model_without_packed_rows_keeps_its_layers():
     model, _ = made("llama")
     model.set_attn_implementation("sdpa")
     assert use_short_layer(model) is None

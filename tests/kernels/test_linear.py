@@ -1,9 +1,6 @@
 """Products by oneDNN equal torch's, in value and gradient, and are used only where intended."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ needs_onednn = pytest.mark.skipif(not prefers_onednn(), reason="MKL is as fast o
 @pytest.mark.parametrize("shape", [(7,), (2, 5, 7), (1, 700, 7)])
 @pytest.mark.parametrize("outputs", [3, 11])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_values_and_gradients_equal_those_of_torch(shape: tuple[int, ...], outputs: int, has_bias: bool):
+def test_values_and_gradients_equal_those_of_torch(shape, outputs, has_bias):
     torch.manual_seed(0)
     sizes = (shape, (outputs, 7), *([(outputs,)] if has_bias else []))
     inputs = [torch.randn(size, requires_grad=True) for size in sizes]
@@ -42,8 +39,8 @@ def test_any_strides_are_accepted():
 
 
 @needs_onednn
-def test_only_float32_without_autocast_uses_onednn(monkeypatch: pytest.MonkeyPatch):
-    def never(*_args: object) -> None:
+def test_only_float32_without_autocast_uses_onednn(monkeypatch):
+    def never(*_args):
         raise AssertionError("oneDNN was asked")
 
     monkeypatch.setattr(module, "_product", never)
@@ -57,7 +54,7 @@ def test_only_float32_without_autocast_uses_onednn(monkeypatch: pytest.MonkeyPat
 
 @needs_onednn
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_model_changes_by_rounding_only(kind: str):
+def test_a_model_changes_by_rounding_only(kind):
     plain = tiny_model(kind)
     fast = copy.deepcopy(plain)
     use_fast_linear(fast)
@@ -77,7 +74,7 @@ def test_a_model_changes_by_rounding_only(kind: str):
 @pytest.mark.parametrize(
     ("maker", "capability"), [("GenuineIntel", "AVX512"), ("", "AVX512"), ("AuthenticAMD", "AVX2")]
 )
-def test_other_processors_use_torch(maker: str, capability: str, monkeypatch: pytest.MonkeyPatch):
+def test_other_processors_use_torch(maker, capability, monkeypatch):
     monkeypatch.setattr(module, "maker", lambda: maker)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert not prefers_onednn.__wrapped__()
@@ -86,7 +83,7 @@ def test_other_processors_use_torch(maker: str, capability: str, monkeypatch: py
 @pytest.mark.parametrize(
     "context", [FakeTensorMode, lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.device("meta")]
 )
-def test_the_choice_does_not_depend_on_who_asks_first(context: Any, monkeypatch: pytest.MonkeyPatch):
+def test_the_choice_does_not_depend_on_who_asks_first(context, monkeypatch):
     """`rlhf plan` asks among fake tensors, a head under autocast."""
     monkeypatch.setattr(module, "maker", lambda: "AuthenticAMD")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")

@@ -1,7 +1,5 @@
 """Microbatches by tokens, rows per process, operation counts, and speed metrics."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random
@@ -128,7 +126,7 @@ def test_a_ppo_minibatch_is_dealt_evenly(num_processes, samples):
         ids = [prompt] * draw.randint(4, 200)
         rows += [(PromptRow("", ids, None), Response([1] * int(draw.lognormvariate(3.5, 0.8) + 1), [], True))] * samples
     batch = UpdateBatch(*map(list, zip(*rows, strict=True)), *[torch.zeros(0)] * 7)
-    most: list[float] = []
+    most = []
     for seed in range(20):
         minibatch = random.Random(seed).sample(range(128), 64)
         hands = [rows_of_process(batch, minibatch, World(rank, num_processes, CPU)) for rank in range(num_processes)]

@@ -1,25 +1,21 @@
 """Exports that other libraries write: int8 by torchao, and GGUF by llama.cpp's converter. `make test-slow` has both."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from typer.testing import CliRunner
 
-from rlhf_cli.cli import app
 from rlhf_cli.config.models import ScratchModel
 from rlhf_cli.models.exporting import load_exported
 from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model
 from support.compare import close, logits_of
+from support.runs import rlhf
 from support.tiny import SETTINGS
 
 pytestmark = pytest.mark.slow
@@ -31,15 +27,13 @@ needs_llama_cpp = pytest.mark.skipif(
 )
 
 
-def export(directory: Path, out: Path, *options: str) -> dict[str, Any]:
-    result = CliRunner().invoke(app, ["export", str(directory), "--out", str(out), *options])
-    assert result.exit_code == 0, result.output
-    facts: dict[str, Any] = json.loads((out / "export.json").read_text())
-    return facts
+def export(directory, out, *options):
+    rlhf("export", directory, "--out", out, *options)
+    return json.loads((out / "export.json").read_text())
 
 
 @needs_torchao
-def test_int8_is_read_by_transformers_and_its_cost_is_measured(pipeline: Any, tmp_path: Path) -> None:
+def test_int8_is_read_by_transformers_and_its_cost_is_measured(pipeline, tmp_path):
     root = pipeline("llama")
     facts = export(root, tmp_path / "ppo", "--quantize", "int8")
     assert facts["written_as"] == "int8 with float32"
@@ -66,14 +60,13 @@ LINEAR = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for
 
 
 @needs_torchao
-def test_int8_and_int4_are_refused_where_torchao_cannot_write_them(make_model: Any, tmp_path: Path) -> None:
+def test_int8_and_int4_are_refused_where_torchao_cannot_write_them(make_model, tmp_path):
     cases = [("gpt2", "int8", "this GPT2LMHeadModel has none")]
     if not torch.cuda.is_available():
         cases.append(("llama", "int4", "need a CUDA GPU and the package mslk"))
     for architecture, kind, message in cases:
         command = ["export", str(make_model(architecture)), "--out", str(tmp_path / "out"), "--quantize", kind]
-        result = CliRunner().invoke(app, command)
-        assert result.exit_code == 2, result.output
+        result = rlhf(*command, code=2)
         assert message in result.stderr.splitlines()[-1]
         assert not (tmp_path / "out").exists()
 
@@ -81,8 +74,8 @@ def test_int8_and_int4_are_refused_where_torchao_cannot_write_them(make_model: A
 @needs_llama_cpp
 @pytest.mark.parametrize(("architecture", "tied"), [("llama", False), ("qwen2", True), ("gpt2", True)])
 def test_gguf_has_the_tensors_and_the_tokenizer_of_the_model(
-    architecture: str, tied: bool, tokenizer: Any, eos_only_tokenizer: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+    architecture, tied, tokenizer, eos_only_tokenizer, tmp_path, monkeypatch
+):
     import gguf
 
     monkeypatch.setenv("PATH", f"{LLAMA_CPP}{os.pathsep}{os.environ['PATH']}")
@@ -106,14 +99,11 @@ def test_gguf_has_the_tensors_and_the_tokenizer_of_the_model(
 
 
 @needs_llama_cpp
-def test_a_model_that_llama_cpp_has_not_is_refused_with_its_reason(
-    pipeline: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_model_that_llama_cpp_has_not_is_refused_with_its_reason(pipeline, tmp_path, monkeypatch):
     root = pipeline("llama")
     monkeypatch.setenv("PATH", f"{LLAMA_CPP}{os.pathsep}{os.environ['PATH']}")
     command = ["export", str(root), "--stage", "rm", "--out", str(tmp_path / "rm"), "--format", "gguf"]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 2
+    result = rlhf(*command, code=2)
     assert "failed (Model LlamaForSequenceClassification is not supported)" in result.stderr
     facts = export(root, tmp_path / "ppo", "--format", "gguf", "--quantize", "q8_0")
     assert facts["written_as"] == "GGUF q8_0"

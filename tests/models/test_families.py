@@ -3,8 +3,6 @@
 Each is compared with an unprepared copy that runs one sequence at a time.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Frozen weights: in 16 bits they compute the bits of float32 under autocast, and `freeze` names them by patterns."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

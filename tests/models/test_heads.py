@@ -1,7 +1,5 @@
 """Scalar heads: scores are read at the last token, also where transformers has no classifier (CodeGen, Mamba)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.functional import linear

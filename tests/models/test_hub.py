@@ -1,23 +1,18 @@
 """Without a connection a hub id fails in one line after one request, and a local path is never taken for a hub id."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from typer.testing import CliRunner
 
 from rlhf_cli import hub
-from rlhf_cli.cli import app
+from support.runs import rlhf
 
 
-def write_config(folder: Path, model: str) -> None:
+def write_config(folder, model):
     (folder / "rows.jsonl").write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n", encoding="utf-8")
     (folder / "sft.yaml").write_text(
         f"artifacts: run\nmodel: {{path: {model}}}\ndata: {{train: rows.jsonl, test_fraction: 0}}\n"
@@ -26,21 +21,20 @@ def write_config(folder: Path, model: str) -> None:
     )
 
 
-def refused(*command: str) -> str:
+def refused(*command):
     """The error line of a command."""
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 2
+    result = rlhf(*command, code=2)
     assert result.stderr.count("\n") == 1, result.stderr
     return result.stderr
 
 
 @contextmanager
-def closing_server() -> Iterator[tuple[str, list[int]]]:
+def closing_server():
     """(its URL, the list of connections so far) of a server that closes each connection without an answer."""
-    connections: list[int] = []
+    connections = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def accept() -> None:
+        def accept():
             while True:
                 try:
                     connection, _ = listener.accept()
@@ -54,7 +48,7 @@ def closing_server() -> Iterator[tuple[str, list[int]]]:
 
 
 @pytest.fixture
-def online(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def online(monkeypatch):
     """This process does not know yet whether the hub can be reached."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
@@ -66,9 +60,7 @@ def online(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("online")
-def test_a_hub_model_without_a_connection_is_one_line_after_one_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_model_without_a_connection_is_one_line_after_one_request(tmp_path, monkeypatch):
     """huggingface_hub by itself would retry for half a minute."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -82,7 +74,7 @@ def test_a_hub_model_without_a_connection_is_one_line_after_one_request(
     assert "local model directory" in line
 
 
-def test_chosen_offline_mode_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chosen_offline_mode_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -91,15 +83,15 @@ def test_chosen_offline_mode_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("online")
-def test_hub_data_without_a_connection_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_data_without_a_connection_is_one_line(monkeypatch):
     monkeypatch.setattr(hub, "_reachable", lambda: False)
     assert "The hub cannot be reached" in refused("data", "check", "someone/something", "--for", "sft")
 
 
 @pytest.mark.usefixtures("online")
 @pytest.mark.parametrize("path", ["artifacts/nope", "run/nope", "./nope", "/nope", "a/b/c"])
-def test_a_mistyped_local_path_is_not_a_hub_id(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_a_mistyped_local_path_is_not_a_hub_id(path, tmp_path, monkeypatch):
+    asked = []
     monkeypatch.setattr(hub, "_reachable", lambda: asked.append(path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
@@ -111,7 +103,7 @@ def test_a_mistyped_local_path_is_not_a_hub_id(path: str, tmp_path: Path, monkey
 
 
 @pytest.mark.usefixtures("online")
-def test_a_cached_model_is_used_without_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_model_is_used_without_a_connection(monkeypatch):
     monkeypatch.setattr(hub, "_reachable", lambda: False)
     monkeypatch.setattr(hub, "_is_cached", lambda *_: True)
     hub.require_hub_model("gpt2")

@@ -1,11 +1,7 @@
 """Language models with 8-bit weights: what `rlhf export --quantize int8` writes and `--quantize int8` makes."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +18,7 @@ from support.tiny import CPU
 TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}
 
 
-def as_torchao_writes_it(model: Path, out: Path, *, shift: int = 0) -> tuple[Path, Path]:
+def as_torchao_writes_it(model, out, *, shift=0):
     """The folder of an int8 export in two files, and the same weights as plain numbers in another."""
     plain, integers = out / "plain", out / "int8"
     for folder in (plain, integers):
@@ -42,7 +38,7 @@ def as_torchao_writes_it(model: Path, out: Path, *, shift: int = 0) -> tuple[Pat
     assert any((tensor == -128).any() for tensor in stored.values() if tensor.dtype == torch.int8)
     save_file(numbers, plain / "model.safetensors", metadata={"format": "pt"})
     (integers / "model.safetensors").unlink()
-    parts: list[dict[str, torch.Tensor]] = [{}, {}]
+    parts = [{}, {}]
     for number, name in enumerate(sorted(stored)):
         parts[number % 2][name] = stored[name]
     files = [f"model-{n}-of-2.safetensors" for n in (1, 2)]
@@ -55,11 +51,11 @@ def as_torchao_writes_it(model: Path, out: Path, *, shift: int = 0) -> tuple[Pat
     return integers, plain
 
 
-def int8_layers(model: Any) -> dict[str, Any]:
+def int8_layers(model):
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, Int8Linear)}
 
 
-def test_an_export_in_int8_is_read_without_torchao(make_model: Any, tmp_path: Path) -> None:
+def test_an_export_in_int8_is_read_without_torchao(make_model, tmp_path):
     """Training gets its numbers; what only answers keeps the integers of the file."""
     integers, plain = as_torchao_writes_it(make_model("llama"), tmp_path)
     expected = load_policy(str(plain))
@@ -75,21 +71,21 @@ def test_an_export_in_int8_is_read_without_torchao(make_model: Any, tmp_path: Pa
     assert (logits_of(held) - logits_of(expected)).abs().max() < 1e-5 * logits_of(expected).abs().max()
 
 
-def test_a_reward_model_in_int8_scores_as_its_numbers_do(make_model: Any, tmp_path: Path) -> None:
+def test_a_reward_model_in_int8_scores_as_its_numbers_do(make_model, tmp_path):
     model, _ = new_reward_model(str(make_model("llama")), None, seed=0, head_std=None)
     model.save_pretrained(tmp_path / "model")
     integers, plain = as_torchao_writes_it(tmp_path / "model", tmp_path)
     assert torch.equal(logits_of(load_reward_model(str(integers))), logits_of(load_reward_model(str(plain))))
 
 
-def test_integers_with_a_zero_point_are_refused(make_model: Any, tmp_path: Path) -> None:
+def test_integers_with_a_zero_point_are_refused(make_model, tmp_path):
     integers, _ = as_torchao_writes_it(make_model("llama"), tmp_path, shift=3)
     with pytest.raises(ArtifactError, match="its weights are quantized, and this kind is not read here"):
         load_policy(str(integers))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen2"])
-def test_weights_are_rounded_to_127_steps_of_their_row(architecture: str, make_model: Any) -> None:
+def test_weights_are_rounded_to_127_steps_of_their_row(architecture, make_model):
     """GPT-2's weights are [in, out] and have biases. Embeddings, norms and the head keep their numbers."""
     exact = load_policy(str(make_model(architecture)))
     held = frozen_policy(str(make_model(architecture)), None, CPU, "float32", "int8")
@@ -115,13 +111,12 @@ def test_weights_are_rounded_to_127_steps_of_their_row(architecture: str, make_m
     assert 0 < difference < 0.05
 
 
-def test_few_rows_are_rounded_to_bfloat16_and_more_are_not() -> None:
+def test_few_rows_are_rounded_to_bfloat16_and_more_are_not():
     """Each output is off by a rounding of the input and one of the output, 2**-9 each."""
     draw = torch.Generator().manual_seed(0)
     integers, scale = torch.randint(-127, 128, (7, 64), generator=draw, dtype=torch.int8), torch.full((7, 1), 0.3)
     layer = Int8Linear(integers, scale, torch.rand(7), rounds=True)
     x, weight = torch.randn(9, 64, generator=draw), integers.float() * scale
-    assert layer.bias is not None
     by_hand, bound = x @ weight.t() + layer.bias, 2**-8 * (x.abs() @ weight.abs().t())
     error = (torch.cat([layer(x[:1]), layer(x[None, 1:])[0]]) - by_hand).abs()
     assert (error <= bound).all()
@@ -129,7 +124,7 @@ def test_few_rows_are_rounded_to_bfloat16_and_more_are_not() -> None:
     assert (layer(x) - by_hand).abs().max() < 1e-3
 
 
-def test_parts_of_a_weight_give_the_product_with_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_weight_give_the_product_with_all_of_it(monkeypatch):
     draw = torch.Generator().manual_seed(0)
     weight = torch.randint(-127, 128, (7, 8), generator=draw, dtype=torch.int8)
     layer = Int8Linear(weight, torch.rand(7, 1, generator=draw), torch.rand(7, generator=draw))

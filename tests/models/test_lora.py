@@ -1,13 +1,10 @@
 """LoRA in the SFT and RM stages: what is trained, what is saved, who can load it, and how a run resumes."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,9 +17,7 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
 )
-from typer.testing import CliRunner
 
-from rlhf_cli.cli import app
 from rlhf_cli.config.models import Lora
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import ArtifactError, ConfigError
@@ -40,6 +35,7 @@ from rlhf_cli.run.stage_run import StageRun
 from stages import rm, sft
 from support.compare import adapt, logits_of, merged_copy
 from support.compare import close_in_size as close
+from support.runs import rlhf
 from support.setup import config_of
 from support.tiny import CPU
 
@@ -51,7 +47,7 @@ FAST = {"optimizer": {"learning_rate": 3e-2}}
 def trained(run_stage, monkeypatch):
     """A function: stage, root, model keys -> the model as it was trained, with its adapters, and its stage."""
 
-    def run(stage: str, root: Path, **changes: Any) -> tuple[Any, Path]:
+    def run(stage, root, **changes):
         program, models = {"sft": sft, "rm": rm}[stage], []
         save = program.save_trained
 
@@ -67,12 +63,12 @@ def trained(run_stage, monkeypatch):
     return run
 
 
-def logits(model) -> torch.Tensor:
+def logits(model):
     model.set_attn_implementation("eager")
     return logits_of(model)
 
 
-def by_hand(base: Path, adapter: Path, *, scale: float, transposed: bool) -> dict[str, torch.Tensor]:
+def by_hand(base, adapter, *, scale, transposed):
     """The oracle: ``W + scale * B @ A`` in float64, with DoRA ``magnitude * that / norm of its rows``."""
     weights = {name: w.double() for name, w in load_file(base / "model.safetensors").items()}
     lora = {k.removeprefix("base_model.model."): w for k, w in load_file(adapter / "adapter_model.safetensors").items()}
@@ -157,8 +153,8 @@ def test_adapters_name_no_folder_of_this_machine_and_others_load_them_from_the_p
 def test_an_export_never_has_the_model_in_float32(trained, make_model, tmp_path, monkeypatch):
     _, stage = trained("sft", tmp_path, model={"path": str(make_model("llama")), "lora": {"r": 2, "save": "adapter"}})
     expected = load_policy(str(stage / "model")).bfloat16().state_dict()
-    models: list[Any] = []
-    in_float32: list[int] = []
+    models = []
+    in_float32 = []
 
     def take(weight):
         in_float32.append(sum(p.numel() for p in models[0].parameters() if place_of(p) is None and p.dtype != BF16))
@@ -240,7 +236,7 @@ def test_a_reward_model_without_a_padding_token_is_saved_as_an_adapter_if_one_is
 
 
 @pytest.fixture
-def bfloat16_base(make_model, tmp_path) -> Path:
+def bfloat16_base(make_model, tmp_path):
     model, tokenizer = load_policy(str(make_model("llama"))), load_tokenizer(str(make_model("llama")))
     save(model.bfloat16().float(), tokenizer, tmp_path / "base")
     return tmp_path / "base"
@@ -278,7 +274,7 @@ def test_weights_that_are_no_bfloat16_numbers_stay_in_float32_if_they_are_saved(
     assert first.dtype == torch.float32
 
 
-PICKLED: dict[str, Any] = {}
+PICKLED = {}
 
 
 @pytest.mark.parametrize(
@@ -309,25 +305,22 @@ def test_merge_writes_plain_weights(trained, pipeline, tmp_path):
     for stage, auto in (("sft", AutoModelForCausalLM), ("rm", AutoModelForSequenceClassification)):
         model, folder = trained(stage, tmp_path, model={"path": str(base), "lora": {"r": 2, "save": "adapter"}})
         out = tmp_path / f"{stage}-merged"
-        result = CliRunner().invoke(app, ["merge", str(folder), str(out)])
-        assert result.exit_code == 0, result.output
+        rlhf("merge", folder, out)
         plain = auto.from_pretrained(out)
         close(logits(plain), logits(model))
     assert plain.config.score_std > 0
-    result = CliRunner().invoke(app, ["merge", str(folder), str(tmp_path / "half"), "--dtype", "bfloat16"])
-    assert result.exit_code == 0, result.output
+    rlhf("merge", folder, tmp_path / "half", "--dtype", "bfloat16")
     weights, half = load_file(out / "model.safetensors"), load_file(tmp_path / "half/model.safetensors")
     assert torch.equal(half.pop("score.weight"), weights["score.weight"]), "the head keeps its float32 numbers"
     assert not torch.equal(weights["score.weight"], weights["score.weight"].to(BF16).float())
     assert all(torch.equal(weight, weights[name].to(BF16)) for name, weight in half.items())
     for arguments, message in (([folder, out], "exists"), ([base, tmp_path / "new"], "has no adapters")):
-        result = CliRunner().invoke(app, ["merge", *map(str, arguments)])
-        assert result.exit_code == 2
+        result = rlhf("merge", *arguments, code=2)
         assert message in result.output
 
 
 @pytest.fixture(scope="module")
-def adapters(run_stage, make_model, tmp_path_factory) -> Path:
+def adapters(run_stage, make_model, tmp_path_factory):
     root = tmp_path_factory.mktemp("adapters")
     lora = {"r": 2, "target_modules": ["q_proj", "v_proj"], "save": "adapter"}
     return run_stage("sft", root, model={"path": str(make_model("llama")), "lora": lora}) / "model"
@@ -340,12 +333,10 @@ def test_adapters_without_a_tokenizer_take_that_of_their_base(make_model, pipeli
     adapt(model)
     model.save_pretrained(folder)
     assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors", ".md"}
-    result = CliRunner().invoke(app, ["merge", str(folder), str(tmp_path / "merged")])
-    assert result.exit_code == 0, result.output
+    rlhf("merge", folder, tmp_path / "merged")
     close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), logits(model.base_model.model))
     assert load_tokenizer(str(tmp_path / "merged")).get_vocab() == load_tokenizer(str(base)).get_vocab()
-    said = CliRunner().invoke(app, ["chat", str(folder), "--max-new-tokens", "4"], input="the tent\n")
-    assert said.exit_code == 0, said.output
+    rlhf("chat", folder, "--max-new-tokens", "4", input="the tent\n")
     keys = {"policy": {"path": str(folder)}}
     keys["rewards"] = [{"type": "reward_model", "path": str(pipeline("llama") / "rm")}]
     config = config_of(write_config, "ppo", PPOConfig, tmp_path / "run", **keys)

@@ -1,7 +1,5 @@
 """Frozen weights in 4 bits under adapters: equal to the dequantized weights, in training and outside of it."""
 
-from __future__ import annotations
-
 import copy
 import sys
 
@@ -131,7 +129,6 @@ def test_a_pass_without_gradients_does_not_repack_the_weights(pair):
     model.train()
     logits(model).square().mean().backward()
     lowest = next(p for name, p in model.named_parameters() if "layers.0" in name and "lora_A" in name)
-    assert lowest.grad is not None
     assert lowest.grad.abs().max() > 0
 
 

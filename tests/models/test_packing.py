@@ -1,7 +1,5 @@
 """Packed rows with shared prefixes against one plain forward per sequence: indices, values and gradients."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import time
@@ -351,7 +349,6 @@ def test_a_shared_backbone_gives_log_probabilities_and_values_in_one_pass():
     hook.remove()
     assert len(passes) == 1
     close(found.logprobs, score_tokens(Models(model, model), ROWS, RESPONSES, DRAWN, "float32").logprobs)
-    assert found.values is not None
     assert len(found.values) == len(found.logprobs)
 
 

@@ -1,20 +1,17 @@
 """The number format of saved weights: that of the weights a stage started from, unless the config says otherwise."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
-from rlhf_cli.cli import app
 from rlhf_cli.files import stored_dtype
 from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer, prepare
 from rlhf_cli.models.save import save
 from rlhf_cli.run.artifacts import read_manifest
+from support.runs import rlhf
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +22,7 @@ def bfloat16_model(make_model, tmp_path_factory):
     return folder
 
 
-def dtypes(folder) -> set[torch.dtype]:
+def dtypes(folder):
     return {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()}
 
 
@@ -69,8 +66,7 @@ def test_adapters_are_merged_into_the_format_of_their_base(run_stage, bfloat16_m
     stage = run_stage("sft", tmp_path / "run", model=model)
     assert read_manifest(stage).dtypes == {"model": "float32"}  # of the adapters
     for name, options in {"bfloat16": [], "float32": ["--dtype", "float32"]}.items():
-        result = CliRunner().invoke(app, ["merge", str(stage), str(tmp_path / name), *options])
-        assert result.exit_code == 0
+        result = rlhf("merge", stage, tmp_path / name, *options)
         assert f"parameters in {name}" in result.output.replace("\n", " ")
         assert stored_dtype(tmp_path / name) == name
 

@@ -1,7 +1,5 @@
 """Encoder-decoder policies: the logits, samples, values and stages are those of transformers' own forward pass."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
@@ -10,9 +8,7 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
-from typer.testing import CliRunner
 
-from rlhf_cli.cli import app
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import Record
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
@@ -27,6 +23,7 @@ from rlhf_cli.rollout.rollout import response_values
 from rlhf_cli.rollout.sampling import Response, Sampling, draw_uniforms, sample
 from rlhf_cli.tensor_ops import token_logprobs
 from support.compare import close
+from support.runs import rlhf
 from support.tiny import CPU, SETTINGS, read_jsonl, write_jsonl
 
 PROMPTS = [[5, 9, 13, 20, 7, 40], [6, 8], [11, 12, 13, 14]]
@@ -153,8 +150,7 @@ def test_the_three_stages_run(family, make_seq2seq, run_stage, tmp_path):
     assert first["loss/value"] > 0
     if family == "t5":
         for arguments in (["eval", "--samples", "0"], ["export", "--out", str(tmp_path / "out")]):
-            result = CliRunner().invoke(app, [arguments[0], str(tmp_path), *arguments[1:], "--device", "cpu"])
-            assert result.exit_code == 0, result.output
+            rlhf(arguments[0], tmp_path, *arguments[1:], "--device", "cpu")
         difference = json.loads((tmp_path / "out/export.json").read_text())["difference"]
         assert difference["kl_per_token"]["value"] == difference["loss"]["value"] == 0.0
 

@@ -1,7 +1,5 @@
 """Sharded models on 2 and 4 processes: losses, gradients, weights and files of one process that holds everything."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

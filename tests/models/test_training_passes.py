@@ -1,11 +1,7 @@
 """Gradient checkpointing, compiled passes, and the warning about bfloat16."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,14 +23,12 @@ from support.tiny import CPU
 SEQUENCES = [[5, 9, 3, 17, 4], [8, 2, 6], [7, 1, 1, 30, 22, 6, 19]]
 
 
-def config(**settings) -> SFTConfig:
+def config(**settings):
     given = {"artifacts": "a", "model": {"path": "m"}, "data": {"train": "d.jsonl"}, "training": {"num_steps": 1}}
     return SFTConfig(**given, optimizer={"learning_rate": 1e-3}, **settings)
 
 
-def gradients(
-    path: Path, *, lora: bool, scores: bool, sequences: Sequence[list[int]] = SEQUENCES, **settings
-) -> tuple[dict[str, torch.Tensor], int]:
+def gradients(path, *, lora, scores, sequences=SEQUENCES, **settings):
     """The gradient of each weight, and how often a decoder layer ran."""
     model = new_value_model(str(path), None) if scores else load_policy(str(path))
     if scores:
@@ -65,7 +59,7 @@ def gradients(
 @pytest.mark.parametrize("scores", [False, True], ids=["policy", "value_model"])
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_recomputed_layers_give_the_same_gradient(architecture: str, lora: bool, scores: bool, make_model) -> None:
+def test_recomputed_layers_give_the_same_gradient(architecture, lora, scores, make_model):
     path = make_model(architecture)
     plain, once = gradients(path, lora=lora, scores=scores)
     recomputed, twice = gradients(path, lora=lora, scores=scores, gradient_checkpointing=True)
@@ -78,7 +72,7 @@ def test_recomputed_layers_give_the_same_gradient(architecture: str, lora: bool,
 
 @pytest.mark.parametrize("scores", [False, True], ids=["policy", "value_model"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "bloom"])
-def test_a_pass_over_no_rows_gives_a_gradient_of_0_to_each_weight(architecture, scores, make_model) -> None:
+def test_a_pass_over_no_rows_gives_a_gradient_of_0_to_each_weight(architecture, scores, make_model):
     """Torch sums the gradients of a sharded model only over the weights that have one. Bloom runs on padded batches."""
     path = make_model(architecture)
     (some, once), (none, also_once) = (
@@ -89,7 +83,7 @@ def test_a_pass_over_no_rows_gives_a_gradient_of_0_to_each_weight(architecture, 
     assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in none.values())
 
 
-def test_sampling_with_a_cache_does_not_recompute(make_model) -> None:
+def test_sampling_with_a_cache_does_not_recompute(make_model):
     """Outside of `recomputing` the layers keep keys and values."""
     model = load_policy(str(make_model("llama")))
     set_up_passes([model], config(gradient_checkpointing=True), CPU)
@@ -101,14 +95,14 @@ def test_sampling_with_a_cache_does_not_recompute(make_model) -> None:
         torch.testing.assert_close(last, model(input_ids=ids).logits[0, -1], rtol=1e-5, atol=1e-6)
 
 
-def test_a_model_without_gradient_checkpointing_is_refused(make_model) -> None:
+def test_a_model_without_gradient_checkpointing_is_refused(make_model):
     model = load_policy(str(make_model("llama")))
     model.supports_gradient_checkpointing = False
     with pytest.raises(ConfigError, match="gradient_checkpointing: transformers does not support it for a Llama"):
         set_up_passes([model], config(gradient_checkpointing=True), CPU)
 
 
-def test_a_stage_ends_with_the_same_weights(tmp_path: Path, make_model, run_stage) -> None:
+def test_a_stage_ends_with_the_same_weights(tmp_path, make_model, run_stage):
     changes = {"policy": {"path": str(make_model("llama"))}, "value_model": {"init": "policy"}}
     changes["rewards"] = [{"type": "length", "target": 5}]
     plain, recomputed = (
@@ -119,7 +113,7 @@ def test_a_stage_ends_with_the_same_weights(tmp_path: Path, make_model, run_stag
     assert max((end[name] - weight).abs().max() for name, weight in start.items()) > 1e-3
 
 
-def test_a_torch_compile_error_is_one_line(make_model, monkeypatch) -> None:
+def test_a_torch_compile_error_is_one_line(make_model, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("\nno compiler\nmore lines")
 
@@ -132,7 +126,7 @@ def test_a_torch_compile_error_is_one_line(make_model, monkeypatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_compiled_passes_give_the_same_weights_and_names(tmp_path: Path, make_model, run_stage) -> None:
+def test_compiled_passes_give_the_same_weights_and_names(tmp_path, make_model, run_stage):
     """A large eps makes the size of a gradient visible in Adam's first steps."""
     changes = {"model": {"path": str(make_model("llama"))}, "optimizer": {"eps": 1e-3}}
     changes["checkpoints"] = {"every_steps": 1}
@@ -143,7 +137,7 @@ def test_compiled_passes_give_the_same_weights_and_names(tmp_path: Path, make_mo
     assert rows[0]["time/compile_s"] > 0
 
 
-def test_bfloat16_without_instructions_for_it_is_reported(monkeypatch) -> None:
+def test_bfloat16_without_instructions_for_it_is_reported(monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False, "amx_bf16": False})
     assert not has_bfloat16(CPU)
     lines, _ = set_up_passes([], config(precision="bfloat16"), CPU)

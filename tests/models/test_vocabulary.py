@@ -1,15 +1,11 @@
 """`model.add_tokens`: tokens and embeddings, saved and known to later stages; models with other tokens are refused."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
-from rlhf_cli.cli import app
 from rlhf_cli.config.models import ScratchModel
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models.frozen import freeze
@@ -17,6 +13,7 @@ from rlhf_cli.models.load import load_policy, load_tokenizer
 from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model
 from rlhf_cli.models.vocabulary import add_tokens, embed_tokens, require_same_tokens
+from support.runs import rlhf
 from support.tiny import SETTINGS, read_jsonl
 
 NEW = ["<|user|>", "<|end|>"]
@@ -118,8 +115,7 @@ def test_a_new_model_has_the_tokens_of_its_tokenizer_whatever_its_settings_say(t
 def test_a_new_token_that_no_row_contains_is_said(make_model, write_config, tmp_path):
     model = {"path": str(make_model("llama")), "add_tokens": ["<|end|>", "<|user|>"]}
     config = write_config("sft", tmp_path, model=model, data={"prompt_template": "<|user|>{prompt}"})
-    result = CliRunner().invoke(app, ["sft", "--config", str(config)])
-    assert result.exit_code == 0, result.output
+    result = rlhf("sft", "--config", config)
     output = " ".join(result.output.split())
     assert "model.add_tokens: '<|end|>' is in no training row, so it is not learned." in output
     assert "'<|user|>' is in no training row" not in output

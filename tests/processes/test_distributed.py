@@ -1,7 +1,5 @@
 """What real processes exchange, and how long they wait for each other. Each runs a small program with gloo."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -10,7 +8,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +20,6 @@ from rlhf_cli.processes.exits import LOST
 from rlhf_cli.processes.signs_of_life import LastSign, missing
 from rlhf_cli.run.artifacts import read_manifest
 from support.crash import wait_for
-from support.forked import Forked
 from support.paths import ROOT
 from support.runs import slurm_variables, start_forked, variables
 
@@ -44,13 +40,13 @@ sys.exit(code)
 
 
 @pytest.fixture
-def start(tmp_path) -> Callable[..., list[Forked]]:
+def start(tmp_path):
     """A function that runs the body of a program in several processes with a `world`.
 
     `timeout_s` is that of the world. The store may take `patience_s` to answer.
     """
 
-    def processes(body: str, count: int, *, timeout_s: float = 120.0, patience_s: float = 20.0) -> list[Forked]:
+    def processes(body, count, *, timeout_s=120.0, patience_s=20.0):
         body = textwrap.indent(textwrap.dedent(body), "    ")
         code = PROGRAM.format(body=body, timeout_s=timeout_s, patience_s=patience_s)
         return start_forked(variables(count), code, log=tmp_path / "body")
@@ -286,7 +282,7 @@ def test_process_0_keeps_the_store_until_the_others_know_the_exit_code():
     assert first.claim()
     codes = []
 
-    def start() -> None:
+    def start():
         with pytest.raises(EndedElsewhere) as ended:
             second.wait_until_ready(120.0)
         codes.append(ended.value.exit_code)

@@ -3,8 +3,6 @@
 The processes here are small programs without torch. Real stages are in tests/stages/test_nproc.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -13,7 +11,6 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +20,7 @@ from support.crash import wait_for
 from support.paths import ROOT
 
 
-def run(body: str, count: int = 2, grace_s: float = 120, **more: Any) -> int:
+def run(body, count=2, grace_s=120, **more):
     """Run a program in `count` processes; `rank` is a variable of it."""
     program = "import json, os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(body)
     return run_processes([sys.executable, "-S", "-c", program], count, "rlhf sft again", grace_s=grace_s, **more)
@@ -124,7 +121,7 @@ def test_a_signal_during_the_start_of_a_process_reaches_it_too(tmp_path, monkeyp
     """
     start = subprocess.Popen
 
-    def start_slowly(*args: Any, **more: Any) -> Any:
+    def start_slowly(*args, **more):
         worker = start(*args, **more)
         rank = more["env"]["RANK"]
         wait_for(lambda: (tmp_path / rank).exists())

@@ -1,10 +1,7 @@
 """Passes in threads: their order and errors, and that every stage has the same bytes on 1, 2, 3 and 4 of them."""
 
-from __future__ import annotations
-
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -261,7 +258,7 @@ OPTIONS = {
 }
 
 
-def files_of(stage: Path) -> dict[str, object]:
+def files_of(stage):
     """The bytes of a stage's models and samples, and its metrics without times."""
     measured = ("time/", "speed/", "memory/")
     rows = [

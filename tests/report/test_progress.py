@@ -1,13 +1,9 @@
 """What a stage prints: the progress line in a terminal of any width, health findings, the end of PPO."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,16 +25,14 @@ SFT, PPO = FIGURES["sft"], FIGURES["ppo"]
 
 
 @contextmanager
-def still_clock() -> Iterator[float]:
+def still_clock():
     """The time of a clock that stands still, which the progress line reads."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
         yield 1000.0
 
 
-def line(
-    width: int, shown: list[str], done: int = 123, total: int = 500, stage: str = "sft", findings: str = ""
-) -> str:
+def line(width, shown, done=123, total=500, stage="sft", findings=""):
     """The progress line of a run that did its first `done` steps in a little more than 123 seconds."""
     progress = Progress(stage, total, "step", 0)
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
@@ -53,13 +47,13 @@ def line(
 
 
 @pytest.mark.parametrize("shown", [SFT, PPO, []])
-def test_steps_and_time_left_are_shown_at_any_width(shown: list[str]) -> None:
+def test_steps_and_time_left_are_shown_at_any_width(shown):
     for width in (40, 60, 80, 100, 120, 200):
         assert re.match("sft ━+ *123/500 6:17 left", line(width, shown)), width
     assert line(24, shown) == "sft 123/500 6:17 left", "the bar makes room"
 
 
-def test_80_columns_show_the_first_figures_and_120_all() -> None:
+def test_80_columns_show_the_first_figures_and_120_all():
     assert line(80, SFT).endswith("6:17 left loss 1.23 held-out 1.31 grad norm 0.87")
     assert line(120, SFT).endswith("left loss 1.23 held-out 1.31 grad norm 0.87 lr 0.0005 tokens/s 25305")
     assert line(120, PPO, stage="ppo").endswith("left score -0.512 KL 1.23 length 25.4 entropy 0.355 1.0 s/step")
@@ -69,14 +63,14 @@ def test_80_columns_show_the_first_figures_and_120_all() -> None:
 @pytest.mark.parametrize(("done", "total"), [(1, 50), (123, 1000), (1234, 500_000)])
 @pytest.mark.parametrize("stage", FIGURES)
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_three_main_figures_are_always_there(width: int, stage: str, done: int, total: int, findings: str) -> None:
+def test_the_three_main_figures_are_always_there(width, stage, done, total, findings):
     """Also beside a run of half a million steps with half a day left, and whatever the health findings are."""
     text = line(width, FIGURES[stage], done, total, stage, findings)
     assert f"{done}/{total} " in text
     assert " ".join(FIGURES[stage][:3]) in text
 
 
-def test_figures_are_dropped_from_the_right_and_never_skipped() -> None:
+def test_figures_are_dropped_from_the_right_and_never_skipped():
     """A short figure behind a long one must not take its place: which ones are shown would change with their values."""
     full = [f"{name} 0.{'1' * size}" for name, size in (("a", 3), ("b", 9), ("c", 15), ("d", 1))]
     for width in range(40, 140):
@@ -84,15 +78,15 @@ def test_figures_are_dropped_from_the_right_and_never_skipped() -> None:
         assert shown == full[: len(shown)], width
 
 
-def test_the_bar_grows_with_the_steps() -> None:
-    def filled(done: int) -> int:
+def test_the_bar_grows_with_the_steps():
+    def filled(done):
         return line(80, [], done, total=100).count("━")
 
     assert [filled(done) for done in (0, 50, 100)] == [0, 3, 6]
     assert line(80, [], 0, total=100).count("-:--") == 1
 
 
-def test_a_resumed_run_estimates_the_time_from_its_own_steps() -> None:
+def test_a_resumed_run_estimates_the_time_from_its_own_steps():
     progress = Progress("sft", 100, "step", done=90)
     with still_clock() as now:
         progress.done, progress.started = 95, now - 10
@@ -101,9 +95,7 @@ def test_a_resumed_run_estimates_the_time_from_its_own_steps() -> None:
 
 
 @pytest.mark.parametrize(("is_terminal", "quiet"), [(True, False), (False, False), (True, True)])
-def test_a_terminal_shows_the_line_a_file_gets_plain_lines_and_quiet_shows_nothing(
-    is_terminal: bool, quiet: bool
-) -> None:
+def test_a_terminal_shows_the_line_a_file_gets_plain_lines_and_quiet_shows_nothing(is_terminal, quiet):
     console = Console(file=io.StringIO(), width=80, force_terminal=is_terminal, color_system=None)
     display = Display("sft", quiet=quiet, console=console)
     display.begin(2, "step")
@@ -119,7 +111,7 @@ def test_a_terminal_shows_the_line_a_file_gets_plain_lines_and_quiet_shows_nothi
 # ------------------------------------------------------------------------------------------------------- health
 
 
-def test_the_line_has_the_findings_that_hold_without_their_figures() -> None:
+def test_the_line_has_the_findings_that_hold_without_their_figures():
     display = new_display(80, is_terminal=True)
     display.begin(50, "iteration")
     shown = []
@@ -130,8 +122,8 @@ def test_the_line_has_the_findings_that_hold_without_their_figures() -> None:
     assert shown == ["empty (since iteration 3), alike", ""]
 
 
-def test_the_recap_has_every_kind_of_finding_with_its_steps(tmp_path: Path) -> None:
-    def finding(name: str, message: str) -> dict[str, str]:
+def test_the_recap_has_every_kind_of_finding_with_its_steps(tmp_path):
+    def finding(name, message):
         return {"name": name, "severity": "warning", "message": message, "advice": f"Mend {name}"}
 
     rows = [
@@ -160,7 +152,7 @@ def test_the_recap_has_every_kind_of_finding_with_its_steps(tmp_path: Path) -> N
 # --------------------------------------------------------------------------------------------- a run in progress
 
 
-def test_a_checkpoint_keeps_the_held_out_figures_of_the_screen(tmp_path: Path) -> None:
+def test_a_checkpoint_keeps_the_held_out_figures_of_the_screen(tmp_path):
     files = StageFiles(tmp_path, writes=True)
     files.latest = {"loss/sft": 2.0, "eval/loss": 1.5}
     _, numbers = files.state()
@@ -169,7 +161,7 @@ def test_a_checkpoint_keeps_the_held_out_figures_of_the_screen(tmp_path: Path) -
     assert resumed.latest == {"eval/loss": 1.5}
 
 
-def test_the_last_row_of_a_file_that_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_row_of_a_file_that_is_being_written(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     assert last_row(path) is None
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "los')
@@ -182,19 +174,19 @@ def test_the_last_row_of_a_file_that_is_being_written(tmp_path: Path, monkeypatc
 # --------------------------------------------------------------------------------------------------- the end of PPO
 
 
-def written_on(display: Display) -> str:
+def written_on(display):
     assert isinstance(display.console.file, io.StringIO)
     return display.console.file.getvalue()
 
 
-def new_display(width: int, *, is_terminal: bool) -> Display:
+def new_display(width, *, is_terminal):
     console = Console(
         file=io.StringIO(), width=width, force_terminal=is_terminal, color_system=None, soft_wrap=not is_terminal
     )
     return Display("ppo", quiet=False, console=console)
 
 
-def test_the_final_table_shows_no_seconds_and_no_rounding_errors() -> None:
+def test_the_final_table_shows_no_seconds_and_no_rounding_errors():
     display = new_display(80, is_terminal=False)
     sft, ppo = ({"score_mean": x, "kl": kl, "seconds": 2.0} for x, kl in ((0.1, -3e-7), (1.5, 2.5391)))
     display.before_and_after({"num_prompts": 3, "sft": sft, "ppo": ppo, "examples": []})
@@ -205,7 +197,7 @@ def test_the_final_table_shows_no_seconds_and_no_rounding_errors() -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_an_exchange_is_wrapped_and_indented_on_a_terminal_and_one_line_each_in_a_file(is_terminal: bool) -> None:
+def test_an_exchange_is_wrapped_and_indented_on_a_terminal_and_one_line_each_in_a_file(is_terminal):
     reply = "word " * 30
     display = new_display(40, is_terminal=is_terminal)
     display.exchange("A prompt\nof two lines :smile: [b]", {"PPO": reply})

@@ -7,13 +7,10 @@ import shutil
 import subprocess
 import time
 from importlib import resources
-from pathlib import Path
 
 import pytest
 import vl_convert
-from typer.testing import CliRunner
 
-from rlhf_cli.cli import app
 from rlhf_cli.commands import pipeline as pipeline_module
 from rlhf_cli.files import digest_file
 from rlhf_cli.health import ranking
@@ -29,18 +26,15 @@ from rlhf_cli.report.charts import (
     shared_runs,
 )
 from rlhf_cli.report.page import javascript, picture, run_charts
-from rlhf_cli.report.run_data import CURVES, HELD_OUT, MOST_POINTS, SETTING, RunData, curves, read_run
+from rlhf_cli.report.run_data import CURVES, HELD_OUT, MOST_POINTS, SETTING, curves, read_run
 from rlhf_cli.report.tables import tables_of
 from rlhf_cli.report.verdict import headline, verdict
+from support.runs import refused, rlhf
 
 HOSTILE = "</script><script>alert(1)</script><b>&amp; \u2028 {{ 7 * 7 }}"
 
 
-def report(*arguments: object):
-    return CliRunner().invoke(app, ["report", *map(str, arguments)])
-
-
-def write(path: Path, rows) -> None:
+def write(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
@@ -115,7 +109,7 @@ EVALUATIONS = {
 
 
 @pytest.fixture
-def run(tmp_path) -> Path:
+def run(tmp_path):
     """The files of a run whose figures are all different; PPO had one kind of finding in two stretches."""
     root = tmp_path / "run"
     for stage, evaluation in EVALUATIONS.items():
@@ -140,19 +134,17 @@ def run(tmp_path) -> Path:
 
 
 @pytest.fixture
-def read(run) -> RunData:
+def read(run):
     return read_run(run, "run")
 
 
-def data_of(page: str):
+def data_of(page):
     match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert match is not None
     return json.loads(match[1])
 
 
 def test_the_page_holds_curves_tables_samples_and_findings(run):
-    result = report(run)
-    assert result.exit_code == 0, result.output
+    result = rlhf("report", run)
     page = (run / "report.html").read_text(encoding="utf-8")
     assert str(run / "report.html") in result.output.replace("\n", "")
     found = data_of(page)
@@ -171,7 +163,7 @@ def test_the_page_holds_curves_tables_samples_and_findings(run):
     assert "Over-optimisation: gold was highest at iteration 45 (4.20) and ended at 3.10" in page
 
 
-def shown_figure(value: float) -> str:
+def shown_figure(value):
     return f"{value:.2f} [{value - 0.1:.2f}, {value + 0.1:.2f}]"
 
 
@@ -238,13 +230,13 @@ def test_each_cell_of_the_tables_is_the_figure_of_its_row_and_column(read):
     }
 
 
-def fields(layer: dict, *names: str) -> list[tuple]:
+def fields(layer, *names):
     """The values that a layer draws, by its own encoding: ("x", "y") gives the points."""
     keys = [layer["encoding"][name]["field"] for name in names]
     return [tuple(row.get(key) for key in keys) for row in layer["data"]["values"]]
 
 
-def colors_of(spec: dict) -> dict[str, str]:
+def colors_of(spec):
     scale = spec["encoding"]["color"]["scale"]
     return dict(zip(scale["domain"], scale["range"], strict=True))
 
@@ -312,7 +304,7 @@ def test_each_curve_draws_its_metric_and_what_it_is_compared_with(read):
 
 
 def test_the_page_needs_nothing_else_is_small_and_shows_the_text_of_a_run_as_text(run):
-    report(run)
+    rlhf("report", run)
     page = (run / "report.html").read_text(encoding="utf-8")
     assert len(page.encode()) < 2_000_000
     own = page.split("<script>")[0]  # Behind it is the chart library, which can load pictures but has none here.
@@ -338,8 +330,7 @@ def test_every_chart_is_drawn(run):
 def test_the_png_shows_the_main_curves_in_colours_without_a_style_sheet(run, tmp_path, monkeypatch):
     drawn, draw = [], vl_convert.vegalite_to_png
     monkeypatch.setattr(vl_convert, "vegalite_to_png", lambda text, **how: drawn.append(text) or draw(text, **how))
-    result = report(run, "--png", tmp_path / "a" / "curves.png")
-    assert result.exit_code == 0
+    result = rlhf("report", run, "--png", tmp_path / "a" / "curves.png")
     assert str(tmp_path / "a" / "curves.png") in result.output.replace("\n", "")
     assert (tmp_path / "a" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert len(picture([read_run(run, "run")])["concat"]) >= 4
@@ -350,9 +341,7 @@ def test_the_png_shows_the_main_curves_in_colours_without_a_style_sheet(run, tmp
 
 @pytest.mark.parametrize(("name", "says"), [("missing", "no such directory"), (".", "no stage has metrics yet")])
 def test_a_directory_without_a_run_gets_one_line(tmp_path, name, says):
-    result = report(tmp_path / name)
-    assert result.exit_code == 2
-    assert says in " ".join(result.output.split())
+    assert says in refused("report", tmp_path / name)
 
 
 def test_a_long_run_is_thinned_with_its_extremes():
@@ -378,7 +367,6 @@ def test_rows_that_are_damaged_or_not_finite_are_skipped(run):
 
 def test_a_finding_has_a_bar_for_each_stretch_and_a_line_in_the_page(run, read):
     chart = findings_chart(read, read.stages["ppo"])
-    assert chart is not None
     assert fields(chart.spec, "y", "x", "x2") == [
         ("kl_runaway", 4, 7),
         ("kl_runaway", 11, 12),
@@ -387,7 +375,7 @@ def test_a_finding_has_a_bar_for_each_stretch_and_a_line_in_the_page(run, read):
     score = next(chart for chart in curve_charts([read]) if chart.title == "Score")
     (rules,) = (layer for layer in score.spec["layer"] if layer["mark"]["type"] == "rule")
     assert [(row["name"], row["x"]) for row in rules["data"]["values"]] == [("kl_runaway", 4), ("overoptimisation", 20)]
-    report(run)
+    rlhf("report", run)
     page = (run / "report.html").read_text(encoding="utf-8")
     for name, when in (("kl_runaway", "4 iterations (4 to 11)"), ("overoptimisation", "iteration 20")):
         assert f"<dt><strong>{name}</strong><br>{when}</dt>" in page
@@ -418,7 +406,7 @@ def test_runs_with_other_rewards_do_not_share_a_chart_of_the_score(project, tmp_
     charts = [chart.id for chart in distance_charts(runs) if chart.id.startswith("path")]
     assert charts == ["path-gold-one-two", "path-score-one", "path-score-two"]
     page = (tmp_path / "both.html").resolve()
-    assert report(project / "run", other, "--out", page).exit_code == 0
+    rlhf("report", project / "run", other, "--out", page)
     text = page.read_text(encoding="utf-8")
     assert "Config keys that differ" in text
     assert "ppo: rewards" in text
@@ -450,14 +438,14 @@ def test_a_stage_that_is_not_finished_comes_first_in_report_watch_status_and_dia
         write(partial / "end.json", [end])
     elif end is None:
         shutil.rmtree(partial)
-    assert report(root).exit_code == 0
+    rlhf("report", root)
     page = (root / "report.html").read_text(encoding="utf-8")
     assert "finished on" not in page
     assert page.index(f'<p class="state">{says}</p>') < page.index("<p>SFT: held-out loss")
     assert f"{root}/ppo/config.yaml" not in page, "there is no such file"
     assert f"{root}/rm/config.yaml" in page
     words = {
-        name: " ".join(CliRunner().invoke(app, [name, str(root)], env={"COLUMNS": "200"}).output.split())
+        name: " ".join(rlhf(name, root, env={"COLUMNS": "200"}).output.split())
         for name in ("watch", "status", "diagnose")
     }
     state, _, why = says.partition(": ")[2].partition(": ")
@@ -468,8 +456,7 @@ def test_a_stage_that_is_not_finished_comes_first_in_report_watch_status_and_dia
     assert f"ppo {state.split(' after')[0]}" in words["status"]
     assert words["diagnose"].startswith(says)
     assert "causes shows (" not in words["diagnose"]
-    result = CliRunner().invoke(app, ["diagnose", str(root), "--files-only"])
-    assert result.exit_code == (0 if end is None else 2)
+    rlhf("diagnose", root, "--files-only", code=0 if end is None else 2)
 
 
 @pytest.mark.parametrize(
@@ -488,7 +475,7 @@ def test_the_page_begins_with_the_result_in_one_sentence(run, difference, says):
     same["gold"] = difference or {}
     write(path, [found])
     assert headline(read_run(run, "r")) == says
-    report(run)
+    rlhf("report", run)
     page = (run / "report.html").read_text(encoding="utf-8")
     assert page.index(f'<p class="headline">{says}</p>') < page.index("<p>Reward model")
     found["difference"]["gold"] = figure(0.0)
@@ -520,7 +507,7 @@ def test_runs_that_share_a_stage_share_its_curve(project, tmp_path):
     assert list(shared_runs(runs[:2], "ppo")) == ["one", "two"]
 
 
-def luminance(color: str) -> float:
+def luminance(color):
     """The relative luminance of #rrggbb or #rgb (WCAG 2)."""
     digits = color[1:] if len(color) == 7 else "".join(2 * digit for digit in color[1:])
     parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
@@ -528,7 +515,7 @@ def luminance(color: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(one, other):
     dark, light = sorted((luminance(one), luminance(other)))
     return (light + 0.05) / (dark + 0.05)
 
@@ -557,9 +544,7 @@ def test_text_and_curves_have_the_contrast_of_wcag_aa():
 def run_pipeline(project, monkeypatch):
     """`rlhf pipeline` on a finished project, in which no stage has anything to do."""
     monkeypatch.setattr(pipeline_module, "run_stage", lambda *_, **__: False)
-    result = CliRunner().invoke(app, ["pipeline", str(project)])
-    assert result.exit_code == 0, result.output
-    return " ".join(result.output.split())
+    return " ".join(rlhf("pipeline", project).output.split())
 
 
 def test_a_pipeline_ends_with_its_report(project, monkeypatch):
@@ -607,7 +592,7 @@ def test_training_figures_are_smoothed_and_others_are_not(read):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium on the PATH")
 def test_the_page_in_a_browser_draws_filters_and_has_no_errors(run, tmp_path):
-    report(run)
+    rlhf("report", run)
     page = (run / "report.html").read_text(encoding="utf-8")
     watch = """<script>const seen = []; addEventListener("error", (event) => seen.push(event.message));
       for (const name of ["warn", "error"]) console[name] = (...words) => seen.push(words.join(" "));</script>"""
@@ -624,7 +609,6 @@ def test_the_page_in_a_browser_draws_filters_and_has_no_errors(run, tmp_path):
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
     dump = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, check=True).stdout
     match = re.search(r"<title>(\{.*?\})</title>", dump)
-    assert match is not None
     found = json.loads(html.unescape(match[1]))
     assert found["seen"] == []
     assert found["counts"] == ["1 to 1 of 1", "0 of 0"]

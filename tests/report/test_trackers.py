@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import json
 import time
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -76,7 +75,7 @@ def root(tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
-def trackers_of(root: Path, name: str, monkeypatch: pytest.MonkeyPatch, service: Any = None) -> Trackers:
+def trackers_of(root, name, monkeypatch, service=None):
     if service is not None:
         monkeypatch.setitem(TRACKERS, name, service)
     overrides = [f"artifacts={root}", f"trackers=[{name}]"]
@@ -84,7 +83,7 @@ def trackers_of(root: Path, name: str, monkeypatch: pytest.MonkeyPatch, service:
     return Trackers("sft", config, Display("sft", quiet=True))
 
 
-def write(root: Path, steps: list[int], trackers: Trackers | None = None) -> None:
+def write(root, steps, trackers=None):
     """The rows of these steps: metrics, a sample, and a finding in step 3. Trackers that have begun get them too."""
     for step in steps:
         rows = {
@@ -101,14 +100,14 @@ def write(root: Path, steps: list[int], trackers: Trackers | None = None) -> Non
                 trackers.send(name, written)
 
 
-def cut(root: Path, num_steps: int) -> None:
+def cut(root, num_steps):
     """What a resumed run does first: remove the rows after the checkpoint."""
     for name in FILES:
         path = root / ".sft.partial" / f"{name}.jsonl"
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:num_steps]))
 
 
-def interrupted_and_resumed(root: Path, name: str, monkeypatch: pytest.MonkeyPatch, service: Any = None) -> None:
+def interrupted_and_resumed(root, name, monkeypatch, service=None):
     """Five steps, a crash, and the rest from the checkpoint of step 3."""
     first = trackers_of(root, name, monkeypatch, service)
     write(root, STEPS[:5])
@@ -190,7 +189,7 @@ def test_a_stage_sends_what_it_writes_and_resumes_its_run(tmp_path, monkeypatch,
     assert [(step, row.keys()) for step, row in sent] == [(step, row.keys()) for step, row in rows]
 
 
-def tensorboard_points(root: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[str, list[int]]]:
+def tensorboard_points(root):
     accumulator = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(root / "tensorboard" / "sft"))
     events.Reload()
@@ -210,7 +209,7 @@ def test_tensorboard_has_every_step_once(root, monkeypatch):
     assert texts["config/text_summary"] == [0]
 
 
-def wandb_records(path: Path) -> list[Any]:
+def wandb_records(path):
     """The records of an offline run's file, which has the log format of LevelDB: blocks of 32 KB."""
     record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
     data, position, parts, found = path.read_bytes(), 7, b"", []

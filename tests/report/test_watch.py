@@ -15,6 +15,7 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands.watch import ASCII_BLOCKS, Watched, _screen, sparkline, watch
 from rlhf_cli.files import Tail
 from rlhf_cli.run.lock import Lock
+from support.runs import rlhf
 
 
 def write(path, rows, mode="w"):
@@ -151,10 +152,8 @@ def test_sparklines_without_unicode_and_of_nothing():
 
 
 def test_the_command_prints_once_into_a_pipe(run, tmp_path):
-    result = CliRunner().invoke(app, ["watch", str(run)])
-    assert result.exit_code == 0
+    result = rlhf("watch", run)
     assert "12/50" in result.output
-    result = CliRunner().invoke(app, ["watch", str(tmp_path / "missing")])
-    assert result.exit_code == 2
+    rlhf("watch", tmp_path / "missing", code=2)
     (tmp_path / "empty").mkdir()
     assert "no stage has metrics yet" in CliRunner().invoke(app, ["watch", str(tmp_path / "empty")]).output

@@ -1,9 +1,6 @@
 """The artifact directory: complete or not there, and never worse than before."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -12,14 +9,14 @@ from rlhf_cli.run import artifacts
 from support.projects import FACTS
 
 
-def make(root: Path, text: str = "weights") -> artifacts.Manifest:
+def make(root, text="weights"):
     partial = artifacts.open_partial(root, "sft")
     (partial / "model").mkdir()
     (partial / "model" / "model.safetensors").write_text(text)
     return artifacts.publish(root, "sft", **FACTS)
 
 
-def test_a_published_stage_lists_every_file_with_its_digest(tmp_path: Path) -> None:
+def test_a_published_stage_lists_every_file_with_its_digest(tmp_path):
     manifest = make(tmp_path)
     directory = artifacts.stage_directory(tmp_path, "sft")
     assert manifest.files == {"model/model.safetensors": artifacts.digest_file(directory / "model/model.safetensors")}
@@ -30,13 +27,13 @@ def test_a_published_stage_lists_every_file_with_its_digest(tmp_path: Path) -> N
     assert artifacts.model_directory(str(directory / "model")) == str(directory / "model")
 
 
-def test_a_stage_is_built_in_an_empty_folder_unless_it_is_resumed(tmp_path: Path) -> None:
+def test_a_stage_is_built_in_an_empty_folder_unless_it_is_resumed(tmp_path):
     (artifacts.open_partial(tmp_path, "rm") / "members").mkdir()
     assert (artifacts.open_partial(tmp_path, "rm", keep=True) / "members").is_dir()
     assert list(artifacts.open_partial(tmp_path, "rm").iterdir()) == []
 
 
-def test_a_publication_cut_off_between_its_renames_is_undone(tmp_path: Path) -> None:
+def test_a_publication_cut_off_between_its_renames_is_undone(tmp_path):
     make(tmp_path, "old")
     (tmp_path / "sft").rename(tmp_path / ".sft.old")
     assert artifacts.require_stage(tmp_path, "sft") == tmp_path / "sft"
@@ -44,14 +41,14 @@ def test_a_publication_cut_off_between_its_renames_is_undone(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"contract": 99}', '{"contract": 1}'])
-def test_a_broken_manifest_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_broken_manifest_is_refused(tmp_path, text):
     make(tmp_path)
     (tmp_path / "sft" / "manifest.json").write_text(text)
     with pytest.raises(ArtifactError, match="Run the stage again with --restart"):
         artifacts.read_manifest(tmp_path / "sft")
 
 
-def test_fingerprints_change_with_the_content(tmp_path: Path) -> None:
+def test_fingerprints_change_with_the_content(tmp_path):
     file, folder = tmp_path / "a.jsonl", tmp_path / "model"
     file.write_text("1")
     folder.mkdir()

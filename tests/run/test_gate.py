@@ -1,11 +1,8 @@
 """The gate before PPO: `require` holds figures of earlier stages against limits."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
-from typing import Any
 
 import pytest
 import torch
@@ -41,7 +38,7 @@ def config(tmp_path, configs):
     write_manifest(tmp_path / "run" / "sft", "sft", metrics={"eval/loss": 0.4})
     write_manifest(tmp_path / "run" / "rm", "rm", metrics=FIGURES)
 
-    def load(require: dict[str, Any], **changes: Any) -> PPOConfig:
+    def load(require, **changes):
         values = {"artifacts": str(tmp_path / "run"), **configs["ppo"], "require": require, **changes}
         return load_values(values, PPOConfig, [], "ppo.yaml")
 
@@ -110,7 +107,7 @@ def test_every_reward_model_must_meet_the_limit_and_one_must_exist(config, tmp_p
         check_requirements(config({"rm/accuracy": {"above": 0.6}}, rewards=[{"type": "length", "target": 5}]))
 
 
-def invoke(*arguments: object):
+def invoke(*arguments):
     return CliRunner().invoke(app, list(map(str, arguments)))
 
 

@@ -1,7 +1,5 @@
 """What a stage reads is what the earlier stage wrote: damaged, foreign and stale inputs are named by every command."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -28,7 +26,7 @@ from support.setup import config_of
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> Path:
+def built(tmp_path_factory):
     """A project with relative paths, so that a copy of it is up to date, and its three finished stages."""
     folder = tmp_path_factory.mktemp("built")
     with pytest.MonkeyPatch.context() as patch:
@@ -40,7 +38,7 @@ def built(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def here(built, tmp_path, monkeypatch) -> Path:
+def here(built, tmp_path, monkeypatch):
     """A copy of the built project, which is the working directory."""
     shutil.copytree(built, tmp_path / "p")
     monkeypatch.chdir(tmp_path / "p")
@@ -48,20 +46,20 @@ def here(built, tmp_path, monkeypatch) -> Path:
     return tmp_path / "p"
 
 
-def rlhf(*arguments: str, code: int = 0) -> str:
+def rlhf(*arguments, code=0):
     result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == code, result.output
     assert "Traceback" not in result.output
     return " ".join((result.output if code == 0 else result.stderr).split())
 
 
-def flip_a_bit(weights: Path) -> None:
+def flip_a_bit(weights):
     content = bytearray(weights.read_bytes())
     content[-5] ^= 1
     weights.write_bytes(content)
 
 
-def put_another_run_there(weights: Path) -> None:
+def put_another_run_there(weights):
     """With the time stamps of the other file."""
     os.utime("run/sft/model/model.safetensors", (1, 1))
     shutil.copy2("run/sft/model/model.safetensors", weights)
@@ -213,7 +211,7 @@ def f(prompts, responses, rows):
 
 
 @pytest.fixture
-def modules(tmp_path) -> Path:
+def modules(tmp_path):
     """A reward file with modules beside it, some of which it imports."""
     files = {
         "reward.py": REWARD,

@@ -1,7 +1,5 @@
 """The forms of AdamW that keep less than float32: their steps, their quality, and resuming."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -14,7 +14,7 @@ from rlhf_cli.processes.microbatches import GradientSum
 from support.worlds import ThreadWorld, in_each_process
 
 
-def model_of(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def model_of(dtype=torch.float32):
     """Two layers and one that no pass uses. The same in every process."""
     draw = torch.Generator().manual_seed(0)
     layers = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 2)).to(dtype)
@@ -23,11 +23,11 @@ def model_of(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return layers
 
 
-def loss_of(model: nn.Sequential, rows: torch.Tensor) -> torch.Tensor:
+def loss_of(model, rows):
     return model[1](model[0](rows).tanh()).square().sum()
 
 
-def losses_of(rows: torch.Tensor, *models: nn.Sequential):
+def losses_of(rows, *models):
     """For each model the loss of a piece, the number of one of the `rows`."""
     return [lambda piece, model=model: (loss_of(model, rows[piece]), {}) for model in models]
 

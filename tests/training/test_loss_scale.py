@@ -1,7 +1,5 @@
 """float16 with a scaled loss: overflows, bad steps, checkpoints, and the quality of training."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

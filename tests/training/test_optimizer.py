@@ -1,7 +1,5 @@
 """AdamW as every stage builds it, compared with its formula written out by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -14,7 +12,7 @@ GRADIENTS = ((0.5, -2.0), (1e-4, 3.0), (-0.2, 0.0), (0.7, 1.0))
 """Of two weights in four steps."""
 
 
-def adamw(weight: float, gradients: list[float], config: Optimizer, *, weight_decay: float) -> float:
+def adamw(weight, gradients, config, *, weight_decay):
     """A weight after AdamW's steps at a constant learning rate (Loshchilov and Hutter 2019, algorithm 2)."""
     first = second = 0.0
     (beta1, beta2), rate = config.betas, config.learning_rate
@@ -29,7 +27,7 @@ def adamw(weight: float, gradients: list[float], config: Optimizer, *, weight_de
 class Layer(torch.nn.Module):
     """A matrix with a bias, and a norm: the kinds of weights of a language model."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear, self.norm = torch.nn.Linear(1, 2), torch.nn.LayerNorm(2)
         with torch.no_grad():
@@ -49,7 +47,7 @@ class Layer(torch.nn.Module):
     ],
     ids=str,
 )
-def test_steps_follow_adamw_and_only_matrices_decay(changes: dict[str, object]) -> None:
+def test_steps_follow_adamw_and_only_matrices_decay(changes):
     """Biases and the weights of norms do not decay. Every setting of the config changes the result."""
     config = Optimizer.model_validate(
         {"learning_rate": 0.1, "schedule": "constant", "warmup_steps": 0, "weight_decay": 1.0, **changes}
@@ -69,11 +67,11 @@ def test_steps_follow_adamw_and_only_matrices_decay(changes: dict[str, object]) 
         assert p.flatten().tolist() == pytest.approx(expected, abs=1e-5), name
 
 
-def test_a_warm_up_ratio_is_a_share_of_the_steps() -> None:
+def test_a_warm_up_ratio_is_a_share_of_the_steps():
     """It has the rates of the same number of `warmup_steps`, and both together are refused."""
 
-    def rates(**changes: float) -> list[float]:
-        config = Optimizer(learning_rate=0.5, schedule="linear", **changes)  # type: ignore[arg-type]
+    def rates(**changes):
+        config = Optimizer(learning_rate=0.5, schedule="linear", **changes)
         stepper, found = build_stepper(torch.nn.Linear(2, 2), config, 21), []
         for _ in range(21):
             found.append(stepper.learning_rate)
