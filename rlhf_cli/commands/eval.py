@@ -79,7 +79,7 @@ def evaluate(
                 report = measured.measure_ppo(run, samples, sampled_prompts, display)
         path = measured.write_evaluation(run, one, report)
         if one == "ppo" and server is not None:  # After everything else is written: a server can fail.
-            measured.judge_replies(report, server, Sentences(display))
+            measured.judge_replies(report, server.name, server.compare, Sentences(display))
             measured.write_evaluation(run, one, report)
         display.note(f"written to {path}")
 
@@ -110,7 +110,7 @@ class ServerJudge:
         self.writer = ServerWriter(writer, NAMES)
 
     def compare(self, pairs: Sequence[tuple[str, str, str]]) -> list[Verdict | None]:
-        """See `rlhf_cli.evaluation.evaluate.Judge`."""
+        """The better reply of each pair, as `Compare` says. Raises RunError if the judge cannot be asked."""
         questions = [
             Request.of(fill(self.template, prompt=prompt.strip(), a=a.strip(), b=b.strip()), number)
             for number, (prompt, a, b) in enumerate(pairs)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -26,16 +26,8 @@ REPLIES = 256
 """Held-out prompts that the SFT model answers."""
 
 
-class Judge(Protocol):
-    """A model that says which of two replies is better."""
-
-    name: str
-
-    def compare(self, pairs: Sequence[tuple[str, str, str]]) -> list[Literal["first", "second"] | None]:
-        """The better reply of each (prompt, first reply, second reply); None without a clear answer.
-
-        Raises RunError if the judge cannot be asked.
-        """
+Compare = Callable[[Sequence[tuple[str, str, str]]], list[Literal["first", "second"] | None]]
+"""The better reply of each (prompt, first reply, second reply), None without a clear answer."""
 
 
 def write_evaluation(run: Run, stage: str, report: dict[str, Any]) -> Path:
@@ -148,25 +140,25 @@ def _examples(arena: Arena, before: Replies, after: Replies) -> list[dict[str, A
     ]
 
 
-def judge_replies(report: dict[str, Any], judge: Judge, sentences: Sentences) -> None:
-    """Add the judge's win rates to the report of a PPO stage, and to each of its replies what PPO's reply got there.
+def judge_replies(report: dict[str, Any], name: str, compare: Compare, sentences: Sentences) -> None:
+    """Add the win rates of the judge `name` to the report of a PPO stage, and to each reply what PPO's got there.
 
     Each pair is asked in both orders. PPO's reply gets 1 if it wins both, 1/2 for a contradiction (a tie), 0 if it
     loses both. Equal texts are a tie and are not asked. A pair without a clear answer in one order is left out.
 
-    Raises RunError if the judge cannot be asked, or answers no pair clearly.
+    Raises RunError if it answers no pair clearly.
     """
     rows = report["replies"]
     texts = [(row.get("question", row["prompt"]), row["sft"]["reply"], row["ppo"]["reply"]) for row in rows]
     asked = [i for i, (_, sft, ppo) in enumerate(texts) if sft.strip() != ppo.strip()]
     questions = [(p, b, a) for p, a, b in (texts[i] for i in asked)] + [texts[i] for i in asked]
-    answers = judge.compare(questions)
+    answers = compare(questions)
     both = zip(asked, answers[: len(asked)], answers[len(asked) :], strict=True)
     # What the first of two replies gets, with PPO's first and with SFT's first.
     clear = {i: (float(ppo == "first"), float(sft == "first")) for i, ppo, sft in both if ppo and sft}
     if asked and not clear:
         raise RunError(
-            f"--judge: {judge.name} gave no clear answer on any of {len(asked)} pairs. Raise --judge-tokens, or write "
+            f"--judge: {name} gave no clear answer on any of {len(asked)} pairs. Raise --judge-tokens, or write "
             "a --judge-template that asks for the letter A or B alone"
         )
     unclear = set(asked) - clear.keys()
@@ -183,13 +175,13 @@ def judge_replies(report: dict[str, Any], judge: Judge, sentences: Sentences) ->
     }
     if clear:
         figures["judge_first_position"] = share_figure(torch.tensor(list(clear.values())).flatten())
-    show(sentences.display, f"PPO against SFT by {judge.name}, {len(judged)} prompts, both orders", {"rate": figures})
+    show(sentences.display, f"PPO against SFT by {name}, {len(judged)} prompts, both orders", {"rate": figures})
     sentences.say(
-        f"the judge {judge.name} prefers PPO's reply in {figures['judge'].value:.1%} of {len(judged)} prompts, ties "
+        f"the judge {name} prefers PPO's reply in {figures['judge'].value:.1%} of {len(judged)} prompts, ties "
         "counted 1/2"
     )
     if unclear:
-        sentences.say(f"the judge {judge.name} gave no clear answer on {len(unclear)} of {len(rows)} prompts")
+        sentences.say(f"the judge {name} gave no clear answer on {len(unclear)} of {len(rows)} prompts")
     report["win_rate"] |= as_json(figures)
-    report["judge"] = {"name": judge.name, "pairs": len(judged), "unclear": len(unclear)}
+    report["judge"] = {"name": name, "pairs": len(judged), "unclear": len(unclear)}
     report["sentences"] = [*report.get("sentences", []), *sentences.texts]

@@ -9,21 +9,9 @@ from statistics import fmean
 from typing import Any
 
 from rlhf_cli.health.recap import unit_of
-from rlhf_cli.report.run_data import (
-    COLORS,
-    CURVES,
-    HELD_OUT,
-    SETTING,
-    Curve,
-    RunData,
-    StageData,
-    config_of,
-    meaning_of,
-)
+from rlhf_cli.report.run_data import COLORS, CURVES, HELD_OUT, SETTING, Curve, RunData, StageData, config_of, meaning_of
 from rlhf_cli.run.artifacts import flat
 
-SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
-"""Names the language of a specification; nothing is fetched from there."""
 TRAINING, HELD_OUT_COLOR = COLORS[:2]
 WARNING, GRAY, BETTER, WORSE = "var(--warning)", "var(--soft)", "var(--better)", "var(--worse)"
 INK = "var(--ink)"
@@ -32,7 +20,7 @@ MOST_SCATTER = 1000
 
 @dataclass(frozen=True)
 class Chart:
-    """A specification, its title, and the section of the page that shows it."""
+    """A specification in Vega-Lite, its title, and the section of the page that shows it."""
 
     id: str
     section: str
@@ -104,11 +92,10 @@ def _reliability(bins: list[dict[str, Any]]) -> Chart | None:
     tips = [tip(name, format=".3~g") for name in ("stated", "true", "pairs")]
     layers = [
         layer([{"stated": x, "true": x} for x in (0.5, 1)], "line", {"strokeDash": [4, 4], "color": GRAY}, **at),
-        layer(rows, "line", {"point": False, "strokeWidth": 2, "color": HELD_OUT_COLOR}, **at),
+        layer(rows, "line", {"strokeWidth": 2, "color": HELD_OUT_COLOR}, **at),
         layer(rows, "circle", {"opacity": 0.9, "color": HELD_OUT_COLOR}, **at, size=size, tooltip=tips),
     ]
-    note = "dashed: confidence comes true"
-    return Chart("reliability", "rm", "Calibration", note, {"$schema": SCHEMA, "layer": layers})
+    return Chart("reliability", "rm", "Calibration", "dashed: confidence comes true", {"layer": layers})
 
 
 def side_colors(run: RunData, sides: Sequence[str]) -> dict[str, str]:
@@ -134,7 +121,7 @@ def _histogram(
     look = {name: {**one, "legend": {**one["legend"], "symbolType": "square"}} for name, one in named.items()}
     style, tips = {"opacity": 0.5, "binSpacing": 0, "stroke": INK}, [tip("side"), x, {**y, "format": ".1%"}]
     bars = layer(rows, "bar", style, x=x, y=y, **look, tooltip=tips)
-    return Chart(name, stage, title, note, {"$schema": SCHEMA, "transform": share, **bars})
+    return Chart(name, stage, title, note, {"transform": share, **bars})
 
 
 def _lengths(rows: list[dict[str, Any]], run: RunData) -> Chart | None:
@@ -144,7 +131,7 @@ def _lengths(rows: list[dict[str, Any]], run: RunData) -> Chart | None:
     tips = [tip("side"), tip("tokens"), tip("score", format=".2f")]
     sides = by_name("side", side_colors(run, ["SFT", "PPO"]), also="shape")
     spec = layer(rows, "point", {"size": 28, "opacity": 0.6}, **at, **sides, tooltip=tips)
-    return Chart("length", "ppo", "Score against length", "one point per reply", {"$schema": SCHEMA, **spec})
+    return Chart("length", "ppo", "Score against length", "one point per reply", spec)
 
 
 # ------------------------------------------------------------------------------- curves over steps, health findings
@@ -191,18 +178,17 @@ def shared_runs(runs: Sequence[RunData], stage: str) -> dict[str, StageData]:
     groups: list[tuple[StageData, list[str]]] = []
     for run in runs:
         if (data := run.stages.get(stage)) is not None:
-            same = [names for first, names in groups if same_stage(first, data)]
-            if same:
-                same[0].append(run.name)
-            else:
-                groups.append((data, [run.name]))
+            names = next((names for first, names in groups if same_stage(first, data)), None)
+            if names is None:
+                groups.append((data, names := []))
+            names.append(run.name)
     return {
         f"all {len(runs)} runs" if 2 < len(names) == len(runs) else ", ".join(names): first for first, names in groups
     }
 
 
 def same_stage(one: StageData, other: StageData) -> bool:
-    """Whether both are the same finished stage, as in runs that share SFT and RM."""
+    """True for one finished stage that two runs share."""
     return one.manifest is not None and one.manifest == other.manifest
 
 
@@ -277,7 +263,7 @@ def _curve_spec(
         tips = [tip("run"), tip("name", "finding"), number("x", title=unit), tip("message")]
         layers.append(layer(findings, "rule", {"strokeWidth": 1.5}, **look, tooltip=tips))
     points = {"data": {"values": series}, "transform": [{"flatten": ["x", "y"]}]}
-    return {"$schema": SCHEMA, **points, "encoding": shared, "layer": layers}
+    return {**points, "encoding": shared, "layer": layers}
 
 
 # ---------------------------------------------------------------------------------------------- health findings
@@ -303,7 +289,7 @@ def findings_chart(run: RunData, stage: StageData) -> Chart | None:
         y={"field": "name", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 130}},
         tooltip=[tip(field) for field in ("name", "start", "end", "message")],
     )
-    spec = {"$schema": SCHEMA, "height": 30 + 22 * len({row["name"] for row in rows}), **bars}
+    spec = {"height": 30 + 22 * len({row["name"] for row in rows}), **bars}
     name, note = f"{run.name}-{stage.stage}-findings", "steps after which each held"
     return Chart(name, stage.stage, "Health findings", note, spec, run=run.name)
 
@@ -365,8 +351,7 @@ def distance_charts(runs: Sequence[RunData]) -> list[Chart]:
                 if (drawn := draw(group, figure, name_runs=len(runs) > 1)) is not None:
                     title, note, layers = drawn
                     name = "-".join([kind, figure, *(run.name for run in group)])
-                    spec = {"$schema": SCHEMA, "layer": layers}
-                    charts.append(Chart(name, DISTANCE, f"{figure.capitalize()} {title}", note, spec))
+                    charts.append(Chart(name, DISTANCE, f"{figure.capitalize()} {title}", note, {"layer": layers}))
     return charts
 
 
@@ -493,7 +478,7 @@ def frontier_charts(runs: Sequence[RunData]) -> list[Chart]:
         ]
         title = f"{figure.capitalize()} against KL, all runs"
         note = "a point per run, a shape per setting; dashed: the means of the settings"
-        charts.append(Chart(f"frontier-{figure}", DISTANCE, title, note, {"$schema": SCHEMA, "layer": layers}))
+        charts.append(Chart(f"frontier-{figure}", DISTANCE, title, note, {"layer": layers}))
     return charts
 
 

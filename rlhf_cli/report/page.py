@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,6 @@ from rlhf_cli.files import cache_root
 from rlhf_cli.health.recap import unit_of
 from rlhf_cli.report.charts import (
     DISTANCE,
-    SCHEMA,
     SMOOTHING,
     Chart,
     curve_charts,
@@ -30,7 +30,7 @@ from rlhf_cli.report.charts import (
     frontier_charts,
     same_stage,
 )
-from rlhf_cli.report.run_data import COLORS, RunData, read_runs
+from rlhf_cli.report.run_data import COLORS, RunData, names_of, read_run
 from rlhf_cli.report.tables import TITLES, side_by_side, tables_of
 from rlhf_cli.report.verdict import headline, verdict
 from rlhf_cli.run.artifacts import repeat_commands
@@ -50,6 +50,8 @@ MAIN = (
 )
 """Curves of `--png`, the most important first."""
 MOST_IN_PICTURE = 6
+SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
+"""Names the language of a specification; nothing is fetched from there."""
 FOLDER = "rlhf-report"
 """The folder in the cache directory that holds the JavaScript."""
 
@@ -59,7 +61,8 @@ def write_report(roots: Sequence[Path], out: Path, png: Path | None = None) -> N
 
     Raises ArtifactError for a directory without a run.
     """
-    runs = read_runs(roots)
+    runs = [read_run(root, name) for root, name in zip(roots, names_of(roots), strict=True)]
+    runs = [replace(run, color=COLORS[i % len(COLORS)]) for i, run in enumerate(runs)]
     text = page(runs, javascript())
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
@@ -110,7 +113,10 @@ def page(runs: Sequence[RunData], bundle: str) -> str:
     charts += [chart for run in runs for chart in run_charts(run)]
     curves = {TITLES[stage]: [chart for chart in charts if chart.section == f"curves-{stage}"] for stage in STAGES}
     replies = [row for run in runs for row in replies_of(run)]
-    specs = {chart.id: {"spec": chart.spec, "curve": chart.section.startswith("curves-")} for chart in charts}
+    specs = {
+        chart.id: {"spec": {"$schema": SCHEMA, **chart.spec}, "curve": chart.section.startswith("curves-")}
+        for chart in charts
+    }
     # The same run gives the same page, whenever it is written.
     manifests = [data.manifest for run in runs for data in run.stages.values() if data.manifest is not None]
     date = "not finished"

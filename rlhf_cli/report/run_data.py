@@ -7,7 +7,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -135,12 +135,6 @@ def short_names(names: Sequence[str]) -> tuple[list[str], list[str]]:
         return list(names), []
     numbers = [str(number) for number in range(1, len(names) + 1)]
     return numbers, [f"{number}: {name}" for number, name in zip(numbers, names, strict=True)]
-
-
-def read_runs(roots: Sequence[Path]) -> list[RunData]:
-    """The runs of a page, each with a name and a colour of its own."""
-    runs = [read_run(root, name) for root, name in zip(roots, names_of(roots), strict=True)]
-    return [replace(run, color=COLORS[i % len(COLORS)]) for i, run in enumerate(runs)]
 
 
 def read_run(root: Path, name: str) -> RunData:

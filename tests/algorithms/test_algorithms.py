@@ -9,26 +9,10 @@ import torch
 from rlhf_cli.algorithms.advantages import gae, masked_whiten, token_rewards
 from rlhf_cli.algorithms.kl import kl_estimate, kl_full, kl_loss, sequence_k2_loss
 from rlhf_cli.algorithms.losses import entropy_bonus, explained_variance, lm_loss, penalty_loss, policy_loss, value_loss
-from rlhf_cli.algorithms.reward_model import (
-    pairwise_loss,
-    plackett_luce_loss,
-    unbiased_weight,
-)
-from rlhf_cli.algorithms.statistics import (
-    distinct_n,
-    pair_accuracy,
-    pearson,
-    spearman,
-    wilson_interval,
-)
+from rlhf_cli.algorithms.reward_model import pairwise_loss, plackett_luce_loss, unbiased_weight
+from rlhf_cli.algorithms.statistics import distinct_n, pair_accuracy, pearson, spearman, wilson_interval
 from rlhf_cli.algorithms.tilt import exponential_tilt, tilt_beta
-from rlhf_cli.tensor_ops import (
-    length_mask,
-    masked_sum,
-    pad_rows,
-    token_entropy,
-    token_logprobs,
-)
+from rlhf_cli.tensor_ops import length_mask, masked_sum, pad_rows, token_entropy, token_logprobs
 from support.formulas import (
     GARBAGE,
     LENGTHS,

@@ -8,31 +8,11 @@ import pytest
 import torch
 
 from rlhf_cli.algorithms.advantages import gae, group_advantages, reward_to_go, token_rewards
-from rlhf_cli.algorithms.kl import (
-    adaptive_kl_coef,
-    kl_estimate,
-    kl_full,
-    kl_loss,
-    sequence_k2_loss,
-)
-from rlhf_cli.algorithms.losses import (
-    loss_weights,
-    penalty_loss,
-    policy_loss,
-    truncated_importance,
-)
+from rlhf_cli.algorithms.kl import adaptive_kl_coef, kl_estimate, kl_full, kl_loss, sequence_k2_loss
+from rlhf_cli.algorithms.losses import loss_weights, penalty_loss, policy_loss, truncated_importance
 from rlhf_cli.algorithms.score_transforms import Moments, merge, moments_of, overlong_penalty
 from rlhf_cli.tensor_ops import length_mask
-from support.formulas import (
-    GARBAGE,
-    LENGTHS,
-    close,
-    draw,
-    gae_by_sums,
-    gradient_of,
-    padded_with,
-    response_batch,
-)
+from support.formulas import GARBAGE, LENGTHS, close, draw, gae_by_sums, gradient_of, padded_with, response_batch
 
 # ---- all possible responses: token 0 is EOS, and a response ends with it or after MAX_NEW_TOKENS
 

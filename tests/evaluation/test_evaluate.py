@@ -31,14 +31,7 @@ from rlhf_cli.evaluation.preferences import (
 )
 from rlhf_cli.evaluation.replies import Arena, Replies, differences, side_figures, win_rates
 from rlhf_cli.evaluation.reward_model import Scorer
-from rlhf_cli.evaluation.yardstick import (
-    TILT_POINTS,
-    BestOfN,
-    along_the_run,
-    beside_the_best,
-    tilt_curve,
-    tilted,
-)
+from rlhf_cli.evaluation.yardstick import TILT_POINTS, BestOfN, along_the_run, beside_the_best, tilt_curve, tilted
 from rlhf_cli.health.baselines import held_out_verdict
 from rlhf_cli.models.load import load_reward_model, load_tokenizer
 from rlhf_cli.report.figure import Figure, as_metrics

@@ -42,7 +42,7 @@ def judged(monkeypatch):
             judge = ServerJudge(EvalJudgeOptions(**options), server.url, "wise")
             found = report()
             display = Display("eval", quiet=False, console=Console(file=io.StringIO(), width=200))
-            judge_replies(found, judge, Sentences(display))
+            judge_replies(found, judge.name, judge.compare, Sentences(display))
             return found, server
 
     return run

@@ -7,15 +7,8 @@ import pytest
 import torch
 
 from rlhf_cli.algorithms.best_of_n import best_of_n, best_of_n_kl, best_of_n_kl_bound
-from rlhf_cli.algorithms.calibration import (
-    best_temperature,
-    calibration_error,
-    reliability,
-)
-from rlhf_cli.algorithms.comparison import (
-    bradley_terry,
-    length_controlled_win_rate,
-)
+from rlhf_cli.algorithms.calibration import best_temperature, calibration_error, reliability
+from rlhf_cli.algorithms.comparison import bradley_terry, length_controlled_win_rate
 from rlhf_cli.algorithms.counts import cohen_kappa
 from rlhf_cli.algorithms.overoptimization import fit_gold_curve
 from rlhf_cli.algorithms.statistics import (
