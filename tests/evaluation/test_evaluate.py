@@ -3,9 +3,11 @@
 import io
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +33,15 @@ from rlhf_cli.evaluation.preferences import (
 )
 from rlhf_cli.evaluation.replies import Arena, Replies, differences, side_figures, win_rates
 from rlhf_cli.evaluation.reward_model import Scorer
-from rlhf_cli.evaluation.yardstick import TILT_POINTS, BestOfN, along_the_run, beside_the_best, tilt_curve, tilted
+from rlhf_cli.evaluation.yardstick import (
+    TILT_POINTS,
+    BestOfN,
+    along_the_run,
+    beside_the_best,
+    best_of_n_report,
+    tilt_curve,
+    tilted,
+)
 from rlhf_cli.health.baselines import held_out_verdict
 from rlhf_cli.models.load import load_reward_model, load_tokenizer
 from rlhf_cli.report.figure import Figure, as_metrics
@@ -119,7 +129,7 @@ def test_the_figures_are_those_of_the_stages(evaluated):
 
 
 def test_best_of_one_is_the_mean_of_the_samples(evaluated):
-    root, output = evaluated
+    root, _ = evaluated
     rows = report(root, "ppo")["best_of_n"]["rows"]
     assert [row["n"] for row in rows] == [1, 2, 4]
     scores = [row["score"]["value"] for row in rows]
@@ -130,8 +140,6 @@ def test_best_of_one_is_the_mean_of_the_samples(evaluated):
     assert [row["n"] for row in every] == [1, 2, 3, 4]
     for row in rows:
         assert every[row["n"] - 1]["score"] == pytest.approx(row["score"]["value"])
-    (line,) = [line for line in output.splitlines() if line.startswith("best of 4 ")]
-    assert line.split()[-1] == "0.64", "the bound log(4) - 3/4"
 
 
 def test_an_evaluation_of_one_stage_repeats_what_it_found_among_all_and_changes_no_stage(evaluated, server):
@@ -427,6 +435,20 @@ def test_a_tilt_below_best_of_n_is_no_yardstick():
     assert 5 < len(curve) < TILT_POINTS
     for point in curve:
         assert point["score"] >= BestOfN(samples).score_at(point["kl"]).mean().item()
+
+
+def test_the_table_of_best_of_n_has_the_estimated_kl_and_its_bound():
+    """Of two equally likely replies: log(3/2) * 3/4 - 1/8, and log(2) - 1/2."""
+    samples = replace(replies([[0.0, 1.0]] * 3), logprob=torch.full((3, 2), -math.log(2), dtype=torch.float64))
+    prompts = [Record("p", f"f:{i}") for i in range(3)]
+    arena = SimpleNamespace(prompts=prompts, reference=None, replies=lambda *_: samples)
+    out = io.StringIO()
+    sentences = Sentences(Display("eval", quiet=False, console=Console(file=out, width=200)))
+    _, row = best_of_n_report(arena, replies([[0.5]] * 3), 2, 3, sentences, seed=0)["rows"]
+    assert (row["kl"], row["kl_bound"]) == pytest.approx((0.179099, 0.193147), abs=1e-6)
+    (line,) = [line.split() for line in out.getvalue().splitlines() if line.startswith("best of 2 ")]
+    assert line[-2:] == ["0.18", "0.19"]
+    assert re.search("KL +KL at most", out.getvalue())
 
 
 def test_a_policy_that_did_not_move_or_could_gain_nothing_has_no_yardstick():
