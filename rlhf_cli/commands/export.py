@@ -37,8 +37,6 @@ FILE = "export.json"
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How a model is written, and whether that is measured."""
-
     format: Annotated[
         Format,
         typer.Option("--format", help="A Hugging Face model, LoRA adapters alone, or a GGUF file by llama.cpp."),

@@ -196,8 +196,7 @@ class _Summary:
             if len(scores) == 1 and targets:
                 self.targets.append((scores[0], targets[0]))
             return
-        number = {answer.text: n for n, answer in reversed(list(enumerate(record.answers)))}
-        order = [number[text] for text in ranked.texts]
+        order = [record.texts.index(text) for text in ranked.texts]
         self.of_rankings += [scores[n] for n in order]
         self.sizes.append(len(order))
         self.longer.append(longer_wins([len(ids[n]) for n in order]))

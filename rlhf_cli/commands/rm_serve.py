@@ -123,8 +123,6 @@ class RewardServer(Server):
         """The model's scores. A query is a prompt with its response; without its prompt it counts as a response."""
         from rlhf_cli.rewards.base import Samples
 
-        if not queries:
-            return []
         before = [prompt if query.startswith(prompt) else "" for prompt, query in zip(prompts, queries, strict=True)]
         responses = [query.removeprefix(prompt) for prompt, query in zip(before, queries, strict=True)]
         samples = Samples(before, responses, [], [], ended, [{} for _ in queries])

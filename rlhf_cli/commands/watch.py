@@ -28,7 +28,6 @@ SHOWN = {
     "rm": ("loss/rm", "rm/accuracy", "eval/accuracy", "validation/accuracy"),
     "ppo": ("objective/score", "objective/kl", "response/length", "policy/entropy", "value/explained_variance"),
 }
-"""Metrics of each stage."""
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 LABEL_WIDTH, NUMBER_WIDTH = 19, 9
 SAMPLES = 2
@@ -42,8 +41,6 @@ FULL, SHORT_SAMPLES, CURVES, ONE_LINE = 3, 2, 1, 0
 
 
 class Watched:
-    """One stage of a run."""
-
     def __init__(self, root: Path, name: str, stage: str):
         self.root, self.name, self.stage = root, name, stage
         self.curves: dict[str, list[float]] = {}
@@ -84,7 +81,7 @@ class Watched:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the stage failed or was interrupted."""
+        """Without success."""
         return self.state.name in ("failed", "interrupted")
 
     def words(self) -> str:
@@ -100,7 +97,6 @@ class Watched:
         return f"{steps}  running"
 
     def lines(self, width: int, detail: int, *, ascii_only: bool) -> list[Text]:
-        """The stage on the screen."""
         head = Text(f"{self.name} {self.stage}  {self.words()}", "bold", no_wrap=True, overflow="ellipsis")
         blocks = ASCII_BLOCKS if ascii_only else BLOCKS
         shown = {label(metric): self.curves[metric] for metric in SHOWN[self.stage] if self.curves.get(metric)}

@@ -40,8 +40,6 @@ BASES = {"rm": "model", "ppo": "policy"}
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One row of the benchmark."""
-
     row: Record
     """Right answers, then wrong ones."""
     num_right: int

@@ -55,11 +55,9 @@ class Scorer:
         self.budget = run.budget(model, config.precision)
 
     def encoder_of(self, rows: StageRows) -> AnswerEncoder[Any]:
-        """The encoder of some rows for this model."""
         return answer_encoder(self.tokenizer, rows, reads_last_token=reads_last_token(self.model))
 
     def tokenised(self, encoder: AnswerEncoder[Any]) -> Tokenised[Any]:
-        """The rows of an encoder as tokens."""
         return tokenise(encoder, longest=longest_input(self.model, self.tokenizer))
 
     def held_out_rows(self) -> Drawn[Any]:

@@ -49,7 +49,6 @@ class BestOfN:
         """[P, N] float64, by n - 1: score, KL, length, and gold with a judge."""
 
     def mean(self, name: str, n: int) -> float:
-        """The mean over prompts of best-of-n."""
         return self.curves[name][:, n - 1].mean().item()
 
     def rows(self, *, seed: int) -> list[dict[str, Any]]:
@@ -188,9 +187,8 @@ def best_of_n_report(
     arena.prompts, after = drawn, after.of(drawn.numbers)
     best = BestOfN(arena.replies(arena.reference, num_samples))
     rows, last = best.rows(seed=seed), best.most
-    own = {"score": after.score[:, 0].mean().item(), "kl": after.kl[:, 0].mean().item()}
-    if gold := _gold(after):
-        own["gold"] = gold[0][:, 0].mean().item()
+    numbers = zip(("score", "kl", "gold"), (after.score, after.kl, *_gold(after)), strict=False)
+    own = {name: values[:, 0].mean().item() for name, values in numbers}
     names = [name for name in ("score", "gold") if name in own]
     lines = [
         [f"best of {row['n']}", *(str(row[name]) for name in names), f"{row['kl']:.2f}", f"{row['kl_bound']:.2f}"]

@@ -60,7 +60,6 @@ def by_name(field: str, colors: Mapping[str, str], also: str = "strokeDash") -> 
 
 
 def evaluation_charts(run: RunData) -> list[Chart]:
-    """The charts of `rlhf eval`'s figures for one run."""
     rm, ppo = ((run.stages[stage].evaluation if stage in run.stages else {}) for stage in ("rm", "ppo"))
     replies = [
         {"side": label, "tokens": row[side]["length"], "score": row[side]["score"]}

@@ -132,7 +132,7 @@ def rows_of_figures(columns: Mapping[str, Figures], *, counts: bool = False) -> 
         known = [figure for figure in row if figure is not None]
         digits = max((figure.digits for figure in known if figure.digits is not None), default=None)
         cells = ["" if figure is None else figure.text(digits) for figure in row]
-        lines.append([name, *cells, f"{known[0].rows:,}"] if counts else [readable(name), *cells])
+        lines.append([name, *cells, f"{known[0].rows or 0:,}"] if counts else [readable(name), *cells])
     return lines
 
 

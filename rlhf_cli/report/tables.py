@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_cli.config.stage import STAGES
-from rlhf_cli.report.figure import Figure, figures_of, readable, rows_of_figures
+from rlhf_cli.report.figure import Figure, Figures, figures_of, readable, rows_of_figures
 from rlhf_cli.report.run_data import RunData, StageData
 from rlhf_cli.run.artifacts import Manifest, flat
 
@@ -72,31 +72,32 @@ def _short(value: Any) -> str:
 
 
 def tables_of(data: StageData) -> list[Table]:
-    """The tables of a stage's evaluation."""
     found, tables = data.evaluation, []
     if shown := {label: figures_of(found[key]) for key, label in SIDES[data.stage].items() if key in found}:
         tables.append(_table("Figures", ["", *shown], rows_of_figures(shown)))
     for title, group in found.get("groups", {}).items():
-        rules = found.get("groups_longer_wins", {}).get(title)
-        longer = {} if rules is None else {name: figure["value"] for name, figure in rules.items()}
-        baselines = {} if rules is None else {"chance": dict.fromkeys(group, 0.5), "longer wins": longer}
-        tables.append(_groups(f"Accuracy by {title}", "accuracy", group, baselines))
+        columns = {"accuracy": figures_of(group)}
+        if (rules := found.get("groups_longer_wins", {}).get(title)) is not None:
+            columns["chance"] = dict.fromkeys(group, Figure(0.5))
+            columns["longer wins"] = {name: Figure(figure["value"]) for name, figure in rules.items()}
+        tables.append(_groups(f"Accuracy by {title}", columns))
     for title, group in found.get("error_groups", {}).items():
-        tables.append(_groups(f"Absolute error by {title}", "error", group, {}))
+        tables.append(_groups(f"Absolute error by {title}", {"error": figures_of(group)}))
     if scores := found.get("distributions"):
         heads = [name for name in next(iter(scores.values())) if name != "rows"]
         rows = [[side, *(f"{row[name]:.2f}" for name in heads), f"{row['rows']:,.0f}"] for side, row in scores.items()]
         tables.append(_table("Raw scores of answers, and of samples of the policies", ["", *heads, "rows"], rows))
     if bench := found.get("bench"):
-        chance = {"chance": bench["chance"]}
-        tables.append(_groups(f"Benchmark {bench['file']}", "score", bench["figures"], chance, "subset"))
+        chance = {name: Figure(value) for name, value in bench["chance"].items()}
+        columns = {"score": figures_of(bench["figures"]), "chance": chance}
+        tables.append(_groups(f"Benchmark {bench['file']}", columns, "subset"))
     if points := data.evaluations:  # score, gold and KL at the evaluations of a run, with their intervals
         keys = {"score": "score_mean", "gold": "gold", "KL, nats": "kl"}
         heads = [head for head, key in keys.items() if key in points[0]]
         rows = [[f"{point['step']:,}", *(_metric(point, keys[head]) for head in heads)] for point in points]
         tables.append(_table("Along the run, held-out prompts", ["iteration", *heads], rows))
     if "win_rate" in found:
-        rows = [[readable(name), show(figure)] for name, figure in found["win_rate"].items()]
+        rows = rows_of_figures({"win rate": figures_of(found["win_rate"])})
         tables.append(_table("How often PPO's reply is better than SFT's", ["by", "win rate"], rows))
     if "alignment_tax" in found:
         rows = [["loss on SFT's held-out rows", show(found["alignment_tax"])]]
@@ -120,20 +121,9 @@ def _table(title: str, head: list[str], rows: list[list[str]]) -> Table:
     return {"title": title, "head": head, "rows": rows}
 
 
-def _groups(
-    title: str, head: str, group: Mapping[str, Any], baselines: Mapping[str, Mapping[str, float]], of: str = ""
-) -> Table:
+def _groups(title: str, columns: Mapping[str, Figures], of: str = "") -> Table:
     """A row per group of rows: its figure, what simple rules reach in it, and its number of rows."""
-    rows = [
-        [
-            name,
-            show(figure),
-            *(f"{rule[name]:.2f}" if name in rule else "" for rule in baselines.values()),
-            f"{figure.get('rows', 0):,}",
-        ]
-        for name, figure in group.items()
-    ]
-    return _table(title, [of, head, *baselines, "rows"], rows)
+    return _table(title, [of, *columns, "rows"], rows_of_figures(columns, counts=True))
 
 
 def _metric(row: Mapping[str, Any], key: str) -> str:

@@ -177,7 +177,6 @@ class TensorBoard:
         self._writer.flush()
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Send the samples of a step as a table."""
         columns, cells = _table(rows)
         texts = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in cells]
         lines = [columns, ["---"] * len(columns), *texts]
@@ -186,7 +185,6 @@ class TensorBoard:
         self._writer.flush()
 
     def alert(self, step: int, finding: Mapping[str, str], text: str) -> None:
-        """Send a health finding in words."""
         self._writer.add_text(f"health/{finding['name']}", text, step)
         self._writer.flush()
 

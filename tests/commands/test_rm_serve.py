@@ -315,6 +315,7 @@ def test_a_failing_model_is_status_500_and_the_server_continues(reward_model, ca
 def test_concurrent_requests_get_their_own_scores(reward_model):
     texts = [f"tent {'lamp ' * (i % 5)}{i}" for i in range(30)]
     with served(reward_model) as at:
+        assert ask(at.port, {"query": []})[1] == {"rewards": []}
         one_by_one = [ask(at.port, {"query": [text]})[1]["rewards"][0] for text in texts]
         with ThreadPoolExecutor(30) as pool:
             found = list(pool.map(lambda text: ask(at.port, {"query": [text]})[1]["rewards"][0], texts))

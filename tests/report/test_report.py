@@ -444,9 +444,10 @@ def test_a_stage_that_is_not_finished_comes_first_in_report_watch_status_and_dia
     assert page.index(f'<p class="state">{says}</p>') < page.index("<p>SFT: held-out loss")
     assert f"{root}/ppo/config.yaml" not in page, "there is no such file"
     assert f"{root}/rm/config.yaml" in page
+    codes = {"watch": 0, "status": 0, "diagnose": 0 if end is None else 2}
     words = {
-        name: " ".join(rlhf(name, root, env={"COLUMNS": "200"}).output.split())
-        for name in ("watch", "status", "diagnose")
+        name: " ".join(rlhf(name, root, code=code, env={"COLUMNS": "200"}).output.split())
+        for name, code in codes.items()
     }
     state, _, why = says.partition(": ")[2].partition(": ")
     assert words["watch"].startswith("run sft" if end is None else f"run ppo {state} {why}")
@@ -456,7 +457,7 @@ def test_a_stage_that_is_not_finished_comes_first_in_report_watch_status_and_dia
     assert f"ppo {state.split(' after')[0]}" in words["status"]
     assert words["diagnose"].startswith(says)
     assert "causes shows (" not in words["diagnose"]
-    rlhf("diagnose", root, "--files-only", code=0 if end is None else 2)
+    rlhf("diagnose", root, "--files-only", code=codes["diagnose"])
 
 
 @pytest.mark.parametrize(
