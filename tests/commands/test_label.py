@@ -404,18 +404,18 @@ class Interrupted(threading.Event):
 
     is_held = False
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout=None):
         self.is_held = True
         os.kill(os.getpid(), signal.SIGTERM)
         self.is_held = False
         return super().wait(timeout)
 
-    def set(self) -> None:
+    def set(self):
         assert threading.current_thread() is not threading.main_thread() or not self.is_held, "it would wait forever"
         super().set()
 
 
-def test_a_signal_at_any_moment_ends_the_page(source: Path, tmp_path: Path) -> None:
+def test_a_signal_at_any_moment_ends_the_page(source, tmp_path):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     pairs, _ = pairs_of(DataSource(path=str(source)), "error")
     try:
