@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from rlhf_cli.cli import app
 from rlhf_cli.commands.push import collect
 from rlhf_cli.data.records import Message
-from rlhf_cli.evaluation.fidelity import PolicyCheck, token_distances
+from rlhf_cli.evaluation.fidelity import PolicyCheck, RewardModelCheck, rows_of, token_distances
 from rlhf_cli.models.gguf import pre_tokenizer
-from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
+from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer, prepare
 from rlhf_cli.trained.run import open_run
 from support.runs import refused, rlhf
 from support.speaking import speaker_at
@@ -119,6 +119,8 @@ def test_a_run_that_began_in_bfloat16_ends_in_bfloat16(run_stage, make_model, tm
     kl = facts["difference"]["kl_per_token"]
     assert kl["value"] == pytest.approx(total / sum(len(i) - n for i, n in zip(ids, starts, strict=True)), rel=0.05)
     assert kl["low"] <= kl["value"] <= kl["high"]
+    original, exported, difference = (facts[side]["loss"]["value"] for side in ("original", "exported", "difference"))
+    assert difference == pytest.approx(exported - original, rel=1e-3)
     assert 0 < kl["value"] < facts["difference"]["kl_of_the_worst_token"]["value"]
 
 
@@ -162,6 +164,20 @@ def test_a_reward_model_keeps_what_belongs_to_its_head(run, tmp_path):
     original = AutoModelForSequenceClassification.from_pretrained(run / "rm" / "model")
     assert (logits(model) - logits(original)).abs().max() < 0.1
     assert model.config.score_std == original.config.score_std
+
+
+def test_the_figures_of_a_reward_model_are_those_of_its_side(run):
+    """With its head turned round a model prefers the other answer of every pair."""
+    check = RewardModelCheck(open_run(run, stage=None, device=CPU, seed=0), str(run / "rm" / "model"))
+    turned = load_reward_model(str(run / "rm" / "model"))
+    with torch.no_grad():
+        turned.score.weight.neg_()
+    found = check.compare(turned)
+    accuracy = json.loads((run / "rm" / "manifest.json").read_text())["metrics"]["eval/accuracy"]
+    values = [found[side]["accuracy"].value for side in ("original", "exported", "difference")]
+    assert values == pytest.approx([accuracy, 1 - accuracy, 1 - 2 * accuracy])
+    assert found["difference"]["other_preference"].value == 1
+    assert rows_of(found)[0][:3] == ["accuracy", str(found["original"]["accuracy"]), str(found["exported"]["accuracy"])]
 
 
 def test_adapters_are_exported_merged_and_alone_however_they_were_saved(lora_run, tmp_path):

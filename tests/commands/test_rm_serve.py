@@ -131,11 +131,11 @@ def test_a_classifier_with_labels_is_served(word_piece, tmp_path):
     for unknown in (None, "great"):
         with pytest.raises(ConfigError, match="bad, good"):
             rm_serve.RewardServer(RewardServerOptions(str(tmp_path), port=0, label=unknown))
-    request = {"query": ["p tent", "q map"], "prompts": ["p", "q"]}
+    request = {"query": ["p tent", "q map", "lamp"], "prompts": ["p", "q", "another"]}
     for settings, texts in (
-        ({}, ["p tent", "q map"]),
-        ({"template": "{response} to {prompt}"}, [" tent to p", " map to q"]),
-        ({"template": "only {response}"}, ["only  tent", "only  map"]),
+        ({}, ["p tent", "q map", "lamp"]),
+        ({"template": "{response} to {prompt}"}, [" tent to p", " map to q", "lamp to "]),
+        ({"template": "only {response}"}, ["only  tent", "only  map", "only lamp"]),
     ):
         with served(tmp_path, label="good", probability=True, **settings) as at:
             found = ask(at.port, request)[1]["rewards"]

@@ -16,6 +16,7 @@ from rlhf_cli.commands.serve import ChatAPI, _TextAsk, name_of, parse
 from rlhf_cli.commands.serving import bind
 from rlhf_cli.data.records import Message
 from rlhf_cli.rollout.speaker import PromptForm
+from rlhf_cli.trained.locate import StageModel, locate
 from support import crash
 from support.runs import refused, rlhf
 from support.speaking import reply as chat_reply
@@ -249,12 +250,12 @@ def test_what_cannot_be_served_is_one_line(finished, chat_model, tmp_path):
 
 
 def test_names_are_those_of_run_and_stage(finished, tmp_path, monkeypatch):
-    from rlhf_cli.trained.locate import locate
-
     monkeypatch.chdir(finished / "run" / "sft")
     for directory in (".", "model"):
         assert name_of(directory, locate(directory)) == "run-sft"
-    assert name_of(str(tmp_path), None) == tmp_path.name
+    assert name_of("run", StageModel(finished / "run", "sft", "best_model")) == "run-sft-best_model"
+    monkeypatch.chdir(tmp_path)
+    assert name_of(".", None) == tmp_path.name
     assert name_of("owner/name", None) == "owner/name"
 
 

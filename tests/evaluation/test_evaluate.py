@@ -444,7 +444,9 @@ def test_the_table_of_best_of_n_has_the_estimated_kl_and_its_bound():
     arena = SimpleNamespace(prompts=prompts, reference=None, replies=lambda *_: samples)
     out = io.StringIO()
     sentences = Sentences(Display("eval", quiet=False, console=Console(file=out, width=200)))
-    _, row = best_of_n_report(arena, replies([[0.5]] * 3), 2, 3, sentences, seed=0)["rows"]
+    found = best_of_n_report(arena, replies([[0.5]] * 3), 2, 3, sentences, seed=0)
+    assert found["ppo"] == {"score": 0.5, "kl": 0.0}
+    _, row = found["rows"]
     assert (row["kl"], row["kl_bound"]) == pytest.approx((0.179099, 0.193147), abs=1e-6)
     (line,) = [line.split() for line in out.getvalue().splitlines() if line.startswith("best of 2 ")]
     assert line[-2:] == ["0.18", "0.19"]

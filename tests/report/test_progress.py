@@ -188,10 +188,10 @@ def new_display(width, *, is_terminal):
 
 def test_the_final_table_shows_no_seconds_and_no_rounding_errors():
     display = new_display(80, is_terminal=False)
-    sft, ppo = ({"score_mean": x, "kl": kl, "seconds": 2.0} for x, kl in ((0.1, -3e-7), (1.5, 2.5391)))
+    sft, ppo = ({"score_mean": x, "kl": kl, "seconds": 2.0} for x, kl in ((0.1, -3e-7), (0.0009, 2.5391)))
     display.before_and_after({"num_prompts": 3, "sft": sft, "ppo": ppo, "examples": []})
     rows = [line.split() for line in written_on(display).splitlines()]
-    assert ["score_mean", "0.100", "1.500"] in rows
+    assert ["score_mean", "0.100", "0.001"] in rows
     assert ["kl", "0", "2.539"] in rows
     assert "seconds" not in written_on(display)
 

@@ -150,6 +150,10 @@ def test_the_page_holds_curves_tables_samples_and_findings(run):
     found = data_of(page)
     charts = {"sft-sft-loss", "rm-rm-accuracy", "ppo-score", "run-reliability", "run-ppo-findings", "path-score-run"}
     assert charts | {"frontier-gold-run", "path-gold-run"} <= set(found["charts"])
+    assert {name for name, chart in found["charts"].items() if chart["curve"]} == {
+        name for name in found["charts"] if name.startswith(("sft-", "rm-", "ppo-"))
+    }, "smoothing and a logarithmic scale apply to curves over steps"
+    assert all(chart["spec"]["$schema"].endswith("/vega-lite/v6.json") for chart in found["charts"].values())
     for name in found["charts"]:
         assert f'data-chart="{name}"' in page
     assert found["replies"][0]["ppo"]["token_kl"] == [1.5, 0.5]
@@ -410,7 +414,10 @@ def test_runs_with_other_rewards_do_not_share_a_chart_of_the_score(project, tmp_
     text = page.read_text(encoding="utf-8")
     assert "Config keys that differ" in text
     assert "ppo: rewards" in text
-    series = data_of(text)["charts"]["sft-sft-loss"]["spec"]["data"]["values"]
+    charts = data_of(text)["charts"]
+    colors = colors_of(charts["path-gold-run-other"]["spec"]["layer"][-1])
+    assert colors == {"run": "var(--series-1)", "other": "var(--series-2)"}
+    series = charts["sft-sft-loss"]["spec"]["data"]["values"]
     assert {one["run"] for one in series} == {"run, other"}, "both have the same SFT stage"
     assert "rlhf eval" in text, "neither has an evaluation; the page says how to get one"
 
