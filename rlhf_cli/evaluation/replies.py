@@ -29,8 +29,7 @@ from rlhf_cli.evaluation.figures import (
 from rlhf_cli.evaluation.likelihood import reply_figures
 from rlhf_cli.report.figure import Figures
 from rlhf_cli.rewards.base import RewardSource, samples_of, total_score
-from rlhf_cli.rewards.functions import call, load_function, named_numbers
-from rlhf_cli.rewards.sources import load_rewards
+from rlhf_cli.rewards.sources import load_judge, load_rewards, main_number
 from rlhf_cli.rollout.rollout import Models, collect
 from rlhf_cli.rollout.sampling import Response, draw_uniforms
 from rlhf_cli.rollout.speaker import Speaker
@@ -86,7 +85,7 @@ class Replies:
     @property
     def gold_name(self) -> str | None:
         """The judge's main number: `gold`, or else its first. None without a judge."""
-        return None if not self.gold else "gold" if "gold" in self.gold else next(iter(self.gold))
+        return main_number(self.gold) if self.gold else None
 
 
 class Arena:
@@ -102,7 +101,8 @@ class Arena:
         self.rewards: list[RewardSource] = load_rewards(
             config.named_rewards, config.artifacts, tokenizer, run.device, config.precision
         )[0]
-        self.judge = load_function(config.evaluation.gold) if config.evaluation.gold is not None else None
+        gold, advice = config.evaluation.gold, "Fix the function, or remove evaluation.gold"
+        self.judge = load_judge(gold, advice) if gold is not None else None
 
     def replies(self, policy: PreTrainedModel, count: int) -> Replies:
         """`count` replies of the policy to each prompt.
@@ -112,7 +112,6 @@ class Arena:
         ppo stage's own evaluation.
         """
         longest, size = self.config.rollout.max_new_tokens, (len(self.prompts), count)
-        gold_name = self.config.evaluation.gold
         drawn = [draw_uniforms(self.run.seed, "ppo evaluation", k, size[0], longest) for k in range(count)]
         # Replies to one prompt are side by side: they share its keys and values.
         uniforms = torch.stack(drawn, 1).flatten(0, 1)  # [P * K, longest]
@@ -132,8 +131,7 @@ class Arena:
             for name, values in judged.each.items():
                 each.setdefault(name, []).extend(values.tolist())
             if self.judge is not None:
-                about, advice = f"evaluation.gold ({gold_name})", "Fix the function, or remove evaluation.gold"
-                for row in call(about, self.judge, samples, named_numbers, advice):
+                for row in self.judge(samples):
                     for name, value in row.items():
                         gold.setdefault(name, []).append(value)
             responses += found

@@ -36,7 +36,7 @@ from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer
 from rlhf_cli.processes.distributed import start
 from rlhf_cli.rewards.base import Samples
-from rlhf_cli.rewards.functions import call, load_function, named_numbers
+from rlhf_cli.rewards.sources import load_judge, main_number
 from rlhf_cli.run.artifacts import model_directory
 from rlhf_cli.trained.run import Run, open_run
 
@@ -321,14 +321,12 @@ def _contradictions(pairs: Sequence[RankedIds]) -> dict[str, float]:
 
 def _gold(config: PPOConfig, rows: Sequence[RankedIds], which: int, tokenizer: PreTrainedTokenizerBase) -> list[float]:
     """The judge's main number for one answer of each row."""
-    name = str(config.evaluation.gold)
     text = RowText(tokenizer, config.data.prompt_template)
     prompts = [text.prompt(Record(row.row.prompt, row.row.where)) for row in rows]
     answers, columns = [row.row.texts[which] for row in rows], [row.row.columns for row in rows]
     samples = Samples(prompts, answers, [], [], [True] * len(rows), columns, where=[row.row.where for row in rows])
-    advice = "Fix the function, or give --files-only"
-    numbers = call(f"evaluation.gold ({name})", load_function(name), samples, named_numbers, advice)
-    return [row["gold"] if "gold" in row else next(iter(row.values())) for row in numbers]
+    judge = load_judge(str(config.evaluation.gold), "Fix the function, or give --files-only")
+    return [row[main_number(row)] for row in judge(samples)]
 
 
 def _unknown(name: str, texts: Sequence[str], known_texts: Sequence[str]) -> dict[str, float]:

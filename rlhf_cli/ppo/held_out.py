@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from rlhf_cli.ppo.scores import or_failure, sampled_and_scored
 from rlhf_cli.ppo.setup import Setup, save_policy
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.rewards.base import Samples, Scores
-from rlhf_cli.rewards.functions import call, load_function, named_numbers
+from rlhf_cli.rewards.sources import Judge, load_judge, main_number
 from rlhf_cli.rollout.rollout import RolloutBatch
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.training.best import Best
@@ -75,7 +75,7 @@ class Evaluation:
         """The judge's main number of each reply: `gold`, or else its first number. None without a judge."""
         if not self.gold:
             return None
-        name = "gold" if "gold" in self.gold[0] else next(iter(self.gold[0]))
+        name = main_number(self.gold[0])
         return [row[name] for row in self.gold]
 
 
@@ -85,16 +85,13 @@ def columns_of(replies: Sequence[HeldOutReply], gold: Sequence[Mapping[str, floa
     return columns | {name: [row[name] for row in gold] for name in (gold[0] if gold else ())}
 
 
-GOLD_ADVICE = "Fix the function, set evaluation.gold to one that fits your data, or remove evaluation.gold"
-
-
-def evaluate(setup: Setup, prompts: Drawn[PromptRow], gold: Callable[..., Any] | None) -> Evaluation:
+def evaluate(setup: Setup, prompts: Drawn[PromptRow], gold: Judge | None) -> Evaluation:
     """Sample one reply to each of the prompts and measure it; the uniforms are the same at every call.
 
     ``kl`` is the mean over replies of the sum over tokens of log policy - log ref_policy, in nats. It estimates
     KL(policy, ref_policy) without bias, and is exactly 0 for ref_policy itself. ``distinct_2`` counts pairs of words
     (Li et al. 2016), so it does not depend on the tokenizer. With several sources, score, judge and kl are also given
-    for each: ``score_mean/<source>``. `gold` is the function of the user's judge.
+    for each: ``score_mean/<source>``. `gold` is the user's judge.
 
     Raises RewardError if a reward or the judge fails on any process.
     """
@@ -108,7 +105,7 @@ def evaluate(setup: Setup, prompts: Drawn[PromptRow], gold: Callable[..., Any] |
             return []
         rows, where = [p.row.columns for p in prompts], [p.row.where for p in prompts]
         samples = Samples([p.text for p in prompts], texts, [], [], [r.ended for r in replies], rows, where=where)
-        return call(f"evaluation.gold ({setup.config.evaluation.gold})", gold, samples, named_numbers, GOLD_ADVICE)
+        return gold(samples)
 
     gold_rows = world.gather(or_failure(world, judge))[0]
     columns = columns_of(replies, gold_rows)
@@ -157,7 +154,7 @@ class HeldOut:
     def __init__(self, setup: Setup, health: Health):
         self.setup, self.health = setup, health
         judge, rows = setup.config.evaluation.gold, setup.held_out
-        self.gold = load_function(judge) if judge is not None else None
+        self.gold = load_judge(judge) if judge is not None else None
         self.before = self._measure(0, rows.watched) if rows.watched else None
         self.before_test = self._measure(0, rows.test) if rows.validation and rows.test else self.before
         if self.before is None:

@@ -175,17 +175,6 @@ def _finite(value: Any, name: Any) -> float:
         raise ValueError(f"{name}: {error}") from None
 
 
-def call(
-    name: str,
-    function: Callable[..., Any],
-    samples: Samples,
-    check: Callable[[Any], Any],
-    advice: str = "Fix the function",
-) -> list[Any]:
-    """`check` of a user's function's value for each row. Raises RewardError with the row, the value and `advice`."""
-    return PythonFunction(name=name, function=function, advice=advice).values(samples, check)
-
-
 def load_function_reward(reward: FunctionReward, name: str, key: str) -> PythonFunction:
     """The source for one entry of `rewards`; raises ConfigError for keys that do not apply to its function."""
     function = load_function(reward.function)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, assert_never
 
@@ -23,10 +23,13 @@ from rlhf_cli.config.rewards import (
 )
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import DataError
-from rlhf_cli.rewards.base import RewardSource
+from rlhf_cli.rewards.base import RewardSource, Samples
 
 if TYPE_CHECKING:
     from rlhf_cli.models.lora import Backbone
+
+Judge = Callable[[Samples], list[dict[str, float]]]
+"""From replies to a row of named numbers for each."""
 
 
 def load_rewards(
@@ -96,6 +99,23 @@ def load_rewards(
         sources.append(source)
         notes += lines
     return sources, notes
+
+
+GOLD_ADVICE = "Fix the function, set evaluation.gold to one that fits your data, or remove evaluation.gold"
+
+
+def load_judge(reference: str, advice: str = GOLD_ADVICE) -> Judge:
+    """The user's function `evaluation.gold`. Called, it raises RewardError with the row, the value and the advice."""
+    from rlhf_cli.rewards.functions import PythonFunction, load_function, named_numbers
+
+    function = load_function(reference)
+    source = PythonFunction(name=f"evaluation.gold ({reference})", function=function, advice=advice)
+    return partial(source.values, check=named_numbers)
+
+
+def main_number(row: Mapping[str, Any]) -> str:
+    """The name of a judge's main number: `gold`, or else its first."""
+    return "gold" if "gold" in row else next(iter(row))
 
 
 def check_rows(sources: Sequence[RewardSource], rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:

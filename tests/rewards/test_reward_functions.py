@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_cli.errors import ConfigError, RewardError
 from rlhf_cli.rewards.base import Samples, total_score
-from rlhf_cli.rewards.functions import call, named_numbers
+from rlhf_cli.rewards.sources import load_judge
 from support.rewards import batch, source_of
 
 # ----------------------------------------------------------------------------------------- functions
@@ -153,9 +153,9 @@ def test_a_failed_per_token_reward_counts_as_zeros(function):
 
 def test_a_failing_gold_function_names_the_row(function):
     path = function("return [{'good': 1.0, 'long': None if row['n'] == 1 else 2} for row in rows]")["function"]
-    from rlhf_cli.rewards.functions import load_function
-
-    with pytest.raises(RewardError, match=r"rows.jsonl:4: reward function gold, response 2: long: returned None"):
-        call("gold", load_function(path), batch(["x", "y"]), named_numbers)
-    one = call("gold", load_function(path), batch(["x"]), named_numbers)
-    assert one == [{"good": 1.0, "long": 2.0}]
+    judge = load_judge(path, "Mend it")
+    with pytest.raises(
+        RewardError, match=r"rows.jsonl:4: reward function evaluation.gold \(.*\), response 2: long: r.*Mend"
+    ):
+        judge(batch(["x", "y"]))
+    assert judge(batch(["x"])) == [{"good": 1.0, "long": 2.0}]
