@@ -42,7 +42,7 @@ from rlhf_cli.plan.stages import FULL, training_phases
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.environment import set_up_process
 from rlhf_cli.rewards.models import score_sequences
-from rlhf_cli.rollout.rollout import Models, cut_responses, response_logprobs, response_values
+from rlhf_cli.rollout.rollout import Models, cut_responses, score_tokens
 from rlhf_cli.rollout.sampling import Response, Sampling, draw_uniforms, sample
 from rlhf_cli.training.bad_steps import LossScale
 from rlhf_cli.training.optimizer import build_stepper
@@ -215,8 +215,7 @@ def scoring(point: Point) -> Callable[[], None]:
     def run() -> None:
         for part in cut_responses(budget, policy, prompts, responses):
             some, answers = [prompts[i] for i in part], [responses[i] for i in part]
-            response_logprobs(models.ref_policy, some, answers, Sampling(), "float32")
-            response_values(value_model, some, answers, "float32")
+            score_tokens(models, some, answers, Sampling(), "float32")  # ref_policy has the policy's shape
         score_sequences(reward_model, whole, "float32", budget)
 
     return run

@@ -316,14 +316,11 @@ def _token_rewards(
 
 def _token_kl(logprobs: Tensor, ref_logprobs: Tensor, kl_full: Tensor | None, estimator: KLEstimator) -> Tensor:
     """The KL to ref_policy at each token, [B, R]; `kl_full` is the exact one, if it was computed."""
-    match estimator:
-        case "full":
-            assert kl_full is not None
-            return kl_full
-        case "k2_sequence":
-            raise AssertionError("k2_sequence is a loss of whole responses")
-        case _:  # an estimator of single tokens
-            return kl_estimate(logprobs, ref_logprobs, estimator=estimator)
+    if estimator == "full":
+        assert kl_full is not None
+        return kl_full
+    assert estimator != "k2_sequence", "a loss of whole responses"
+    return kl_estimate(logprobs, ref_logprobs, estimator=estimator)
 
 
 def _advantages(
@@ -368,8 +365,8 @@ def _over_groups(totals: Tensor, baseline: GroupBaseline, config: PPOConfig, wor
 def _update(setup: Setup, batch: UpdateBatch, iteration: int, coefs: KLCoefs) -> dict[str, float]:
     """Make `ppo_epochs` passes over the batch, in newly shuffled minibatches; returns mean statistics.
 
-    A minibatch is one optimizer step of each model. Whether to step, skip or stop depends on numbers summed over all
-    processes, so all decide the same. A step skipped for a NaN or infinite number does not enter the means.
+    A minibatch is one optimizer step of each model. All processes decide from the same sums whether to step, skip or
+    stop. A step skipped for a NaN or infinite number does not enter the means.
     """
     config, ppo, stage = setup.config, setup.config.ppo, setup.stage
     learns_policy = iteration >= config.value_model.warmup_iterations
@@ -417,9 +414,8 @@ def _backward(
 ) -> tuple[dict[str, float], float]:
     """Compute the gradients of this process's rows of one minibatch.
 
-    The loss of a microbatch is a sum over its tokens, divided by those of the whole minibatch. So gradients add up.
-
-    Returns its statistics over all processes, and this process's largest |log ratio|.
+    The loss of a microbatch is a sum over its tokens, divided by the tokens of the whole minibatch, so gradients add
+    up. Returns the minibatch's statistics over all processes, and this process's largest |log ratio|.
     """
     config, ppo, value_model = setup.config, setup.config.ppo, setup.models.value_model
     num_tokens = setup.world.sum(minibatch.response_mask.sum()).item()

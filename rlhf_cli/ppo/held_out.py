@@ -90,10 +90,8 @@ def evaluate(setup: Setup, prompts: Drawn[PromptRow], gold: Judge | None) -> Eva
 
     ``kl`` is the mean over replies of the sum over tokens of log policy - log ref_policy, in nats. It estimates
     KL(policy, ref_policy) without bias, and is exactly 0 for ref_policy itself. ``distinct_2`` counts pairs of words
-    (Li et al. 2016), so it does not depend on the tokenizer. With several sources, score, judge and kl are also given
-    for each: ``score_mean/<source>``. `gold` is the user's judge.
-
-    Raises RewardError if a reward or the judge fails on any process.
+    (Li et al. 2016), so it does not depend on the tokenizer. With several sources, score, judge (`gold`) and kl are
+    also given for each: ``score_mean/<source>``. Raises RewardError if a reward or the judge fails on any process.
     """
     start, world = time.monotonic(), setup.world
     replies = world.interleave(world.gather(or_failure(world, lambda: _own_replies(setup, prompts))))
@@ -146,9 +144,8 @@ def _own_replies(setup: Setup, prompts: Sequence[PromptRow]) -> list[HeldOutRepl
 class HeldOut:
     """The held-out figures of a run. Without held-out prompts it does nothing.
 
-    Along the run and for the best policy they are those of the validation prompts, if there are some; at the end SFT
-    and PPO are compared on the test prompts. Creating it measures the policy before PPO, so that a judge that fails
-    does so before training.
+    Along the run and for the best policy it uses the validation prompts, if there are any; at the end it compares SFT
+    and PPO on the test prompts. Creating it measures the policy before PPO, so a failing judge fails before training.
     """
 
     def __init__(self, setup: Setup, health: Health):
@@ -223,7 +220,7 @@ class HeldOut:
         self.last_step = numbers["evaluated"]
 
     def _signed(self, value: float | None) -> float | None:
-        """The best value as a checkpoint stores it: higher is better, so a figure to be minimised is negated."""
+        """The best value as a checkpoint stores it: a figure to be minimised is negated."""
         return -value if value is not None and self.best.lower else value
 
     def _measure(self, step: int, prompts: Drawn[PromptRow]) -> Evaluation:
@@ -259,7 +256,7 @@ class HeldOut:
 def best_of(key: str | None, before: Evaluation | None) -> Best:
     """The figure that `evaluation.best_metric` names: the highest is the best, or the lowest after a minus sign.
 
-    `before` is the evaluation of the policy before PPO. Raises ConfigError if it lacks that figure.
+    Raises ConfigError if `before`, the evaluation of the policy before PPO, lacks that figure.
     """
     if key is None:
         return Best(None, lower=False)

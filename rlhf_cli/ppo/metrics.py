@@ -38,9 +38,9 @@ def iteration_metrics(
     """The figures of an iteration over the real tokens of all processes' responses.
 
     policy/entropy is estimated from the sampled tokens; response/duplicate_fraction is the share of responses whose
-    text is also the response to another prompt. policy/sampler_gap is the largest absolute difference between a
-    log-probability of the sampler and the same one recomputed by training, policy/sampler_gap_mean the mean. They are
-    absent if the sampler's are the old log-probabilities; policy/first_ratio_error shows the difference then.
+    text is also the response to another prompt. policy/sampler_gap is the largest absolute difference between the
+    sampler's log-probabilities and training's, policy/sampler_gap_mean the mean; if the sampler's are the old
+    log-probabilities both are absent, and policy/first_ratio_error shows the difference.
     """
     world, mask = setup.world, rollout.response_mask
     prompt_lengths = torch.tensor([len(prompt.ids) for prompt in rollout.prompts], device=mask.device)
@@ -101,8 +101,7 @@ def iteration_metrics(
 def count_rollout(setup: Setup, rollout: RolloutBatch) -> None:
     """Record the seconds, tokens and operations of sampling and of the forward passes after it.
 
-    A response counts with its prompt. The operations of equal prompts count once; the head's product counts for
-    response tokens only.
+    A response counts with its prompt; the operations of equal prompts count once, the head's for response tokens only.
     """
     speed, models = setup.stage.speed, setup.models
     lengths = sequence_lengths(rollout.prompts, rollout.responses)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain
 from typing import Any, TypeVar, assert_never, cast
 
@@ -43,10 +43,10 @@ T = TypeVar("T")
 
 
 def ask_rewards(setup: Setup, rollout: RolloutBatch) -> tuple[list[str], Scores]:
-    """The responses as text; the weighted sum of their rewards, and each reward's own score.
+    """The responses as text; the weighted sum of their rewards, and each reward's own score. Raises RewardError.
 
     ``total = sum of weight * score`` (`total_score`). A reward model gives ``(logit - score_mean) / score_std``, with
-    the logit of its head at the last token (`RewardModel.score` in rewards/models.py). Raises RewardError.
+    the logit of its head at the last token (`RewardModel.score` in rewards/models.py).
     """
     texts = [response_text(setup.tokenizer, response, setup.sampling) for response in rollout.responses]
     samples = samples_of(setup.rewards, setup.tokenizer, rollout.prompts, texts, rollout.responses)
@@ -65,8 +65,7 @@ def sampled_and_scored(
     """Sample a response to each prompt of this process's share, and score it: at a time as many as in a rollout.
 
     `read` gets each rollout (without values, and with ref_policy's log-probabilities only if `with_kl`), the responses
-    as text and their scores; returns all that it returns. With sharded models all processes pass over as many rollouts,
-    and all raise RewardError if a reward fails on one.
+    as text and their scores. With sharded models all raise RewardError if a reward fails on one process.
     """
     config, world = setup.config, setup.world
     of_rewards = [source.model for source in setup.rewards if isinstance(source, RewardModel)]
@@ -87,10 +86,7 @@ def sampled_and_scored(
             max_live_rows=config.rollout.max_live_rows,
             with_values=False,
         )
-
-        def ask() -> tuple[list[str], Scores]:
-            return ask_rewards(setup, rollout)
-
+        ask = partial(ask_rewards, setup, rollout)
         # The next rollout of a sharded policy begins with a collective operation, which a slow reward must not delay.
         return read(rollout, *(or_failure(world, ask) if shares_passes else ask()))
 
@@ -109,10 +105,7 @@ def split_dense(scores: Scores, lengths: list[int], device: torch.device) -> tup
 
 
 def measure_reference_scores(setup: Setup, scale: ScoreScale) -> None:
-    """Set the scale to the mean and standard deviation of ref_policy's scores on training prompts.
-
-    Raises RewardError if a reward fails on any process.
-    """
+    """Set the scale to the mean and standard deviation of ref_policy's scores on training prompts."""
     config, total = setup.config, setup.config.ppo.num_reference_samples
     numbers = stream(len(setup.train), total, 0, config.seed, "ppo reference prompts")
     uniforms = draw_uniforms(config.seed, "ppo reference", 0, total, config.rollout.max_new_tokens)
@@ -121,11 +114,9 @@ def measure_reference_scores(setup: Setup, scale: ScoreScale) -> None:
     def read(rollout: RolloutBatch, _: list[str], scores: Scores) -> list[float]:
         return split_dense(scores, [len(r.ids) for r in rollout.responses], setup.world.device)[0].tolist()
 
-    def own_scores() -> list[float]:
-        return sampled_and_scored(setup, models_of_reference(setup), prompts, uniforms, read, with_kl=False)
-
     # Each process has its own number of chunks, so nothing is exchanged before all of them are scored.
-    scale.take(torch.tensor(or_failure(setup.world, own_scores)), setup.world)
+    sampled = partial(sampled_and_scored, setup, models_of_reference(setup), prompts, uniforms, read, with_kl=False)
+    scale.take(torch.tensor(or_failure(setup.world, sampled)), setup.world)
     setup.stage.display.note(
         f"scores are normalised by those of {total} samples of ref_policy: mean {scale.moments.mean:.3g}, "
         f"standard deviation {scale.moments.std:.3g}"
@@ -133,8 +124,8 @@ def measure_reference_scores(setup: Setup, scale: ScoreScale) -> None:
 
 
 def models_of_reference(setup: Setup) -> Models:
-    """The models with ref_policy as the policy. To be called before training, when the policy is its own reference
-    unless the config names another."""
+    """The models with ref_policy as the policy. Before training the policy is its own reference unless the config names
+    another."""
     models = setup.models.refreshed()
     sampler = models.sampler if setup.config.ref_policy is None else None
     return replace(models, policy=models.ref_policy or models.policy, sampler=sampler)
@@ -165,10 +156,10 @@ def or_failure(world: World, compute: Callable[[], T], save: Callable[[], object
 
 
 class ReferenceReplies:
-    """The rows of references.jsonl, by the number of the prompt. Without `shaping` it does nothing.
+    """The rows of references.jsonl, by the number of the prompt: its replies, scored by the sources with a `shaping`.
 
-    A row has the prompt's number and text, the replies, and their scores by each source that has a `shaping`.
-    The replies to a prompt depend on the seed and the prompt alone. A resumed run reads them from the file.
+    The replies depend on the seed and the prompt alone. A resumed run reads them from the file. Without `shaping` this
+    does nothing.
     """
 
     def __init__(self, setup: Setup):
@@ -179,10 +170,7 @@ class ReferenceReplies:
         """The numbers of the rows that are not in the file."""
 
     def sample(self) -> None:
-        """Sample and score what the file of an interrupted run lacks, before training: the policy is ref_policy.
-
-        Raises RewardError if a reward fails on any process.
-        """
+        """Sample and score what the file of an interrupted run lacks, before training: the policy is ref_policy."""
         setup, config = self.setup, self.setup.config
         if not self.shapings:
             return
@@ -239,10 +227,8 @@ class ReferenceReplies:
             each = torch.stack([scores.each[name] for name in names], 1)
             return list(zip(texts, each.tolist(), strict=True))
 
-        def sampled() -> list[tuple[str, list[float]]]:
-            models = models_of_reference(setup)
-            return sampled_and_scored(replace(setup, rewards=shaped), models, prompts, uniforms, read, with_kl=False)
-
+        of_reference = replace(setup, rewards=shaped), models_of_reference(setup)
+        sampled = partial(sampled_and_scored, *of_reference, prompts, uniforms, read, with_kl=False)
         replies = iter(world.interleave(world.gather(or_failure(world, sampled))))
         for number in numbers:
             texts, scores = zip(*(next(replies) for _ in range(self.count)), strict=True)
@@ -263,9 +249,8 @@ S = TypeVar("S", float, torch.Tensor)
 class ScoreScale:
     """The mean and standard deviation that normalise scores, in addition to each reward model's own.
 
-    `none` leaves scores unchanged. `running` updates them with every batch before it normalises that batch.
-    `reference` computes them once, from samples of ref_policy. `running_std` and `reference_std` divide by the standard
-    deviation and leave the mean. The moments are the whole state.
+    `running` updates them with every batch before it normalises that batch; `reference` computes them once, from
+    samples of ref_policy. `running_std` and `reference_std` divide by the standard deviation and leave the mean.
     """
 
     def __init__(self, ppo: PPO):
@@ -279,15 +264,9 @@ class ScoreScale:
     def apply(self, score: torch.Tensor) -> torch.Tensor:
         """``(score - mean) / std`` or ``score / std``, [B]; a standard deviation of 0 counts as 1."""
         std = self.moments.std if self.moments.std > 0 else 1.0
-        match self.kind:
-            case "none":
-                return score
-            case "running" | "reference":
-                return (score - self.moments.mean) / std
-            case "running_std" | "reference_std":
-                return score / std
-            case _:
-                assert_never(self.kind)
+        if self.kind == "none":
+            return score
+        return (score if self.kind.endswith("_std") else score - self.moments.mean) / std
 
 
 WITHIN = 0.1
@@ -297,11 +276,9 @@ WITHIN = 0.1
 class Limits:
     """The multiplier lambda of each limit (`rewards: - {limit: ...}`), by the name of its source.
 
-    The excess of a score over its limit is measured in standard deviations of the source's scores in the first
-    iteration. So the same learning rate fits a probability and a number of words.
-
-    A multiplier starts at 1, or at WITHIN if the first scores hold the limit: with 1, PPO would be paid for moving
-    further away from a limit that it already holds.
+    The unit of an excess over a limit is the standard deviation of the source's scores in the first iteration, so the
+    same learning rate fits a probability and a number of words. A multiplier starts at 1, or at WITHIN if the first
+    scores hold the limit: with 1, PPO would be paid for moving further away from a limit that it already holds.
     """
 
     def __init__(self, limits: Mapping[str, Limit]):

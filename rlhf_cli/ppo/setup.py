@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run loads once: config, models, rewards, prompts and optimizers. `RunState` holds what changes."""
+    """Everything that a run loads once. `RunState` holds what changes."""
 
     config: PPOConfig
     stage: StageRun
@@ -115,7 +115,7 @@ class Setup:
 
     @property
     def sampler_may_differ(self) -> bool:
-        """Whether the sampler's log-probabilities may differ from training's by more than float32 rounding.
+        """The sampler's log-probabilities may differ from training's by more than float32 rounding.
 
         If so, training recomputes them, and `Recent.add` weights the advantages.
         """
@@ -123,16 +123,14 @@ class Setup:
 
     @property
     def recomputes_logprobs(self) -> bool:
-        """Whether the training's forward pass recomputes the old log-probabilities."""
-        if self.config.ppo.old_logprobs == "auto":
-            return self.sampler_may_differ
-        return self.config.ppo.old_logprobs == "recomputed"
+        """The training's forward pass recomputes the old log-probabilities."""
+        choice = self.config.ppo.old_logprobs
+        return self.sampler_may_differ if choice == "auto" else choice == "recomputed"
 
 
 def adjacent_responses(config: PPOConfig, num_processes: int) -> int:
-    """How many adjacent responses of an iteration stay on one process.
-
-    All responses to a prompt, so that the prompt is encoded once; 1 if the prompts cannot be divided evenly.
+    """How many adjacent responses of an iteration stay on one process: all responses to a prompt, so that the prompt is
+    encoded once; 1 if the prompts cannot be divided evenly.
     """
     is_even = config.num_prompts % num_processes == 0
     return config.rollout.samples_per_prompt if is_even else 1
@@ -341,7 +339,7 @@ def _offload(
 
 
 def leaves(device: torch.device) -> bool:
-    """Whether tensors on this device can be moved to other memory."""
+    """Tensors on this device can be moved to other memory."""
     return device.type != "cpu"
 
 
@@ -387,11 +385,9 @@ def choose_value_model(
 ) -> ValueStart:
     """The value model, or a value head on the policy's backbone.
 
-    With `value_model.lora` it shares the frozen weights of `backbone` if it starts from the same model, and starts from
-    the adapters of a reward model on it if they have the form of `value_model.lora`. If the run shards models among
-    processes, it loads an equal copy of its own.
-
-    Raises ConfigError for an `init` or a `path` that does not fit the policy or the rewards.
+    With `value_model.lora` it shares the frozen weights of `backbone` if it starts from the same model, or loads an
+    equal copy if the run shards models; it starts from the adapters of a reward model there if they have the form of
+    `value_model.lora`. Raises ConfigError for an `init` or a `path` that does not fit the policy or the rewards.
     """
     if not config.ppo.has_value_model:
         return ValueStart()
@@ -544,9 +540,9 @@ def plan(setup: Setup) -> list[tuple[str, str]]:
 
 
 def save_models(setup: Setup) -> None:
-    """Write `model`, `value_model` if there are values, and `ema_model` if requested. All processes must call this.
+    """Write `model`, `value_model` if there are values, and `ema_model` if requested: plain Hugging Face folders.
 
-    They are plain Hugging Face directories. A value head gets a copy of the policy's backbone.
+    A value head gets a copy of the policy's backbone. All processes must call this.
     """
     models, config, directory = setup.models, setup.config, setup.stage.directory / "value_model"
     round_weights(models.policy, config, setup.policy_base)

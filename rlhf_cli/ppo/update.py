@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self, assert_never
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -97,8 +97,8 @@ class Recent:
     def add(self, newest: UpdateBatch, iteration: int) -> UpdateBatch:
         """Add the newest rollout; returns the rows of all rollouts, of all processes.
 
-        An older rollout gets the log-probabilities and values of the current policy: the ratio and the value clip start
-        from it. If another policy sampled, or the same weights in bfloat16, the advantages are multiplied by
+        An older rollout gets the log-probabilities and values of the current policy, from which the ratio and the value
+        clip start. If another policy sampled, or the same weights in bfloat16, the advantages are multiplied by
         ``min(exp(logprobs - sampled_logprobs), cap)`` (`truncated_importance`).
         """
         setup, cap = self.setup, self.setup.config.ppo.importance_ratio_cap
@@ -158,8 +158,8 @@ def current_scores(setup: Setup, batch: UpdateBatch) -> dict[str, Tensor]:
 def rows_of_process(batch: UpdateBatch, minibatch: Sequence[int], world: World) -> list[int]:
     """This process's rows of a minibatch. Every process gets about the same number of tokens to compute.
 
-    Rows are dealt one by one, or all responses to a prompt together so that the prompt is encoded once. The way whose
-    slowest process has fewer tokens is used.
+    Rows are dealt one by one, or all responses to a prompt together so that the prompt is encoded once: whichever gives
+    the slowest process fewer tokens.
     """
     if world.size == 1:
         return sorted(minibatch)
@@ -183,7 +183,7 @@ def from_all_processes(
 ) -> UpdateBatch:
     """The rows of all processes in the order of the iteration, on the device of this process's rows.
 
-    `prompts` gives those of the whole iteration. Only the numbers of real tokens are exchanged, as tensors.
+    `prompts` returns all prompts of the iteration. The processes exchange the numbers of real tokens alone.
     """
     if world.size == 1:
         return batch
@@ -214,10 +214,7 @@ def minibatches(num_rows: int, iteration: int, config: PPOConfig) -> list[Sequen
 
 
 def clip_gradients(setup: Setup, *, learns_policy: bool) -> dict[str, float]:
-    """Clip the gradients, which are those of all processes; returns their norms before clipping.
-
-    ``gradient * min(1, max_grad_norm / norm)``, for each model by itself (`Stepper` in training/optimizer.py).
-    """
+    """Clip each model's summed gradients: ``gradient * min(1, max_grad_norm / norm)``; returns the norms before."""
     norms = setup.stage.loss_scale.figures("policy")
     if learns_policy:
         norms["policy/grad_norm"] = setup.policy_stepper.clip(setup.world)
@@ -229,8 +226,7 @@ def clip_gradients(setup: Setup, *, learns_policy: bool) -> dict[str, float]:
 def take_step(setup: Setup, *, learns_policy: bool, move: bool) -> None:
     """One optimizer step of each model that trains; without `move` only the learning-rate schedules advance.
 
-    After a step of the policy, ``average = ema_decay * average + (1 - ema_decay) * weights`` (`ema`). The
-    schedules are `rate_at` in training/optimizer.py.
+    After a step of the policy, ``average = ema_decay * average + (1 - ema_decay) * weights`` (`ema`).
     """
     if learns_policy:
         setup.policy_stepper.advance(move=move)
@@ -247,8 +243,7 @@ def take_step(setup: Setup, *, learns_policy: bool, move: bool) -> None:
 def backward_ptx(setup: Setup, step: int, gradients: GradientSum) -> dict[str, float]:
     """Add the gradients of the ptx loss on the rows of optimizer step `step` (from 1), and begin to sum `gradients`.
 
-    Returns this process's part of ``loss/ptx``; nothing without `ptx`. `mixed_loss` is linear, so the policy loss is
-    mixed in separately.
+    Returns this process's part of ``loss/ptx``. `mixed_loss` is linear, so the policy loss is mixed in separately.
     """
     config, ptx = setup.config, setup.config.ptx
     if ptx is None:
@@ -287,28 +282,21 @@ class KLCoefs:
 
 
 def adapt_kl_coefs(setup: Setup, coefs: KLCoefs, newest: UpdateBatch, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Adapt the coefficients after an update, given the figures of its iteration; returns those of PPO-penalty's.
+    """Adapt the coefficients after an update, given the figures of its iteration; returns the figures of PPO-penalty.
 
-    An iteration in which the policy did not learn, as in the warm-up of the value model, moves neither: its KL says
-    nothing about the coefficients.
+    An iteration in which the policy did not learn moves neither: its KL says nothing about the coefficients.
     """
     ppo, penalty = setup.config.ppo, {}
     learned = "policy/grad_norm" in metrics  # absent in the warm-up, and if every step was bad
-    match ppo.kl_controller:
-        case "fixed":
-            pass
-        case "adaptive":
-            assert ppo.kl_target is not None
-            if learned:
-                coefs.kl_coef = adaptive_kl_coef(
-                    coefs.kl_coef,
-                    metrics["objective/kl"],
-                    target=ppo.kl_target,
-                    horizon=ppo.kl_horizon,
-                    num_episodes=ppo.rollout_batch_size,
-                )
-        case _:
-            assert_never(ppo.kl_controller)
+    if ppo.kl_controller == "adaptive" and learned:
+        assert ppo.kl_target is not None
+        coefs.kl_coef = adaptive_kl_coef(
+            coefs.kl_coef,
+            metrics["objective/kl"],
+            target=ppo.kl_target,
+            horizon=ppo.kl_horizon,
+            num_episodes=ppo.rollout_batch_size,
+        )
     if ppo.objective == "penalty":
         penalty["policy/policy_kl_coef"] = coefs.policy_kl_coef
     if ppo.policy_kl_target is not None:

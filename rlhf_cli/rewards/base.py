@@ -26,8 +26,6 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 class Spoken(Protocol):
-    """A response of a policy."""
-
     @property
     def ids(self) -> list[int]: ...
     @property
@@ -62,8 +60,7 @@ class Scores:
     total: torch.Tensor
     """[B] the weighted sum of all sources; a per-token source adds the sum over its tokens."""
     each: dict[str, torch.Tensor]
-    """[B] for each source and each ensemble by name, before its weight. `<ensemble>_std` is the standard deviation of
-    its members' scores of a response."""
+    """[B] for each source and ensemble, before its weight. `<ensemble>_std` is the members' standard deviation."""
     dense: list[list[float]] | None
     """One number per response token, already included in `total`; None without a per-token source."""
     errors: dict[str, int] = field(default_factory=dict)
@@ -100,8 +97,7 @@ class RewardSource:
     """Failed scores so far."""
     first_error: str = ""
     features: torch.Tensor | None = None
-    """[B, H] float32 on the CPU: the hidden states that the latest responses were scored from, NaN for a failed score.
-    None for a source without."""
+    """[B, H] float32 on the CPU: the hidden states that the latest scores are read from, NaN for a failed one."""
     part_names: tuple[str, ...] = ()
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
     """[B] float32 for each of `part_names`: what the latest scores consist of, NaN for a failed one."""
@@ -121,12 +117,12 @@ class RewardSource:
 
     @property
     def shares_passes(self) -> bool:
-        """Whether all processes must score together, also one without responses: a sharded model."""
+        """All processes must score together, also one without responses: a sharded model."""
         return False
 
     @property
     def reads_a_column(self) -> bool:
-        """Whether it reads a column of the rows, which `check_row` looks for before training."""
+        """It reads a column of the rows, which `check_row` looks for before training."""
         return False
 
     def check_row(self, row: Mapping[str, Any]) -> None:
@@ -174,9 +170,9 @@ def samples_of(
 
 
 def total_score(sources: Sequence[RewardSource], samples: Samples) -> Scores:
-    """The weighted sum of all sources' scores, an ensemble being one, and each source's own scores.
+    """The weighted sum of all sources' scores, an ensemble being one, and each source's own scores. Raises RewardError.
 
-    A failed score (NaN, or None from a per-token source) counts as 0.0 and is counted in `errors`. Raises RewardError.
+    A failed score (NaN, or None from a per-token source) counts as 0.0 and is counted in `errors`.
     """
     each: dict[str, torch.Tensor] = {}
     errors: dict[str, int] = {}
@@ -187,12 +183,6 @@ def total_score(sources: Sequence[RewardSource], samples: Samples) -> Scores:
     # A source that fails on one process must not keep it from the passes of a sharded model: those come first, and
     # after a failure the other models score nothing.
     for source in sorted(sources, key=lambda s: not s.shares_passes):
-        if not samples.responses and source.num_cut is None:
-            each[source.name] = torch.zeros(0)
-            each |= {f"{source.name}_{part}": torch.zeros(0) for part in source.part_names}
-            if source.num_tokens is not None:
-                tokens[source.name] = 0
-            continue
         tokens_before, cut_before = source.num_tokens, source.num_cut
         try:
             found = source.score_per_token(samples) if source.per_token else source.score(samples)
@@ -230,7 +220,7 @@ def total_score(sources: Sequence[RewardSource], samples: Samples) -> Scores:
     total = torch.stack(weighted).sum(0)  # [B]
     features = [source.features for source in sources if source.features is not None]
     parts = tuple(f"{source.name}_{part}" for source in sources for part in source.part_names)
-    return Scores(total, each, dense, errors, cut, parts, tokens, torch.cat(features, 1) if features else None)
+    return Scores(total, each, dense or None, errors, cut, parts, tokens, torch.cat(features, 1) if features else None)
 
 
 def failure(source: str, samples: Samples, rows: Sequence[int], problem: str) -> RewardError:

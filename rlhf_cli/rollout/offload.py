@@ -5,10 +5,10 @@
     scoring    CPU         device
     update     device      CPU
 
-Moving a tensor keeps its bits, so no result changes. Frozen weights are copied to the CPU once; later they are only
-dropped from the device. The moments are copied in both directions in each iteration. Both go through pinned memory,
-from which a GPU copies faster. Of sharded moments each process moves its rows. A sharded frozen model is not moved
-here: torch keeps its rows on the CPU and copies each block for its passes (`rlhf_cli.models.shard`).
+Moving a tensor keeps its bits, so no result changes. Frozen weights are copied to the CPU once and later only dropped
+from the device; the moments are copied in both directions in each iteration. Pinned memory makes these copies faster.
+Each process moves its rows of sharded moments. A sharded frozen model is not moved here: torch keeps its rows on the
+CPU and copies each block for its passes (`rlhf_cli.models.shard`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,10 @@ CPU = torch.device("cpu")
 
 
 class Offload:
-    """Moves frozen weights and the state of optimizers between a device and the CPU.
+    """Moves the weights of `frozen` models and the state of `optimizers` between a device and the CPU.
 
-    Args:
-        device: where the phases compute.
-        frozen: frozen models. Empty if they stay on the device.
-        optimizers: optimizers whose state is moved. Empty if it stays on the device.
-        shared: models whose weights stay on the device, also those that frozen models share with them.
-        update_needs_frozen: whether the update runs a frozen model.
+    Weights that frozen models share with the `shared` ones stay on the device. `update_needs_frozen`: the update runs a
+    frozen model.
     """
 
     def __init__(

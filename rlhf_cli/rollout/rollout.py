@@ -82,13 +82,11 @@ def collect(
 ) -> RolloutBatch:
     """Sample a response to each prompt, then compute log-probabilities and values.
 
-    With sharded models all processes must call this, also one that has no prompt.
-
     With `recompute`, `logprobs` come from the forward pass that training uses. Before the first step the ratio is then
-    1 and the KL to an equal ref_policy is 0; both are exact to the last bit if the microbatches are the same. Without
-    it they are those of the sampler, unless the policy's forward pass is needed anyway: for values from a head on its
-    hidden states, or for the full KL. Without a value model the values are 0. Without `with_ref_logprobs` those of
-    ref_policy are the sampler's.
+    1 and the KL to an equal ref_policy is 0, to the last bit if the microbatches are the same. Without it they are the
+    sampler's, unless the policy runs anyway: for values from a head on its hidden states, or for the full KL. Without a
+    value model the values are 0; without `with_ref_logprobs`, `ref_logprobs` are the sampler's. With sharded models all
+    processes must call this, also one that has no prompt.
     """
     device = device_of(models.policy)
     start = time.monotonic()
@@ -180,10 +178,9 @@ def padded_scores(
     with_values: bool = True,
     with_full_kl: bool = False,
 ) -> dict[str, Tensor]:
-    """The numbers of `score_tokens` by their names, in microbatches and without gradients: [B, R] each.
+    """The numbers of `score_tokens` by name, in microbatches and without gradients: [B, R] each, {} for no response.
 
-    Without `with_logprobs` only a separate value model runs. All processes must call this for sharded models, also one
-    without a response, which gets nothing.
+    Without `with_logprobs` only a separate value model runs. All processes must call this for sharded models.
     """
 
     def score(rows: Sequence[int]) -> dict[str, Tensor]:
@@ -223,14 +220,11 @@ FULL_KL_CHUNK = 512
 
 
 class Sampler:
-    """A whole copy of a sharded policy, from which a process samples.
-
-    So responses of different lengths do not make the processes wait for each other. With `rollout.decoder: sharded` all
-    sample from the sharded policy together, without a copy. All processes make every other pass together: one that has
-    fewer microbatches makes passes over no rows.
+    """A whole copy of a sharded policy, from which a process samples without waiting for longer responses of others.
 
     Create it before the policy is sharded. Each process holds it in the precision of the passes, but in float32 until
-    the first sampling: while the run is set up, the decoder is compared with its forward pass.
+    the first sampling: while the run is set up, the decoder is compared with its forward pass. With
+    `rollout.decoder: sharded` all sample from the sharded policy together, without a copy.
     """
 
     def __init__(self, policy: PreTrainedModel, device: torch.device, precision: str):
@@ -320,17 +314,21 @@ def score_tokens(
 ) -> TokenScores:
     """Run the policy once, and a separate value model once; gradients flow wherever they are enabled.
 
-    Log-probabilities, entropy and KL use the temperature and the allowed tokens of the rollout, so they describe the
-    distribution that was sampled from. With `detach_backbone` the value head's gradient does not reach the policy.
+    ``logprob = logits[t - 1, ids[t]] / temperature - logsumexp(logits[t - 1] / temperature)``
+
+    The logits at t - 1 predict token t. The sum runs over the tokens that could have been drawn (`allowed_logits`), so
+    log-probabilities, entropy and KL describe the distribution that was sampled from. With `detach_backbone` the value
+    head's gradient does not reach the policy.
     """
     temperature, values = sampling.temperature, None
     if with_values and models.value_model is not None:
         values = response_values(models.value_model, prompts, responses, precision)
     shared = with_values and models.value_head is not None
-    if not (shared or with_entropy or with_full_kl):
-        return TokenScores(response_logprobs(models.policy, prompts, responses, sampling, precision), values)
     batch, positions, targets = _packed(models.policy, prompts, responses)
     with autocast(batch.ids.device, precision):
+        if not (shared or with_entropy or with_full_kl or sampling.restricts):
+            # The same formula, without holding all [sum of R_b, V] logits if they are large.
+            return TokenScores(logprobs_at(models.policy, batch, positions, targets, temperature), values)
         if shared:
             logits, hidden = logits_and_hidden_at(models.policy, batch, positions)
         else:
@@ -354,29 +352,6 @@ def score_tokens(
         kl_full=kl,
         ref_logprobs=ref_logprobs,
     )
-
-
-def response_logprobs(
-    policy: PreTrainedModel,
-    prompts: Sequence[PromptRow],
-    responses: Sequence[Response],
-    sampling: Sampling,
-    precision: str,
-) -> Tensor:
-    """Log-probability of every response token, end to end: [sum of R_b] float32.
-
-    ``logits[t - 1, ids[t]] / temperature - logsumexp(logits[t - 1] / temperature)``
-
-    The logits at t - 1 predict token t. The sum runs over the tokens that could have been drawn (`allowed_logits`).
-    """
-    batch, positions, targets = _packed(policy, prompts, responses)
-    with autocast(batch.ids.device, precision):
-        if not sampling.restricts:
-            # The same formula, without holding all [sum of R_b, V] logits if they are large.
-            return logprobs_at(policy, batch, positions, targets, sampling.temperature)
-        logits = logits_at(policy, batch, positions)
-    logits = allowed_logits(logits, responses, sampling)
-    return token_logprobs(logits, targets, temperature=sampling.temperature)
 
 
 @contextmanager

@@ -1,14 +1,12 @@
 """From prompts to sampled responses with their log-probabilities, and the distribution that tokens are drawn from.
 
-The caller supplies the randomness: one uniform number per prompt and token. A token is drawn by inverting the
-cumulative distribution at its uniform. A response therefore depends only on its prompt and its row of uniforms, not on
-the other prompts of the batch.
+The caller supplies one uniform number per prompt and token, at which the cumulative distribution is inverted. So a
+response depends only on its prompt and its row of uniforms, not on the rest of the batch.
 
 A filter changes the distribution that tokens are drawn from, and ratio, KL and entropy must use that distribution.
-Each response therefore stores the ids that each of its tokens was drawn from, or the few that were forbidden.
-`allowed_logits` masks all other ids in any logits: those of the policy after an update, and those of ref_policy.
-DeepSeek-V3.2 (2025) keeps its sampling mask for the same reason. Ratio and KL then compare distributions over the same
-tokens, so a filter alone leaves the ratio at 1 and the KL at 0.
+Each response therefore stores the ids that each of its tokens was drawn from, or the few that were forbidden, and
+`allowed_logits` masks all other ids for every model, as DeepSeek-V3.2 (2025) does. A filter alone then leaves the
+ratio at 1 and the KL at 0.
 """
 
 from __future__ import annotations
@@ -43,17 +41,16 @@ BELOW_1 = 1 - 2.0**-23
 SHARED_STEP = 20_000_000
 """Weights of a model from which all cores share the products of a decoding step, where its rows are one group."""
 FIRST_LOOK = 1024
-"""top_p first orders this many of the likeliest tokens, and more only if their probability does not reach p. Ordering
-a whole vocabulary of 150,000 takes 20 times as long, and almost all of those tokens are filtered out anyway."""
+"""top_p first orders this many of the likeliest tokens, and more only if their probability does not reach p: ordering
+a whole vocabulary of 150,000 takes 20 times as long."""
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn: the settings of `rollout` (`Rollout` in config/ppo.py), with the stop tokens as ids.
 
-    The steps, in order: divide the logits by the temperature; forbid stop tokens before min_new_tokens; forbid tokens
-    that would repeat an n-gram; keep top_k; keep top_p of the renormalised rest; keep min_p. The remaining
-    probabilities are renormalised.
+    The steps, in order: divide the logits by the temperature; forbid stop tokens before min_new_tokens and tokens that
+    would repeat an n-gram; keep top_k, then top_p of the renormalised rest, then min_p; renormalise.
     """
 
     temperature: float = 1.0
@@ -69,8 +66,7 @@ class Sampling:
     """Stop tokens cannot be drawn before, and a stop string that is complete before ends nothing."""
     stop: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
-    """None is empty. The token that completes one is the response's last. They are searched in the text decoded without
-    special tokens, so list a special token in `stop` instead."""
+    """None is empty. The token that completes one is the response's last. The text has no special tokens."""
     decoder: DecoderName = "auto"
     """The decoders differ by rounding only."""
 
@@ -99,8 +95,7 @@ class Response:
     allowed_ids: list[list[int]] | None = None
     """With a filter: the ids that each token was drawn from, in ascending order. None without a filter."""
     forbidden_ids: list[list[int]] | None = None
-    """With `no_repeat_ngram_size` and no filter: the ids that would have repeated an n-gram at each token. None
-    otherwise."""
+    """With `no_repeat_ngram_size` and no filter: the ids that would have repeated an n-gram at each token."""
 
 
 def draw_uniforms(seed: int, purpose: str, iteration: int, rows: int, columns: int) -> Tensor:
@@ -179,7 +174,7 @@ def sample(
 
     Stop tokens and stop strings inside the prompt, or begun in it, end nothing. Log-probabilities and the cumulative
     distribution are float32 whatever the model computes in. All processes must call this for a sharded model, each with
-    its own prompts, also one that has none.
+    its own prompts, also one that has none. Raises ConfigError if the model does not support `sampling.decoder`.
 
     Args:
         model: a causal language model.
@@ -189,13 +184,9 @@ def sample(
         tokenizer: needed only for stop strings.
         limits: the maximum length of each response, 1 to R; None: R for all.
         max_live_rows: maximum responses decoded at the same time, None for all. Waiting prompts take the place of
-            finished responses. This bounds the key and value memory and changes no response. It does not make a CPU
-            faster, because a step of many rows costs less per row.
+            finished responses. This bounds the memory of keys and values and changes no response.
         on_tokens: called after each step with the newest token of each live row. A finished row may stay for some
             steps, and its tokens of these steps belong to no response.
-
-    Raises:
-        ConfigError: `sampling.decoder` names a decoder that does not support the model.
     """
     if not prompts:
         join_sampling(model)
@@ -230,11 +221,12 @@ def _decode(
 ) -> list[Response]:
     """One response to each prompt; see `sample`."""
     num_started = 0
-    while num_started < len(prompts) or live.count > 0:
+    while num_started < len(prompts) or len(live.rows) > 0:
         # 1. The next token's logits: of the live rows, then of the prompts that enter now.
-        parts = [decoder.step(live.new_ids)] if live.count > 0 else []
-        room = min(max_live_rows - live.count, len(prompts) - num_started)
-        if live.count == 0 or (decoder.admits_beside_others and 0 < room >= REFILL * max_live_rows):
+        count = len(live.rows)
+        parts = [decoder.step(live.new_ids)] if count > 0 else []
+        room = min(max_live_rows - count, len(prompts) - num_started)
+        if count == 0 or (decoder.admits_beside_others and 0 < room >= REFILL * max_live_rows):
             entering = prompts[num_started : num_started + room]
             parts.append(decoder.admit(entering))
             live.enter(num_started, entering)
@@ -247,8 +239,9 @@ def _decode(
             on_tokens(live.new_ids)
 
         # 3. Finished rows leave once the decoder gains by it, and if prompts wait once half are finished.
-        makes_room = num_started < len(prompts) and 2 * live.num_over >= live.count
-        if live.num_over > 0 and (live.is_full or makes_room or decoder.leave(live.count, live.count - live.num_over)):
+        count = len(live.rows)
+        makes_room = num_started < len(prompts) and 2 * live.num_over >= count
+        if live.num_over > 0 and (live.is_full or makes_room or decoder.leave(count, count - live.num_over)):
             decoder.keep(live.drop_finished())
     return live.responses()
 
@@ -256,8 +249,8 @@ def _decode(
 class _LiveRows:
     """The tokens drawn so far, and the state of the rows that the decoder is working on.
 
-    Buffers hold all B rows end to end, R + 1 places per row. A finished row may stay beside the others for some steps;
-    the tokens drawn for it in the meantime are written to the extra place and ignored.
+    Buffers hold all B rows end to end, R + 1 places per row. The tokens of a finished row that stays beside the others
+    for some steps go to the extra place and are ignored.
     """
 
     def __init__(
@@ -283,13 +276,8 @@ class _LiveRows:
         self.num_over = 0
         """Finished rows among the live ones."""
         self.is_full = False
-        """Whether one of them has drawn all the tokens it may. It must leave: the model may have no more positions."""
+        """One of them has drawn all the tokens it may. It must leave: the model may have no more positions."""
         self.stop_mask: Tensor | None = None  # [V]
-
-    @property
-    def count(self) -> int:
-        """Live rows, including finished ones that have not left yet."""
-        return len(self.rows)
 
     def enter(self, first: int, prompts: Sequence[Sequence[int]]) -> None:
         """Add a row for each prompt behind the live ones. The first of them has the number `first`."""
@@ -370,24 +358,19 @@ class _LiveRows:
         ended = ended_mask.any(1)
         lengths = torch.where(ended, ended_mask.int().argmax(1) + 1, self.limits).tolist()
         filters = self.sampling.filters
+        allowed = self.allowed_ids if filters else [None] * self.num_rows
         repeats = self.sampling.no_repeat_ngram_size is not None and not filters
-        drawn = zip(self.ids.view(shape).tolist(), self.logprobs.view(shape).tolist(), strict=True)
+        forbidden = self.forbidden_ids if repeats else [None] * self.num_rows
+        columns = self.ids.view(shape).tolist(), self.logprobs.view(shape).tolist(), ended.tolist(), allowed, forbidden
         return [
-            Response(
-                ids[:n],
-                logprobs[:n],
-                end,
-                self.allowed_ids[row][:n] if filters else None,
-                self.forbidden_ids[row][:n] if repeats else None,
-            )
-            for row, ((ids, logprobs), end, n) in enumerate(zip(drawn, ended.tolist(), lengths, strict=True))
+            Response(ids[:n], logprobs[:n], end, may and may[:n], may_not and may_not[:n])
+            for n, ids, logprobs, end, may, may_not in zip(lengths, *columns, strict=True)
         ]
 
 
 def _note(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Write the newest tokens into the buffers; return the rows' next places, which rows are finished, and two counts.
-
-    The counts: finished rows, and among them the rows that have drawn as many tokens as they may.
+    """Write the newest tokens into the buffers; return the rows' next places, which rows are finished, and how many
+    rows are finished and have drawn as many tokens as they may.
     """
     ids, logprobs, ended_mask, at, last, over_mask, new_ids, new_logprobs, stopped_mask = tensors
     ids.scatter_(0, at, new_ids)
@@ -402,11 +385,7 @@ def _note(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _without_python(
     vocabulary: int, temperature: float, device: str
 ) -> tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor, Tensor]]]:
-    """What draws a token for each live row, and `_note`; on a CPU both recorded as graphs if that is possible.
-
-    The first gets the logits, all uniforms, the place of each row's next token, and which tokens are stop tokens. It
-    returns the tokens, their log-probabilities, and whether they are stop tokens.
-    """
+    """The function that draws a token for each live row, and `_note`; on a CPU recorded as graphs if possible."""
 
     def drawing(logits: Tensor, uniforms: Tensor, at: Tensor, stop_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ids, logprobs = draw(logits, uniforms.gather(0, at), temperature)
@@ -433,8 +412,7 @@ def draw(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]
     ``logprob = logits[id] / temperature - logsumexp(logits / temperature)``
 
     logits [B, V], u [B] in [0, 1) -> ids [B], logprobs [B]. A token of probability 0 is never drawn. The cumulative
-    sum runs over blocks of tokens first, then over the tokens of one block: summing over all tokens would take as
-    long as computing their exponentials.
+    sum runs over blocks of tokens, then over the tokens of one block: over all it takes as long as their exponentials.
 
     >>> logits = torch.tensor([[1.0, 0.0, 3.0]]).log()  # odds 1 : 0 : 3
     >>> [draw(logits, torch.tensor([u]), 1.0)[0].item() for u in (0.0, 0.24, 0.25, 0.99)]
@@ -442,9 +420,8 @@ def draw(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]
     """
     logits = logits.float()
     top = logits.amax(1, keepdim=True)
-    # Odds against the likeliest token. exp2 because torch takes exp from MKL, which runs at a quarter of the speed on
-    # processors that are not Intel's. Of whole blocks, because torch computes the last few numbers of a tensor by
-    # another function, with other last digits.
+    # Odds against the likeliest token. exp2 because torch takes exp from MKL, which is slow on other processors than
+    # Intel's. Of whole blocks, because torch computes the last few numbers of a tensor with other last digits.
     missing = -logits.shape[1] % BLOCK
     whole = F.pad(logits, (0, missing), value=-math.inf) if missing else logits
     odds = (whole - top).mul_(1 / (math.log(2) * temperature)).exp2_()  # [B, V + missing]
@@ -458,9 +435,7 @@ def draw(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]
 
 
 def _invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Inverse-CDF lookup: (column, place of u within the column's weight from 0 to 1, total weight).
-
-    The column is the first whose cumulative weight exceeds u times the total.
+    """(the first column whose cumulative weight exceeds u times the total, place of u within its weight, total weight).
 
     weights [B, n], u [B, 1] in [0, 1) -> [B, 1] each. A column of weight 0 is never selected.
     """
@@ -484,7 +459,7 @@ def kept_tokens(scaled: Tensor, sampling: Sampling) -> Tensor:
     """Which tokens top_k, top_p and min_p keep: [B, V] bool, at least one per row.
 
     scaled [B, V] is float32, already divided by the temperature; -inf is never kept. top_p is a share of what top_k
-    kept. Among equally likely tokens the lowest ids are kept, on every device.
+    kept.
 
     >>> scaled = torch.tensor([[1.0, 5.0, 3.0, 1.0]]).log()
     >>> kept_tokens(scaled, Sampling(top_k=3))
@@ -584,16 +559,10 @@ def allowed_logits(logits: Tensor, responses: Sequence[Response], sampling: Samp
     is the token's index in its response.
 
     For the policy that sampled, ``token_logprobs(allowed_logits(...), ids, temperature=sampling.temperature)`` equals
-    `Response.logprobs`. Use the same responses for every other model: the filter is applied as it was at sampling and
-    is not computed again from the new logits.
+    `Response.logprobs`. Every other model gets the filter as it was at sampling; it is not computed from new logits.
 
-    Args:
-        logits: [sum of R_b, V], before the temperature, one row per response token, end to end.
-        responses: B, in the same order.
-        sampling: how they were drawn.
-
-    Returns:
-        [sum of R_b, V]; `logits` itself if nothing is restricted. The gradient is 0 at -inf.
+    logits [sum of R_b, V] before the temperature, one row per response token, end to end -> the same shape; `logits`
+    itself if nothing is restricted. The gradient is 0 at -inf.
 
     >>> response = Response(ids=[2], logprobs=[0.0], ended=False, allowed_ids=[[0, 2]])
     >>> allowed_logits(torch.tensor([[1.0, 2.0, 3.0]]), [response], Sampling(top_k=2))
@@ -629,14 +598,13 @@ may strip or add a space there, or the tail may begin inside a multi-byte charac
 
 
 def stop_string_start(tokenizer: PreTrainedTokenizerBase, ids: list[int], stop_strings: Sequence[str]) -> int | None:
-    """Return where the stop string that the last token completes begins in the decoded ids, or None.
+    """The index in the decoded ids at which the stop string begins that the last token completes, or None.
 
-    If the last token completes several, the one that begins first counts. A stop string that was complete before the
-    last token does not count. The text of the last token is whatever differs from the text decoded without it, so a
-    token that adds only the last byte of a character counts too.
+    If the last token completes several, the one that begins first counts. The text of the last token is whatever
+    differs from the text decoded without it, so a token that adds only the last byte of a character counts too.
 
-    Only a tail of the ids is decoded. The tail doubles until it shows enough text before the last token, because one
-    token can decode to nothing or to 20 characters.
+    Only a tail of the ids is decoded. It doubles until it shows enough text before the last token, because one token
+    can decode to nothing or to 20 characters.
     """
     longest = max(map(len, stop_strings))
     width = longest + MARGIN

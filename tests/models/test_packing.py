@@ -25,7 +25,7 @@ from rlhf_cli.packing import FEWEST_EQUAL, PackedBatch, Segment, pack, response_
 from rlhf_cli.processes import threads
 from rlhf_cli.rewards.models import score_sequences, sequence_scores
 from rlhf_cli.rollout import rollout
-from rlhf_cli.rollout.rollout import Models, collect, response_logprobs, score_tokens
+from rlhf_cli.rollout.rollout import Models, collect, score_tokens
 from rlhf_cli.rollout.sampling import Response, Sampling
 from stages import rm as rm_stage
 from support import compare
@@ -288,7 +288,8 @@ def test_the_kl_to_an_equal_ref_policy_is_zero_to_the_last_bit(pair):
     models = Models(model, copy.deepcopy(model))
     with torch.no_grad():
         logprobs = score_tokens(models, ROWS, RESPONSES, DRAWN, "float32").logprobs
-        assert torch.equal(logprobs, response_logprobs(models.ref_policy, ROWS, RESPONSES, DRAWN, "float32"))
+        of_ref = score_tokens(Models(models.ref_policy, None), ROWS, RESPONSES, DRAWN, "float32").logprobs
+        assert torch.equal(logprobs, of_ref)
     rows = [ROWS[0]] * 3 + [ROWS[2]] * 3
     uniforms = torch.rand(6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for size in (2, 4, 6):

@@ -186,14 +186,13 @@ def test_a_wrong_temperature_in_training_stops_the_run(watch, tmp_path, monkeypa
 
 
 def test_a_wrong_temperature_for_ref_policy_stops_the_run(watch, tmp_path, monkeypatch):
-    real = rollout_module.response_logprobs
+    real = rollout_module.score_tokens
 
-    def warmer(model, prompts, responses, sampling, precision):
-        """The scoring before the update has no gradients."""
-        temperature = sampling.temperature if torch.is_grad_enabled() else 1.3
-        return real(model, prompts, responses, replace(sampling, temperature=temperature), precision)
+    def warmer(models, prompts, responses, sampling, precision, **more):
+        """The scoring before the update; the policy's log-probabilities come from the sampler."""
+        return real(models, prompts, responses, replace(sampling, temperature=1.3), precision, **more)
 
-    monkeypatch.setattr(rollout_module, "response_logprobs", warmer)
+    monkeypatch.setattr(rollout_module, "score_tokens", warmer)
     with pytest.raises(RunError, match="ppo iteration 1: kl_not_zero: objective/kl is"):
         watch()
     assert stop_findings(tmp_path / "run") == ["kl_not_zero"]
