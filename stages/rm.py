@@ -180,13 +180,13 @@ def _train(
 ) -> tuple[PreTrainedModel, Budget, torch.Tensor, dict[str, float]]:
     """Steps 3 to 5 of the module's docstring for the member `number`; 0 is the first.
 
-    Returns the model, which is saved in `folder`, the scores of the answers of all held-out test rows, and its figures.
+    Returns the model, which is saved in `folder`, its budget, the scores of the held-out answers, and its figures.
     """
     world = stage.world
     scores = torch.empty(0)
 
     def evaluate(test: Drawn[Item]) -> dict[str, float]:
-        """Held-out figures over all rows together, never a mean of batch means; accuracy or error of each source."""
+        """Held-out figures over all rows together, never a mean of batch means."""
         nonlocal scores
         scores = torch.empty(0)
         if not test:
@@ -244,12 +244,11 @@ def _train(
 
 @dataclass
 class Member:
-    """A trained reward model of several: what its agreement with the others is computed from."""
+    """A trained reward model of several."""
 
     scores: torch.Tensor
     """Scores of the answers of all held-out test rows."""
     figures: dict[str, float]
-    """Its figures: held out, and the mean and standard deviation of its score."""
     digest: str = ""
     """The fingerprint of its folder."""
 
@@ -334,7 +333,7 @@ def _backbone(config: RMConfig, *, deferred: bool) -> tuple[PreTrainedModel, Pre
 def _rows(config: RMConfig, display: Display) -> TokenRows:
     """Rankings for the pairwise losses, or scored answers for the others; and the probes.
 
-    The backbone tells how it reads a text. Its weights are not in memory when this returns.
+    The backbone, which tells how it reads a text, is not in memory when this returns.
     """
     model, tokenizer, lines = _backbone(config, deferred=True)
     display.notes(*lines)
@@ -378,7 +377,7 @@ def _batch(config: RMConfig, number: int, train: Items, step: int) -> list[Item]
 def _accumulate(
     model: PreTrainedModel, batch: list[Item], scale: TargetScale, budget: Budget, config: RMConfig, stage: StageRun
 ) -> dict[str, float]:
-    """The gradient of a batch, of which this process computes its share. Returns the statistics of the whole batch."""
+    """The gradient of this process's share of a batch. Returns the statistics of the whole batch."""
     mine = _share(batch, stage.world)
 
     def loss_of(rows: Sequence[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -393,10 +392,7 @@ def _accumulate(
 
 
 def _num_tokens(item: Item, model: PreTrainedModel) -> int:
-    """The tokens that a row costs. A common prefix of its sequences counts once if the model computes it once.
-
-    In a padded batch each sequence counts as long as the longest.
-    """
+    """The tokens that a row costs: a common prefix counts once if the model computes it once; padding counts."""
     sequences = item.sequences
     if not is_packed(model):
         return len(sequences) * max(map(len, sequences))
@@ -539,11 +535,10 @@ def _normalize(
     config: RMConfig,
     stage: StageRun,
 ) -> dict[str, float]:
-    """Write the length limits, the correction for length and the statistics of the score into the config of the model
-    and of those beside it.
+    """Write length limits, correction for length and score statistics into the config of each saved model.
 
-    `scores` are the model's, of the answers of all held-out test rows. Returns the statistics of the last model. Its
-    weights are freed if another one is loaded.
+    `scores` are the last model's, of the held-out answers. Returns its statistics. Its weights are freed if another one
+    is loaded.
     """
     # PPO cuts texts as the training did.
     data = config.data

@@ -143,7 +143,7 @@ def _batch(config: SFTConfig, train: Sequence[Example], step: int) -> list[Examp
 
 
 def _accumulate(model: PreTrainedModel, batch: list[Example], budget: Budget, precision: str, stage: StageRun) -> float:
-    """The gradient of a batch, of which this process computes its share. Returns the loss of the whole batch."""
+    """The gradient of this process's share of a batch. Returns the loss of the whole batch."""
     world = stage.world
     num_tokens = sum(sum(example.loss_mask) for example in batch)
     mine = _share(batch, world)

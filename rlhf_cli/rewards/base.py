@@ -146,6 +146,11 @@ class RewardSource:
         return f"{self.name}: {self.num_errors} scores failed and counted as 0.0. First failure: {self.first_error}"
 
 
+def joined(*lines: str) -> str:
+    """The lines that are not empty, as one."""
+    return "; ".join(filter(None, lines))
+
+
 def samples_of(
     sources: Sequence[RewardSource],
     tokenizer: PreTrainedTokenizerBase,

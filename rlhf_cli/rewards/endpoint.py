@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -77,7 +77,6 @@ class ServerSource(RewardSource):
 class Endpoint(ServerSource):
     """A server that receives texts, `config.batch_size` in a request, and returns one score for each."""
 
-    kind: ClassVar[str] = "reward"
     advice: str = "Check the server's log, or count such scores as 0.0 with on_error: zero"
     config: HTTPReward
 

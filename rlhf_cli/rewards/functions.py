@@ -41,14 +41,11 @@ class PythonFunction(RewardSource):
     batch_size: int | None = None
     """Rows per call; None passes all rows in one call."""
     concurrency: int = CONCURRENCY
-    """Maximum concurrent calls of an async function."""
     timeout_s: float | None = None
     runner: asyncio.Runner | None = field(default=None, repr=False)
     """One event loop for all calls of an async function, so that it can keep a client open."""
 
     def score(self, samples: Samples) -> torch.Tensor:
-        """The function's scores, [B] float32."""
-        assert not self.per_token, "a per-token reward has no single score; use score_per_token"
         return torch.tensor([math.nan if value is None else value for value in self.values(samples, finite)])
 
     def score_per_token(self, samples: Samples) -> list[list[float] | None]:
@@ -115,10 +112,7 @@ class PythonFunction(RewardSource):
 
 
 def arguments(samples: Samples, batch: Sequence[int]) -> tuple[list[str], list[str], list[dict[str, Any]]]:
-    """The function's arguments for these rows: prompts, responses and the columns of the prompts' rows.
-
-    Each row also has `ended` and, for a per-token reward, `tokens`: the text of each response token.
-    """
+    """Prompts, responses, and the columns of the prompts' rows with `ended` and, for a per-token reward, `tokens`."""
     rows = []
     for i in batch:
         row = {**samples.rows[i], "ended": samples.ended[i]}
@@ -127,17 +121,14 @@ def arguments(samples: Samples, batch: Sequence[int]) -> tuple[list[str], list[s
 
 
 def close(runner: asyncio.Runner) -> None:
-    """Close an event loop. What its calls raised when a signal interrupted them is not reported again."""
+    """Close an event loop without reporting again the errors of calls that a signal interrupted."""
     with contextlib.suppress(BaseException):
         runner.get_loop().set_exception_handler(lambda *_: None)
         runner.close()
 
 
 def raised(error: BaseException) -> str:
-    """The exception of a user's function with its file and line: any but a stop signal, which is raised again.
-
-    Even SystemExit is one, because only we end the run.
-    """
+    """The exception of a user's function with its file and line, even SystemExit; a stop signal is raised again."""
     if is_interrupt(error):
         raise error
     last, text = traceback.extract_tb(error.__traceback__)[-1], message_of(error)
@@ -162,7 +153,7 @@ def finite_list(value: Any) -> list[float]:
 
 
 def named_numbers(value: Any) -> dict[str, float]:
-    """One row of `evaluation.gold`: a number (named gold) or a mapping of names to numbers; else raises ValueError."""
+    """One row of `evaluation.gold`: a number (named gold) or names with numbers; else raises ValueError."""
     if not isinstance(value, dict):
         return {"gold": finite(value)}
     return {str(key): _finite(item, key) for key, item in value.items()}
@@ -226,10 +217,7 @@ def load_function(reference: str) -> Callable[..., Any]:
 
 
 def _require_own_modules(path: str, file: Path) -> None:
-    """Raise ConfigError if Python would give this file the module of another user's file instead of its own.
-
-    Python imports one module of a name, wherever the next file that names it is.
-    """
+    """Raise ConfigError if Python, which imports one module of a name, would give this file another file's module."""
     for module in imported_files(file):
         name = module.relative_to(file.parent).parts[0].removesuffix(".py")
         loaded = getattr(sys.modules.get(name), "__file__", None)

@@ -50,15 +50,14 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
 )
 """How to get each setting of the process, and how to set it."""
 _kept: dict[int, Any] = {}
-"""What the user's code has set for itself so far: the values that differ from ours, by their number in SETTINGS."""
+"""The values that the user's code has set for itself so far, by their number in SETTINGS."""
 
 
 @contextlib.contextmanager
 def user_code() -> Iterator[None]:
-    """Within this context the settings of the user's code apply, and after it those from before.
+    """Within this context the settings of the user's code apply: `SETTINGS` and inference mode.
 
-    Covers `SETTINGS`, inference mode, and the handlers of the signals that stop a run. These handlers are ours again
-    after the context; the user's code cannot keep its own.
+    The handlers of the signals that stop a run are ours again after the context; the user's code cannot keep its own.
     """
     ours = _values()
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}

@@ -44,10 +44,9 @@ T = TypeVar("T")
 
 
 class NoAnswer(Exception):
-    """The server gave no usable answer. The text names the URL and the problem."""
+    """The server gave no usable answer. The text names the URL and the problem; `transient`: another try may help."""
 
     def __init__(self, text: str, status: int | None = None, *, transient: bool = False):
-        """transient: whether another attempt may help."""
         super().__init__(text)
         self.status, self.transient = status, transient
 
@@ -75,7 +74,7 @@ class JSONClient:
     timeout_option: str = "timeout_s"
     """The name of the option or config key that sets `timeout_s`, for messages."""
     stop_requested: Callable[[], bool] = lambda: False
-    """Whether a signal arrived whose handler returned: a pause then ends with StopRequestedError."""
+    """True after a signal whose handler returned: a pause then ends with StopRequestedError."""
     _not_before: float = field(default=0.0, init=False)
     """Retry-After of any answer, on the monotonic clock."""
     _printed_until: float = field(default=0.0, init=False)

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,7 +37,7 @@ from rlhf_cli.models.shard import prepare_for
 from rlhf_cli.packing import common_prefix, pack
 from rlhf_cli.processes.microbatches import over_microbatches
 from rlhf_cli.processes.sharding import device_of, gathered, is_sharded
-from rlhf_cli.rewards.base import RewardSource, Samples, shown
+from rlhf_cli.rewards.base import RewardSource, Samples, joined, shown
 from rlhf_cli.run.artifacts import model_directory
 
 if TYPE_CHECKING:
@@ -57,20 +57,18 @@ class RewardModel(RewardSource):
     """Score the policy's token ids directly; otherwise encode the text with the model's own tokenizer."""
     reads_prompt: bool
     template: str | None
-    """How the text is rendered; None uses prompt and response as the policy read and wrote them."""
+    """None uses prompt and response as the policy read and wrote them."""
     label: int
     as_probability: bool
     mean: float
     std: float
     precision: str
     budget: Budget = AT_A_TIME
-    """Maximum tokens per forward pass."""
     keep_special: bool = False
     """Special tokens in prompts and responses stay special. Otherwise only a template's tokens are special."""
     prompts_are_rendered: bool = False
     """Prompts come from a client's template: special tokens in them stay special without `template`."""
     num_cut: int = 0
-    """Texts cut so far because they were longer than the model accepts or was trained on."""
 
     @property
     def shares_passes(self) -> bool:
@@ -81,7 +79,7 @@ class RewardModel(RewardSource):
         longest, side = length_limit(self.model, self.tokenizer)
         lost = "beginning" if side == "left" else "end"
         cut = f"{self.name}: cut the {lost} of {self.num_cut} texts to the model's limit of {longest} tokens"
-        return "; ".join(line for line in (cut if self.num_cut else "", super().report()) if line)
+        return joined(cut if self.num_cut else "", super().report())
 
     def score(self, samples: Samples) -> torch.Tensor:
         """Normalized scores, [B] float32 on the CPU, each read at the last token of its response."""
@@ -188,16 +186,13 @@ def load_reward_source(
     keep_special: bool = False,
     backbone: Backbone | None = None,
     sharded_by: Stage | None = None,
-    make: Callable[..., RewardModel] | None = None,
+    make: Callable[..., RewardModel] = RewardModel,
 ) -> tuple[RewardModel, list[str]]:
-    """The reward model at `path`, ready to score, and notes for the user. `make` is its class, if it is another one.
+    """The reward model at `path`, made by `make` and ready to score, and notes for the user; see `load_rewards`.
 
-    It scores the policy's token ids if its tokenizer equals `policy_tokenizer`, and text otherwise. Adapters on
-    `backbone` share its weights. With `sharded_by` the model is sharded among the processes as that config says.
+    It scores the policy's token ids if its tokenizer equals `policy_tokenizer`, and text otherwise.
     """
     path = model_directory(path)
-    if reward.steps is not None:
-        backbone = sharded_by = None
     later = sharded_by is not None or is_held(device, precision)
     on_backbone = backbone.reward_model(path) if backbone is not None else None
     load = load_reward_model if reward.steps is None else load_step_model
@@ -226,7 +221,7 @@ def load_reward_source(
         notes.append(f"{path}: has no stored score mean and standard deviation, scores are not normalized")
     # The stored mean and standard deviation describe the logit.
     normalize = reward.normalize and mean is not None and std is not None and reward.output == "logit"
-    source = (make or RewardModel)(
+    source = make(
         name=name,
         weight=reward.share,
         on_error=reward.on_error,
@@ -262,16 +257,10 @@ def label_index(model: PreTrainedModel, label: str | None, key: str) -> int:
 
 
 def score_sequences(
-    model: PreTrainedModel,
-    sequences: Sequence[Sequence[int]],
-    precision: str,
-    budget: Budget = AT_A_TIME,
-    *,
-    groups: Sequence[Hashable] | None = None,
-    lengths: Sequence[int] | None = None,
+    model: PreTrainedModel, sequences: Sequence[Sequence[int]], precision: str, budget: Budget = AT_A_TIME, **more: Any
 ) -> torch.Tensor:
-    """The scores of `scores_and_features`: of the first label, as logits."""
-    return scores_and_features(model, sequences, precision, budget, groups=groups, lengths=lengths)[0]
+    """The scores of `scores_and_features` alone."""
+    return scores_and_features(model, sequences, precision, budget, **more)[0]
 
 
 @torch.no_grad()
@@ -286,13 +275,12 @@ def scores_and_features(
     label: int = 0,
     as_probability: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scores of token sequences, [B] float32 on the CPU: a label's logit or its probability; and what they are read
-    from, [B, H] float32 on the CPU, None for a model that pools in its own way and for no sequence.
+    """Scores of token sequences, [B]: a label's logit or its probability; and the hidden states that they are read
+    from, [B, H], None for a model that pools in its own way and for no sequence. Both are float32 on the CPU.
 
-    A model with a `length_curve` in its config is corrected by it: here, and so for PPO, `rlhf eval`, `rm score` and
-    `rm serve`. It needs `lengths`, the `reply_length` of each response.
-
-    See `sequence_scores` for `groups`. All processes must call this for a sharded model, also one without a sequence.
+    A model with a `length_curve` in its config is corrected by it. It needs `lengths`, the `reply_length` of each
+    response. See `sequence_scores` for `groups`. All processes must call this for a sharded model, also one without a
+    sequence.
     """
     shared = None
     if groups is not None and is_packed(model):
@@ -359,7 +347,7 @@ def _labels_and_hidden(
 def padded_logits(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
     """The logits of transformers' own forward pass over padded sequences.
 
-    In float32: unlike a causal model's, an encoder's head cannot be separated from its backbone.
+    It runs in float32: unlike a causal model's, an encoder's head cannot be separated from its backbone.
     """
     device, width = device_of(model), max(map(len, sequences))
     ids = torch.full((len(sequences), width), model.config.pad_token_id or 0, dtype=torch.int64)
@@ -393,10 +381,9 @@ def closed(response_ids: list[int], ended: bool, eos: int | None) -> list[int]:
 
 
 def trained_limit(model: PreTrainedModel) -> tuple[int, Side]:
-    """(longest sequence, side that is cut) from the model's training; no limit if training did not cut.
+    """(longest sequence, side that is cut) as the RM stage stored them in the model's config.
 
-    The RM stage stores both in the model's config as `rlhf_max_length` and `rlhf_truncation`. With truncation "drop"
-    training cut no sequence, so scoring cuts none.
+    There is no limit if training cut no sequence (truncation "drop").
     """
     longest, side = (getattr(model.config, figure, None) for figure in ("rlhf_max_length", "rlhf_truncation"))
     if isinstance(longest, int) and longest > 0 and side in ("left", "right"):
@@ -411,9 +398,7 @@ def length_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def cut_all(sequences: Sequence[list[int]], longest: int, side: Side, bos: int | None) -> tuple[list[list[int]], int]:
-    """The sequences cut to at most `longest` tokens, and how many were cut.
-
-    A leading `bos` token is kept, as in training.
+    """The sequences cut to at most `longest` tokens, a leading `bos` kept, and how many were cut.
 
     >>> cut_all([[1, 2, 3, 4], [1, 2]], 3, "left", None)
     ([[2, 3, 4], [1, 2]], 1)
@@ -431,8 +416,8 @@ def encode_whole(
 ) -> tuple[list[list[int]], int]:
     """(ids of each text, number of texts cut), within the lengths that the model accepts and was trained on.
 
-    A causal model gets EOS after a response that ended. An encoder gets its tokenizer's special tokens. A text from
-    a chat template already contains them. A model of our RM stage reads it up to EOS, as in its training.
+    A causal model gets EOS after a response that ended, an encoder its tokenizer's special tokens. A text from a chat
+    template contains them; a model of our RM stage reads it up to EOS, as in its training.
     """
     if not texts:
         return [], 0

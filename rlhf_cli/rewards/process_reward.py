@@ -24,7 +24,7 @@ from rlhf_cli.models.heads import scalar_heads
 from rlhf_cli.packing import pack
 from rlhf_cli.processes.microbatches import over_microbatches
 from rlhf_cli.processes.sharding import device_of
-from rlhf_cli.rewards.base import RewardSource, Samples
+from rlhf_cli.rewards.base import RewardSource, Samples, joined
 from rlhf_cli.rewards.models import RewardModel, padded_logits, written
 
 Tokens = tuple[list[int], list[int]]
@@ -44,7 +44,7 @@ class StepModel(RewardModel):
         """One line about cut texts and failed scores, or ""."""
         longest = longest_input(self.model, self.tokenizer)
         cut = f"{self.name}: the last steps of {self.num_cut} texts have no score, beyond the model's {longest} tokens"
-        return "; ".join(line for line in (cut if self.num_cut else "", RewardSource.report(self)) if line)
+        return joined(cut if self.num_cut else "", RewardSource.report(self))
 
     def score(self, samples: Samples) -> torch.Tensor:
         """The sum of the scores of each response's steps, [B]; NaN for a failed row."""
@@ -106,7 +106,7 @@ class StepModel(RewardModel):
 def split_steps(text: str, separator: str, ended: bool) -> list[tuple[str, int]]:
     """(step, characters of the text up to the end of its separator) for each step of a response.
 
-    White space alone is no step. What follows the last separator is one only if the response `ended`; its end counts as
+    White space alone is no step. The rest behind the last separator is one if the response `ended`; its end counts as
     one character behind the text.
 
     >>> split_steps("a. b. . c", ". ", True), split_steps("a. b", ". ", False)
@@ -126,14 +126,13 @@ def split_steps(text: str, separator: str, ended: bool) -> list[tuple[str, int]]
 
 
 def token_ends(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: Sequence[int]) -> list[int]:
-    """The index of the token that ends each step, from the numbers of characters up to them.
+    """The index of the token in which each step ends, from the numbers of characters up to them.
 
-    A step that ends within a token ends with it. One that ends behind the text ends with the last token, which may be
-    EOS or belong to a stop string.
+    The end behind the text is in the last token, which may be EOS or belong to a stop string.
     """
 
     def num_characters(number: int) -> int:
-        """The characters of the first tokens. The bytes of a character that goes on in the next token are none."""
+        """The characters of the first tokens; the bytes of a character that goes on in the next token are none."""
         return len(str(tokenizer.decode(ids[: number + 1], skip_special_tokens=True)).rstrip("\ufffd"))
 
     return [bisect_left(range(len(ids) - 1), end, key=num_characters) for end in ends]

@@ -22,7 +22,7 @@ import torch
 from rlhf_cli.config.rewards import RubricReward
 from rlhf_cli.data.records import turns_of
 from rlhf_cli.files import rows_of
-from rlhf_cli.rewards.base import Samples
+from rlhf_cli.rewards.base import Samples, joined
 from rlhf_cli.rewards.chat_client import completion_in, completions_url, usage_in
 from rlhf_cli.rewards.endpoint import ServerSource
 from rlhf_cli.rewards.http_client import JSONClient, NoAnswer
@@ -54,7 +54,7 @@ class Rubric(ServerSource):
     grades: dict[str, list[float]] = field(default_factory=dict, repr=False)
     """The grades of every text that was judged so far, by `_digest`."""
     kept: Path | None = None
-    """The file with a line for each of them, for a resumed run."""
+    """The file with a line for each of them."""
     num_tokens: int | None = 0
     num_requests: int = 0
     num_kept: int = 0
@@ -68,10 +68,10 @@ class Rubric(ServerSource):
     def report(self) -> str:
         cost = f"{self.num_tokens:,} tokens" if self.counts_tokens else "the server counts no tokens"
         text = f"{self.name}: {self.num_requests:,} requests, {cost}; {self.num_kept:,} scores were known already"
-        return "; ".join(line for line in (text if self.num_requests else "", super().report()) if line)
+        return joined(text if self.num_requests else "", super().report())
 
     def keep_in(self, folder: Path, process: int) -> None:
-        """Read the grades that an interrupted run got, on any process, and add new ones to this process's file."""
+        """Read the grades that all processes of an interrupted run got, and add new ones to this process's file."""
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
             for row in rows_of(path):

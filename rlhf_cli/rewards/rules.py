@@ -11,7 +11,7 @@ import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Literal, assert_never
+from typing import Any, Literal, assert_never
 
 import regex
 import torch
@@ -52,10 +52,10 @@ def number_of(match: re.Match[str]) -> Fraction | None:
 
 
 def last_number(text: str) -> Fraction | None:
-    """The exact value of the last number in a text; None if there is no number.
+    """The exact value of the last number in a text, a fraction being one; None if there is no number.
 
-    Thousands separators, currency signs and a final full stop are ignored. A minus sign counts unless it is between
-    two numbers or words. A fraction is one number.
+    Thousands separators, currency signs and a final full stop are ignored. A minus sign between two numbers or words
+    does not count.
 
     >>> [str(last_number(text)) for text in ("It costs $1,234.50.", "10-3", "x = -3", "1/2", ".5 kg", "none")]
     ['2469/2', '3', '-3', '1/2', '1/2', 'None']
@@ -166,9 +166,6 @@ def _no_constant(name: str) -> None:
 
 @dataclass(kw_only=True)
 class RuleSource(RewardSource):
-    """A reward source that applies one rule."""
-
-    kind: ClassVar[str] = "reward"
     rule: RuleReward
 
     def score(self, samples: Samples) -> torch.Tensor:

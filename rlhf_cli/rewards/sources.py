@@ -59,24 +59,14 @@ def load_rewards(
                 from rlhf_cli.rewards.models import load_reward_source
 
                 path = reward.path if reward.path is not None else f"{artifacts_root}/rm"
-                make = None
+                settings: dict[str, Any] = {"name": name, "key": key, "keep_special": keep_special}
+                settings |= {"backbone": backbone, "sharded_by": sharded_by}
                 if reward.steps is not None:
                     from rlhf_cli.rewards.process_reward import StepModel
 
                     make = partial(StepModel, steps=reward.steps, policy_tokenizer=policy_tokenizer)
-                source, lines = load_reward_source(
-                    reward,
-                    path,
-                    policy_tokenizer,
-                    device,
-                    precision,
-                    name=name,
-                    key=key,
-                    keep_special=keep_special,
-                    backbone=backbone,
-                    sharded_by=sharded_by,
-                    make=make,
-                )
+                    settings |= {"backbone": None, "sharded_by": None, "make": make}
+                source, lines = load_reward_source(reward, path, policy_tokenizer, device, precision, **settings)
             case FunctionReward():
                 from rlhf_cli.rewards.functions import load_function_reward
 

@@ -100,8 +100,8 @@ def prompt_form(
 ) -> PromptForm:
     """The form of a stage's prompts, from `data.prompt_template` and the prompts that the stage logged.
 
-    Without a prompt template the rows decide: they were messages or plain text, with the turns of a transcript or
-    without. A model without logged prompts uses its chat template if it has one.
+    Without a prompt template the logged prompts decide whether rows were messages, transcripts or plain text. Without
+    these a model uses its chat template if it has one.
     """
     before, _, after = (template if template not in (None, "chat") else "{prompt}").partition("{prompt}")
     special = special_tokens_of(tokenizer)
@@ -215,8 +215,10 @@ class Speaker:
         return most - len(ids)
 
     def encode(self, row: Record, *, takes_what_fits: bool = False) -> list[int]:
-        """The ids that the reply to a row follows. Raises PromptRefused for a row that the chat template refuses, and
-        for one that leaves no room for the longest reply or, with `takes_what_fits`, for any.
+        """The ids that the reply to a row follows.
+
+        Raises PromptRefused if the chat template refuses the row, or if it leaves no room for the longest reply or,
+        with `takes_what_fits`, for any.
         """
         try:
             ids = self.form.encode_row(self.tokenizer, row)

@@ -30,7 +30,6 @@ LEARNS = {
     "evaluation": {"num_prompts": 5, "num_examples": 5},
 }
 """Three rows a minibatch on two processes: one makes two passes, the other one."""
-ONE_ITERATION = {"ppo": {"num_iterations": 1, "rollout_batch_size": 6, "minibatch_size": 6}}
 
 
 @pytest.fixture(scope="module")
@@ -48,19 +47,19 @@ def whole(run_stage, tmp_path_factory):
 
 
 @pytest.fixture
-def compare(pipeline, write_config, whole, tmp_path):
+def learns(pipeline):
+    """LEARNS with the policy and the reward of a finished pipeline."""
+    root = pipeline("llama")
+    rewards = [{"type": "reward_model", "path": str(root / "rm")}]
+    return {"policy": {"path": str(root / "sft")}, "rewards": rewards, **LEARNS}
+
+
+@pytest.fixture
+def compare(learns, write_config, whole, tmp_path):
     """A function: run PPO whole on one process, and sharded on `count`; compare everything that they write."""
 
     def run(changes, count=2, sharded=None, per_node=None):
-        root = pipeline("llama")
-        changes = merged(
-            {
-                "policy": {"path": str(root / "sft")},
-                "rewards": [{"type": "reward_model", "path": str(root / "rm")}],
-                **LEARNS,
-            },
-            changes,
-        )
+        changes = merged(learns, changes)
         one = whole(changes)
         config = write_config("ppo", tmp_path, **merged(changes, sharded or SHARDED))
         run_forked(count, "ppo", config, per_node)
@@ -111,11 +110,10 @@ def test_sharded_ppo_is_the_ppo_of_one_process_with(name, compare):
 
 
 @pytest.mark.slow
-def test_the_copy_that_samples_is_exact_in_bfloat16(pipeline, write_config, run_stage, tmp_path):
+def test_the_copy_that_samples_is_exact_in_bfloat16(learns, write_config, run_stage, tmp_path):
     """Its weights are bfloat16 numbers in the first rollout."""
-    root = pipeline("llama")
-    changes = merged(LEARNS, {"policy": {"path": str(root / "sft")}, "precision": "bfloat16"})
-    changes = merged(changes, {"rewards": [{"type": "reward_model", "path": str(root / "rm")}], **ONE_ITERATION})
+    one_iteration = {"num_iterations": 1, "rollout_batch_size": 6, "minibatch_size": 6}
+    changes = merged(learns, {"precision": "bfloat16", "ppo": one_iteration})
     run_stage("ppo", tmp_path / "one", **changes)
     run_forked(2, "ppo", write_config("ppo", tmp_path / "two", **merged(changes, SHARDED)))
     one, two = (read_jsonl(tmp_path / name / "ppo/samples.jsonl") for name in ("one", "two"))
@@ -253,20 +251,14 @@ def score(prompts, responses, rows):
 
 
 @pytest.mark.slow
-def test_a_sharded_run_of_two_processes_resumes_on_four(pipeline, write_config, run_stage, tmp_path):
+def test_a_sharded_run_of_two_processes_resumes_on_four(learns, write_config, run_stage, tmp_path):
     """With moments, the moving average, recent rollouts and score statistics."""
-    root, flag = pipeline("llama"), tmp_path / "flag"
+    flag = tmp_path / "flag"
     (tmp_path / "reward.py").write_text(FAILS.format(flag=flag))
     changes = merged(
+        learns,
         {
-            "policy": {"path": str(root / "sft")},
-            "rewards": [
-                {"type": "reward_model", "path": str(root / "rm")},
-                {"type": "function", "function": f"{tmp_path}/reward.py:score"},
-            ],
-            **LEARNS,
-        },
-        {
+            "rewards": [*learns["rewards"], {"type": "function", "function": f"{tmp_path}/reward.py:score"}],
             "ppo": {
                 "rollout_batch_size": 8,
                 "minibatch_size": 4,

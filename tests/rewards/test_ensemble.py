@@ -18,9 +18,7 @@ from rlhf_cli.plan.origins import ModelOrigins
 from rlhf_cli.plan.stages import models_of
 from rlhf_cli.rewards.base import total_score
 from rlhf_cli.rewards.sources import load_rewards
-from support.compare import same_runs
 from support.rewards import batch
-from support.runs import run_forked
 from support.tiny import CPU, read_jsonl
 
 SCORES = torch.tensor([[1.0, -2.0, 0.3], [0.5, 2.0, 0.3], [-0.7, 1.0, 0.3]])
@@ -76,7 +74,7 @@ def test_ppo_is_rewarded_by_the_members_of_its_run(pipeline, run_stage, write_co
         run_stage("ppo", tmp_path, policy=sft, rewards=[ensemble | {"members": 4}], ppo=short)
 
 
-def test_sharded_members_on_two_processes(pipeline, write_config, run_stage, tmp_path):
+def test_sharded_members_on_two_processes(pipeline, compare_processes, run_stage, tmp_path):
     sft = {"path": str(pipeline("llama") / "sft")}
     rm = run_stage("rm", tmp_path, model=sft, members=2)
     changes = {
@@ -86,9 +84,7 @@ def test_sharded_members_on_two_processes(pipeline, write_config, run_stage, tmp
         "optimizer": {"eps": 1e-3},
         "num_logged_samples": 6,
     }
-    run_stage("ppo", tmp_path / "one", **changes)
-    run_forked(2, "ppo", write_config("ppo", tmp_path / "two", **changes, distributed={"shard": True}))
-    same_runs(tmp_path / "one/ppo", tmp_path / "two/ppo")
+    compare_processes("ppo", changes, {"distributed": {"shard": True}}, forked=True)
 
 
 @pytest.mark.parametrize("members", [1, ["one"], [], 0])

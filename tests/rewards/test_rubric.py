@@ -14,13 +14,11 @@ from rlhf_cli.data.records import Message
 from rlhf_cli.errors import ConfigError, Interrupted, RewardError
 from rlhf_cli.rewards.base import total_score
 from rlhf_cli.rewards.rubric import grades_in
-from support.compare import same_runs
 from support.crash import outcome
 from support.resume import same, stopping_after
 from support.rewards import batch, source_of
 from support.servers import ChatServer, completion
 from support.tiny import read_jsonl
-from support.worlds import run_in_threads
 
 CRITERIA = [
     {"name": "polite", "question": "It thanks the reader.", "weight": 3.0},
@@ -227,7 +225,7 @@ def test_a_metric_of_two_sources_is_refused(run_stage, tmp_path):
         run_stage("ppo", tmp_path, rewards=rewards)
 
 
-def test_ppo_on_one_and_two_processes(judge, make_model, run_stage, write_config, tmp_path):
+def test_ppo_on_one_and_two_processes(judge, make_model, compare_processes, tmp_path):
     """Grades of every criterion in the metrics and samples; the tokens are those of all processes."""
     server = judge()
     reward = {"type": "rubric", "url": server.url, "model": "judge", "criteria": CRITERIA}
@@ -238,9 +236,7 @@ def test_ppo_on_one_and_two_processes(judge, make_model, run_stage, write_config
         "optimizer": {"eps": 1e-3},
         "num_logged_samples": 6,
     }
-    run_stage("ppo", tmp_path / "one", **changes)
-    run_in_threads(2, "ppo", write_config("ppo", tmp_path / "two", **changes))
-    same_runs(tmp_path / "one/ppo", tmp_path / "two/ppo")
+    compare_processes("ppo", changes)
     for row in read_jsonl(tmp_path / "two/ppo/metrics.jsonl"):
         assert row["reward/rubric_tokens"] in range(100, 700, 100)
         assert row["reward/rubric"] == pytest.approx((3 * row["reward/rubric_polite"] + row["reward/rubric_brief"]) / 4)

@@ -22,12 +22,9 @@ from rlhf_cli.health.running import Health
 from rlhf_cli.ppo.scores import Limits
 from rlhf_cli.processes.distributed import ALONE
 from rlhf_cli.run.stage_run import StageRun
-from support.compare import same_runs
 from support.paths import ROOT
 from support.resume import stopping_after
-from support.runs import run_forked
 from support.tiny import merged, read_jsonl
-from support.worlds import run_in_threads
 
 PAR = {"kind": "par", "num_references": 3}
 LOG = {"kind": "log_sigmoid", "num_references": 2, "quantile": 0.5}
@@ -100,20 +97,11 @@ ADAPTERS = {"policy": {"lora": {"r": 2}}, "value_model": {"lora": {"r": 2}}}
 
 
 @pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        pytest.param(merged(ADAPTERS, {"rollout": {"decoder": "sharded"}}), marks=pytest.mark.slow),
-    ],
-    ids=["weights", "adapters, from the shards"],
+    "more", [{}, pytest.param(ADAPTERS, marks=pytest.mark.slow)], ids=["weights", "adapters, from the shards"]
 )
-def test_ppo_compares_with_the_references_on_one_and_on_two_processes(more, changes, write_config, run_stage, tmp_path):
-    one_process = merged(more, {"rollout": {"decoder": "auto"}})
-    ppo = run_stage("ppo", tmp_path / "one", **merged(changes, one_process))
-    sharded = {"distributed": {"shard": True}} if more else {}
-    start = run_forked if sharded else run_in_threads
-    start(2, "ppo", write_config("ppo", tmp_path / "two", **merged(merged(changes, more), sharded)))
-    same_runs(ppo, tmp_path / "two/ppo")
+def test_ppo_compares_with_the_references_on_one_and_on_two_processes(more, changes, compare_processes, tmp_path):
+    sharded = {"distributed": {"shard": True}, "rollout": {"decoder": "sharded"}} if more else {}
+    ppo = compare_processes("ppo", merged(changes, more), sharded, forked=bool(more))
     one, two = (read_jsonl(tmp_path / name / "ppo/references.jsonl") for name in ("one", "two"))
     assert [(row["number"], row["replies"]) for row in one] == [(row["number"], row["replies"]) for row in two]
     assert len(one) == 9
@@ -215,7 +203,7 @@ def test_health_says_that_a_limit_cannot_be_met(mean, lam, is_missed) -> None:
     assert all("length_1 is -3, must be above -2.5" in one.message and "length_2" not in one.message for one in found)
 
 
-def test_ppo_with_a_limit_on_one_and_on_two_processes(pipeline, write_config, run_stage, tmp_path) -> None:
+def test_ppo_with_a_limit_on_one_and_on_two_processes(pipeline, compare_processes) -> None:
     """The KL, the penalties and a score without a limit keep their units."""
     root = pipeline("llama")
     changes = {
@@ -225,10 +213,7 @@ def test_ppo_with_a_limit_on_one_and_on_two_processes(pipeline, write_config, ru
         "optimizer": {"eps": 1e-3},
         "num_logged_samples": 6,
     }
-    run_stage("ppo", tmp_path / "one", **changes)
-    run_in_threads(2, "ppo", write_config("ppo", tmp_path / "two", **changes))
-    same_runs(tmp_path / "one/ppo", tmp_path / "two/ppo")
-    rows = read_jsonl(tmp_path / "one/ppo/metrics.jsonl")
+    rows = read_jsonl(compare_processes("ppo", changes) / "metrics.jsonl")
     # The unit is known from the first iteration, whose excess is the only unknown.
     lam, unit = 1.0, None
     for row in rows:

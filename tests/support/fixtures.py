@@ -32,7 +32,7 @@ from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model, train_tokenizer
 from rlhf_cli.report.page import FOLDER
 from rlhf_cli.rollout.sampling import draw_uniforms
-from rlhf_cli.run.artifacts import digest_file
+from rlhf_cli.run.artifacts import digest_file, read_manifest
 from support.projects import write_project
 from support.rewards import CHAT
 from support.tiny import (
@@ -259,6 +259,28 @@ def run_stage(write_config) -> Callable[..., Path]:
         config: Stage = load_config(write_config(stage, root, **changes), CONFIGS[stage])
         programs[stage].run(config, quiet=True)
         return root / stage
+
+    return run
+
+
+@pytest.fixture
+def compare_processes(run_stage, write_config, tmp_path) -> Callable[..., Path]:
+    """A function: run a stage on one process and on `count`; both have the same weights, figures and samples.
+
+    Returns the directory of the first run; the other one is in `tmp_path / "two"`. `more` are changes of the second
+    run. The processes are threads, or with `forked` real ones.
+    """
+    from support.compare import same_runs
+    from support.runs import run_forked
+    from support.worlds import run_in_threads
+
+    def run(stage: str, changes: Any, more: Any = None, *, count: int = 2, forked: bool = False) -> Path:
+        one, two = run_stage(stage, tmp_path / "one", **changes), tmp_path / "two" / stage
+        config = write_config(stage, tmp_path / "two", **merged(changes, more or {}))
+        (run_forked if forked else run_in_threads)(count, stage, config)
+        assert [read_manifest(folder).num_processes for folder in (one, two)] == [1, count]
+        same_runs(one, two)
+        return one
 
     return run
 
