@@ -15,11 +15,12 @@ from torch import Tensor
 from rlhf_cli.algorithms.losses import explained_variance
 from rlhf_cli.algorithms.statistics import distinct_n, pearson, word_shares
 from rlhf_cli.config.rewards import ModelReward
+from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.health.running import Health
 from rlhf_cli.ppo.setup import Setup
 from rlhf_cli.rewards.base import Scores
 from rlhf_cli.rollout.rollout import RolloutBatch, sequence_lengths, shared_prompts
-from rlhf_cli.rollout.sampling import response_text
+from rlhf_cli.rollout.sampling import Response, response_text
 from rlhf_cli.run.artifacts import read_manifest_or_none
 from rlhf_cli.training.bad_steps import no_gradient
 
@@ -103,28 +104,29 @@ def count_rollout(setup: Setup, rollout: RolloutBatch) -> None:
 
     A response counts with its prompt; the operations of equal prompts count once, the head's for response tokens only.
     """
-    speed, models = setup.stage.speed, setup.models
-    lengths = sequence_lengths(rollout.prompts, rollout.responses)
-    num_tokens, sampled = sum(lengths), sum(len(r.ids) for r in rollout.responses)
-    shared = shared_prompts(rollout.prompts)
+    speed, (lengths, sampled, shared) = setup.stage.speed, _sizes(rollout.prompts, rollout.responses)
     forward = setup.policy_work.forward(lengths, sampled, shared)
-    speed.count("rollout", seconds=rollout.sample_s, tokens=num_tokens, flops=forward)
+    speed.count("rollout", seconds=rollout.sample_s, tokens=sum(lengths), flops=forward)
     # ref_policy has the policy's shape. The policy itself runs too if its log-probabilities are recomputed.
     flops = forward if rollout.logprobs is rollout.sampled_logprobs else 2 * forward
-    if setup.value_work is not None and models.value_model is not None:
+    if setup.value_work is not None:
         flops += setup.value_work.forward(lengths, 0, shared)
-    speed.count("scoring", seconds=rollout.score_s, tokens=num_tokens, flops=flops)
+    speed.count("scoring", seconds=rollout.score_s, tokens=sum(lengths), flops=flops)
 
 
 def count_update(setup: Setup, batch: UpdateBatch, rows: Sequence[int], *, learns_policy: bool) -> None:
     """Record the tokens and operations of a microbatch. Without `learns_policy` the policy only runs forward."""
-    prompts, responses = [batch.prompts[i] for i in rows], [batch.responses[i] for i in rows]
-    lengths, num_answered = sequence_lengths(prompts, responses), sum(len(r.ids) for r in responses)
-    work, shared = setup.policy_work, shared_prompts(prompts)
-    flops = (work.training if learns_policy else work.forward)(lengths, num_answered, shared)
+    lengths, sampled, shared = _sizes([batch.prompts[i] for i in rows], [batch.responses[i] for i in rows])
+    work = setup.policy_work
+    flops = (work.training if learns_policy else work.forward)(lengths, sampled, shared)
     if setup.value_work is not None:
         flops += setup.value_work.training(lengths, 0, shared)
     setup.stage.speed.count("update", tokens=sum(lengths), flops=flops)
+
+
+def _sizes(prompts: Sequence[PromptRow], responses: Sequence[Response]) -> tuple[list[int], int, list[int]]:
+    """The tokens of each prompt with its response, of all responses, and of each prompt that an earlier row has too."""
+    return sequence_lengths(prompts, responses), sum(len(r.ids) for r in responses), shared_prompts(prompts)
 
 
 def log_samples(

@@ -57,12 +57,9 @@ class PythonFunction(RewardSource):
                 rows[number] = None
         return rows
 
+    @user_code()
     def values(self, samples: Samples, check: Callable[[Any], Any]) -> list[Any]:
         """`check` of the function's value for each row; None for a row that failed."""
-        with user_code():
-            return self._values(samples, check)
-
-    def _values(self, samples: Samples, check: Callable[[Any], Any]) -> list[Any]:
         found: list[Any] = [None] * len(samples.responses)
         batches = list(batched(range(len(found)), self.batch_size))
         if not inspect.iscoroutinefunction(self.function):

@@ -18,10 +18,10 @@ from rlhf_cli.report.progress import Display
 from rlhf_cli.rollout.offload import Offload
 from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.training.optimizer import build_stepper
+from support.crash import results
 from support.gpu import DEVICES
-from support.paths import OF_THE_MACHINE
-from support.resume import stopping_after
-from support.tiny import CPU, read_jsonl
+from support.resume import same, stopping_after
+from support.tiny import CPU
 
 BOTH = ["optimizer", "frozen"]
 
@@ -153,19 +153,11 @@ def test_what_a_phase_needs_stays(make_model):
     assert not set(addresses(frozen.parameters())) & set(place)
 
 
-def outcome(stage):
-    rows = [
-        {key: value for key, value in row.items() if not key.startswith(OF_THE_MACHINE)}
-        for row in read_jsonl(stage / "metrics.jsonl")
-    ]
-    return rows, [(stage / name / "model.safetensors").read_bytes() for name in ("model", "value_model")]
-
-
 def test_a_run_with_offload_is_the_same_run(run_stage, pipeline, tmp_path, movable, monkeypatch):
     """Weights and metrics, also when it is resumed after the first iteration without offloading."""
     root = pipeline("llama")
     keys = {"policy": {"path": str(root / "sft")}, "rewards": [{"type": "reward_model", "path": str(root / "rm")}]}
-    plain = outcome(run_stage("ppo", tmp_path / "plain", **keys))
+    plain = results(run_stage("ppo", tmp_path / "plain", **keys))
     movable.clear()
     with monkeypatch.context() as patch:
         patch.setattr(StageRun, "finish_step", stopping_after(1))
@@ -173,7 +165,7 @@ def test_a_run_with_offload_is_the_same_run(run_stage, pipeline, tmp_path, movab
             run_stage("ppo", tmp_path / "moved", **keys, offload=BOTH)
     # The held-out prompts are measured first. Before and after each update everything else is away.
     assert movable == ["sampling", "scoring", "sampling", "scoring", "update"]
-    assert outcome(run_stage("ppo", tmp_path / "moved", **keys, offload=BOTH)) == plain
+    same(results(run_stage("ppo", tmp_path / "moved", **keys, offload=BOTH)), plain)
 
 
 def test_offload_without_a_gpu_is_refused_or_said(run_stage, start, base, tmp_path, monkeypatch):

@@ -18,6 +18,8 @@ from support.tiny import merged
 
 GROUPS = {"rollout": {"samples_per_prompt": 4}}
 KL = {"kl_coef": 0.3}
+CLIPPED = {"score_normalization": "running", "score_clip": 0.8}
+PENALTIES = {"missing_eos_penalty": 0.3, "length_penalty": 0.05, "overlong_buffer": 3, "overlong_penalty": 2.0}
 EXPERIENCES = {
     "defaults": {"ppo": KL},
     "value_lambda": {"ppo": {**KL, "gae_lambda": 0.8, "value_lambda": 1.0, "gamma": 0.9}},
@@ -38,37 +40,20 @@ EXPERIENCES = {
     "kl in the loss, whitened": {"ppo": {**KL, "kl_in": "loss", "whiten_advantages": True}},
     "kl in the loss, reinforce_pp": {"ppo": {**KL, "kl_in": "loss", "advantage_estimator": "reinforce_pp"}},
     "adaptive": {"ppo": {"kl_coef": 0.3, "kl_controller": "adaptive", "kl_target": 0.5, "kl_horizon": 20}},
-    "running": {"ppo": {**KL, "score_normalization": "running", "score_clip": 0.8}},
+    "running": {"ppo": {**KL, **CLIPPED}},
     "running_std": {"ppo": {**KL, "score_normalization": "running_std"}},
     "reference_std": {
         "ppo": {**KL, "score_normalization": "reference_std", "num_reference_samples": 12, "missing_eos_penalty": 0.0}
     },
     "penalties": {
-        "ppo": {
-            **KL,
-            "missing_eos_penalty": 0.7,
-            "length_penalty": 0.05,
-            "overlong_buffer": 5,
-            "overlong_penalty": 0.9,
-        }
+        "ppo": {**KL, **PENALTIES, "missing_eos_penalty": 0.7, "overlong_buffer": 5, "overlong_penalty": 0.9}
     },
     "a dense reward": {"ppo": KL, "rewards": [("tokens", 0.5, True)]},
     "two dense and two sparse rewards": {
-        "ppo": {**KL, "score_normalization": "running", "score_clip": 0.8, "missing_eos_penalty": 0.3},
+        "ppo": {**KL, **CLIPPED, "missing_eos_penalty": 0.3},
         "rewards": [("letters", 0.7, False), ("tokens", 2.0, True), ("ends", -1.5, False), ("tokens", -0.5, True)],
     },
-    "all shaping": {
-        "ppo": {
-            **KL,
-            "score_normalization": "running",
-            "score_clip": 0.8,
-            "missing_eos_penalty": 0.3,
-            "length_penalty": 0.05,
-            "overlong_buffer": 3,
-            "overlong_penalty": 2.0,
-            "whiten_rewards": True,
-        }
-    },
+    "all shaping": {"ppo": {**KL, **CLIPPED, **PENALTIES, "whiten_rewards": True}},
 }
 
 

@@ -61,25 +61,15 @@ def case_of(make_model):
                     p += size * torch.randn(p.shape, generator=noise, dtype=p.dtype)
             return model
 
-        old = load_policy(path)
-        prepare(old, torch.device("cpu"))
-        old = old.double()
-        values, _ = new_reward_model(path, None, seed=1, head_std=0.5)
-        prepare(values, torch.device("cpu"))
-        values = values.double()
+        old, (values, _) = load_policy(path), new_reward_model(path, None, seed=1, head_std=0.5)
+        for model in (old, values):
+            prepare(model, torch.device("cpu"))
+            model.double()
         prompts = [PromptRow("", ids, Record("", "")) for ids in PROMPTS]
         ref_policy = with_noise(old, 0.02)
         uniforms = draw_uniforms(0, "test", 0, len(PROMPTS), LONGEST)
-        rollout = collect(
-            prompts,
-            uniforms,
-            Models(old, ref_policy, values),
-            sampling=sampling,
-            tokenizer=None,
-            budget=Budget(40),
-            precision="float32",
-            recompute=True,
-        )
+        options = {"tokenizer": None, "budget": Budget(40), "precision": "float32", "recompute": True}
+        rollout = collect(prompts, uniforms, Models(old, ref_policy, values), sampling=sampling, **options)
         mask = rollout.response_mask
         fixed = torch.Generator().manual_seed(6)
         head = torch.nn.Linear(32, 1, bias=False, dtype=torch.float64)
@@ -113,17 +103,8 @@ def update(case, config, *, shared=False, iteration=0, values=True):
     for model in (case.policy, case.value_model, case.head):
         model.zero_grad()
     rows = case.rollout
-    batch = UpdateBatch(
-        case.prompts,
-        case.responses,
-        rows.response_mask,
-        rows.logprobs,
-        rows.sampled_logprobs,
-        rows.ref_logprobs,
-        rows.values,
-        case.advantages,
-        case.returns,
-    )
+    old = rows.response_mask, rows.logprobs, rows.sampled_logprobs, rows.ref_logprobs, rows.values
+    batch = UpdateBatch(case.prompts, case.responses, *old, case.advantages, case.returns)
     steppers = Recorder(case.policy), Recorder(case.head if shared else case.value_model)
     setup = replace(
         setup_of(config, Models(case.policy, case.ref_policy, value_model, head), (), *steppers),
@@ -285,14 +266,7 @@ def test_only_the_value_model_trains_during_its_warm_up(case_of, write_config, t
 
 def test_without_values_there_is_no_value_loss(case_of, write_config, tmp_path):
     case = case_of(PLAIN)
-    config = config_of(
-        write_config,
-        "ppo",
-        PPOConfig,
-        tmp_path,
-        rollout={"temperature": 0.8},
-        ppo={"rollout_batch_size": 8, "minibatch_size": 8, "ppo_epochs": 1, "advantage_estimator": "reinforce"},
-    )
+    config = update_config(write_config, tmp_path, {"advantage_estimator": "reinforce", "vf_coef": 1.0})
     policy, _, expected = slow_losses(case, config)
     policy_steps, value_steps, stats = update(case, config, values=False)
     same_gradients(policy_steps[0], grads(policy), 1e-6)

@@ -33,16 +33,10 @@ from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.training.optimizer import Stepper
 from stages import ppo as ppo_stage
 from support.compare import close
-from support.oracles import (
-    check_update_batch,
-    chosen,
-    distributions,
-    hidden_states,
-    numbers,
-    padded,
-    plain_copy,
-)
-from support.paths import OF_THE_MACHINE, TESTS
+from support.crash import outcome
+from support.oracles import check_update_batch, chosen, distributions, hidden_states, numbers, padded, plain_copy
+from support.paths import TESTS
+from support.resume import same
 from support.setup import ALONE, config_of, learning, reward_calls
 from support.tiny import STOP, encoder, merged, read_jsonl, write_jsonl
 
@@ -330,17 +324,19 @@ def test_initial_weights_of_the_value_model(start, pipeline):
     model_reward = {"rewards": [{"type": "reward_model", "path": str(root / "rm")}]}
     policy = {"policy": {"path": str(root / "sft")}}
     rm, sft = (load_file(root / f"{stage}/model/model.safetensors") for stage in ("rm", "sft"))
-    for init, source in (("auto", rm), ("reward_model", rm), ("policy", sft)):
-        with start(value_model={"init": init}, **model_reward, **policy) as setup:
+    alone = {}  # without a reward model, auto takes the policy
+    cases = (
+        ("auto", model_reward, rm),
+        ("auto", alone, sft),
+        ("reward_model", model_reward, rm),
+        ("policy", model_reward, sft),
+    )
+    for init, rewards, source in cases:
+        with start(value_model={"init": init}, **rewards, **policy) as setup:
             weights = setup.models.value_model.base_model.state_dict()
             assert setup.models.value_model.score.weight.abs().max() == 0
         for name, weight in weights.items():
             assert torch.equal(weight, source[f"model.{name}"]), (init, name)
-    with start(**policy) as setup:
-        weights = setup.models.value_model.base_model.state_dict()
-    assert all(torch.equal(weight, sft[f"model.{name}"]) for name, weight in weights.items()), (
-        "without a reward model, auto takes the policy"
-    )
     with start(value_model={"init": "shared"}, **policy) as setup:
         assert setup.models.value_model is None
         assert setup.models.value_head.weight.abs().max() == 0
@@ -509,32 +505,15 @@ UNUSUAL = {
 }
 
 
-def files_of(stage_dir):
-    """Bytes of the weights, samples and health file, and the metrics except times."""
-    files = {
-        p.relative_to(stage_dir).as_posix(): p.read_bytes() for p in stage_dir.rglob("*") if p.suffix == ".safetensors"
-    }
-    files["samples.jsonl"] = (stage_dir / "samples.jsonl").read_bytes()
-    files["metrics"] = [
-        {key: value for key, value in row.items() if not key.startswith(OF_THE_MACHINE)}
-        for row in read_jsonl(stage_dir / "metrics.jsonl")
-    ]
-    files["health"] = (stage_dir / "health.jsonl").read_bytes()
-    return files
-
-
 def test_a_rerun_with_many_options_gives_the_same_bits(watch, data):
     """The state of the global random generators has no influence."""
     ptx = {"ptx": {"train": str(data["demonstrations"]), "coef": 0.3, "mode": "convex", "max_length": 96}}
     torch.manual_seed(1)
-    first = files_of(watch("first", **UNUSUAL, **ptx).stage_dir)
+    first = outcome(watch("first", **UNUSUAL, **ptx).stage_dir)
     torch.manual_seed(2)
-    second = files_of(watch("second", **UNUSUAL, **ptx).stage_dir)
-    assert first.keys() == second.keys()
+    same(outcome(watch("second", **UNUSUAL, **ptx).stage_dir), first)
     assert {"model/model.safetensors", "value_model/model.safetensors", "ema_model/model.safetensors"} < first.keys()
-    for name in first:
-        assert first[name] == second[name], name
-    other = files_of(watch("other", seed=1, **UNUSUAL, **ptx).stage_dir)
+    other = outcome(watch("other", seed=1, **UNUSUAL, **ptx).stage_dir)
     assert other["model/model.safetensors"] != first["model/model.safetensors"]
 
 

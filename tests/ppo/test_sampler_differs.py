@@ -87,16 +87,10 @@ def test_an_older_rollout_of_another_sampler_has_one_weight(watch):
     assert (weights[0] - weights[1]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize(
-    ("device", "decoder"),
-    [
-        pytest.param("cpu", "auto", marks=pytest.mark.slow),
-        pytest.param("cuda", "auto", marks=MARKS),
-    ],
-)
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=MARKS)])
 @pytest.mark.parametrize("quantize", [None, "nf4"])
-def test_the_gap_of_bfloat16_is_below_its_limit(run_stage, wide, tmp_path, device, decoder, quantize):
-    """Two iterations with adapters, of each decoder of the device. The policy that sampled has the ratio 1."""
+def test_the_gap_of_bfloat16_is_below_its_limit(run_stage, wide, tmp_path, device, quantize):
+    """Two iterations with adapters. The policy that sampled has the ratio 1."""
     if quantize is not None:
         pytest.importorskip("bitsandbytes", reason="NF4 needs bitsandbytes (extra qlora)")
     lora = {"r": 4, "quantize": quantize}
@@ -108,7 +102,6 @@ def test_the_gap_of_bfloat16_is_below_its_limit(run_stage, wide, tmp_path, devic
         rewards=[{"type": "length", "target": 5}],
         precision="bfloat16",
         device=device,
-        rollout={"decoder": decoder},
     )
     rows = [row for row in read_jsonl(stage / "metrics.jsonl") if "policy/sampler_gap_mean" in row]
     assert len(rows) == 2
@@ -123,12 +116,8 @@ def test_the_precision_says_whether_the_sampler_differs(watch, precision):
     run = watch(precision=precision, ppo={"num_iterations": 1})
     row, is_bfloat16 = run.metrics[0], precision == "bfloat16"
     assert run.setup.sampler_may_differ == is_bfloat16
-    assert {
-        "policy/sampler_gap",
-        "policy/sampler_gap_mean",
-        "policy/importance_capped",
-    } <= row.keys() or not is_bfloat16
     if is_bfloat16:
+        assert {"policy/sampler_gap", "policy/importance_capped"} <= row.keys()
         assert 1e-4 < row["policy/sampler_gap_mean"] < 0.05
         assert row["policy/first_ratio_error"] == 0.0
     else:

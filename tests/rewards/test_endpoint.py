@@ -47,13 +47,9 @@ def test_request_and_answer(scripted, monkeypatch):
     }
     assert server.headers[0]["Content-Type"] == "application/json"
     assert "Authorization" not in server.headers[0]
-    total_score([asks(server, label_column="answer")], samples)
-    assert server.requests[1]["labels"] == ["x", None, 7]
-
-
-def test_a_bare_list_is_accepted(scripted):
-    server = scripted(lambda *_: (200, {}, [1, 2.5, 0]))
-    assert asks(server).score(batch(["a", "b", "c"])).tolist() == [1.0, 2.5, 0.0]
+    bare = scripted(lambda *_: (200, {}, [1, 2.5, 0]))
+    assert total_score([asks(bare, label_column="answer")], samples).total.tolist() == [1.0, 2.5, 0.0]
+    assert bare.requests[0]["labels"] == ["x", None, 7]
 
 
 def test_texts_are_sent_in_batches_and_scores_keep_their_order(scripted):
@@ -333,11 +329,8 @@ def test_a_signal_during_a_pause_saves_the_run(scripted, make_model, tmp_path, w
 
 def test_an_unencrypted_token_is_a_note(monkeypatch):
     monkeypatch.setenv("RLHF_TEST_TOKEN", "x")
-    for url, said in (
-        ("http://example.org/s?name=hidden", True),
-        ("https://example.org/s", False),
-        ("http://127.0.0.1:1/", False),
-    ):
+    known = {"http://example.org/s?name=hidden": True, "https://example.org/s": False, "http://127.0.0.1:1/": False}
+    for url, said in known.items():
         reward = TypeAdapter(Reward).validate_python({"type": "http", "url": url, "api_key_env": "RLHF_TEST_TOKEN"})
         notes = load_rewards(named_rewards([reward], "none", 0.1), "none", None, CPU, "float32")[1]
         assert bool(notes) == said

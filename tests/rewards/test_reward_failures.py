@@ -9,7 +9,8 @@ import pytest
 
 from rlhf_cli.errors import RewardError
 from rlhf_cli.run.checkpoint_files import last_step
-from support.paths import OF_THE_MACHINE
+from support.crash import results
+from support.resume import same
 from support.tiny import read_jsonl
 
 REWARD = """
@@ -27,17 +28,8 @@ def score(prompts, responses, rows):
         raise ConnectionError("the reward service is down")
     return [float(len(r) % 7) for r in responses]
 """
-CALLS = [
-    "before",
-    "rollout 1",
-    "rollout 2",
-    "evaluation 2",
-    "rollout 3",
-    "rollout 4",
-    "evaluation 4",
-    "rollout 5",
-    "end",
-]
+ROLLOUTS = [f"rollout {number}" for number in range(1, 6)]
+CALLS = ["before", *ROLLOUTS[:2], "evaluation 2", *ROLLOUTS[2:4], "evaluation 4", ROLLOUTS[4], "end"]
 
 
 def run(root: Path, run_stage: Any, make_model: Any) -> None:
@@ -53,27 +45,13 @@ def run(root: Path, run_stage: Any, make_model: Any) -> None:
     )
 
 
-def found(root: Path) -> dict[str, Any]:
-    """All results of a run except times."""
-    names = ("model", "value_model", "best_model")
-    weights = {name: (root / "ppo" / name / "model.safetensors").read_bytes() for name in names}
-    rows = {
-        name: [
-            {key: value for key, value in row.items() if not key.startswith(OF_THE_MACHINE) and key != "seconds"}
-            for row in read_jsonl(root / f"ppo/{name}.jsonl")
-        ]
-        for name in ("metrics", "evaluations", "samples")
-    }
-    return {**weights, **rows}
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, run_stage: Any, make_model: Any) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("undisturbed")
     run(root, run_stage, make_model)
     assert len((root / "calls.txt").read_text().split()) == len(CALLS)
     assert [row["step"] for row in read_jsonl(root / "ppo/evaluations.jsonl")] == [0, 2, 4, 5]
-    return found(root)
+    return results(root / "ppo")
 
 
 @pytest.mark.parametrize("name", ["rollout 1", "evaluation 2", "rollout 4", "end"])
@@ -87,4 +65,4 @@ def test_a_stopped_run_resumes_to_the_same_bytes(
     done = sum(name.startswith("rollout") for name in CALLS[:call])
     assert last_step(tmp_path, "ppo") == (done or None), "no regular checkpoint is due in a run so short"
     run(tmp_path, run_stage, make_model)
-    assert found(tmp_path) == undisturbed
+    same(results(tmp_path / "ppo"), undisturbed)

@@ -9,51 +9,23 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch.nn.functional import binary_cross_entropy_with_logits
-from transformers import (
-    AutoTokenizer,
-    DistilBertConfig,
-    DistilBertForTokenClassification,
-    GPT2Config,
-    GPT2ForTokenClassification,
-    LlamaConfig,
-    LlamaForTokenClassification,
-)
+from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from rlhf_cli.config.rewards import Reward
 from rlhf_cli.errors import ArtifactError, ConfigError, RewardError
 from rlhf_cli.rewards.base import Samples, total_score
 from rlhf_cli.rewards.process_reward import split_steps, token_ends
 from support import rewards
-from support.tiny import character_tokenizer
+from support.tiny import character_tokenizer, tiny_model
 
 LETTERS = ["<e>", *"abcdefgh.;? QA:\n"]
 
 
-def llama(**settings):
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    return LlamaForTokenClassification(
-        LlamaConfig(num_key_value_heads=2, max_position_embeddings=128, **sizes, **settings)
-    )
-
-
-def gpt2(**settings):
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-    return GPT2ForTokenClassification(GPT2Config(**sizes, **settings))
-
-
-def distilbert(**settings):
-    sizes = {"dim": 32, "n_layers": 1, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 128}
-    return DistilBertForTokenClassification(DistilBertConfig(**sizes, **settings))
-
-
-FAMILIES = {"llama": llama, "gpt2": gpt2, "distilbert": distilbert}
-
-
-def saved(folder, make=llama, tokenizer=None, num_labels=1):
+def saved(folder, family="llama", tokenizer=None, num_labels=1):
     """A token classifier with random weights, in a folder."""
-    torch.manual_seed(0)
     tokenizer = tokenizer or character_tokenizer(LETTERS)
-    model = make(vocab_size=len(tokenizer), num_labels=num_labels, pad_token_id=0, initializer_range=0.2).eval()
+    more = {"vocab_size": len(tokenizer), "num_labels": num_labels, "pad_token_id": 0, "initializer_range": 0.2}
+    model = tiny_model(family, AutoModelForTokenClassification, **more).eval()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model
@@ -97,11 +69,11 @@ def test_a_step_that_ends_within_a_token_ends_with_it(eos_only_tokenizer) -> Non
 # --------------------------------------------------------------------------------------- scores
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "distilbert"])
 @pytest.mark.parametrize("num_labels", [1, 2])
 def test_scores_equal_those_of_transformers(family, num_labels, tmp_path):
     """One by one, while ours are read together. The policy has other tokens than the model."""
-    model = saved(tmp_path, FAMILIES[family], num_labels=num_labels)
+    model = saved(tmp_path, family, num_labels=num_labels)
     own = AutoTokenizer.from_pretrained(tmp_path)
     policy = character_tokenizer(["</s>", *reversed(LETTERS[1:])])
     label = {} if num_labels == 1 else {"label": "LABEL_1"}
@@ -190,7 +162,7 @@ def test_a_marker_in_a_response_is_text(tmp_path):
     """A special token as marker: the same characters in a response do not read as one."""
     tokenizer = character_tokenizer([*LETTERS, "<", "s", ">"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<s>"]})
-    saved(tmp_path, llama, tokenizer)
+    saved(tmp_path, tokenizer=tokenizer)
     policy = character_tokenizer(["</s>", *LETTERS, "<", "s", ">"])
     source = source_of(tmp_path, policy, steps={"marker": "<s>"})
     ids, ends = source._tokens(samples_of(policy, ["a<s>b;c"]), 0, ["a<s>b", "c"])

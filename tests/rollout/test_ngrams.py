@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, NoRepeatNGramLogitsProcessor
 
-from rlhf_cli.models.load import load_policy, prepare
 from rlhf_cli.rollout.sampling import Sampling, allowed_logits, draw, draw_uniforms, sample
 from rlhf_cli.tensor_ops import token_logprobs
-from support.tiny import CPU, STOP, random_ids
+from support.tiny import STOP, random_ids
 
 LONGEST = 20
 # Prompts that repeat themselves, so that the first tokens of a response already complete n-grams.
@@ -23,21 +22,9 @@ COLD = Sampling(0.08)
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt_neox"])
-def path(request, make_model):
+def arch(request):
     """A model of the fast decoder, and one of the general decoder."""
-    return str(make_model(request.param))
-
-
-@pytest.fixture(scope="module")
-def plain(path):
-    return load_policy(path)
-
-
-@pytest.fixture(scope="module")
-def policy(path):
-    model = load_policy(path)
-    assert prepare(model, CPU) is None
-    return model
+    return request.param
 
 
 def repeats(sequence, size):
@@ -63,12 +50,8 @@ def slow_response(model, prompt, uniforms, sampling):
 @torch.no_grad()
 def logits_of(model, responses):
     """[sum of R_b, V] logits that predict the tokens of the responses, one forward pass per sequence."""
-    return torch.cat(
-        [
-            model(input_ids=torch.tensor([prompt + r.ids])).logits[0, len(prompt) - 1 : -1]
-            for prompt, r in zip(PROMPTS, responses, strict=True)
-        ]
-    )
+    pairs = [(torch.tensor([prompt + r.ids]), len(prompt)) for prompt, r in zip(PROMPTS, responses, strict=True)]
+    return torch.cat([model(input_ids=ids).logits[0, start - 1 : -1] for ids, start in pairs])
 
 
 @pytest.mark.parametrize(("size", "max_live_rows"), [(1, None), (2, 2), (3, None)])

@@ -128,9 +128,8 @@ def step_rows(directory: Path, stage: str) -> list[dict[str, Any]]:
 
 def outcome(root: Path, stage: str) -> dict[str, str]:
     """The files of a finished stage and its failed batches, without the path of `root` in them."""
-    found = crash.outcome(root / stage) | {"failed": (root / f"{stage}.failed_batch.jsonl").read_text()}
-    known = found.keys() - {"manifest.json", "config.yaml"}
-    return {name: str(found[name]).replace(str(root), "") for name in known}
+    found = crash.results(root / stage) | {"failed": (root / f"{stage}.failed_batch.jsonl").read_text()}
+    return {name: str(text).replace(str(root), "") for name, text in found.items()}
 
 
 # ------------------------------------------------------------------------------------- a skipped step

@@ -277,6 +277,11 @@ def _timeless(value: Any) -> Any:
     return [_timeless(item) for item in value] if isinstance(value, list) else value
 
 
+def results(directory: Path) -> dict[str, Any]:
+    """`outcome` without the files that repeat the config."""
+    return {name: value for name, value in outcome(directory).items() if name not in ("config.yaml", "manifest.json")}
+
+
 def outcome(directory: Path) -> dict[str, Any]:
     """The content of a finished stage by file: rows and metrics without durations, other files as digests.
 

@@ -27,15 +27,7 @@ from support import crash, resume
 from support.resume import STEPS, ask_to_stop, checkpoints, refused, same, status, stopped_after, succeed, truncate
 from support.tiny import read_jsonl
 
-CASES = (
-    "sft",
-    "sft scratch",
-    "rm",
-    "ppo",
-    "ppo lora penalty",
-    "ppo shared filters",
-    "ppo groups bfloat16",
-)
+CASES = ("sft", "sft scratch", "rm", "ppo", "ppo lora penalty", "ppo shared filters", "ppo groups bfloat16")
 OTHER_WEIGHTS = ("sft dora", "rm lora", pytest.param("ppo 8bit", marks=pytest.mark.slow))
 
 
