@@ -24,8 +24,8 @@ from rlhf_cli.commands.output import (
     prompt_column,
     refuse_own_output,
 )
-from rlhf_cli.commands.writer import Failure, Request, Writer, WriterOptions, Written, fill, read_template
-from rlhf_cli.data.records import Message, Record, turns_of
+from rlhf_cli.commands.writer import Failure, Request, Writer, WriterOptions, Written, read_template
+from rlhf_cli.data.records import Message, Record, fill, turns_of
 from rlhf_cli.data.words import words
 from rlhf_cli.errors import ConfigError, DataError, RunError
 from rlhf_cli.report.progress import Display

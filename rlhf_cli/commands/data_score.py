@@ -36,10 +36,9 @@ from rlhf_cli.commands.writer import (
     Temperature,
     Writer,
     WriterOptions,
-    fill,
     read_template,
 )
-from rlhf_cli.data.records import Record
+from rlhf_cli.data.records import Record, fill
 from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.report.progress import Display
 

@@ -11,7 +11,8 @@ import typer
 
 from rlhf_cli.commands.data_score import COMPARE_TEMPLATE, Unclear, Verdict, ask, letter_in
 from rlhf_cli.commands.options import Quiet, WhereToRun
-from rlhf_cli.commands.writer import Failure, Request, ServerWriter, WriterOptions, fill, read_template
+from rlhf_cli.commands.writer import Failure, Request, ServerWriter, WriterOptions, read_template
+from rlhf_cli.data.records import fill
 from rlhf_cli.errors import ConfigError, RunError
 from rlhf_cli.report.progress import Display
 from rlhf_cli.rewards.chat_client import OptionNames

@@ -5,7 +5,6 @@ Imports torch only for a model on this machine.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from rlhf_cli.commands.options import Device, Seed, TopP
 from rlhf_cli.commands.output import Failure
 from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.config.rewards import check_url
-from rlhf_cli.data.records import Message, Record, batched, transcript, turns_of
+from rlhf_cli.data.records import PLACEHOLDER, Message, Record, batched, transcript, turns_of
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.files import read_text
 from rlhf_cli.rewards.chat_client import OF_DATA, OptionNames, Written, completion_in, completions_url
@@ -29,7 +28,6 @@ Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 ta
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Maximum tokens of an answer.")]
 REFUSED = (400, 413, 422)
 """Statuses about a single request, for example a prompt that is too long. The other requests continue."""
-PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True)
@@ -247,12 +245,3 @@ def read_template(path: Path | None, needed: Sequence[str], option: str = "--tem
     if missing:
         raise ConfigError(f"{option}: {path} lacks {' and '.join(missing)}. Put each where its text should go")
     return text
-
-
-def fill(template: str, **values: str) -> str:
-    """The template with each `{name}` replaced by its value, in one pass: braces within a value are left alone.
-
-    >>> fill("{prompt} -> {response} {x}", prompt="{response}?", response="yes")
-    '{response}? -> yes {x}'
-    """
-    return PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), template)

@@ -7,6 +7,7 @@ best answer (SFT), different answers from best to worst or answers with scores (
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -166,6 +167,18 @@ def kind_of(value: Any) -> str:
         return "null"
     words = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "a mapping"}
     return words.get(type(value), f"a {type(value).__name__}")
+
+
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+def fill(template: str, **values: str) -> str:
+    """The template with each `{name}` replaced by its value, in one pass: braces within a value are left alone.
+
+    >>> fill("{prompt} -> {response} {x}", prompt="{response}?", response="yes")
+    '{response}? -> yes {x}'
+    """
+    return PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), template)
 
 
 def shown_name(name: object) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.data.batches import Budget, in_order
 from rlhf_cli.data.encode import Side, cut, encode_for_classifier
-from rlhf_cli.data.records import Message
+from rlhf_cli.data.records import Message, fill
 from rlhf_cli.data.special_tokens import SpecialTokens, cut_behind_eos, special_tokens_of
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.cost import CPU_TOKENS
@@ -150,7 +149,7 @@ class RewardModel(RewardSource):
                     prompt = special.protect_within(prompt, [m.content for m in messages] or [own])
                 texts[i] = special.join(prompt, self._protected_response(response, special))
             elif self.template != "chat":
-                texts[i] = written(self.template, protect(own), protect(response))
+                texts[i] = fill(self.template, prompt=protect(own), response=protect(response))
             else:
                 before = messages or (Message("user", own),)
                 turns = [
@@ -359,16 +358,6 @@ def padded_logits(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) ->
 
 
 # ------------------------------------------------------------------------------------------ the text that a model reads
-
-
-def written(template: str, prompt: str, response: str) -> str:
-    """The template with `{prompt}` and `{response}` filled in; braces within the texts are left alone.
-
-    >>> written("Q: {prompt} A: {response}", "a {response}?", "b")
-    'Q: a {response}? A: b'
-    """
-    texts = {"{prompt}": prompt, "{response}": response}
-    return re.sub(r"\{prompt\}|\{response\}", lambda match: texts[match.group()], template)
 
 
 def closed(response_ids: list[int], ended: bool, eos: int | None) -> list[int]:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.config.rewards import Steps
 from rlhf_cli.data.batches import Budget, in_order
+from rlhf_cli.data.records import fill
 from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.models.forward import autocast, hidden_at, is_packed, longest_input, scalar_head
 from rlhf_cli.models.heads import scalar_heads
@@ -25,7 +26,7 @@ from rlhf_cli.packing import pack
 from rlhf_cli.processes.microbatches import over_microbatches
 from rlhf_cli.processes.sharding import device_of
 from rlhf_cli.rewards.base import RewardSource, Samples, joined
-from rlhf_cli.rewards.models import RewardModel, padded_logits, written
+from rlhf_cli.rewards.models import RewardModel, padded_logits
 
 Tokens = tuple[list[int], list[int]]
 """The ids that the model reads, and the index of the last one of each step."""
@@ -81,7 +82,7 @@ class StepModel(RewardModel):
         own = samples.own_prompts[row] if samples.own_prompts else samples.prompts[row]
         messages = samples.messages[row] if samples.messages else ()
         if self.template is not None:
-            before = written(self.template.partition("{response}")[0], protect(own), "")
+            before = fill(self.template.partition("{response}")[0], prompt=protect(own))
         elif self.keep_special:
             before = samples.prompts[row]
         else:

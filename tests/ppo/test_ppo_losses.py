@@ -266,7 +266,8 @@ def test_only_the_value_model_trains_during_its_warm_up(case_of, write_config, t
 
 def test_without_values_there_is_no_value_loss(case_of, write_config, tmp_path):
     case = case_of(PLAIN)
-    config = update_config(write_config, tmp_path, {"advantage_estimator": "reinforce", "vf_coef": 1.0})
+    ppo = {"rollout_batch_size": 8, "minibatch_size": 8, "ppo_epochs": 1, "advantage_estimator": "reinforce"}
+    config = config_of(write_config, "ppo", PPOConfig, tmp_path, rollout={"temperature": 0.8}, ppo=ppo)
     policy, _, expected = slow_losses(case, config)
     policy_steps, value_steps, stats = update(case, config, values=False)
     same_gradients(policy_steps[0], grads(policy), 1e-6)
