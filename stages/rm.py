@@ -124,8 +124,7 @@ SHOWN: dict[RewardModelLoss, tuple[str, ...]] = {
 }
 """The figures beside the progress, the most important first."""
 
-Item = RankedIds | ScoredIds
-"""A training row: the sequences of a ranking, or one with its score."""
+Item = RankedIds | ScoredIds  # a training row: the sequences of a ranking, or one with its score
 
 
 @dataclass(frozen=True)
@@ -246,11 +245,9 @@ def _train(
 class Member:
     """A trained reward model of several."""
 
-    scores: torch.Tensor
-    """Scores of the answers of all held-out test rows."""
+    scores: torch.Tensor  # scores of the answers of all held-out test rows
     figures: dict[str, float]
-    digest: str = ""
-    """The fingerprint of its folder."""
+    digest: str = ""  # the fingerprint of its folder
 
     def state(self) -> State:
         return {"scores": self.scores}, {"figures": self.figures, "digest": self.digest}

@@ -66,8 +66,7 @@ from rlhf_cli.training.supervised import Loop
 
 SHOWN = ("loss/sft", "eval/loss", "sft/grad_norm", "sft/learning_rate", "speed/step_tokens_per_s")
 """The figures beside the progress, the most important first."""
-HIGH_LOSS = "high_loss"
-"""The name of the finding about a training loss that is too high."""
+HIGH_LOSS = "high_loss"  # the name of the finding about a training loss that is too high
 
 
 def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> None:

@@ -36,12 +36,10 @@ class HeldOutReply:
 
     text: str
     score: float
-    kl: float
-    """Sum over its tokens of log policy - log ref_policy, in nats."""
+    kl: float  # sum over its tokens of log policy - log ref_policy, in nats
     length: int
     ended: bool
-    features: torch.Tensor
-    """[H] what the reward models scored it by (`RewardSource.features`)."""
+    features: torch.Tensor  # [H] what the reward models scored it by (`RewardSource.features`)
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,7 @@ class Evaluation:
     metrics: dict[str, float]
     """score_mean, score_median, the means of the judge's numbers, kl, length, eos_fraction, distinct_2, seconds."""
     replies: list[HeldOutReply]
-    gold: list[dict[str, float]]
-    """The judge's numbers of each reply; empty without a judge."""
+    gold: list[dict[str, float]]  # the judge's numbers of each reply; empty without a judge
 
     def intervals(self) -> dict[str, float]:
         """The ends of the 95 % intervals of score_mean, kl and the judge's numbers over the prompts."""
@@ -161,8 +158,7 @@ class HeldOut:
             health.check_evaluation(0, self.before.scores, self.before.gold_scores)
             self.home = home_of(torch.stack([reply.features for reply in self.before.replies]))
         self.best = best_of(setup.config.evaluation.best_metric, self.before)
-        self.last_step = 0
-        """The iteration of the latest figures; a checkpoint keeps it."""
+        self.last_step = 0  # the iteration of the latest figures; a checkpoint keeps it
 
     def measure_if_due(self, iteration: int) -> None:
         """Measure the policy before this iteration if `evaluation.every_iterations` says so, and keep the best."""
@@ -273,18 +269,15 @@ def best_of(key: str | None, before: Evaluation | None) -> Best:
 
 NEAREST = 0.05
 """The unit of the figure is this quantile of the distances of single SFT replies from their mean."""
-LEAST = 20
-"""Fewest replies of the SFT model from which the figure is computed."""
+LEAST = 20  # fewest replies of the SFT model from which the figure is computed
 
 
 @dataclass(frozen=True)
 class Home:
     """Where the replies of the policy before PPO are, among the features of the reward models."""
 
-    gaussian: Gaussian
-    """Fitted to every other reply."""
-    unit: float
-    """The NEAREST quantile of the other replies' distances from its mean."""
+    gaussian: Gaussian  # fitted to every other reply
+    unit: float  # the NEAREST quantile of the other replies' distances from its mean
 
     def unfamiliarity(self, features: Tensor | None, world: World) -> dict[str, float]:
         """The distance of the centre of all processes' replies [own B, H] from home, in units; {} of fewer than two."""

@@ -166,8 +166,7 @@ class ReferenceReplies:
         self.setup, self.shapings = setup, setup.config.shapings
         self.count = max((shaping.num_references for _, shaping in self.shapings.values()), default=0)
         self.rows: dict[int, dict[str, Any]] = {}
-        self.sampled: list[int] = []
-        """The numbers of the rows that are not in the file."""
+        self.sampled: list[int] = []  # the numbers of the rows that are not in the file
 
     def sample(self) -> None:
         """Sample and score what the file of an interrupted run lacks, before training: the policy is ref_policy."""
@@ -269,8 +268,7 @@ class ScoreScale:
         return (score if self.kind.endswith("_std") else score - self.moments.mean) / std
 
 
-WITHIN = 0.1
-"""The first multiplier of a limit that already holds."""
+WITHIN = 0.1  # the first multiplier of a limit that already holds
 
 
 class Limits:

@@ -73,27 +73,20 @@ class Setup:
     stage: StageRun
     tokenizer: PreTrainedTokenizerBase
     models: Models
-    policy_base: BaseModel
-    """Where the weights of the policy come from."""
-    value_base: BaseModel | None
-    """Where the weights of a separate value model come from."""
+    policy_base: BaseModel  # where the weights of the policy come from
+    value_base: BaseModel | None  # where the weights of a separate value model come from
     rewards: Sequence[RewardSource]
     sampling: Sampling
     train: Table[PromptRow]
     held_out: HeldOutRows[PromptRow]
-    ptx: Sequence[Example]
-    """Rows of the language-model loss; empty without `ptx`."""
+    ptx: Sequence[Example]  # rows of the language-model loss; empty without `ptx`
     policy_stepper: Stepper
     value_stepper: Stepper | None
-    average: WeightAverage | None
-    """The moving average of the policy's weights."""
-    budget: Budget
-    """The size of a microbatch, for scoring and for updates."""
+    average: WeightAverage | None  # the moving average of the policy's weights
+    budget: Budget  # the size of a microbatch, for scoring and for updates
     policy_work: Work
-    value_work: Work | None
-    """Operations of a separate value model."""
-    compile_s: float
-    """Seconds that `compile` took."""
+    value_work: Work | None  # operations of a separate value model
+    compile_s: float  # seconds that `compile` took
 
     @property
     def world(self) -> World:
@@ -367,12 +360,9 @@ class ValueStart:
 
     model: PreTrainedModel | None = None
     head: torch.nn.Linear | None = None
-    base: BaseModel | None = None
-    """Where the weights of `model` come from."""
-    note: str | None = None
-    """A line for the user."""
-    adapters_of: PreTrainedModel | None = None
-    """The reward model from whose adapters those of `model` start."""
+    base: BaseModel | None = None  # where the weights of `model` come from
+    note: str | None = None  # a line for the user
+    adapters_of: PreTrainedModel | None = None  # the reward model from whose adapters those of `model` start
 
 
 def choose_value_model(

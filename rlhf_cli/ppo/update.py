@@ -34,15 +34,12 @@ class UpdateBatch:
 
     prompts: list[PromptRow]
     responses: list[Response]
-    response_mask: Tensor
-    """True on real tokens."""
+    response_mask: Tensor  # True on real tokens
     logprobs: Tensor
     """The old log-probabilities, which the ratio divides by: the rollout's, or those at the start of this update."""
-    sampled_logprobs: Tensor
-    """As the sampler computed them, at the sampling temperature."""
+    sampled_logprobs: Tensor  # as the sampler computed them, at the sampling temperature
     ref_logprobs: Tensor
-    values: Tensor
-    """The centre of the value clip."""
+    values: Tensor  # the centre of the value clip
     advantages: Tensor
     returns: Tensor
 
@@ -275,8 +272,7 @@ def backward_ptx(setup: Setup, step: int, gradients: GradientSum) -> dict[str, f
 class KLCoefs:
     """The current coefficients."""
 
-    kl_coef: float
-    """The coefficient of the KL to ref_policy."""
+    kl_coef: float  # the coefficient of the KL to ref_policy
     policy_kl_coef: float
     """The coefficient of PPO-penalty's KL between the policy before and after an update."""
 

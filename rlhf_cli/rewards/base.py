@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from rlhf_cli.data.encoders import PromptRow
 
-MAX_SHOWN = 200
-"""Characters of a value that a message shows."""
+MAX_SHOWN = 200  # characters of a value that a message shows
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -36,8 +35,7 @@ class Spoken(Protocol):
 class Samples:
     """Prompts and responses to score, as text and as the policy's tokens, with the prompts' rows."""
 
-    prompts: list[str]
-    """As the policy read them, including data.prompt_template."""
+    prompts: list[str]  # as the policy read them, including data.prompt_template
     responses: list[str]
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]
@@ -45,8 +43,7 @@ class Samples:
     rows: list[dict[str, Any]]
     tokens: list[list[str]] | None = None
     """The text of each response token, for functions that score every token."""
-    where: list[str] = field(default_factory=list)
-    """`file:line` of each prompt's row; empty if unknown."""
+    where: list[str] = field(default_factory=list)  # `file:line` of each prompt's row; empty if unknown
     own_prompts: list[str] = field(default_factory=list)
     """The prompts as their rows have them; empty if equal to `prompts`."""
     messages: list[tuple[Message, ...]] = field(default_factory=list)
@@ -67,8 +64,7 @@ class Scores:
     """For each source, the number of scores that failed and count as 0.0 (on_error: zero)."""
     cut: dict[str, int] = field(default_factory=dict)
     """For each reward model, the number of texts that were too long and were cut."""
-    parts: tuple[str, ...] = ()
-    """The names in `each` that are `RewardSource.parts`: `<source>_<part>`."""
+    parts: tuple[str, ...] = ()  # the names in `each` that are `RewardSource.parts`: `<source>_<part>`
     tokens: dict[str, int] = field(default_factory=dict)
     """For each judge on a server, the tokens that this batch cost."""
     features: torch.Tensor | None = None
@@ -88,13 +84,11 @@ class RewardSource:
     kind: ClassVar[str] = "reward"
     name: str
     weight: float = 1.0
-    per_token: bool = False
-    """It rewards single tokens: `score_per_token` instead of `score`."""
+    per_token: bool = False  # it rewards single tokens: `score_per_token` instead of `score`
     ensemble: Ensemble | None = None
     """The ensemble that it is a member of; its own `weight` then does not count."""
     on_error: Literal["stop", "zero"] = "stop"
-    num_errors: int = 0
-    """Failed scores so far."""
+    num_errors: int = 0  # failed scores so far
     first_error: str = ""
     features: torch.Tensor | None = None
     """[B, H] float32 on the CPU: the hidden states that the latest scores are read from, NaN for a failed one."""
@@ -103,8 +97,7 @@ class RewardSource:
     """[B] float32 for each of `part_names`: what the latest scores consist of, NaN for a failed one."""
     num_tokens: int | None = None
     """Tokens that a judge on a server has read and written so far; None for other sources."""
-    num_cut: int | None = None
-    """Texts that a reward model has cut so far; None for other sources."""
+    num_cut: int | None = None  # texts that a reward model has cut so far; None for other sources
     advice: str = "Fix it, or count such scores as 0.0 with on_error: zero"
 
     def score(self, samples: Samples) -> torch.Tensor:

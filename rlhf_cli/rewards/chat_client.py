@@ -22,15 +22,13 @@ class OptionNames:
     """What to do after the server failed."""
 
 
-OF_DATA = OptionNames()
-"""Those of `rlhf data generate` and `rlhf data score`."""
+OF_DATA = OptionNames()  # those of `rlhf data generate` and `rlhf data score`
 
 
 @dataclass(frozen=True)
 class Written:
     text: str
-    ended: bool
-    """False when the answer was cut at `max_new_tokens`."""
+    ended: bool  # False when the answer was cut at `max_new_tokens`
 
 
 def completion_in(answer: Any) -> Written | None:

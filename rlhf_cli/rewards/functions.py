@@ -28,8 +28,7 @@ from rlhf_cli.run.artifacts import fingerprint
 from rlhf_cli.run.identity import imported_files
 
 CONCURRENCY = 8
-FOLDERS: set[Path] = set()
-"""The folders of the files that were loaded so far."""
+FOLDERS: set[Path] = set()  # the folders of the files that were loaded so far
 
 
 @dataclass(kw_only=True)
@@ -38,8 +37,7 @@ class PythonFunction(RewardSource):
 
     kind: ClassVar[str] = "reward function"
     function: Callable[..., Any]
-    batch_size: int | None = None
-    """Rows per call; None passes all rows in one call."""
+    batch_size: int | None = None  # rows per call; None passes all rows in one call
     concurrency: int = CONCURRENCY
     timeout_s: float | None = None
     runner: asyncio.Runner | None = field(default=None, repr=False)

@@ -29,15 +29,11 @@ from rlhf_cli.printing import say
 from rlhf_cli.rewards.concurrency import for_each
 
 LONGEST_BACKOFF_S = 60.0
-LONGEST_WAIT_S = 600.0
-"""Longest Retry-After that is waited for."""
-PRINTED_WAIT_S = 5.0
-"""A pause of this length or more is printed."""
-POLL_S = 0.25
-"""Seconds between two looks at `stop_requested` during a pause."""
+LONGEST_WAIT_S = 600.0  # longest Retry-After that is waited for
+PRINTED_WAIT_S = 5.0  # a pause of this length or more is printed
+POLL_S = 0.25  # seconds between two looks at `stop_requested` during a pause
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
-MAX_QUOTED = 200
-"""Characters of a server's answer that a message quotes."""
+MAX_QUOTED = 200  # characters of a server's answer that a message quotes
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -69,14 +65,12 @@ class JSONClient:
     timeout_s: float
     retries: int
     backoff_s: float
-    retry_malformed: bool = False
-    """Also retry answers with status 2xx that the parser refuses."""
+    retry_malformed: bool = False  # also retry answers with status 2xx that the parser refuses
     timeout_option: str = "timeout_s"
     """The name of the option or config key that sets `timeout_s`, for messages."""
     stop_requested: Callable[[], bool] = lambda: False
     """True after a signal whose handler returned: a pause then ends with StopRequestedError."""
-    _not_before: float = field(default=0.0, init=False)
-    """Retry-After of any answer, on the monotonic clock."""
+    _not_before: float = field(default=0.0, init=False)  # Retry-After of any answer, on the monotonic clock
     _printed_until: float = field(default=0.0, init=False)
     """The end of the last pause that was printed, on the monotonic clock."""
 

@@ -55,8 +55,7 @@ class RewardModel(RewardSource):
     reads_policy_tokens: bool
     """Score the policy's token ids directly; otherwise encode the text with the model's own tokenizer."""
     reads_prompt: bool
-    template: str | None
-    """None uses prompt and response as the policy read and wrote them."""
+    template: str | None  # None uses prompt and response as the policy read and wrote them
     label: int
     as_probability: bool
     mean: float

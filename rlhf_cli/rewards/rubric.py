@@ -53,14 +53,11 @@ class Rubric(ServerSource):
     config: RubricReward
     grades: dict[str, list[float]] = field(default_factory=dict, repr=False)
     """The grades of every text that was judged so far, by `_digest`."""
-    kept: Path | None = None
-    """The file with a line for each of them."""
+    kept: Path | None = None  # the file with a line for each of them
     num_tokens: int | None = 0
     num_requests: int = 0
-    num_kept: int = 0
-    """Scores that needed no request."""
-    counts_tokens: bool = True
-    """False once an answer did not say what it cost."""
+    num_kept: int = 0  # scores that needed no request
+    counts_tokens: bool = True  # False once an answer did not say what it cost
 
     def __post_init__(self) -> None:
         self.part_names = tuple(criterion.name for criterion in self.config.criteria)

@@ -28,8 +28,7 @@ from rlhf_cli.rewards.base import RewardSource, Samples
 if TYPE_CHECKING:
     from rlhf_cli.models.lora import Backbone
 
-Judge = Callable[[Samples], list[dict[str, float]]]
-"""From replies to a row of named numbers for each."""
+Judge = Callable[[Samples], list[dict[str, float]]]  # from replies to a row of named numbers for each
 
 
 def load_rewards(

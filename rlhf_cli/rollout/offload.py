@@ -45,8 +45,7 @@ class Offload:
         self.update_needs_frozen = update_needs_frozen
         stay = {id(p) for model in shared for p in model.parameters()}
         self._weights = {id(p): p for model in frozen for p in model.parameters() if id(p) not in stay}
-        self._on_cpu: dict[int, Tensor] = {}
-        """The CPU copies of the frozen weights, made once."""
+        self._on_cpu: dict[int, Tensor] = {}  # the CPU copies of the frozen weights, made once
         self._frozen_are_away = False
         self._moments_are_away = False
 

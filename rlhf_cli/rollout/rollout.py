@@ -46,23 +46,17 @@ class RolloutBatch:
 
     prompts: list[PromptRow]
     responses: list[Response]
-    response_mask: Tensor
-    """[B, R] bool, True on real tokens, EOS included."""
-    sampled_logprobs: Tensor
-    """[B, R] log-probabilities as the sampler computed them."""
+    response_mask: Tensor  # [B, R] bool, True on real tokens, EOS included
+    sampled_logprobs: Tensor  # [B, R] log-probabilities as the sampler computed them
     logprobs: Tensor
     """[B, R] log-probabilities under the policy that sampled, at the sampling temperature, in nats. Either
     `sampled_logprobs` or recomputed by the forward pass that training uses."""
-    ref_logprobs: Tensor
-    """[B, R] log-probabilities under ref_policy."""
+    ref_logprobs: Tensor  # [B, R] log-probabilities under ref_policy
     values: Tensor
     """[B, R] value of the state before each token was chosen, before the update; 0 without values."""
-    kl_full: Tensor | None
-    """[B, R] exact KL(policy, ref_policy) at each token, if requested."""
-    sample_s: float
-    """Seconds spent sampling."""
-    score_s: float
-    """Seconds spent on log-probabilities and values."""
+    kl_full: Tensor | None  # [B, R] exact KL(policy, ref_policy) at each token, if requested
+    sample_s: float  # seconds spent sampling
+    score_s: float  # seconds spent on log-probabilities and values
 
 
 def collect(
@@ -251,16 +245,12 @@ class Models:
     """The policy and the models that accompany it during training."""
 
     policy: PreTrainedModel
-    ref_policy: PreTrainedModel | None
-    """None: the policy with its adapters switched off."""
+    ref_policy: PreTrainedModel | None  # None: the policy with its adapters switched off
     value_model: PreTrainedModel | None = None
     """A separate sequence classifier with one label. None without values, or if `value_head` computes them."""
-    value_head: torch.nn.Linear | None = None
-    """Computes values from the policy's own hidden states."""
-    sampler: Sampler | None = None
-    """A copy of a sharded policy, which samples in its place."""
-    offload: Offload | None = None
-    """Moves what a phase does not use to the CPU."""
+    value_head: torch.nn.Linear | None = None  # computes values from the policy's own hidden states
+    sampler: Sampler | None = None  # a copy of a sharded policy, which samples in its place
+    offload: Offload | None = None  # moves what a phase does not use to the CPU
 
     def refreshed(self) -> Models:
         """The models, after the copy that samples has got the weights of a sharded policy. A collective operation."""
@@ -290,10 +280,8 @@ class TokenScores:
 
     logprobs: Tensor
     """Log-probability of the sampled token under the current policy, in nats."""
-    values: Tensor | None = None
-    """Value of the state before the token was chosen."""
-    entropy: Tensor | None = None
-    """Entropy of the distribution that the token was drawn from, in nats."""
+    values: Tensor | None = None  # value of the state before the token was chosen
+    entropy: Tensor | None = None  # entropy of the distribution that the token was drawn from, in nats
     kl_full: Tensor | None = None
     """Exact KL(policy, ref_policy) of that distribution, summed over the vocabulary, in nats."""
     ref_logprobs: Tensor | None = None

@@ -34,8 +34,7 @@ from rlhf_cli.seeding import generator
 
 REFILL = 0.25
 """Waiting prompts enter once this share of max_live_rows is free: reading many together costs less per prompt."""
-BLOCK = 64
-"""Tokens per block of the two-level cumulative sum in `draw`."""
+BLOCK = 64  # tokens per block of the two-level cumulative sum in `draw`
 BELOW_1 = 1 - 2.0**-23
 """x * BELOW_1 < x for every positive float32 x. The largest uniform, 1 - 2**-24, does not guarantee that."""
 SHARED_STEP = 20_000_000
@@ -67,8 +66,7 @@ class Sampling:
     stop: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     """None is empty. The token that completes one is the response's last. The text has no special tokens."""
-    decoder: DecoderName = "auto"
-    """The decoders differ by rounding only."""
+    decoder: DecoderName = "auto"  # the decoders differ by rounding only
 
     @property
     def filters(self) -> bool:
@@ -273,8 +271,7 @@ class _LiveRows:
         self.rows, self.at, self.last, self.new_ids = empty, empty, empty, empty
         self.over_mask = torch.zeros(0, dtype=torch.bool, device=uniforms.device)
         self.num_drawn = 0  # tokens of the youngest live row
-        self.num_over = 0
-        """Finished rows among the live ones."""
+        self.num_over = 0  # finished rows among the live ones
         self.is_full = False
         """One of them has drawn all the tokens it may. It must leave: the model may have no more positions."""
         self.stop_mask: Tensor | None = None  # [V]

@@ -91,8 +91,7 @@ class PromptForm:
                 return f"no chat template; each message alone{around or ', as raw text'}, without earlier turns"
 
 
-AS_IT_IS = PromptForm()
-"""A prompt's own text, and the chat template for a row of messages."""
+AS_IT_IS = PromptForm()  # a prompt's own text, and the chat template for a row of messages
 
 
 def prompt_form(
@@ -128,8 +127,7 @@ def prompt_form(
 
 # ------------------------------------------------------------------------------------------------------------ the model
 
-NOT_YET_TEXT = "\ufffd"
-"""What a tokenizer decodes the first bytes of a character to."""
+NOT_YET_TEXT = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
 
 
 class PromptRefused(DataError):
@@ -143,8 +141,7 @@ class PromptRefused(DataError):
 @dataclass(frozen=True)
 class Reply:
     text: str
-    response: Response
-    """Not `ended` if it reached the maximum length or was interrupted."""
+    response: Response  # not `ended` if it reached the maximum length or was interrupted
 
 
 @dataclass(frozen=True)
@@ -155,8 +152,7 @@ class Speaker:
     max_new_tokens: int
     precision: str = "float32"
     form: PromptForm = AS_IT_IS
-    name: str = ""
-    """What the user calls it."""
+    name: str = ""  # what the user calls it
 
     @classmethod
     def of(
