@@ -326,10 +326,7 @@ def _token_kl(logprobs: Tensor, ref_logprobs: Tensor, kl_full: Tensor | None, es
 def _advantages(
     rewards: Tensor, values: Tensor, mask: Tensor, config: PPOConfig, world: World
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), [B, R] each, from token rewards and values, [B, R].
-
-    The returns are the targets of the value model. An estimator without values does not use them.
-    """
+    """(advantages, returns), [B, R] each, from token rewards and values, [B, R]. The value model learns the returns."""
     ppo, estimator = config.ppo, config.ppo.advantage_estimator
     match estimator:
         case "gae" | "monte_carlo":

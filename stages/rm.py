@@ -257,10 +257,8 @@ class Member:
 
 
 def member_config(config: RMConfig, number: int) -> RMConfig:
-    """The config of a member beside the first, numbered from 1.
-
-    The seed is the run's: the mean of the weights of models whose new heads start apart judges worse than each of them.
-    """
+    """The config of a member beside the first, numbered from 1."""
+    # The seed is the run's: the mean of the weights of models whose new heads start apart judges worse than each.
     model, paths = config.model, config.member_models
     if paths:
         model = model.model_copy(update={"path": paths[(number - 1) % len(paths)], "revision": None})
@@ -305,10 +303,7 @@ def _member(number: int, config: RMConfig, rows: TokenRows, samples: Sequence[Sa
 
 
 def _backbone(config: RMConfig, *, deferred: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[str | None]]:
-    """The backbone with its scalar head, its tokenizer, and lines for the user.
-
-    With `deferred` the weights are not read if that is possible.
-    """
+    """The backbone with its scalar head, its tokenizer, and lines for the user; `deferred`: with unread weights."""
     path, revision, head_std = *config.inputs["model"], config.model.head_std
     path = model_directory(path)
     tokenizer = load_tokenizer(path, revision)
@@ -328,10 +323,7 @@ def _backbone(config: RMConfig, *, deferred: bool) -> tuple[PreTrainedModel, Pre
 
 
 def _rows(config: RMConfig, display: Display) -> TokenRows:
-    """Rankings for the pairwise losses, or scored answers for the others; and the probes.
-
-    The backbone, which tells how it reads a text, is not in memory when this returns.
-    """
+    """Rankings for the pairwise losses, or scored answers for the others; and the probes. The backbone is freed."""
     model, tokenizer, lines = _backbone(config, deferred=True)
     display.notes(*lines)
     spec = rm_rows(config)

@@ -235,10 +235,7 @@ def _demonstrations(config: SFTConfig, side: str) -> Iterator[Record]:
 def _model_and_tokenizer(
     config: SFTConfig, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[str | None]]:
-    """A pretrained model with its tokenizer, or new ones, and lines for the user.
-
-    A new tokenizer is trained on the training rows.
-    """
+    """A pretrained model with its tokenizer, or new ones, and lines for the user."""
     scratch, new_tokens = config.model.scratch, config.model.add_tokens
     if scratch is not None:
         from rlhf_cli.models.scratch import new_model, train_tokenizer

@@ -250,10 +250,7 @@ class HeldOut:
 
 
 def best_of(key: str | None, before: Evaluation | None) -> Best:
-    """The figure that `evaluation.best_metric` names: the highest is the best, or the lowest after a minus sign.
-
-    Raises ConfigError if `before`, the evaluation of the policy before PPO, lacks that figure.
-    """
+    """The figure that `evaluation.best_metric` names, lowest after a minus sign; ConfigError if `before` lacks it."""
     if key is None:
         return Best(None, lower=False)
     if before is None:

@@ -100,10 +100,7 @@ def iteration_metrics(
 
 
 def count_rollout(setup: Setup, rollout: RolloutBatch) -> None:
-    """Record the seconds, tokens and operations of sampling and of the forward passes after it.
-
-    A response counts with its prompt; the operations of equal prompts count once, the head's for response tokens only.
-    """
+    """Record the seconds, tokens and operations of sampling and of the forward passes after it, prompts included."""
     speed, (lengths, sampled, shared) = setup.stage.speed, _sizes(rollout.prompts, rollout.responses)
     forward = setup.policy_work.forward(lengths, sampled, shared)
     speed.count("rollout", seconds=rollout.sample_s, tokens=sum(lengths), flops=forward)
@@ -125,7 +122,10 @@ def count_update(setup: Setup, batch: UpdateBatch, rows: Sequence[int], *, learn
 
 
 def _sizes(prompts: Sequence[PromptRow], responses: Sequence[Response]) -> tuple[list[int], int, list[int]]:
-    """The tokens of each prompt with its response, of all responses, and of each prompt that an earlier row has too."""
+    """The tokens of each prompt with its response, of all responses, and of each prompt that an earlier row has too.
+
+    The operations of equal prompts count once, and the head runs on response tokens only.
+    """
     return sequence_lengths(prompts, responses), sum(len(r.ids) for r in responses), shared_prompts(prompts)
 
 

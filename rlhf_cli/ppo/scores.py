@@ -124,10 +124,9 @@ def measure_reference_scores(setup: Setup, scale: ScoreScale) -> None:
 
 
 def models_of_reference(setup: Setup) -> Models:
-    """The models with ref_policy as the policy. Before training the policy is its own reference unless the config names
-    another."""
+    """The models with ref_policy as the policy, before training."""
     models = setup.models.refreshed()
-    sampler = models.sampler if setup.config.ref_policy is None else None
+    sampler = models.sampler if setup.config.ref_policy is None else None  # the policy is its own reference
     return replace(models, policy=models.ref_policy or models.policy, sampler=sampler)
 
 

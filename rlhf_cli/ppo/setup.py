@@ -108,10 +108,7 @@ class Setup:
 
     @property
     def sampler_may_differ(self) -> bool:
-        """The sampler's log-probabilities may differ from training's by more than float32 rounding.
-
-        If so, training recomputes them, and `Recent.add` weights the advantages.
-        """
+        """The sampler's log-probabilities may differ from training's by more than float32 rounding (`Recent.add`)."""
         return compute_dtype(self.world.device, self.config.precision) != torch.float32
 
     @property
@@ -122,9 +119,8 @@ class Setup:
 
 
 def adjacent_responses(config: PPOConfig, num_processes: int) -> int:
-    """How many adjacent responses of an iteration stay on one process: all responses to a prompt, so that the prompt is
-    encoded once; 1 if the prompts cannot be divided evenly.
-    """
+    """How many adjacent responses of an iteration stay on one process."""
+    # All responses to a prompt, so that it is encoded once, if the prompts can be divided evenly.
     is_even = config.num_prompts % num_processes == 0
     return config.rollout.samples_per_prompt if is_even else 1
 

@@ -153,13 +153,10 @@ def current_scores(setup: Setup, batch: UpdateBatch) -> dict[str, Tensor]:
 
 
 def rows_of_process(batch: UpdateBatch, minibatch: Sequence[int], world: World) -> list[int]:
-    """This process's rows of a minibatch. Every process gets about the same number of tokens to compute.
-
-    Rows are dealt one by one, or all responses to a prompt together so that the prompt is encoded once: whichever gives
-    the slowest process fewer tokens.
-    """
+    """This process's rows of a minibatch. Every process gets about the same number of tokens to compute."""
     if world.size == 1:
         return sorted(minibatch)
+    # Rows one by one, or all responses to a prompt together: whichever gives the slowest process fewer tokens.
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for row in minibatch:
         by_prompt.setdefault(tuple(batch.prompts[row].ids), []).append(row)
@@ -178,9 +175,9 @@ def rows_of_process(batch: UpdateBatch, minibatch: Sequence[int], world: World) 
 def from_all_processes(
     batch: UpdateBatch, prompts: Callable[[], list[PromptRow]], world: World, adjacent: int
 ) -> UpdateBatch:
-    """The rows of all processes in the order of the iteration, on the device of this process's rows.
+    """The rows of all processes in the order of the iteration; `prompts` returns its prompts.
 
-    `prompts` returns all prompts of the iteration. The processes exchange the numbers of real tokens alone.
+    The processes exchange the numbers of real tokens alone.
     """
     if world.size == 1:
         return batch
@@ -278,12 +275,10 @@ class KLCoefs:
 
 
 def adapt_kl_coefs(setup: Setup, coefs: KLCoefs, newest: UpdateBatch, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Adapt the coefficients after an update, given the figures of its iteration; returns the figures of PPO-penalty.
-
-    An iteration in which the policy did not learn moves neither: its KL says nothing about the coefficients.
-    """
+    """Adapt the coefficients after an update to the figures of its iteration; returns the figures of PPO-penalty."""
     ppo, penalty = setup.config.ppo, {}
-    learned = "policy/grad_norm" in metrics  # absent in the warm-up, and if every step was bad
+    # Not learned: in the warm-up, or if every step was bad. Then the KL says nothing about the coefficients.
+    learned = "policy/grad_norm" in metrics
     if ppo.kl_controller == "adaptive" and learned:
         assert ppo.kl_target is not None
         coefs.kl_coef = adaptive_kl_coef(

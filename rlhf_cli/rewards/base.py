@@ -75,11 +75,7 @@ class Scores:
 
 @dataclass(kw_only=True)
 class RewardSource:
-    """Something that scores responses.
-
-    When a score cannot be computed, `score` raises RewardError or, with on_error "zero", returns NaN for it, which
-    `total_score` counts as 0.0.
-    """
+    """Something that scores responses. A score that fails raises RewardError or, with on_error "zero", is NaN."""
 
     kind: ClassVar[str] = "reward"
     name: str

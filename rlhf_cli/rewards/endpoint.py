@@ -41,10 +41,7 @@ class ServerSource(RewardSource):
 
     @classmethod
     def load(cls, reward: ServerReward, name: str, key: str) -> tuple[Self, list[str]]:
-        """The source for one entry of `rewards`, and notes for the user.
-
-        Raises ConfigError when the environment does not hold its token.
-        """
+        """The source for one entry of `rewards`, and notes; ConfigError if the environment does not hold its token."""
         token, parts, notes = key_from_environment(reward.api_key_env, f"{key}.api_key_env"), urlsplit(reward.url), []
         if token is not None and parts.scheme == "http" and not is_loopback(parts.hostname or ""):
             notes.append(f"{key}: the token is sent unencrypted to {without_secrets(reward.url)}. Use https")

@@ -94,10 +94,7 @@ class JSONClient:
         return asyncio.run(run())
 
     async def ask(self, body: dict[str, Any], parse: Callable[[Any], T]) -> T:
-        """Post `body` and return `parse` of the answer's JSON; raises NoAnswer when the retries are used up.
-
-        `parse` raises Malformed for JSON that it cannot use.
-        """
+        """`parse` of the JSON answer to `body`, or Malformed from it; raises NoAnswer when the retries are used up."""
         content, url = json.dumps(body, default=str).encode(), without_secrets(self.url)
         started, wait, reason, attempt = time.monotonic(), 0.0, url, 0
         while True:  # not a library's retries: all requests of the client share the pause that Retry-After asks for
@@ -197,10 +194,7 @@ def without_key(text: str, key: str) -> str:
 
 
 def key_from_environment(variable: str | None, option: str) -> str | None:
-    """The API key or token in the environment variable that `option` names; None if it names none.
-
-    Raises ConfigError, which never shows the value, for a missing one and one that no header can carry.
-    """
+    """The key in this environment variable; ConfigError, which never shows it, if it is missing or fits no header."""
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()

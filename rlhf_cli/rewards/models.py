@@ -369,10 +369,7 @@ def closed(response_ids: list[int], ended: bool, eos: int | None) -> list[int]:
 
 
 def trained_limit(model: PreTrainedModel) -> tuple[int, Side]:
-    """(longest sequence, side that is cut) as the RM stage stored them in the model's config.
-
-    There is no limit if training cut no sequence (truncation "drop").
-    """
+    """(longest sequence, side that is cut) from the RM stage; no limit if it cut no sequence (truncation "drop")."""
     longest, side = (getattr(model.config, figure, None) for figure in ("rlhf_max_length", "rlhf_truncation"))
     if isinstance(longest, int) and longest > 0 and side in ("left", "right"):
         return longest, "left" if side == "left" else "right"

@@ -1,7 +1,4 @@
-"""Rewards by rule, without a model or code: length, regular expressions, answers, repetition, JSON.
-
-The functions are pure. `RuleSource` makes one of them a reward source.
-"""
+"""Rewards by rule, without a model or code: length, regular expressions, answers, repetition, JSON."""
 
 from __future__ import annotations
 

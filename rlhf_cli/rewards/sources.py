@@ -108,10 +108,7 @@ def main_number(row: Mapping[str, Any]) -> str:
 
 
 def check_rows(sources: Sequence[RewardSource], rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Check before training that each (place, columns) has the columns that the sources read; raises DataError.
-
-    Sources with on_error "zero" are not checked: they count such rows as 0.0.
-    """
+    """Check before training that each (place, columns) has the columns that the sources read; raises DataError."""
     strict = [s for s in sources if s.reads_a_column and s.on_error == "stop"]
     if not strict:
         return

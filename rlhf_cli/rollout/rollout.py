@@ -49,8 +49,7 @@ class RolloutBatch:
     response_mask: Tensor  # [B, R] bool, True on real tokens, EOS included
     sampled_logprobs: Tensor  # [B, R] log-probabilities as the sampler computed them
     logprobs: Tensor
-    """[B, R] log-probabilities under the policy that sampled, at the sampling temperature, in nats. Either
-    `sampled_logprobs` or recomputed by the forward pass that training uses."""
+    """[B, R] the same, or recomputed by the forward pass that training uses; at the sampling temperature, in nats."""
     ref_logprobs: Tensor  # [B, R] log-probabilities under ref_policy
     values: Tensor
     """[B, R] value of the state before each token was chosen, before the update; 0 without values."""
@@ -371,10 +370,7 @@ def response_values(
 def _packed(
     model: PreTrainedModel, prompts: Sequence[PromptRow], responses: Sequence[Response]
 ) -> tuple[PackedBatch, Tensor, Tensor]:
-    """(packed rows, positions, targets): the logits at `positions[i]` predict `targets[i]`, the next token.
-
-    Responses to the same prompt share its tokens if the model supports that.
-    """
+    """(packed rows, positions, targets): the logits at `positions[i]` predict `targets[i]`, the next token."""
     device = device_of(model)
     sequences = [p.ids + r.ids for p, r in zip(prompts, responses, strict=True)]
     batch = pack(sequences, device, groups=[tuple(p.ids) for p in prompts] if is_packed(model) else None)

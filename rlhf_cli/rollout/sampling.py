@@ -366,9 +366,7 @@ class _LiveRows:
 
 
 def _note(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Write the newest tokens into the buffers; return the rows' next places, which rows are finished, and how many
-    rows are finished and have drawn as many tokens as they may.
-    """
+    """Write the newest tokens into the buffers; return next places, which rows are over, and counts: over, full."""
     ids, logprobs, ended_mask, at, last, over_mask, new_ids, new_logprobs, stopped_mask = tensors
     ids.scatter_(0, at, new_ids)
     logprobs.scatter_(0, at, new_logprobs)
