@@ -76,6 +76,7 @@ from rlhf_cli.algorithms.score_transforms import (
     overlong_penalty,
 )
 from rlhf_cli.config.ppo import PPO, PPOConfig
+from rlhf_cli.health.running import Health
 from rlhf_cli.models.passes import recomputing
 from rlhf_cli.ppo.held_out import HeldOut
 from rlhf_cli.ppo.metrics import (
@@ -85,7 +86,6 @@ from rlhf_cli.ppo.metrics import (
     failed_batch,
     iteration_metrics,
     log_samples,
-    new_health,
     report_iteration,
     report_start,
 )
@@ -164,7 +164,7 @@ class RunState:
         self.scale = ScoreScale(ppo)
         self.limits = Limits(setup.config.limits)
         self.references = ReferenceReplies(setup)
-        self.health = new_health(setup)
+        self.health = Health(setup.config, "bfloat16" if setup.sampler_may_differ else "float32")
         self.held_out = HeldOut(setup, self.health)
         self.recent = Recent(setup)
 

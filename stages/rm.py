@@ -59,7 +59,7 @@ from rlhf_cli.data.answers import (
     labelled_pairs,
     require_labels,
 )
-from rlhf_cli.data.batches import Budget, deal, stream
+from rlhf_cli.data.batches import Budget, deal
 from rlhf_cli.data.cache import tokenise
 from rlhf_cli.data.encode import require_eos
 from rlhf_cli.data.splits import Drawn, HeldOutRows, held_out_rows
@@ -208,7 +208,8 @@ def _train(
         config,
         model,
         passes,
-        num_rows=len(rows.train),
+        train=rows.train,
+        seed=derived_seed(config.seed, "rm member", number) if number else config.seed,
         held_out=rows.held_out,
         evaluate=evaluate,
         save=lambda name: save_trained(
@@ -217,7 +218,7 @@ def _train(
         best=best,
         shown=SHOWN[config.loss],
     )
-    for step, batch in loop.steps(partial(_batch, config, number, rows.train)):
+    for step, batch in loop.steps():
         with stage.speed.phase("step"):
             stats = _accumulate(model, batch, rows.scale, passes.budget, config, stage)
             figures = loop.update(step, stats, partial(list, map(asdict, batch)))
@@ -354,13 +355,6 @@ def _rows(config: RMConfig, display: Display) -> TokenRows:
 
 
 # ----------------------------------------------------------------------------------------- 4. training
-
-
-def _batch(config: RMConfig, number: int, train: Items, step: int) -> list[Item]:
-    """The rows of a step of the member `number`, for all processes together."""
-    seed = derived_seed(config.seed, "rm member", number) if number else config.seed
-    rows = stream(len(train), config.training.minibatch_size, step, seed, "rm order")
-    return [train[i] for i in rows]
 
 
 def _accumulate(

@@ -34,7 +34,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.losses import lm_loss
 from rlhf_cli.config.sft_rm import SFTConfig
-from rlhf_cli.data.batches import Budget, deal, stream
+from rlhf_cli.data.batches import Budget, deal
 from rlhf_cli.data.cache import Table, tokenise
 from rlhf_cli.data.encode import Example, RowText, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder
@@ -102,7 +102,8 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
             config,
             model,
             passes,
-            num_rows=len(train),
+            train=train,
+            seed=config.seed,
             held_out=held_out,
             evaluate=lambda rows: _evaluate(model, rows, passes.budget, config.precision, world),
             after_evaluation=lambda step: questions.answer(step, None if step == loop.num_steps else 1),
@@ -111,7 +112,7 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
             shown=SHOWN,
             mean_length=float(train.lengths("ids").mean()),
         )
-        for step, batch in loop.steps(partial(_batch, config, train)):
+        for step, batch in loop.steps():
             with stage.speed.phase("step"):
                 loss = _accumulate(model, batch, passes.budget, config.precision, stage)
                 figures = loop.update(step, {"loss/sft": loss}, partial(_readable, tokenizer, batch))
@@ -133,12 +134,6 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
         else:
             display.note("no held-out rows, so no figures")
         stage.publish(final)
-
-
-def _batch(config: SFTConfig, train: Sequence[Example], step: int) -> list[Example]:
-    """The rows of a step, for all processes together."""
-    rows = stream(len(train), config.training.minibatch_size, step, config.seed, "sft order")
-    return [train[i] for i in rows]
 
 
 def _accumulate(model: PreTrainedModel, batch: list[Example], budget: Budget, precision: str, stage: StageRun) -> float:

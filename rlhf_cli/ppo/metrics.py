@@ -187,11 +187,6 @@ TINY = 1e-6
 """A difference below this may give a gradient whose squares are 0 in float32."""
 
 
-def new_health(setup: Setup) -> Health:
-    """The health checks of the run, with the limits that fit its config."""
-    return Health(setup.config, "bfloat16" if setup.sampler_may_differ else "float32")
-
-
 def report_start(setup: Setup, health: Health) -> None:
     """Report the seconds of `compile`, and reward models that may be no better than guessing."""
     config, stage = setup.config, setup.stage

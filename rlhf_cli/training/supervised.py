@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from transformers import PreTrainedModel
 
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.data.batches import ahead
+from rlhf_cli.data.batches import ahead, stream
 from rlhf_cli.data.splits import Drawn, HeldOutRows
 from rlhf_cli.files import rows_of
 from rlhf_cli.health.findings import Finding
@@ -44,7 +44,7 @@ class Loop(Generic[T]):
     """The optimizer steps of a stage over batches of `T`.
 
     Args:
-        num_rows: training rows, for the number of steps.
+        train: the training rows, which `seed` shuffles anew for each epoch.
         evaluate: computes the figures of held-out rows; `{}` without rows.
         save: writes the model as the folder of this name in the stage's directory.
         best: which model to keep as `best_model`.
@@ -60,7 +60,8 @@ class Loop(Generic[T]):
         model: PreTrainedModel,
         passes: Passes,
         *,
-        num_rows: int,
+        train: Sequence[T],
+        seed: int,
         held_out: HeldOutRows[Any],
         evaluate: Callable[[Drawn[Any]], dict[str, float]],
         save: Callable[[str], None],
@@ -70,7 +71,7 @@ class Loop(Generic[T]):
         mean_length: float | None = None,
     ):
         self.stage, self.config, self.model, self.passes, self.best = stage, config, model, passes, best
-        self.num_rows = num_rows
+        self.train, self.seed, num_rows = train, seed, len(train)
         self.num_steps = config.training.total_steps(num_rows)
         self.stepper = build_stepper(model, config.optimizer, self.num_steps, seed=config.seed, scale=stage.loss_scale)
         self.held_out, self._evaluate, self._save = held_out, evaluate, save
@@ -89,8 +90,8 @@ class Loop(Generic[T]):
         for warning in warnings(config, self.num_steps, num_rows):
             stage.display.warn(warning)
 
-    def steps(self, make_batch: Callable[[int], list[T]]) -> Iterator[tuple[int, list[T]]]:
-        """Each remaining step (from 0) with its batch. Between two steps it evaluates and saves when due.
+    def steps(self) -> Iterator[tuple[int, list[T]]]:
+        """Each remaining step (from 0) with its batch of all processes. Between two it evaluates and saves when due.
 
         The body of the caller's loop computes the gradient and calls `update`.
         """
@@ -101,7 +102,7 @@ class Loop(Generic[T]):
         if config.compile and first == 0:
             stage.log(first, {"time/compile_s": self.passes.compile_s})
         stage.display.begin(total, "step", first)
-        for step, batch in stage.speed.timed("data", ahead(make_batch, first, total, stage.world.device)):
+        for step, batch in stage.speed.timed("data", ahead(self._batch, first, total, stage.world.device)):
             yield step, batch
             done = step + 1
             if every is not None and done % every == 0 and done < total:
@@ -109,11 +110,15 @@ class Loop(Generic[T]):
                 if figures:
                     stage.log(done, figures, self.shown)
             size = config.training.minibatch_size
-            epoch, before = (number * size // self.num_rows for number in (done, step))
+            epoch, before = (number * size // len(self.train) for number in (done, step))
             if config.training.save_every == "epoch" and done < total and epoch > before:
                 self.save(f"epoch_{epoch}")
             stage.finish_step(done, total)
         stage.display.end()
+
+    def _batch(self, step: int) -> list[T]:
+        size, purpose = self.config.training.minibatch_size, f"{self.stage.stage} order"
+        return [self.train[i] for i in stream(len(self.train), size, step, self.seed, purpose)]
 
     def update(
         self, step: int, stats: Mapping[str, float], describe: Callable[[], list[dict[str, Any]]]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from rlhf_cli.config.rewards import Reward, named_rewards
 from rlhf_cli.rewards.base import Samples, total_score
@@ -11,6 +12,12 @@ from rlhf_cli.rewards.sources import load_rewards
 from support.tiny import merged
 
 CPU = torch.device("cpu")
+
+
+def refused(reward, message):
+    """Assert that an entry of `rewards` is refused with this message."""
+    with pytest.raises(ValidationError, match=message):
+        TypeAdapter(Reward).validate_python(reward)
 
 
 def batch(responses, rows=None, *, ended=True, ids=None, prompts=None, messages=()):
