@@ -16,12 +16,12 @@ from rlhf_cli.algorithms.counts import longer_wins
 from rlhf_cli.algorithms.length import regression_on_length, value_at
 from rlhf_cli.algorithms.names import RewardModelLoss
 from rlhf_cli.algorithms.reward_model import label_accuracy, ranking_pairs
-from rlhf_cli.algorithms.statistics import kendall, pair_accuracy, pearson, ranks, wilson_interval
+from rlhf_cli.algorithms.statistics import correlation, kendall, pair_accuracy, pearson, ranks, wilson_interval
 from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.data.records import Record
 from rlhf_cli.data.splits import HeldOutRows
-from rlhf_cli.evaluation.figures import bootstrapped, correlation_figure, mean_figure, order_figure, share_figure
+from rlhf_cli.evaluation.figures import bootstrapped, mean_figure, order_figure, share_figure
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.report.figure import Figure, Figures, as_metrics
 from rlhf_cli.rewards.models import score_sequences
@@ -137,8 +137,8 @@ def score_figures(predicted: torch.Tensor, target: torch.Tensor, *, seed: int | 
     return {
         "mse": mean_figure((predicted - target).square(), seed=seed or 0),
         "target_variance": Figure(target.var(correction=0).item(), rows=len(target)),
-        "pearson": correlation_figure(predicted, target, seed=seed),
-        "spearman": correlation_figure(ranks(predicted), ranks(target), seed=seed),
+        "pearson": bootstrapped(correlation, predicted, target, seed=seed),
+        "spearman": bootstrapped(correlation, ranks(predicted), ranks(target), seed=seed),
         **({} if seed is None else {"kendall": order_figure(kendall, predicted, target, seed=seed)}),
         "pair_accuracy": order_figure(pair_accuracy, predicted, target, seed=seed),
     }

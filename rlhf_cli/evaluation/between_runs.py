@@ -96,9 +96,8 @@ def _read(root: Path, name: str) -> Compared:
     if not isinstance(found.get("replies"), list):
         path = root / "eval" / "ppo" / "evaluation.json"
         raise ArtifactError(f"{path}: cannot be read, or is older than the stage. Run: rlhf eval {root}")
-    manifests = {stage: read_manifest(stage_directory(root, stage)) for stage in STAGES}
-    known = {stage: manifest for stage, manifest in manifests.items() if manifest is not None}
-    return Compared(name, root, found["replies"], known, found.get("seed"))
+    manifests = {stage: m for stage in STAGES if (m := read_manifest(stage_directory(root, stage))) is not None}
+    return Compared(name, root, found["replies"], manifests, found.get("seed"))
 
 
 def difference(first: Compared, other: Compared, key: str) -> Figure:

@@ -127,8 +127,6 @@ def _prompts(
     run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Example]
 ) -> tuple[Rollout, list[list[int]]]:
     """How the run draws responses, and the held-out prompts: PPO's, or those of SFT's rows where PPO has not run."""
-    if run.ppo is None and run.sft is None:
-        return Rollout(), []
     rollout = run.rollout()
     room = positions(model) - rollout.max_new_tokens
     if run.ppo is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.comparison import length_controlled_win_rate
-from rlhf_cli.algorithms.statistics import bootstrap_interval, correlation, newcombe_interval, wilson_interval
+from rlhf_cli.algorithms.statistics import bootstrap_interval, newcombe_interval, wilson_interval
 from rlhf_cli.report.figure import Figure, Figures, rows_of_figures
 from rlhf_cli.report.progress import Display
 
@@ -74,11 +74,6 @@ def order_figure(statistic: Callable[..., Tensor], x: Tensor, y: Tensor, *, seed
 
     interval = bootstrap_interval(resampled, torch.arange(len(x)), seed=seed)
     return Figure(statistic(x, y).item(), *interval, len(x))
-
-
-def correlation_figure(x: Tensor, y: Tensor, *, seed: int | None) -> Figure:
-    """The Pearson correlation of [n] pairs, with its bootstrap interval if there is a seed; 0 if x or y is constant."""
-    return bootstrapped(correlation, x, y, seed=seed)
 
 
 def equal_length_figure(win: Tensor, length_a: Tensor, length_b: Tensor) -> Figure:

@@ -152,9 +152,8 @@ def texts_to_score(
     The first eight samples go to samples.jsonl. Without samples a line on the screen says so. Empty if the config asks
     for none.
     """
-    path = _sft_model(config)
-    if samples and path is not None:
-        tokenizer = load_tokenizer(path)
+    if samples:
+        tokenizer = load_tokenizer(str(_sft_model(config)))
         for one in samples[:8]:
             reply = tokenizer.decode(one.ids, skip_special_tokens=True)
             stage.sample({"prompt": one.prompt, "response": reply, "ended": one.ended})

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.calibration import reliability
+from rlhf_cli.algorithms.statistics import correlation
 from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.data.answers import AnswerEncoder, RankedIds, ScoredIds, ScoreEncoder, answer_encoder, labelled_pairs
 from rlhf_cli.data.cache import Tokenised, tokenise
@@ -25,7 +26,7 @@ from rlhf_cli.evaluation.agreement import (
     scores_of_rows,
 )
 from rlhf_cli.evaluation.benchmark import BenchRow, bench_figures, encode_bench, is_joined, num_unpaired, shares_base
-from rlhf_cli.evaluation.figures import Sentences, as_json, correlation_figure, share_figure, show
+from rlhf_cli.evaluation.figures import Sentences, as_json, bootstrapped, share_figure, show
 from rlhf_cli.evaluation.normalization import SMALLEST_STD, fit_length, texts_of
 from rlhf_cli.health.baselines import held_out_verdict
 from rlhf_cli.models.forward import longest_input
@@ -134,7 +135,7 @@ def _of_scores(scorer: Scorer, items: Drawn[ScoredIds], sentences: Sentences) ->
     length = torch.tensor([float(len(row.ids)) for row in items])
     found = predicted * std + mean
     figures = (score_figures if is_mse else label_figures)(found, target, seed=seed)
-    figures["score_length_correlation"] = correlation_figure(found, length, seed=seed)
+    figures["score_length_correlation"] = bootstrapped(correlation, found, length, seed=seed)
     show(display, f"RM, {items} held-out answers", {"value": figures})
     stated = found if is_mse else found.sigmoid()
     error = (stated.double() - target.double()).abs()

@@ -201,7 +201,7 @@ def _points(stage: StageData, metric: str) -> tuple[list[float], list[float]]:
 
 def _target(stage: StageData, curve: Curve, name: str) -> list[dict[str, Any]]:
     """Both ends of the line at the value that the config steers a metric to; empty without one."""
-    value = flat(config_of(stage)).get(curve.target)
+    value = flat(config_of(stage)).get(curve.target) if curve.target else None
     steps = [x for metric in curve.metrics for x in _points(stage, metric)[0]]
     if not isinstance(value, int | float) or not steps:
         return []

@@ -68,7 +68,7 @@ def verdict(run: RunData) -> list[str]:
 def _path_verdict(run: RunData) -> str:
     """Whether gold fell along the run while the score rose, as the health finding `overoptimisation` decides."""
     gold, score = ({row["step"]: row["value"] for row in path_points(run, figure)} for figure in ("gold", "score"))
-    if len(gold) < 3 or "ppo" not in run.stages:
+    if len(gold) < 3:
         return ""
     last = max(gold)
     held = any(finding.name == "overoptimisation" for finding in run.stages["ppo"].findings)

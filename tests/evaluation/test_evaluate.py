@@ -15,13 +15,13 @@ import yaml
 from rich.console import Console
 
 from rlhf_cli.algorithms.best_of_n import best_of_n, best_of_n_kl
-from rlhf_cli.algorithms.statistics import kendall, pair_accuracy
+from rlhf_cli.algorithms.statistics import correlation, kendall, pair_accuracy
 from rlhf_cli.config.sft_rm import SFTModel
 from rlhf_cli.data.answers import RankedIds, ScoredIds
 from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.evaluation.agreement import score_figures
-from rlhf_cli.evaluation.figures import Sentences, correlation_figure, ratio_figure, show
+from rlhf_cli.evaluation.figures import Sentences, bootstrapped, ratio_figure, show
 from rlhf_cli.evaluation.preferences import (
     Pairs,
     about_probes,
@@ -275,7 +275,7 @@ def test_the_two_answers_of_a_pair_are_resampled_together():
     lengths = [(round(100 + 20 * x), round(100 + 20 * x)) for x in place.tolist()]
     found = pairs(score.tolist(), score.tolist(), lengths)
     figure = preference_figures(found, seed=0)["score_length_correlation"]
-    once = correlation_figure(score, torch.tensor([float(a) for a, _ in lengths]), seed=0)
+    once = bootstrapped(correlation, score, torch.tensor([float(a) for a, _ in lengths]), seed=0)
     assert figure.value == pytest.approx(once.value)
     assert (figure.low, figure.high) == pytest.approx((once.low, once.high))
 

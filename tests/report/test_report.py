@@ -30,13 +30,9 @@ from rlhf_cli.report.run_data import CURVES, HELD_OUT, MOST_POINTS, SETTING, cur
 from rlhf_cli.report.tables import tables_of
 from rlhf_cli.report.verdict import headline, verdict
 from support.runs import refused, rlhf
+from support.tiny import write_jsonl as write
 
 HOSTILE = "</script><script>alert(1)</script><b>&amp; \u2028 {{ 7 * 7 }}"
-
-
-def write(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def figure(value, width=0.1):

@@ -1,7 +1,6 @@
 """`rlhf watch`: what it shows of a run, while it is written and after."""
 
 import io
-import json
 import os
 import re
 import shutil
@@ -16,12 +15,7 @@ from rlhf_cli.commands.watch import ASCII_BLOCKS, Watched, _screen, sparkline, w
 from rlhf_cli.files import Tail
 from rlhf_cli.run.lock import Lock
 from support.runs import rlhf
-
-
-def write(path, rows, mode="w"):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open(mode, encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+from support.tiny import write_jsonl as write
 
 
 @pytest.fixture

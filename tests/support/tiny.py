@@ -108,8 +108,10 @@ def sentence(rng: random.Random, low: int, high: int) -> str:
     return " ".join(rng.choice(WORDS[:10]) for _ in range(rng.randint(low, high)))
 
 
-def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def write_jsonl(path: Path, rows: Sequence[dict[str, Any]], mode: str = "w") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open(mode, encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
     return path
 
 
