@@ -22,8 +22,6 @@ from rlhf_cli.run.lock import Lock
 from support.projects import digests
 from support.runs import rlhf
 
-CPU = torch.device("cpu")
-
 
 def examined(directory):
     """Exit code, lines and stderr of `rlhf doctor DIRECTORY`."""

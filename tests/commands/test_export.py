@@ -21,11 +21,11 @@ from rlhf_cli.evaluation.fidelity import PolicyCheck, RewardModelCheck, rows_of,
 from rlhf_cli.models.gguf import pre_tokenizer
 from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer, prepare
 from rlhf_cli.trained.run import open_run
+from support.compare import close_in_size as close
+from support.compare import logits_of as logits
 from support.runs import refused, rlhf
 from support.speaking import speaker_at
 from support.tiny import CPU, random_ids
-
-IDS = torch.tensor(random_ids(11))
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +43,6 @@ def done(directory, out, *options):
     """The content of export.json."""
     rlhf("export", directory, "--out", out, *options)
     return json.loads((out / "export.json").read_text())
-
-
-@torch.no_grad()
-def logits(model):
-    return model.eval()(input_ids=IDS).logits.float()
-
-
-def close(a, b):
-    assert (a - b).abs().max().item() <= 1e-5 * max(1.0, b.abs().max().item())
 
 
 # ------------------------------------------------------------------------------------------- weights and figures

@@ -37,10 +37,9 @@ from rlhf_cli.plan.activations import activation_bytes
 from rlhf_cli.rewards.models import sequence_scores
 from rlhf_cli.rollout.sampling import Sampling, draw_uniforms, sample
 from rlhf_cli.tensor_ops import token_logprobs
-from support.tiny import ARCHITECTURES
+from support.tiny import ARCHITECTURES, CPU
 from support.tiny import tiny_model as tiny
 
-CPU = torch.device("cpu")
 VOCAB, WINDOW = 97, 12
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 16}

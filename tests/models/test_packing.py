@@ -29,9 +29,8 @@ from rlhf_cli.rollout.rollout import Models, collect, score_tokens
 from rlhf_cli.rollout.sampling import Response, Sampling
 from stages import rm as rm_stage
 from support import compare
-from support.tiny import ARCHITECTURES, tiny_model
+from support.tiny import ARCHITECTURES, CPU, tiny_model
 
-CPU = torch.device("cpu")
 VOCAB = 97
 # A window that is shorter than the prompts: what follows one no longer sees its beginning.
 MODELS = {**{name: {} for name in (*ARCHITECTURES, "mixtral")}, "mistral": {"sliding_window": 6}}

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from pydantic import TypeAdapter, ValidationError
 
 from rlhf_cli.config.rewards import Reward, named_rewards
 from rlhf_cli.rewards.base import Samples, total_score
 from rlhf_cli.rewards.sources import load_rewards
-from support.tiny import merged
-
-CPU = torch.device("cpu")
+from support.tiny import CPU, merged
 
 
 def refused(reward, message):
