@@ -18,7 +18,7 @@ from rlhf_cli.rollout import speaker
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from rlhf_cli.rollout.speaker import PromptForm, prompt_form
 from rlhf_cli.trained.model import find_model
-from support.runs import refused, rlhf
+from support.projects import refused, rlhf
 from support.speaking import reply, session, speaker_at
 
 TURNS = "Human: the tent\n\nAssistant: is late\n\nHuman: the lamp\n\nAssistant:"

@@ -15,7 +15,7 @@ import pytest
 from rlhf_cli.commands import pipeline as pipeline_module
 from rlhf_cli.printing import say
 from rlhf_cli.program import program
-from support import crash, runs
+from support import crash, projects
 from support.paths import ROOT
 from support.projects import PREFERENCES, digests, write_project
 from support.tiny import write_jsonl
@@ -26,7 +26,7 @@ def rlhf(*arguments, cwd=ROOT, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(cwd)
         patch.setenv("COLUMNS", "400")
-        return runs.rlhf(*arguments, **options)
+        return projects.rlhf(*arguments, **options)
 
 
 QUICK_COMMANDS = [
@@ -105,7 +105,7 @@ def test_config_check_reports_every_file(tmp_path):
 
 
 def pipeline(folder, *arguments):
-    return runs.rlhf("pipeline", folder, *arguments).stdout
+    return projects.rlhf("pipeline", folder, *arguments).stdout
 
 
 def test_a_finished_pipeline_is_skipped_and_shows_its_table(project):

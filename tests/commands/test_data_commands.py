@@ -22,7 +22,7 @@ from rlhf_cli.data.records import Answer, Record, Row
 from rlhf_cli.data.row_counts import DUPLICATE, Report
 from rlhf_cli.data.stage_rows import StageRows, records
 from rlhf_cli.errors import DataError
-from support import runs
+from support import projects
 from support.paths import ROOT, TESTS
 from support.tiny import metaspace, seen_of, training_examples, write_jsonl
 
@@ -30,7 +30,7 @@ FIXTURES = TESTS / "fixtures" / "formats"
 
 
 def rlhf(*arguments, code=0):
-    return runs.rlhf("data", *arguments, code=code)
+    return projects.rlhf("data", *arguments, code=code)
 
 
 def checked(*arguments, code=0):

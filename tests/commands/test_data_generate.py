@@ -21,7 +21,7 @@ from rlhf_cli.commands.writer import LocalWriter, WriterOptions
 from rlhf_cli.data.stage_rows import demonstration, ranking
 from rlhf_cli.data.words import words
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
-from support.runs import rlhf
+from support.projects import rlhf
 from support.servers import KEY, ChatServer, ask, completion
 from support.tiny import WORDS, read_jsonl, write_jsonl
 from support.writers import contents, failing_after, local, read_back, remote, run_command

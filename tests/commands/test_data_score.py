@@ -10,7 +10,7 @@ from rlhf_cli.commands.data_score import letter_in, number_in
 from rlhf_cli.commands.writer import WriterOptions
 from rlhf_cli.data.stage_rows import ranking
 from rlhf_cli.errors import ConfigError, DataError
-from support.runs import rlhf
+from support.projects import rlhf
 from support.servers import ChatServer, completion
 from support.tiny import read_jsonl, write_jsonl
 from support.writers import read_back, remote, run_command

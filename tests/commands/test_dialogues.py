@@ -7,7 +7,7 @@ import pytest
 from rlhf_cli.commands.data_generate import data_generate
 from rlhf_cli.data.stage_rows import demonstration
 from rlhf_cli.errors import ConfigError, RunError
-from support.runs import rlhf
+from support.projects import rlhf
 from support.servers import ChatServer, completion
 from support.tiny import read_jsonl, write_jsonl
 from support.writers import contents, failing_after, local, read_back, remote, run_command

@@ -19,8 +19,7 @@ from rlhf_cli.report.progress import Console
 from rlhf_cli.run.artifacts import digest_file, partial_directory, read_manifest
 from rlhf_cli.run.checkpoint_files import checkpoints_directory, new_checkpoint
 from rlhf_cli.run.lock import Lock
-from support.projects import digests
-from support.runs import rlhf
+from support.projects import digests, rlhf
 
 
 def examined(directory):

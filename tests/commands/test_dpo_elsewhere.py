@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_cli.models.load import load_tokenizer
 from support.paths import ROOT
-from support.runs import rlhf
+from support.projects import rlhf
 from support.tiny import read_jsonl
 
 LINES = re.search(r"^```python\n(.*?DPOTrainer.*?)^```", (ROOT / "docs/other_libraries.md").read_text(), re.M | re.S)

@@ -23,7 +23,7 @@ from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer,
 from rlhf_cli.trained.run import open_run
 from support.compare import close_in_size as close
 from support.compare import logits_of as logits
-from support.runs import refused, rlhf
+from support.projects import refused, rlhf
 from support.speaking import speaker_at
 from support.tiny import CPU, random_ids
 

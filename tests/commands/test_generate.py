@@ -27,7 +27,7 @@ from rlhf_cli.models.load import load_tokenizer
 from rlhf_cli.processes import distributed, launcher
 from rlhf_cli.trained.model import find_model
 from support.paths import ROOT
-from support.runs import rlhf
+from support.projects import rlhf
 from support.tiny import CPU, read_jsonl, write_jsonl
 from support.worlds import in_each_process
 from support.writers import contents, failing_after, run_command

@@ -17,7 +17,7 @@ from rlhf_cli.errors import ConfigError
 from rlhf_cli.printing import printable, say
 from rlhf_cli.report.progress import Console, Display
 from support.paths import ROOT
-from support.runs import rlhf
+from support.projects import rlhf
 from support.tiny import write_jsonl
 
 ESCAPE = "\x1b[2J\x1b]0;title\x07\x9b31m\r"

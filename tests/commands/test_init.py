@@ -21,7 +21,7 @@ from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.models.load import load_tokenizer
 from rlhf_cli.rewards.functions import load_function
 from support.paths import ROOT
-from support.runs import rlhf
+from support.projects import rlhf
 from support.tiny import read_jsonl
 
 TEMPLATES = get_args(Template)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhf_cli.models.load import load_reward_model, load_tokenizer
-from support.runs import refused, rlhf
+from support.projects import refused, rlhf
 
 
 def averaged(out, *models):

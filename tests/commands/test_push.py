@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from safetensors.numpy import save_file
 
 from rlhf_cli.commands import push
-from support.runs import refused, rlhf
+from support.projects import refused, rlhf
 from support.servers import Scripted
 
 TOKEN = "hf_" + "A" * 34

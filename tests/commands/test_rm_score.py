@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from support.runs import refused, rlhf
+from support.projects import refused, rlhf
 from support.tiny import read_jsonl, write_jsonl
 
 

@@ -23,8 +23,8 @@ from rlhf_cli.errors import ConfigError
 from rlhf_cli.rewards.http_client import JSONClient
 from rlhf_cli.run.artifacts import digest_file
 from support import crash
+from support.projects import refused, rlhf
 from support.rewards import batch, source_of
-from support.runs import refused, rlhf
 from support.tiny import encoder, read_jsonl
 
 GUARD_S = 120

@@ -12,7 +12,7 @@ from rlhf_cli.commands.label import Labelling, pairs_of
 from rlhf_cli.commands.output import Output, data_digest
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.run.artifacts import digest_file, read_manifest
-from support.runs import rlhf
+from support.projects import rlhf
 from support.tiny import read_jsonl, write_jsonl
 
 LABELS = """

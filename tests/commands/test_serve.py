@@ -18,7 +18,7 @@ from rlhf_cli.data.records import Message
 from rlhf_cli.rollout.speaker import PromptForm
 from rlhf_cli.trained.locate import StageModel, locate
 from support import crash
-from support.runs import refused, rlhf
+from support.projects import refused, rlhf
 from support.speaking import reply as chat_reply
 from support.speaking import speaker_at
 from support.tiny import read_jsonl, write_jsonl

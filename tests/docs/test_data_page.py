@@ -4,7 +4,7 @@ import json
 import re
 
 from support.paths import ROOT
-from support.runs import rlhf
+from support.projects import rlhf
 
 PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 

@@ -14,7 +14,7 @@ from rlhf_cli.algorithms.statistics import bootstrap_interval
 from rlhf_cli.evaluation.between_runs import STRENGTH_RESAMPLES, Compared, difference, show_wins, strength_figures
 from rlhf_cli.files import digest_file
 from rlhf_cli.report.progress import Display
-from support.runs import refused, rlhf
+from support.projects import refused, rlhf
 
 
 def compare(*roots, width=160):

@@ -48,7 +48,7 @@ from rlhf_cli.report.figure import Figure, as_metrics
 from rlhf_cli.report.progress import Display
 from rlhf_cli.trained.run import Run, _seen_from, open_run
 from support.formulas import close
-from support.runs import refused, rlhf
+from support.projects import refused, rlhf
 from support.servers import ChatServer, completion
 from support.tiny import CPU, write_jsonl
 

@@ -31,8 +31,7 @@ from rlhf_cli.run.checkpoint_files import checkpoints_directory, damage_of, list
 from rlhf_cli.run.stage_run import StageRun
 from support import crash
 from support.paths import ROOT
-from support.projects import write_project
-from support.runs import rlhf
+from support.projects import rlhf, write_project
 from support.source import source_files
 from support.tiny import write_jsonl
 

@@ -15,7 +15,7 @@ from rlhf_cli.models.exporting import load_exported
 from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model
 from support.compare import close, logits_of
-from support.runs import rlhf
+from support.projects import rlhf
 from support.tiny import SETTINGS
 
 pytestmark = pytest.mark.slow

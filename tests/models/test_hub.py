@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import constants
 
 from rlhf_cli import hub
-from support.runs import rlhf
+from support.projects import rlhf
 
 
 def write_config(folder, model):

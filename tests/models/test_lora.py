@@ -35,7 +35,7 @@ from rlhf_cli.run.stage_run import StageRun
 from stages import rm, sft
 from support.compare import adapt, logits_of, merged_copy
 from support.compare import close_in_size as close
-from support.runs import rlhf
+from support.projects import rlhf
 from support.setup import config_of
 from support.tiny import CPU
 

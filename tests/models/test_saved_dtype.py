@@ -11,7 +11,7 @@ from rlhf_cli.files import stored_dtype
 from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer, prepare
 from rlhf_cli.models.save import save
 from rlhf_cli.run.artifacts import read_manifest
-from support.runs import rlhf
+from support.projects import rlhf
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from rlhf_cli.rollout.rollout import response_values
 from rlhf_cli.rollout.sampling import Response, Sampling, draw_uniforms, sample
 from rlhf_cli.tensor_ops import token_logprobs
 from support.compare import close
-from support.runs import rlhf
+from support.projects import rlhf
 from support.tiny import CPU, SETTINGS, read_jsonl, write_jsonl
 
 PROMPTS = [[5, 9, 13, 20, 7, 40], [6, 8], [11, 12, 13, 14]]

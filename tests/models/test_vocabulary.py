@@ -13,7 +13,7 @@ from rlhf_cli.models.load import load_policy, load_tokenizer
 from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model
 from rlhf_cli.models.vocabulary import add_tokens, embed_tokens, require_same_tokens
-from support.runs import rlhf
+from support.projects import rlhf
 from support.tiny import SETTINGS, read_jsonl
 
 NEW = ["<|user|>", "<|end|>"]

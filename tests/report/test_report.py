@@ -29,7 +29,7 @@ from rlhf_cli.report.page import javascript, picture, run_charts
 from rlhf_cli.report.run_data import CURVES, HELD_OUT, MOST_POINTS, SETTING, curves, read_run
 from rlhf_cli.report.tables import tables_of
 from rlhf_cli.report.verdict import headline, verdict
-from support.runs import refused, rlhf
+from support.projects import refused, rlhf
 from support.tiny import write_jsonl as write
 
 HOSTILE = "</script><script>alert(1)</script><b>&amp; \u2028 {{ 7 * 7 }}"

@@ -14,7 +14,7 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands.watch import ASCII_BLOCKS, Watched, _screen, sparkline, watch
 from rlhf_cli.files import Tail
 from rlhf_cli.run.lock import Lock
-from support.runs import rlhf
+from support.projects import rlhf
 from support.tiny import write_jsonl as write
 
 

@@ -20,9 +20,7 @@ import typer.testing
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForSequenceClassification, BertTokenizer, PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
-from rlhf_cli.cli import app
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.models import ScratchModel, TokenizerTraining
@@ -33,7 +31,7 @@ from rlhf_cli.models.scratch import new_model, train_tokenizer
 from rlhf_cli.report.page import FOLDER
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.run.artifacts import digest_file, read_manifest
-from support.projects import write_project
+from support.projects import rlhf, write_project
 from support.rewards import CHAT
 from support.tiny import (
     ARCHITECTURES,
@@ -358,8 +356,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with data, configs and three finished stages."""
     folder = tmp_path_factory.mktemp("finished")
     write_project(folder)
-    result = CliRunner().invoke(app, ["pipeline", str(folder), "--quiet"])
-    assert result.exit_code == 0, result.output
+    rlhf("pipeline", folder, "--quiet")
     return folder
 
 

@@ -1,4 +1,4 @@
-"""A small project as a user would have it: data files, three configs, and a command that must fail."""
+"""A small project as a user would have it: data files and three configs; and commands, run in this process."""
 
 from __future__ import annotations
 
@@ -84,12 +84,26 @@ def digests(folder: Path) -> dict[str, str]:
     }
 
 
+def rlhf(*arguments, code=0, **options):
+    """Run a command in this process. It ends with this exit code, and with no other exception."""
+    result = CliRunner().invoke(app, list(map(str, arguments)), **options)
+    assert result.exit_code == code, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    return result
+
+
+def refused(*arguments, code=2, **options):
+    """The only line of a command that is refused."""
+    result = rlhf(*arguments, code=code, **options)
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    return line.removeprefix("error: ")
+
+
 def fails(project: Path, stage: str, *arguments: str) -> str:
     """Run a stage that must fail with exit code 2, no traceback and unchanged finished stages; return stderr."""
     before = digests(project)
-    result = CliRunner().invoke(app, [stage, "--config", str(project / f"{stage}.yaml"), "--quiet", *arguments])
-    assert result.exit_code == 2, result.output
-    assert result.exception is None or isinstance(result.exception, SystemExit)
+    result = rlhf(stage, "--config", project / f"{stage}.yaml", "--quiet", *arguments, code=2)
     assert result.stderr.startswith("error: ")
     assert "Traceback" not in result.output
     assert digests(project) == before

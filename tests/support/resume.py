@@ -16,6 +16,7 @@ from rlhf_cli.cli import app
 from rlhf_cli.run import checkpoint_files
 from rlhf_cli.run.checkpoint import CheckpointStore
 from rlhf_cli.run.stage_run import StageRun
+from support import projects
 
 ALL = bool(os.environ.get("RLHF_ALL_KILLS"))
 """Test every point and 300 kills; otherwise a sample of them."""
@@ -45,16 +46,12 @@ def rlhf(arguments: list[str], *more: str) -> Result:
 
 
 def succeed(arguments: list[str], *more: str) -> str:
-    result = rlhf(arguments, *more)
-    assert result.exit_code == 0, result.output
-    return " ".join(result.output.split())
+    return words(projects.rlhf(*arguments, *more).output)
 
 
 def refused(arguments: list[str], *more: str, code: int = 2) -> str:
     """Run a command that must fail with one line and no traceback; return the line."""
-    result = rlhf(arguments, "--quiet", *more)
-    assert result.exit_code == code, result.output
-    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    result = projects.rlhf(*arguments, "--quiet", *more, code=code)
     assert result.stderr.startswith("error: ")
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
     return result.stderr
@@ -82,9 +79,7 @@ def stopped_after(step: int, arguments: list[str], *more: str) -> Result:
     """Run the command until it has been asked to stop after `step`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StageRun, "finish_step", stopping_after(step))
-        result = rlhf(arguments, *more)
-    assert result.exit_code == 143, result.output
-    return result
+        return projects.rlhf(*arguments, *more, code=143)
 
 
 def same(one: dict[str, Any], two: dict[str, Any]) -> None:

@@ -1,33 +1,13 @@
-"""Run a command in this process, and a stage on several processes."""
+"""Run a stage on several processes, and digest its files."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from typer.testing import CliRunner
-
-from rlhf_cli.cli import app
 from rlhf_cli.processes.launcher import free_port
 from support.forked import Forked
 from support.paths import ROOT
-
-
-def rlhf(*arguments, code=0, **options):
-    """Run a command in this process. It ends with this exit code, and with no other exception."""
-    result = CliRunner().invoke(app, list(map(str, arguments)), **options)
-    assert result.exit_code == code, result.output
-    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
-    return result
-
-
-def refused(*arguments, code=2, **options):
-    """The only line of a command that is refused."""
-    result = rlhf(*arguments, code=code, **options)
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
-    return line.removeprefix("error: ")
-
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 """For a new Python that runs a stage."""
