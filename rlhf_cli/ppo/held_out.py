@@ -17,6 +17,7 @@ from rlhf_cli.algorithms.statistics import distinct_n
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.errors import ConfigError, RewardError
+from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.running import Health
 from rlhf_cli.ppo.scores import or_failure, sampled_and_scored
 from rlhf_cli.ppo.setup import Setup, save_policy
@@ -30,16 +31,9 @@ from rlhf_cli.training.best import Best
 # ------------------------------------------------ one policy: its replies, their scores, its distance from ref_policy
 
 
-@dataclass(frozen=True)
-class HeldOutReply:
-    """One reply with its figures."""
-
-    text: str
-    score: float
-    kl: float  # sum over its tokens of log policy - log ref_policy, in nats
-    length: int
-    ended: bool
-    features: torch.Tensor  # [H] what the reward models scored it by (`RewardSource.features`)
+Reply = tuple[str, float, float, int, bool, Tensor]
+"""The text of a reply, its score, the sum of log policy - log ref_policy over its tokens in nats, its tokens, whether
+it ended, and [H] what the reward models scored it by (`RewardSource.features`)."""
 
 
 @dataclass(frozen=True)
@@ -48,38 +42,27 @@ class Evaluation:
 
     metrics: dict[str, float]
     """score_mean, score_median, the means of the judge's numbers, kl, length, eos_fraction, distinct_2, seconds."""
-    replies: list[HeldOutReply]
+    texts: Sequence[str]
+    columns: dict[str, list[float]]  # of each reply: score_mean, kl and the judge's numbers
     gold: list[dict[str, float]]  # the judge's numbers of each reply; empty without a judge
+    features: Tensor  # [n, H]
 
     def intervals(self) -> dict[str, float]:
         """The ends of the 95 % intervals of score_mean, kl and the judge's numbers over the prompts."""
         found: dict[str, float] = {}
-        for name, values in columns_of(self.replies, self.gold).items():
+        for name, values in self.columns.items():
             mean, error = statistics.fmean(values), statistics.pstdev(values) / max(1, len(values) - 1) ** 0.5
             found |= {f"{name}_low95": mean - 1.96 * error, f"{name}_high95": mean + 1.96 * error}
         return found
 
     def example(self, i: int) -> dict[str, Any]:
         """Reply i with its score and the judge's numbers."""
-        return {"reply": self.replies[i].text, "score": self.replies[i].score, **(self.gold[i] if self.gold else {})}
+        return {"reply": self.texts[i], "score": self.columns["score_mean"][i], **(self.gold[i] if self.gold else {})}
 
-    @property
-    def scores(self) -> list[float]:
-        return [reply.score for reply in self.replies]
-
-    @property
-    def gold_scores(self) -> list[float] | None:
-        """The judge's main number of each reply: `gold`, or else its first number. None without a judge."""
-        if not self.gold:
-            return None
-        name = main_number(self.gold[0])
-        return [row[name] for row in self.gold]
-
-
-def columns_of(replies: Sequence[HeldOutReply], gold: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """The numbers of each reply whose mean has an interval, by name."""
-    columns = {"score_mean": [reply.score for reply in replies], "kl": [reply.kl for reply in replies]}
-    return columns | {name: [row[name] for row in gold] for name in (gold[0] if gold else ())}
+    def check(self, health: Health, step: int) -> list[Finding]:
+        """The findings about the scores after `step` iterations, beside the judge's main number."""
+        judged = self.columns[main_number(self.gold[0])] if self.gold else None
+        return health.check_evaluation(step, self.columns["score_mean"], judged)
 
 
 def evaluate(setup: Setup, prompts: Drawn[PromptRow], gold: Judge | None) -> Evaluation:
@@ -92,45 +75,43 @@ def evaluate(setup: Setup, prompts: Drawn[PromptRow], gold: Judge | None) -> Eva
     """
     start, world = time.monotonic(), setup.world
     replies = world.interleave(world.gather(or_failure(world, lambda: _own_replies(setup, prompts))))
-    texts = [reply.text for reply in replies]
+    texts, scores, kl, lengths, ended, features = zip(*replies, strict=True)
 
     def judge() -> list[dict[str, float]]:
         # The judge may be a large model or a paid service: only the first process asks it.
         if gold is None or not world.is_main:
             return []
         rows, where = [p.row.columns for p in prompts], [p.row.where for p in prompts]
-        samples = Samples([p.text for p in prompts], texts, [], [], [r.ended for r in replies], rows, where=where)
-        return gold(samples)
+        return gold(Samples([p.text for p in prompts], list(texts), [], [], list(ended), rows, where=where))
 
     gold_rows = world.gather(or_failure(world, judge))[0]
-    columns = columns_of(replies, gold_rows)
+    judged = {name: [row[name] for row in gold_rows] for name in (gold_rows[0] if gold_rows else ())}
+    columns = {"score_mean": list(scores), "kl": list(kl), **judged}
     metrics = {
-        "score_mean": statistics.fmean(reply.score for reply in replies),
-        "score_median": statistics.median(reply.score for reply in replies),
-        **{name: statistics.fmean(columns[name]) for name in (gold_rows[0] if gold_rows else ())},
-        "kl": statistics.fmean(reply.kl for reply in replies),
-        "length": statistics.fmean(reply.length for reply in replies),
-        "eos_fraction": statistics.fmean(reply.ended for reply in replies),
+        "score_mean": statistics.fmean(scores),
+        "score_median": statistics.median(scores),
+        **{name: statistics.fmean(values) for name, values in judged.items()},
+        "kl": statistics.fmean(kl),
+        "length": statistics.fmean(lengths),
+        "eos_fraction": statistics.fmean(ended),
         "distinct_2": distinct_n([text.split() for text in texts], 2),
         "seconds": time.monotonic() - start,
     }
     for source, numbers in prompts.by_source.items():
-        metrics |= {
-            f"{name}/{source}": statistics.fmean(values[i] for i in numbers) for name, values in columns.items()
-        }
-    return Evaluation(metrics, replies, gold_rows)
+        metrics |= {f"{name}/{source}": statistics.fmean(each[i] for i in numbers) for name, each in columns.items()}
+    return Evaluation(metrics, texts, columns, gold_rows, torch.stack(features))
 
 
-def _own_replies(setup: Setup, prompts: Sequence[PromptRow]) -> list[HeldOutReply]:
+def _own_replies(setup: Setup, prompts: Sequence[PromptRow]) -> list[Reply]:
     """This process's replies, with their figures."""
     config = setup.config
     uniforms = draw_uniforms(config.seed, "ppo evaluation", 0, len(prompts), config.rollout.max_new_tokens)
 
-    def read(rollout: RolloutBatch, texts: list[str], scores: Scores) -> list[HeldOutReply]:
+    def read(rollout: RolloutBatch, texts: list[str], scores: Scores) -> list[Reply]:
         kl = (rollout.logprobs - rollout.ref_logprobs).sum(1).tolist()
         lengths, ended = [len(r.ids) for r in rollout.responses], [r.ended for r in rollout.responses]
         features = scores.features if scores.features is not None else torch.zeros(len(texts), 0)
-        return list(map(HeldOutReply, texts, scores.total.tolist(), kl, lengths, ended, map(torch.clone, features)))
+        return list(zip(texts, scores.total.tolist(), kl, lengths, ended, map(torch.clone, features), strict=True))
 
     return sampled_and_scored(setup, setup.models.refreshed(), prompts, uniforms, read, with_kl=True)
 
@@ -155,8 +136,8 @@ class HeldOut:
             setup.stage.display.note("no held-out prompts, so SFT and PPO are not compared")
             self.home = None
         else:
-            health.check_evaluation(0, self.before.scores, self.before.gold_scores)
-            self.home = home_of(torch.stack([reply.features for reply in self.before.replies]))
+            self.before.check(health, 0)
+            self.home = home_of(self.before.features)
         self.best = best_of(setup.config.evaluation.best_metric, self.before)
         self.last_step = 0  # the iteration of the latest figures; a checkpoint keeps it
 
@@ -237,7 +218,7 @@ class HeldOut:
             shown = {"score": "score_mean", "gold": "gold", "KL": "kl"}
             values = [f"{name} {now.metrics[key]:.3g}" for name, key in shown.items() if key in now.metrics]
             stage.display.note(f"iteration {step}: held-out {', '.join(values)}")
-        stage.report(step, self.health.check_evaluation(step, now.scores, now.gold_scores), None)
+        stage.report(step, now.check(self.health, step), None)
         return now
 
     def _record(self, step: int, now: Evaluation) -> None:
