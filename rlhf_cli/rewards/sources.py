@@ -103,7 +103,11 @@ def load_judge(reference: str, advice: str = GOLD_ADVICE) -> Judge:
 
 
 def main_number(row: Mapping[str, Any]) -> str:
-    """The name of a judge's main number: `gold`, or else its first."""
+    """The name of a judge's main number: `gold`, or else its first.
+
+    >>> main_number({"kind": 1.0, "gold": 2.0}), main_number({"kind": 1.0, "true": 0.0})
+    ('gold', 'kind')
+    """
     return "gold" if "gold" in row else next(iter(row))
 
 
