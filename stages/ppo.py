@@ -156,7 +156,7 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
 
 
 class RunState:
-    """What the run carries from one iteration to the next; a checkpoint stores it."""
+    """The state that the run carries from one iteration to the next; a checkpoint stores it."""
 
     def __init__(self, setup: Setup):
         self.setup, ppo = setup, setup.config.ppo
@@ -338,7 +338,7 @@ def _advantages(
             advantages = returns = reward_to_go(rewards, mask, gamma=ppo.gamma)
         case "rloo" | "grpo" | "dr_grpo":
             returns = reward_to_go(rewards, mask, gamma=ppo.gamma)
-            # A response's total reward, KL included, against those of the same prompt.
+            # Compare the total rewards, KL included, of the responses to a prompt.
             advantages = broadcast_to_tokens(_over_groups(rewards.sum(1), estimator, config, world), mask)
         case _:
             assert_never(estimator)
@@ -430,7 +430,7 @@ def _backward(
         return Weighting(weights=weights, num_tokens=num_tokens)
 
     def of_policy(rows: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of the policy, with that of a value head on it."""
+        """The loss of the policy, plus the value loss of a head on it."""
         mb = select(minibatch, rows)
         with torch.set_grad_enabled(learns_policy or value_model is None):
             new = score_tokens(

@@ -451,7 +451,7 @@ def _figures(test: Drawn[Item], scores: torch.Tensor, scale: TargetScale, config
 
 
 def _length_figures(test: Drawn[Item], scores: torch.Tensor, config: RMConfig, display: Display) -> dict[str, float]:
-    """How much of the accuracy on held-out pairs the length of an answer explains, by the scores of their answers."""
+    """Measure and print the share of the accuracy on held-out pairs that the length of an answer explains."""
     if not test or not config.is_pairwise:
         return {}
     sizes = [len(item.sequences) for item in test]

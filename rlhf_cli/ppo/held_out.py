@@ -252,7 +252,7 @@ LEAST = 20  # fewest replies of the SFT model from which the figure is computed
 
 @dataclass(frozen=True)
 class Home:
-    """Where the replies of the policy before PPO are, among the features of the reward models."""
+    """The place of the replies before PPO among the features of the reward models."""
 
     gaussian: Gaussian  # fitted to every other reply
     unit: float  # the NEAREST quantile of the other replies' distances from its mean

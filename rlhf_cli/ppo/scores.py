@@ -316,7 +316,7 @@ class Limits:
             self.lambdas[name] = next_lambda(self.lambdas[name], excess, learning_rate=limit.learning_rate)
 
     def _excess(self, name: str, score: S) -> S:
-        """By how much a score is beyond its limit, in units; below 0 within it."""
+        """The distance of a score beyond its limit, in units; below 0 within it."""
         limit = self.limits[name]
         return (limit.above - score if limit.above is not None else score - (limit.below or 0.0)) / self.units[name]
 

@@ -73,8 +73,8 @@ class Setup:
     stage: StageRun
     tokenizer: PreTrainedTokenizerBase
     models: Models
-    policy_base: BaseModel  # where the weights of the policy come from
-    value_base: BaseModel | None  # where the weights of a separate value model come from
+    policy_base: BaseModel  # the origin of the policy's weights
+    value_base: BaseModel | None  # the origin of a separate value model's weights
     rewards: Sequence[RewardSource]
     sampling: Sampling
     train: Table[PromptRow]
@@ -119,7 +119,7 @@ class Setup:
 
 
 def adjacent_responses(config: PPOConfig, num_processes: int) -> int:
-    """How many adjacent responses of an iteration stay on one process."""
+    """The number of adjacent responses of an iteration that stay on one process."""
     # All responses to a prompt, so that it is encoded once, if the prompts can be divided evenly.
     is_even = config.num_prompts % num_processes == 0
     return config.rollout.samples_per_prompt if is_even else 1
@@ -306,7 +306,7 @@ def _budget(config: PPOConfig, stage: StageRun, models: Models, rewards: Sequenc
 def _offload(
     config: PPOConfig, models: Models, rewards: Sequence[RewardModel], steppers: Sequence[Stepper], stage: StageRun
 ) -> Offload | None:
-    """What the key `offload` asks for. On a CPU everything stays where it is."""
+    """The offloading that the config asks for. On a CPU everything stays where it is."""
     device = stage.world.device
     if not config.offload:
         return None
@@ -352,13 +352,13 @@ def _steppers(models: Models, config: PPOConfig, stage: StageRun) -> tuple[Stepp
 
 @dataclass(frozen=True)
 class ValueStart:
-    """What predicts values before the training: a model, or a head on the policy's backbone, or nothing."""
+    """The model that predicts values before the training, or the head on the policy's backbone, or neither."""
 
     model: PreTrainedModel | None = None
     head: torch.nn.Linear | None = None
-    base: BaseModel | None = None  # where the weights of `model` come from
+    base: BaseModel | None = None  # the origin of the model's weights
     note: str | None = None  # a line for the user
-    adapters_of: PreTrainedModel | None = None  # the reward model from whose adapters those of `model` start
+    adapters_of: PreTrainedModel | None = None  # the reward model whose adapters the model starts from
 
 
 def choose_value_model(
@@ -463,7 +463,7 @@ KL_NOTES = {
     ("loss", "full"): "the full KL of single tokens in the loss charges no token for the KL of the tokens after it; "
     "k2_sequence does",
 }
-"""What each pair of kl_in and kl_estimator optimises, if that is not the KL-regularised score."""
+"""The objective of each pair of kl_in and kl_estimator, if it is not the KL-regularised score."""
 
 
 def kl_note(config: PPOConfig) -> str | None:

@@ -1,4 +1,4 @@
-"""What reward sources score, the base class of all sources, the sum of their scores, and reports of missing ones."""
+"""Samples to score, the base class of all reward sources, the sum of their scores, and reports of missing ones."""
 
 from __future__ import annotations
 

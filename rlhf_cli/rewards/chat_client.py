@@ -14,15 +14,15 @@ from rlhf_cli.rewards.http_client import Malformed
 
 @dataclass(frozen=True)
 class OptionNames:
-    """What the options of a command are called, for messages."""
+    """The names of a command's options, for messages."""
 
     server: str = "--server"
     key: str = "--api-key-env"
     after_failure: str = "Rows written so far are kept; run the same command to resume"
-    """What to do after the server failed."""
+    """The advice after the server failed."""
 
 
-OF_DATA = OptionNames()  # those of `rlhf data generate` and `rlhf data score`
+OF_DATA = OptionNames()  # of `rlhf data generate` and `rlhf data score`
 
 
 @dataclass(frozen=True)

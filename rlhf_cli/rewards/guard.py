@@ -48,7 +48,7 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     (_directory, _change_directory),
 )
-"""How to get each setting of the process, and how to set it."""
+"""The function that reads each setting of the process, and the one that sets it."""
 _kept: dict[int, Any] = {}
 """The values that the user's code has set for itself so far, by their number in SETTINGS."""
 

@@ -308,7 +308,7 @@ def scores_and_features(
 
 
 def length_curve(model: PreTrainedModel) -> LengthCurve | None:
-    """What the length of a reply adds to the score of the model, which its RM stage found (`length_correction`)."""
+    """The part of the score that the length of a reply adds, as the RM stage found it (`length_correction`)."""
     pairs = getattr(model.config, LENGTH_CURVE, None)
     return None if pairs is None else LengthCurve(*torch.tensor(pairs, dtype=torch.float64).T.contiguous())
 

@@ -269,7 +269,7 @@ class Models:
 
     @property
     def has_values(self) -> bool:
-        """Whether anything predicts values."""
+        """True if a model or a head predicts values."""
         return self.value_model is not None or self.value_head is not None
 
 

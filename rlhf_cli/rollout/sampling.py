@@ -70,12 +70,12 @@ class Sampling:
 
     @property
     def filters(self) -> bool:
-        """Whether any token is filtered out for its low probability."""
+        """True if some tokens are filtered out for their low probability."""
         return self.top_k is not None or (self.top_p is not None and self.top_p < 1) or self.min_p is not None
 
     @property
     def restricts(self) -> bool:
-        """Whether any token cannot be drawn: a filter, a repeated n-gram, or a stop token that would come too early."""
+        """True if some tokens cannot be drawn: filtered out, repeating an n-gram, or a stop too early."""
         ends_later = self.min_new_tokens > 1 and bool(self.stop)
         return self.filters or self.no_repeat_ngram_size is not None or ends_later
 
@@ -109,7 +109,7 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[
 
 
 def sampling_of(rollout: Rollout, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sampling:
-    """How a config draws responses. Raises ConfigError for a stop token that is not in the vocabulary."""
+    """The sampling that a config asks for. Raises ConfigError for a stop token that is not in the vocabulary."""
     vocabulary = tokenizer.get_vocab()
     for token in rollout.stop_tokens:
         if token not in vocabulary:

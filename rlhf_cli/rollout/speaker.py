@@ -23,18 +23,18 @@ from rlhf_cli.rollout.sampling import Response, Sampling, response_text, sample,
 
 @dataclass(frozen=True)
 class PromptForm:
-    """How a model reads a row of prompts, and a conversation."""
+    """The form in which a model reads a row of prompts, and a conversation."""
 
     kind: Literal["chat", "transcript", "single"] = "single"
     """How a conversation becomes a prompt: by the chat template, as a transcript, or as its last message alone."""
     template: str | None = None
     """`data.prompt_template` around a transcript or a single message; None for the bare text."""
     lead: str = ""
-    """What begins a transcript: HH-RLHF has an empty line before its first turn."""
+    """The beginning of a transcript: HH-RLHF has an empty line before its first turn."""
     keep_special: bool = False
 
     def rows(self, tokenizer: PreTrainedTokenizerBase) -> RowText:
-        """How rows are read. A prompt without messages is a user's message for a chat model."""
+        """The reader of rows. A prompt without messages is a user's message for a chat model."""
         return RowText(tokenizer, "chat" if self.kind == "chat" else self.template, self.keep_special)
 
     def encode_row(self, tokenizer: PreTrainedTokenizerBase, row: Record) -> list[int]:
@@ -127,7 +127,7 @@ def prompt_form(
 
 # ------------------------------------------------------------------------------------------------------------ the model
 
-NOT_YET_TEXT = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
+NOT_YET_TEXT = "\ufffd"  # the text of the first bytes of a character
 
 
 class PromptRefused(DataError):
@@ -152,7 +152,7 @@ class Speaker:
     max_new_tokens: int
     precision: str = "float32"
     form: PromptForm = AS_IT_IS
-    name: str = ""  # what the user calls it
+    name: str = ""  # the user's name for it
 
     @classmethod
     def of(
@@ -233,7 +233,7 @@ class Speaker:
     # ------------------------------------------------------------------------------------------- replies
 
     def respond(self, prompts: Sequence[Sequence[int]], uniforms: Tensor, **options: Any) -> list[Response]:
-        """A response to each prompt, drawn in the model's precision. `options` are those of `sample`."""
+        """A response to each prompt, drawn in the model's precision. `sample` gets the `options`."""
         with autocast(device_of(self.model), self.precision):
             return sample(self.model, prompts, uniforms, self.sampling, self.tokenizer, **options)
 
