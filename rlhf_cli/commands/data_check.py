@@ -242,14 +242,13 @@ class Side:
             self.counts["too_long"] += bool(long) if is_whole else long
             self.counts["too_short"] += bool(short) if is_whole else short
         self.scores.extend(seen.scores)
-        if spec.purpose != "rm pairs":
-            for length in answers:
-                self.lengths["answer"].append(length)
-            return
-        self.lengths["chosen"].append(answers[0])
-        self.lengths["rejected"].append(answers[-1])
-        self.longer_wins += longer_wins(answers)
-        self.num_answers[len(answers)] += 1
+        if spec.purpose == "rm pairs":
+            self.lengths["chosen"].append(answers[0])
+            self.lengths["rejected"].append(answers[-1])
+            self.longer_wins += longer_wins(answers)
+            self.num_answers[len(answers)] += 1
+        elif answers:
+            self.lengths["answer"].extend(answers)
 
     def figures(self, skipped: dict[str, int], used: int) -> dict[str, Any]:
         """Everything that was found on this side, as `--json` prints it."""

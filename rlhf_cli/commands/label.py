@@ -171,7 +171,7 @@ def _replies(record: Record, source: DataSource) -> list[Candidate]:
     for prefix in COMPARED if count == 1 else ():
         if isinstance(other := columns.get(f"{prefix}_response"), str):
             replies.append(Candidate(other, f"{prefix}_response", columns.get(f"{prefix}_ended") is not False))
-    return replies[:2] if count == 1 else replies
+    return replies
 
 
 def pair_digest(prompt: str, replies: Sequence[str]) -> str:

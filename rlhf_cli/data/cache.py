@@ -56,8 +56,8 @@ CHUNK = 1000
 KEPT_DAYS = 30
 """An entry that was not used for this many days is deleted."""
 FOLDER, MARKER = "rlhf-tokens", ".rlhf-token-cache"
-"""The folder in the cache directory that holds the entries, and the empty file that says that rlhf made the folder.
-Nothing outside such a folder is ever deleted, because the user may name a directory with other files in it."""
+"""The folder of the entries in the cache directory, and the empty file that says that rlhf made it. Nothing outside
+such a folder is ever deleted, because the user may name a directory with other files in it."""
 ENTRY = re.compile(r"[0-9a-f]{32}(\.lock|\.partial)?")
 ENTRY_FILES = ("facts.json", *(f"{side}.arrow" for side in SIDES))
 
@@ -72,13 +72,11 @@ class Tokenised(Generic[T]):
     lines: list[str]
     warnings: list[str]
     skipped_share: float
-    """The share of the training items that are not used."""
+    """The share of the training items that are not used, but for duplicates."""
 
 
 def tokenise(encoder: RowEncoder[T], *, longest: int | None = None) -> Tokenised[T]:
-    """Encode the rows of a stage, or take them from the cache.
-
-    `longest` is the longest sequence that the model takes, for the advice in warnings.
+    """Encode the rows of a stage, or take them from the cache. The model takes at most `longest` tokens, for warnings.
 
     Raises DataError for rows that cannot be read, if no training row is left, or if the disk is full.
     """
@@ -162,8 +160,7 @@ def _by_side(stream: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, list[R
 def _entry(key: str) -> Iterator[Path]:
     """The folder of a cache entry, locked for this process.
 
-    If the cache is not writable, or its folder is not ours, it is a temporary folder, deleted once the process has
-    mapped the tables.
+    Without a cache that is ours and writable it is a temporary folder, deleted once the process has mapped the tables.
     """
     root = cache_directory()
     try:
@@ -283,9 +280,7 @@ class Table(Sequence[T], Generic[T]):
     def __getitem__(self, index: int | slice) -> T | list[T]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        at = index + len(self) if index < 0 else index
-        if not 0 <= at < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
+        at = range(len(self))[index]
         number = bisect_right(self._starts, at) - 1
         batch, row = self._batches[number], at - self._starts[number]
         values = {}

@@ -124,12 +124,6 @@ def require_eos(tokenizer: PreTrainedTokenizerBase, path: str) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise DataError if the tokenizer has no chat template for `prompt_template: chat`."""
-    if not tokenizer.chat_template:
-        raise DataError("data.prompt_template: chat, but the tokenizer has no chat template. Write one with {prompt}")
-
-
 @dataclass(frozen=True)
 class RowText:
     """Rows as a model reads them: as text, and as token ids."""
@@ -282,7 +276,8 @@ def chat_text(
     `generation` adds the beginning of the assistant's next message. With `special`, the special tokens of the
     messages' own text are marked.
     """
-    require_chat_template(tokenizer)
+    if not tokenizer.chat_template:
+        raise DataError("data.prompt_template: chat, but the tokenizer has no chat template. Write one with {prompt}")
     protect = str if special is None else special.protect
     plain = [{"role": m.role, "content": protect(m.content)} for m in messages]
     template = str(tokenizer.chat_template)

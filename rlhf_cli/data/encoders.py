@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from rlhf_cli.data.encode import Example, LengthLimits, RowText, Skipped, fit, fit_prompt, require_chat_template
+from rlhf_cli.data.encode import Example, LengthLimits, RowText, Skipped, fit, fit_prompt
 from rlhf_cli.data.records import Record
 from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.data.stage_rows import StageRows
@@ -45,8 +45,6 @@ class RowEncoder(Generic[T]):
         self.tokenizer, self.stage_rows = tokenizer, stage_rows
         self.text = RowText(tokenizer, stage_rows.template, stage_rows.keep_special)
         self.limits = stage_rows.limits or NO_LIMITS
-        if stage_rows.template == "chat":
-            require_chat_template(tokenizer)
 
     def sequences(self, rows: Sequence[Record]) -> list[list[Tokens]]:
         """The uncut token sequences of each row."""

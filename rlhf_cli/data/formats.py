@@ -202,8 +202,7 @@ Given = tuple[Turns | None, str]
 def prompt(row: Row, *, empty: bool = True, names: tuple[str, ...] = PROMPT_KEYS) -> Said:
     """The prompt of a row, from a column of `names`, or of `CONVERSATION_KEYS` if there is none.
 
-    It is text, or a list of messages that does not end with the assistant. With a system column (RLHF_PPO's
-    `system_content`, `system`, `system_prompt`), a text becomes the user's message after it.
+    It is text, or messages that do not end with the assistant's. A text behind a system column is the user's message.
     """
     name = first_key(row, names if has(row.values, names) else names + CONVERSATION_KEYS)
     if isinstance(row.values[name], list):
@@ -239,9 +238,9 @@ def answered(
     """The Record of a row's prompt (None if it has none) and its answers.
 
     If any of them is messages, the row is a conversation: the prompt is its transcript, and each answer's text is a
-    space and its content. The messages before the answers in their own lists must be equal for all answers. They
-    follow the prompt's messages, unless they begin with them or repeat their end. A prompt that is text becomes the
-    user's message after them, unless it is already one of them.
+    space and its content. The messages before the answers in their own lists must be equal. They follow the prompt's
+    messages, unless they begin with them or repeat their end. A prompt that is text becomes the user's message after
+    them, unless it is one of them.
     """
     starts = [turns for turns, _ in answers if turns is not None]
     contents = [content for _, content in answers]
@@ -385,8 +384,7 @@ def instructed(row: Row) -> str:
 def read_preference(row: Row) -> Record:
     """A prompt with a chosen and a rejected answer; each answer is text, a message or a conversation.
 
-    The prompt is text, messages, ShareGPT's `conversations`, or the messages that both conversations share. It may be
-    in a column `context`.
+    The prompt is text, messages, ShareGPT's `conversations`, or what both conversations share; maybe in `context`.
     """
     names = PROMPT_KEYS + CONTEXT_KEYS
     answers = [answer(column(row, name), name, row) for name in ("chosen", "rejected")]
@@ -476,8 +474,7 @@ def read_stackexchange(row: Row) -> Record:
 def read_pandalm(row: Row) -> Record:
     """PandaLM (Wang et al. 2023): two responses and votes, 1 or 2 for the better one, 0 or "Tie" for neither.
 
-    The votes are in `vote`, or in `annotator1`, `label_0` and so on. The majority decides. A majority for neither,
-    or no majority, is a tie.
+    The votes are in `vote`, or in `annotator1`, `label_0` and so on. Unless one response has the majority, it is a tie.
     """
     answers = (Answer(text(row, "response1")), Answer(text(row, "response2")))
     names = ["vote"] if "vote" in row.values else [n for n in row.values if re.fullmatch(r"annotator\d+|label_\d+", n)]
@@ -728,7 +725,7 @@ FORMATS: dict[str, Format] = {
 def recognise(row: Row, source: DataSource, purpose: Purpose) -> Format:
     """The format of a source's rows: the one it names, else the first that fits this row's keys and the stage.
 
-    Raises DataError if there is none, and if the source's `keys` or `weights` do not apply to the format.
+    Raises DataError without one, and if the source's `keys` or `weights` do not apply to it.
 
     >>> recognise(Row({"question": "1+1=", "answer": "2"}, "file:1"), DataSource(path="file"), "sft").name
     'prompt_response'

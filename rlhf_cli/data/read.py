@@ -70,13 +70,12 @@ SIGNATURES = {
 def read_rows(source: DataSource) -> Iterator[Row | BadRow]:
     """The first `source.limit` rows of a source in order, including bad ones.
 
-    The ending of a file's name decides its type: .jsonl (.ndjson), .json (a list of objects), .csv, .tsv, .parquet,
-    .arrow and .txt (each line is a row with the column `text`). Each may be followed by .gz, .bz2, .xz or .zst. Lines
-    and rows are counted from 1; blank lines count as lines but give no row. Cells of a CSV file stay text. Escaped
-    lone surrogates, NaN and Infinity of a JSON file are kept.
+    The ending of a file's name decides its type (paths.py); each line of a .txt file is a row with the column `text`.
+    Lines and rows are counted from 1; blank lines count as lines but give no row. Cells of a CSV file stay text.
+    Escaped lone surrogates, NaN and Infinity of a JSON file are kept.
 
     Raises DataError, at the first row or later, for a file that is missing, truncated or not what its name says, for
-    a JSON list with a fault in it, and for a source without rows. Closing or dropping the iterator closes the file.
+    a JSON list with a fault in it, and for a source without rows. Dropping the iterator closes the file.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
@@ -102,9 +101,7 @@ def read_records(
     """The rows of a source as records, and the error of each row that cannot be read.
 
     The first `prompt_words` words of a plain text are its prompt. `kinds` gets the name of the source's format.
-
-    Raises DataError if no format fits the first readable row: the file is the wrong one, and to skip its rows would
-    leave none.
+    Raises DataError if no format fits the first readable row: the file is the wrong one.
     """
     format_: Format | None = None
     for row in read_rows(source):
@@ -283,12 +280,10 @@ class _JsonText:
         """Line ends before the window."""
 
     def grow(self) -> bool:
-        """Drop the consumed part and read at least a block; False at the end of the file.
-
-        The window doubles, so that the decoder restarts a long value only a few times.
-        """
+        """Drop the consumed part and read at least a block; False at the end of the file."""
         self.lines += self.window.count("\n", 0, self.at)
         self.window, self.at = self.window[self.at :], 0
+        # The window doubles, so that the decoder restarts a long value only a few times.
         block = self._read(max(BLOCK, len(self.window)))
         more = self._decode(block, final=not block)
         self.window += more

@@ -770,6 +770,9 @@ def test_docs_have_every_format_with_a_row_and_a_line_that_fit():
         assert purposes == ", ".join(stages[purpose] for purpose in format_.purposes), name
         (source,) = Rows.model_validate(line).train
         values = Row({source.keys.get(key, key): value for key, value in row.items()}, f"{name}:1")
+        for purpose in set(stages) - set(format_.purposes):
+            with pytest.raises(DataError, match=rf"^{name}:1: .*{purpose} .*needs rows with"):
+                recognise(values, source, purpose)
         for purpose in format_.purposes:
             if source.format != "auto" or name not in ("labelled", "scored") or purpose.startswith("rm"):
                 assert recognise(values, source, purpose).name == name

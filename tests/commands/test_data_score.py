@@ -94,21 +94,11 @@ def test_rows_keep_their_columns_and_get_a_score_and_the_judges_name(tmp_path):
     [message] = body["messages"]
     assert "Request:\nName a river.\n\nResponse:\nThe Rhine.\n\nAnswer with the number" in message["content"]
     assert "a number from 0 to 5" in message["content"]
-    assert read_jsonl(out) == [
-        {
-            "id": row["id"],
-            "question": row["question"],
-            "answer": row["answer"],
-            "score_before": row["score"],
-            "scores_before": [9],
-            "judge_before": row["judge"],
-            "prompt": row["question"],
-            "response": row["answer"],
-            "score": number,
-            "judge": "judge-7b",
-        }
-        for row, number in zip(rows, (5.0, 0.0), strict=True)
-    ]
+    kept, before = ("id", "question", "answer"), ("score", "scores", "judge")
+    for row, written, number in zip(rows, read_jsonl(out), (5.0, 0.0), strict=True):
+        old = {name: row[name] for name in kept} | {f"{name}_before": row[name] for name in before}
+        new = {"prompt": row["question"], "response": row["answer"], "score": number, "judge": "judge-7b"}
+        assert written == old | new
     assert [record.scores for record in read_back(out, "rm scores")] == [(5.0,), (0.0,)]
 
 
@@ -168,11 +158,7 @@ def test_unclear_answers_are_asked_again_and_then_dropped(tmp_path):
     url = f"{server.url}/chat/completions"
     assert dropped(out) == [
         {"reason": "no clear answer", "where": f"{source}:3", "answer": "I can't say, perhaps 9"},
-        {
-            "reason": "no answer",
-            "where": f"{source}:4",
-            "detail": f"{url} answered 400: 'too long'",
-        },
+        {"reason": "no answer", "where": f"{source}:4", "detail": f"{url} answered 400: 'too long'"},
     ]
     seeds = [body["seed"] for body in server.requests if "\np1\n" in body["messages"][0]["content"]]
     assert len(set(seeds)) == 3
@@ -332,21 +318,19 @@ score: 5 pairs compared by judge-7b, ties dropped
 # --------------------------------------------------------------------------------------------- resume
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"highest": 10.0}, r"max \(5.0, now 10.0\)"),
-        ({"attempts": 2}, r"attempts \(3, now 2\)"),
-        ({"compare": True}, r"compare \(false, now true\)"),
-    ],
-)
-def test_other_settings_are_refused(tmp_path, settings, said):
+def test_other_settings_are_refused(tmp_path):
     source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "p", "response": "r"}] * 2)
     out = tmp_path / "out" / "out.jsonl"
+    refused = {
+        r"max \(5.0, now 10.0\)": {"highest": 10.0},
+        r"attempts \(3, now 2\)": {"attempts": 2},
+        r"compare \(false, now true\)": {"compare": True},
+    }
     with ChatServer(says(lambda _: "1")) as server:
         run(source, out, remote(server), num=1)
-        with pytest.raises(ConfigError, match=said):
-            run(source, out, remote(server), **settings)
+        for said, settings in refused.items():
+            with pytest.raises(ConfigError, match=said):
+                run(source, out, remote(server), **settings)
         with pytest.raises(ConfigError, match=r"model.name \(\"judge-7b\", now \"other\"\)"):
             run(source, out, WriterOptions("other", server.url))
         run(source, out, remote(server))

@@ -31,8 +31,8 @@ def answers(call):
 
 
 def asks(call):
-    """The user: one message, with a name before it and an answer after it."""
-    return 200, {}, completion(f"Person: remark {call.text.count('Assistant:')}\nAssistant: of course")
+    """The user: one message, with a name before it and an answer after it, which is cut."""
+    return 200, {}, completion(f"Person: remark {call.text.count('Assistant:')}\nAssistant: of cou", "length")
 
 
 def turns(row):

@@ -9,8 +9,10 @@ import pytest
 import yaml
 
 from rlhf_cli.commands.label import Labelling, pairs_of
-from rlhf_cli.commands.output import Output, data_digest
+from rlhf_cli.commands.output import Dropped, Output, data_digest
+from rlhf_cli.commands.rounds import _pair
 from rlhf_cli.config.data import DataSource
+from rlhf_cli.data.records import Record
 from rlhf_cli.run.artifacts import digest_file, read_manifest
 from support.projects import rlhf
 from support.tiny import read_jsonl, write_jsonl
@@ -153,6 +155,13 @@ def test_bad_input(arguments, message, project):
     assert message in " ".join(output.split())
     after = sorted(path for path in project.rglob("*") if "__pycache__" not in path.parts)
     assert after == before, "nothing was trained"
+
+
+def test_replies_without_a_better_one_are_dropped():
+    reply = {"response": " a", "ended": True, "score": 1.0}
+    for text, reason in (("a ", "the replies are equal"), (" ", "a reply is blank")):
+        assert _pair(Record("p", "row"), reply, reply | {"response": text, "score": 2.0}) == Dropped(reason)
+    assert _pair(Record("p", "row"), reply, reply | {"response": "b"}) == Dropped("tie")
 
 
 def test_other_labels_are_not_replaced(three):

