@@ -74,7 +74,7 @@ def test_sft_learns_every_answer_of_a_dialogue(source, tmp_path, chat_model):
 
 
 ENDINGS = {
-    "the user says nothing": (asks, lambda _: (200, {}, completion(" \n")), 2, True),
+    "the user says nothing": (answers, lambda _: (200, {}, completion(" \n")), 2, True),
     "the user is cut": (answers, lambda _: (200, {}, completion("and then", "length")), 2, True),
     "the user's request is refused": (answers, lambda _: (400, {}, b"too long"), 2, True),
     "an answer is cut": (lambda _: (200, {}, completion("it is", "length")), asks, 2, False),
