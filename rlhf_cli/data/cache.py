@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_type_hints, overload
@@ -35,7 +35,7 @@ from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.encode import Skipped
 from rlhf_cli.data.encoders import RowEncoder
 from rlhf_cli.data.paths import data_fingerprint
-from rlhf_cli.data.records import Record
+from rlhf_cli.data.records import batched
 from rlhf_cli.data.row_counts import Report
 from rlhf_cli.data.splits import SIDES
 from rlhf_cli.data.stage_rows import seen_rows
@@ -124,7 +124,9 @@ def _write_tables(folder: Path, encoder: RowEncoder[T], report: Report, longest:
     """Write the items of each side as an Arrow file. Raises DataError if every row of a side was skipped."""
     spec = encoder.stage_rows
     writers = {side: TableWriter(folder / f"{side}.arrow", encoder.kind) for side in SIDES}
-    for side, rows in _by_side(seen_rows(spec, report)):
+    chunks = batched(seen_rows(spec, report), CHUNK)
+    by_side = ((side, [row for own, row in chunk if own == side]) for chunk in chunks for side in SIDES)
+    for side, rows in by_side:
         items = []
         if not spec.keep_special:
             found = [token for row in rows if (token := encoder.special_token_in(row)) is not None]
@@ -141,19 +143,6 @@ def _write_tables(folder: Path, encoder: RowEncoder[T], report: Report, longest:
         writer.close()
         if report.rows[side] and not writer.num_rows:
             raise report.nothing_left(spec.role, side, spec.length_key, longest)
-
-
-def _by_side(stream: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, list[Record]]]:
-    """Chunks of at most CHUNK rows of one side, in order within each side."""
-    waiting: dict[str, list[Record]] = {side: [] for side in SIDES}
-    for side, row in stream:
-        waiting[side].append(row)
-        if len(waiting[side]) == CHUNK:
-            yield side, waiting[side]
-            waiting[side] = []
-    for side, rest in waiting.items():
-        if rest:
-            yield side, rest
 
 
 @contextlib.contextmanager
