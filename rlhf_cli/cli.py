@@ -21,7 +21,7 @@ import typer
 import typer.core
 import typer.main
 
-from rlhf_cli.commands.options import Command, NumProcesses, Overrides, Quiet, Threads, one_by_one
+from rlhf_cli.commands.options import Command, ConfigFile, NumProcesses, Overrides, Quiet, Threads, one_by_one
 from rlhf_cli.printing import say
 from rlhf_cli.processes.environment import set_up_process
 from rlhf_cli.program import command
@@ -174,7 +174,7 @@ File = Annotated[Path | None, typer.Argument(metavar="FILE", help="The YAML file
 class StageOptions:
     """The options that the three stages share."""
 
-    config: Annotated[Path | None, typer.Option("--config", help="The same as FILE.", show_default=False)] = None
+    config: ConfigFile = None
     overrides: Overrides = None
     restart: Annotated[bool, typer.Option("--restart", help="Run again, even if finished and unchanged.")] = False
     quiet: Quiet = False
@@ -310,7 +310,3 @@ def help_of(context: Any) -> str:
 def main() -> None:
     set_up_process()
     sys.exit(app(standalone_mode=True))
-
-
-if __name__ == "__main__":
-    main()

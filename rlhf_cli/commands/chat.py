@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_cli.commands.options import Quantized, TemperatureOfRun, WhereToRun, WritingStage
+from rlhf_cli.commands.options import Device, Quantized, TemperatureOfRun, WritingStage
 from rlhf_cli.data.records import Message, turns_of
 from rlhf_cli.errors import ConfigError, DataError, RunError, UserError
 from rlhf_cli.printing import say
@@ -51,7 +51,7 @@ def chat(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or that of any language model.")],
     settings: ChatSettings,
     stage: WritingStage = None,
-    device: WhereToRun = "auto",
+    device: Device = "auto",
     quantize: Quantized = None,
 ) -> None:
     """Talk to a model that you trained. /help lists the commands of the conversation."""

@@ -17,7 +17,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rlhf_cli.commands.options import Overrides
+from rlhf_cli.commands.options import Overrides, StageOfFile
 from rlhf_cli.commands.pipeline import require_lora
 from rlhf_cli.config.by_stage import CONFIGS, AnyConfig, known_stage, load_stage_config, stage_of
 from rlhf_cli.config.explain import KEY_SYNONYMS, alternatives, fields_of, tag_values
@@ -26,15 +26,12 @@ from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.errors import ConfigError, UserError
 from rlhf_cli.printing import plain, say
 
-StageName = Annotated[
-    str | None, typer.Option("--stage", help="sft, rm or ppo, if the name of the file does not tell.")
-]
 MAX_WIDTH = 100
 
 
 def check(
     files: Annotated[list[Path], typer.Argument(help="YAML files, or folders with YAML files.")],
-    stage: StageName = None,
+    stage: StageOfFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Read config files and report every mistake."""
@@ -62,7 +59,7 @@ def check(
 
 
 def show(
-    file: Annotated[Path, typer.Argument(help="A YAML file.")], stage: StageName = None, overrides: Overrides = None
+    file: Annotated[Path, typer.Argument(help="A YAML file.")], stage: StageOfFile = None, overrides: Overrides = None
 ) -> None:
     """Print a config with every default filled in."""
     # Not `say`: YAML escapes control characters itself, and the output is a file that is read again.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from rlhf_cli.commands.options import WhereToRun
+from rlhf_cli.commands.options import Device
 from rlhf_cli.errors import ArtifactError, EndedElsewhere
 from rlhf_cli.printing import printable, say
 from rlhf_cli.report.progress import Console
@@ -31,7 +31,7 @@ def diagnose(
         bool, typer.Option("--files-only", help="Read files only: load no model and call no judge.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    device: WhereToRun = "auto",
+    device: Device = "auto",
 ) -> None:
     """Name the stage of a run that is at fault, with the evidence and what to try. Nothing is trained.
 

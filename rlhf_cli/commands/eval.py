@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from rlhf_cli.commands.data_score import COMPARE_TEMPLATE, Unclear, Verdict, ask, letter_in
-from rlhf_cli.commands.options import Quiet, WhereToRun
+from rlhf_cli.commands.options import Device, Quiet
 from rlhf_cli.commands.writer import Failure, Request, ServerWriter, WriterOptions, read_template
 from rlhf_cli.data.records import fill
 from rlhf_cli.errors import ConfigError, RunError
@@ -51,7 +51,7 @@ def evaluate(
         Path | None, typer.Option("--rm-bench", help="Rows of RewardBench 2 for the reward model.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the replies and of the intervals.")] = 0,
-    device: WhereToRun = "auto",
+    device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
     """Measure the finished stages of a run on held-out data."""

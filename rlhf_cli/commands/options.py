@@ -20,6 +20,18 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file. Repeatable."),
 ]
+StageOverrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="[STAGE:]KEY=VALUE",
+        help="Override a key in every file, or in the file of one stage (ppo:seed=1). Repeatable.",
+    ),
+]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="The same as FILE.", show_default=False)]
+StageOfFile = Annotated[
+    str | None, typer.Option("--stage", help="sft, rm or ppo, if the name of the file does not tell.")
+]
 StageOfRun = Annotated[
     Literal["sft", "rm", "ppo"] | None,
     typer.Option("--stage", help="The stage; ppo by default, or sft without it.", show_default=False),
@@ -67,8 +79,7 @@ TemperatureOfRun = Annotated[
     float | None, typer.Option("--temperature", min=0.0, help="0 is greedy. The run's own by default.")
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Another seed samples other answers.")]
-Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option("--device", help="Where the model runs.")]
-WhereToRun = Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option("--device", help="Where to run.")]
+Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], typer.Option("--device", help="Where to run.")]
 RestartOut = Annotated[bool, typer.Option("--restart", help="Start over and remove the rows in --out.")]
 
 

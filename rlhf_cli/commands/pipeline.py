@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from rlhf_cli.commands.options import NumProcesses, Quiet, Threads
+from rlhf_cli.commands.options import NumProcesses, Quiet, StageOverrides, Threads
 from rlhf_cli.commands.rounds import Rounds, show
 from rlhf_cli.config.by_stage import AnyConfig, load_stage_config, overrides_for, split_prefix, stage_files
 from rlhf_cli.errors import ConfigError
@@ -25,14 +25,7 @@ from rlhf_cli.run.launch import Run, explained, load_stage, run_stage
 
 def pipeline(
     directory: Annotated[Path, typer.Argument(help="A folder with sft.yaml, rm.yaml and ppo.yaml.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="[STAGE:]KEY=VALUE",
-            help="Override a key in every file, or in the file of one stage (ppo:seed=1). Repeatable.",
-        ),
-    ] = None,
+    overrides: StageOverrides = None,
     restart: Annotated[bool, typer.Option("--restart", help="Run every stage again.")] = False,
     quiet: Quiet = False,
     nproc: NumProcesses = 1,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlhf_cli.commands.options import ConfigFile, StageOfFile, StageOverrides
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.printing import say, size
 from rlhf_cli.program import set_options
@@ -35,7 +36,7 @@ def plan(
         Path | None,
         typer.Argument(metavar="FILE", help="A stage's YAML file, or a folder of them.", show_default=False),
     ] = None,
-    config: Annotated[Path | None, typer.Option("--config", help="The same as FILE.", show_default=False)] = None,
+    config: ConfigFile = None,
     gpus: Annotated[int | None, typer.Option("--gpus", min=1, metavar="N", help="Plan for N GPUs.")] = None,
     gpu_memory: Annotated[
         str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Memory of each GPU, such as 80GB.")
@@ -48,13 +49,8 @@ def plan(
     rows: Annotated[
         int | None, typer.Option("--rows", min=1, metavar="N", help="Training rows of SFT and RM. Default: counted.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="[STAGE:]KEY=VALUE", help="Override a key of the files. Repeatable."),
-    ] = None,
-    stage: Annotated[
-        str | None, typer.Option("--stage", help="sft, rm or ppo, if the name of the file does not tell.")
-    ] = None,
+    overrides: StageOverrides = None,
+    stage: StageOfFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compute memory, steps and hours of a run from its configs. No weights are loaded.

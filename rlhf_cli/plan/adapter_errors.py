@@ -15,9 +15,11 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.hub import is_local
-from rlhf_cli.models.adapter_files import BaseModel
+from rlhf_cli.models.adapter_files import BaseModel, read_adapter
+from rlhf_cli.models.adapters import import_peft, require_targets
 from rlhf_cli.models.load import ensure_pad_token, load_tokenizer
 from rlhf_cli.models.lora import refuse_adapter_as_base, require_loadable
+from rlhf_cli.models.quantized import require_quantizable
 from rlhf_cli.plan.origins import ModelOrigin, ModelOrigins
 from rlhf_cli.plan.shapes import built
 from rlhf_cli.run.artifacts import is_adapter, model_directory
@@ -43,12 +45,9 @@ def require_adapters(config: AnyConfig, stages: Mapping[str, AnyConfig] | None =
         base = base if value.path is None else BaseModel(value.path)
         _require("value_model.lora", lora, base, starts, True, here=here)
     for directory in filter(is_adapter, (model_directory(path) for path, _ in config.inputs.values())):
-        from rlhf_cli.models.adapter_files import read_adapter
-        from rlhf_cli.models.adapters import import_peft
-
-        adapter = read_adapter(directory)
-        if adapter is not None and here:
-            import_peft(f"{adapter.path}:", ArtifactError)
+        read_adapter(directory)
+        if here:
+            import_peft(f"{directory}:", ArtifactError)
 
 
 def _require(
@@ -61,9 +60,6 @@ def _require(
     here: bool,
 ) -> None:
     """Raise what is wrong with adapters on every model that they may be trained on: only the run can tell which."""
-    from rlhf_cli.models.adapters import require_targets
-    from rlhf_cli.models.quantized import require_quantizable
-
     if here and not is_local(base.path) and not Path(base.path).exists():
         with contextlib.suppress(Exception):  # for `ModelOrigins`, which reads the cache alone
             AutoConfig.from_pretrained(base.path, revision=base.revision, trust_remote_code=False)

@@ -15,6 +15,7 @@ from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.hub import is_local
+from rlhf_cli.models.adapter_files import read_adapter
 from rlhf_cli.models.load import reason_of
 from rlhf_cli.plan.memory import Held, Setting
 from rlhf_cli.plan.shapes import shape_of, shape_of_loaded
@@ -132,14 +133,10 @@ class ModelOrigins:
         directory = model_directory(reward.path if reward.path is not None else f"{config.artifacts}/rm")
         if not is_adapter(directory):
             return False
-        from rlhf_cli.models.adapter_files import read_adapter
-
         adapter = read_adapter(directory)
-        return (
-            adapter is not None
-            and Path(adapter.base.path).resolve() == Path(path).resolve()
-            and adapter.quantization == lora.quantize
-        )
+        assert adapter is not None
+        is_same = Path(adapter.base.path).resolve() == Path(path).resolve()
+        return is_same and adapter.quantization == lora.quantize
 
 
 def _is_own(config: PPOConfig, reward: ModelReward) -> bool:
@@ -155,8 +152,6 @@ def from_path(path: str, revision: str | None, key: str) -> ModelOrigin:
     """The model of a directory, or of a hub id whose config.json is in the cache. No weights are read."""
     directory = model_directory(path)
     if is_adapter(directory):
-        from rlhf_cli.models.adapter_files import read_adapter
-
         adapter = read_adapter(directory)
         assert adapter is not None
         return replace(from_path(adapter.base.path, adapter.base.revision, key), has_adapters=True)
@@ -165,15 +160,12 @@ def from_path(path: str, revision: str | None, key: str) -> ModelOrigin:
             directory, revision=revision, trust_remote_code=False, local_files_only=True
         )
     except Exception as error:
-        if is_local(path) and not Path(directory).is_dir():
-            raise ArtifactError(
-                f"{key}: {path}: no such directory. Run the stage or command that writes it, or give another path"
-            ) from None
-        if not Path(directory).is_dir():
-            raise ArtifactError(
-                f"{key}: {path} is no directory, and its config.json is not in the hub's cache. Download it: "
-                f"hf download {path} config.json"
-            ) from None
-        raise ArtifactError(f"{key}: {path}: cannot read its config.json ({reason_of(error)})") from None
-    stored = getattr(config.dtype, "itemsize", 4) if config.dtype is not None else 4
-    return ModelOrigin(config, stored)
+        if Path(directory).is_dir():
+            what = f": cannot read its config.json ({reason_of(error)})"
+        elif is_local(path):
+            what = ": no such directory. Run the stage or command that writes it, or give another path"
+        else:
+            download = f"hf download {path} config.json"
+            what = f" is no directory, and its config.json is not in the hub's cache. Download it: {download}"
+        raise ArtifactError(f"{key}: {path}{what}") from None
+    return ModelOrigin(config, getattr(config.dtype, "itemsize", 4))
