@@ -22,9 +22,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
-from typer.testing import CliRunner
 
-from rlhf_cli.cli import app
 from rlhf_cli.config import base, data, models, ppo, rewards, sft_rm, stage
 from rlhf_cli.config.base import REMOVED, Section
 from rlhf_cli.config.by_stage import CONFIGS
@@ -381,30 +379,6 @@ def test_mutated_text_is_usable_or_refused(tmp_path: Path, monkeypatch: pytest.M
     change = st.tuples(st.integers(0, 99_999), st.sampled_from([0, 0, 1, 9, 80, 99_999]), piece)
     encodings = st.sampled_from(["utf-8"] * 9 + ["utf-16", "utf-8-sig", "latin-1", "cp037"])
     check(write, st.tuples(st.lists(change, max_size=2), encodings), tmp_path, monkeypatch)
-
-
-JUDGED = ["policy.path=.", "rewards=[{type: function, function: data/support/gold.py:judge}]"]
-
-
-@pytest.mark.parametrize(
-    ("stage", "overrides"),
-    [
-        ("rm", ["artifacts={name}"]),
-        ("rm", ["artifacts={folder}", "model.path={name}"]),
-        ("rm", ["artifacts={folder}", "model.path=.", "data.train={name}"]),
-        ("ppo", ["artifacts={folder}", *JUDGED, "evaluation.gold={name}.py:f"]),
-    ],
-)
-def test_a_name_that_is_too_long_for_a_file_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, overrides: list[str]
-) -> None:
-    """Few of the mutated configs have such a name."""
-    monkeypatch.chdir(ROOT)
-    filled = [text.replace("{name}", "x" * 300).replace("{folder}", f"{tmp_path}/run") for text in overrides]
-    options = [part for text in filled for part in ("--set", text)]
-    result = CliRunner().invoke(app, [stage, "--config", f"configs/support/{stage}.yaml", *options])
-    assert result.exit_code == 2, result.exception
-    assert len(result.stderr.splitlines()) == 1
 
 
 def test_a_config_is_refused_in_a_terminal_that_cannot_show_its_text(tmp_path: Path) -> None:
