@@ -13,7 +13,6 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.data.batches import Budget, part_tokens
@@ -55,7 +54,6 @@ def set_up_passes(models: Sequence[PreTrainedModel], config: Stage, device: torc
     Returns lines for the user, and the seconds spent on compiling. Raises ConfigError if a model lacks an option.
     """
     lines, seconds = [], 0.0
-    assert isinstance(config, SFTConfig | RMConfig | PPOConfig)
     in_bfloat16 = compute_dtype(device, config.precision) == torch.bfloat16
     if config.optimizer.precision == "bfloat16":
         if not in_bfloat16:
