@@ -89,21 +89,16 @@ NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64
 
 
 def stored_dtype(folder: str | Path) -> str | None:
-    """The number format of most numbers in the *.safetensors files of a folder, such as `bfloat16`; None if none."""
+    """The number format of most numbers in the *.safetensors files of a folder, such as `bfloat16`; None if none.
+
+    Skips files that cannot be read.
+    """
     numbers: Counter[str] = Counter()
-    for dtype, shape in stored_tensors(folder):
-        numbers[dtype] += math.prod(shape)
-    return next((NAMES.get(most, most.lower()) for most, _ in numbers.most_common(1)), None)
-
-
-def stored_tensors(folder: str | Path) -> list[tuple[str, list[int]]]:
-    """(number format, shape) of each tensor in the *.safetensors files of a folder. Skips files that cannot be read."""
-    found = []
     for path in sorted(Path(folder).glob("*.safetensors")):
         with contextlib.suppress(OSError, SafetensorError), safe_open(path, framework="np") as file:
-            slices = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118
-            found += [(one.get_dtype(), one.get_shape()) for one in slices]
-    return found
+            for tensor in map(file.get_slice, file.keys()):
+                numbers[tensor.get_dtype()] += math.prod(tensor.get_shape())
+    return next((NAMES.get(most, most.lower()) for most, _ in numbers.most_common(1)), None)
 
 
 # ------------------------------------------------------------------------------------------- JSON Lines

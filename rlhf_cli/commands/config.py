@@ -199,7 +199,7 @@ def _similar(key: str) -> str:
                 names.setdefault(name, f"{stage}.{entry.name}")
     head, _, last = key.rpartition(".")
     synonym = KEY_SYNONYMS.get(last.lower(), last)
-    wanted = [name for name in (f"{head}.{synonym}".lstrip("."), synonym) if name in names and synonym != last]
+    wanted = [name for name in (f"{head}.{synonym}".lstrip("."), synonym) if name in names]
     close = wanted or difflib.get_close_matches(key, names, n=1)
     if not close:
         return f". List all keys of a stage with: rlhf config docs {' | '.join(CONFIGS)}"

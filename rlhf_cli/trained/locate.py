@@ -69,9 +69,16 @@ def locate(
     else:
         if is_model(path):
             return None
-    finished = [name for name in STAGES if read_manifest(stage_directory(root, name)) is not None]
+    finished = finished_stages(root, stage)
     stage = stage or next((name for name in default if name in finished), default[-1])
-    if stage not in finished:
-        what = f"stage {stage} is not finished" if finished else "no stage is finished"
-        raise ArtifactError(f"{root}: {what}. `{command('status', str(root))}` shows what is there")
+    finished_stages(root, stage)
     return StageModel(root, stage)
+
+
+def finished_stages(root: Path, wanted: str | None = None) -> list[str]:
+    """The finished stages of a run. Raises ArtifactError if there is none, or `wanted` is not one."""
+    finished = [stage for stage in STAGES if read_manifest(stage_directory(root, stage)) is not None]
+    if not finished or wanted not in (None, *finished):
+        what = f"stage {wanted} is not finished" if finished else "no stage is finished"
+        raise ArtifactError(f"{root}: {what}. `{command('status', str(root))}` shows what is there")
+    return finished

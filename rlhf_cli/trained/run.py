@@ -25,8 +25,9 @@ from rlhf_cli.models.forward import positions
 from rlhf_cli.models.frozen import frozen_policy
 from rlhf_cli.models.load import load_tokenizer, prepare
 from rlhf_cli.plan.budget import forward_budget
-from rlhf_cli.run.artifacts import read_manifest, stage_directory
+from rlhf_cli.run.artifacts import stage_directory
 from rlhf_cli.run.state import working_directory
+from rlhf_cli.trained.locate import finished_stages
 
 PATHS = {"path", "function", "gold"}
 """Keys whose values are files, folders, `file.py:function` or hub ids."""
@@ -97,12 +98,8 @@ def open_run(root: Path, *, stage: str | None, device: torch.device, seed: int) 
     """The run at `root`. Raises ArtifactError if no stage is finished, or `stage` is not."""
     if not root.is_dir():
         raise ArtifactError(f"{root}: no such directory. Give the `artifacts` directory of your configs")
-    finished = [name for name in STAGES if read_manifest(stage_directory(root, name)) is not None]
-    if not finished or (stage is not None and stage not in finished):
-        what = f"stage {stage} is not finished" if stage else "no stage is finished"
-        raise ArtifactError(f"{root}: {what}. `rlhf status {root}` shows what is there")
     configs = {}
-    for name in finished:
+    for name in finished_stages(root, stage):
         path = stage_directory(root, name) / "config.yaml"
         base = working_directory(load_stage_config(name, path).artifacts, root)
         config = load_stage_config(name, path, [f"artifacts={root}"])  # the directory may have been moved since
