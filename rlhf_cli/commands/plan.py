@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
 from rlhf_cli.commands.options import ConfigFile, StageOfFile, StageOverrides
 from rlhf_cli.errors import ConfigError
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rlhf_cli.plan.memory import Machine, Phase
     from rlhf_cli.plan.run_length import Length
 
-UNITS = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}
 WIDTH = 51
 """Columns for the parts of a phase, so that a line has at most 80."""
 ROOM = 0.9
@@ -77,11 +76,10 @@ def size_of(text: str) -> float:
     >>> size_of("80GB"), size_of("24 GiB")
     (80000000000.0, 25769803776.0)
     """
-    match = re.fullmatch(r"(\d+\.?\d*)\s*([a-zA-Z]*)", text.strip())
-    num_bytes = float(match[1]) * UNITS.get(match[2].upper(), 0.0) if match else 0.0
-    if num_bytes <= 0:
-        raise ConfigError(f"--gpu-memory: found {text}, must be a size such as 80GB or 24GiB")
-    return num_bytes
+    try:
+        return float(TypeAdapter(Annotated[ByteSize, Field(gt=0)]).validate_python(text))
+    except ValidationError:
+        raise ConfigError(f"--gpu-memory: found {text}, must be a size such as 80GB or 24GiB") from None
 
 
 def lines_of(one: PlannedStage, machine: Machine) -> list[str]:

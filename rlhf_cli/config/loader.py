@@ -31,10 +31,7 @@ EXTENDS = (
 
 
 def load_config(path: str | Path, schema: type[M], overrides: Sequence[str] = ()) -> M:
-    """Read the YAML file at ``path``, apply ``overrides``, and return it as a ``schema``.
-
-    A key ``extends`` names another file, relative to this one, whose values apply where this file has none.
-    Mappings are merged; lists and plain values are replaced.
+    """Read the YAML file at ``path`` with the files that it extends, and apply ``overrides``.
 
     Each override is ``dotted.key=value``. The value is YAML, so ``a.b=null``, ``a=[1, 2]`` and ``a={b: 1}`` work.
     Overrides apply in order, before validation:
@@ -122,12 +119,12 @@ def _filled(config: M, tree: Tree) -> M:
     """Replace ``{key}`` in a stage's ``artifacts`` by the values of other keys. A problem is noted in ``tree``."""
     if not isinstance(config, Stage):
         return config
-    text, values = config.artifacts, config.model_dump(mode="json", exclude={"artifacts"})
+    values = config.model_dump(mode="json", exclude={"artifacts"})
     try:
-        for key in dict.fromkeys(re.findall(r"\{([^{}]*)\}", text)):
-            text = text.replace(f"{{{key}}}", _filling(values, key))
+        text = re.sub(r"\{([^{}]*)\}", lambda match: _filling(values, match[1]), config.artifacts)
     except ValueError as error:
         tree.report_invalid(("artifacts",), str(error), at=("artifacts",))
+        return config
     return config.model_copy(update={"artifacts": text})
 
 

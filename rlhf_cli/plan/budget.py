@@ -48,8 +48,7 @@ def auto_tokens(phases: Callable[[int], Sequence[Phase]], machine: Machine, sett
         return max(phase.total for phase in phases(tokens) if phase.name in BY_TOKENS)
 
     def batch(tokens: int) -> float:
-        parts = [phase.parts for phase in phases(tokens) if phase.name in BY_TOKENS]
-        return max(part.get("activations", 0.0) + part.get("logits", 0.0) for part in parts)
+        return max(phase.of_pass for phase in phases(tokens) if phase.name in BY_TOKENS)
 
     if setting.device == "cuda":
         return max(FEWEST_TOKENS, most_tokens(total, SHARE_OF_GPU * machine.memory, GPU_TOKENS))

@@ -172,14 +172,10 @@ def _candidates(config: AnyConfig, plan: StagePlan, machine: Machine) -> Iterato
         if tokens >= FEWEST_TOKENS:
             yield [f"{_section(config)}.tokens_per_microbatch={tokens}"], "smaller passes; the same result"
     if not isinstance(config, SFTConfig):
-        if isinstance(config, PPOConfig):
-            key, num, most = "rollout", config.ppo.rollout_batch_size, config.rollout.max_live_rows
-        else:
-            key = "evaluation"
-            num, most = config.evaluation.num_normalization_samples, config.evaluation.max_live_rows
-        live = live_rows(num, most, machine.processes)
+        section = "rollout" if isinstance(config, PPOConfig) else "evaluation"
+        live = live_rows(config, machine.processes)
         for rows in filter(None, (live // 4, live // 16)):
-            yield [f"{key}.max_live_rows={rows}"], "slower sampling"
+            yield [f"{section}.max_live_rows={rows}"], "slower sampling"
     yield ["gradient_checkpointing=true"], "a third more arithmetic"
     shard = ["distributed.shard=true"] if is_several and plan.setting.sharded == 1 else []
     if shard and machine.processes > machine.per_node:

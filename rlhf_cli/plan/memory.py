@@ -70,6 +70,8 @@ class Setting:
     """Whether the run writes checkpoints on its way."""
     threads: int = 1
     """Passes at the same time."""
+    keep_whole: tuple[str, ...] = ()
+    """Sections of the models that stay whole although the others are sharded (`distributed.keep_whole`)."""
 
     @property
     def number(self) -> int:
@@ -122,6 +124,11 @@ class Phase:
     @property
     def total(self) -> float:
         return sum(self.parts.values())
+
+    @property
+    def of_pass(self) -> float:
+        """What grows with the tokens of a pass."""
+        return self.parts.get("activations", 0.0) + self.parts.get("logits", 0.0)
 
 
 def join(*parts: dict[str, float]) -> dict[str, float]:

@@ -52,7 +52,6 @@ class ModelOrigins:
         trained: TrainedModel | ValueModel | None = None,
         *,
         shares: bool = False,
-        whole: bool = False,
     ) -> Held:
         """A model in memory. `trained` is its section of the config, or None for a model that is only read.
 
@@ -63,7 +62,8 @@ class ModelOrigins:
             shape = shape_of_loaded(self.models[name], self.precision)
         else:
             shape = shape_of(origin.config, is_classifier, setting.precision, lora, frozen, key)
-        return Held(name, shape, setting, lora, trained is not None, origin.stored, origin.has_adapters, shares, whole)
+        is_whole, is_trained = key.partition(".")[0] in setting.keep_whole, trained is not None
+        return Held(name, shape, setting, lora, is_trained, origin.stored, origin.has_adapters, shares, is_whole)
 
     def start(self, config: AnyConfig) -> ModelOrigin:
         """The model that a stage trains; in PPO the policy."""
@@ -101,10 +101,7 @@ class ModelOrigins:
         return self.start(config)
 
     def of_stage(self, stage: str, config: AnyConfig, key: str) -> ModelOrigin:
-        """The model that a later stage gets from the run's own `stage`.
-
-        It is the model that the stage's config names, or else the finished stage. Raises ConfigError without both.
-        """
+        """The model of the run's own `stage`: from its config, or else finished. Raises ConfigError without both."""
         planned = self.configs.get(stage)
         if isinstance(planned, SFTConfig | RMConfig):
             return replace(self.start(planned), has_adapters=_are_alone(planned.model.lora))
@@ -116,11 +113,11 @@ class ModelOrigins:
             f"nor a finished {directory}. Give the folder of all stages, or set {key}"
         )
 
-    def shares_backbone(self, config: PPOConfig, key: str, name: str) -> bool:
-        """Whether the reward model of this key, which the run calls `name`, is adapters on the policy's weights."""
+    def shares_backbone(self, config: PPOConfig, key: str) -> bool:
+        """Whether the reward model of this key is adapters on the policy's weights."""
         if self.models:
             weights = {id(weight) for weight in self.models["policy"].parameters()}
-            return any(id(weight) in weights for weight in self.models[name].parameters())
+            return any(id(weight) in weights for weight in self.models[config.name_of_reward(key)].parameters())
         reward = config.reward_models[key]
         own = "the sft stage of this run" if "sft" in self.configs else None
         lora, path, rm = config.policy.lora, config.policy.path or own, self.configs.get("rm")

@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.config.models import Lora
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.deferred import BLOCK
 from rlhf_cli.models.forward import is_packed, positions, vocabulary_rows
 from rlhf_cli.models.frozen import freeze
@@ -139,8 +140,6 @@ def shape_of(
         else:
             freeze(model, frozen, f"{key}.freeze")
         if plain is not None:
-            from rlhf_cli.models.adapters import add_lora
-
             add_lora(model, plain, f"{key}.lora", seed=0)
         return _shape_of(model, fake_activation_bytes(model, precision, key))
 
@@ -158,8 +157,7 @@ def shape_of(
 def shape_of_loaded(model: PreTrainedModel, precision: str) -> Shape:
     """The shape of a model in memory that is ready for training, before `gradient_checkpointing` and `compile`.
 
-    A trained model makes two short passes (`activation_bytes`). A sharded model is counted whole; all processes must
-    call this.
+    A sharded model is counted whole, and all processes must call this.
     """
     return _shape_of(model, activation_bytes(model, precision))
 
@@ -181,11 +179,8 @@ def built(config: PreTrainedConfig, is_classifier: bool, key: str) -> PreTrained
 
 def _shape_of(model: PreTrainedModel, kept: float) -> Shape:
     """The shape of a model, of which autograd keeps `kept` bytes for each token."""
-    inner, head, backbone = (
-        model.config.get_text_config(),
-        model.get_output_embeddings(),
-        set(model.base_model.modules()),
-    )
+    inner, head = model.config.get_text_config(), model.get_output_embeddings()
+    backbone = set(model.base_model.modules())
     layers: int = inner.num_hidden_layers
     heads = getattr(inner, "num_attention_heads", None) or 1
     head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // heads

@@ -76,8 +76,7 @@ def _other_threads(phase: Phase, models: list[Held]) -> dict[str, float]:
     at_once = min(setting.threads, int(COPIES_BYTES // max(1.0, sum(gradients))))
     if at_once <= 1:
         return {}
-    of_pass = phase.parts.get("activations", 0.0) + phase.parts.get("logits", 0.0)
-    return {"other threads": (at_once - 1) * of_pass + at_once * max(gradients)}
+    return {"other threads": (at_once - 1) * phase.of_pass + at_once * max(gradients)}
 
 
 def microbatch_tokens(config: AnyConfig, models: Mapping[str, PreTrainedModel], world: World) -> int:
@@ -118,6 +117,7 @@ def setting_of(config: AnyConfig, machine: Machine) -> Setting:
         checkpointing=config.gradient_checkpointing,
         saves=config.checkpoints.every_steps is not None or config.checkpoints.every_minutes is not None,
         threads=threads if device == "cpu" else 1,
+        keep_whole=tuple(config.distributed.keep_whole) if isinstance(config, PPOConfig) else (),
     )
 
 
@@ -126,44 +126,30 @@ def setting_of(config: AnyConfig, machine: Machine) -> Setting:
 
 def models_of(config: AnyConfig, origins: ModelOrigins, setting: Setting) -> list[Held]:
     """The models of a stage, the trained ones first, and of these the policy. `origins` gives their shapes."""
-    if isinstance(config, PPOConfig):
-        return _models_of_ppo(config, origins, setting)
-    is_rm = isinstance(config, RMConfig)
-    name, start = "reward model" if is_rm else "model", origins.start(config)
-    return [origins.held(name, start, setting, is_rm, "model", config.model)]
+    start, (key, section) = origins.start(config), config.trained
+    if not isinstance(config, PPOConfig):
+        is_rm = isinstance(config, RMConfig)
+        return [origins.held("reward model" if is_rm else "model", start, setting, is_rm, key, section)]
 
+    def shares(reward: str | None) -> bool:
+        """Whether a reward model, or (None) what starts as the policy, may share the policy's weights. Nothing shares
+        in a sharded run."""
+        return setting.sharded == 1 and (reward is None or origins.shares_backbone(config, reward))
 
-def _models_of_ppo(config: PPOConfig, origins: ModelOrigins, setting: Setting) -> list[Held]:
-    start, lora, value = origins.start(config), config.policy.lora, config.value_model
-    whole = config.distributed.keep_whole
-    policy = origins.held("policy", start, setting, False, "policy", config.policy, whole="policy" in whole)
-    trained, frozen = [policy], []
+    lora, value = config.policy.lora, config.value_model
+    trained, frozen = [origins.held("policy", start, setting, False, key, section)], []
     if lora is None or config.ref_policy is not None:
         origin = start if config.ref_policy is None else origins.given(config.ref_policy, config, "ref_policy.path")
-        is_whole = "ref_policy" in whole
-        frozen.append(origins.held("reference policy", origin, setting, False, "ref_policy", whole=is_whole))
-    rewards = list(config.reward_models.items())
-    for key, reward in rewards:
-        name = config.name_of_reward(key)
-        origin, shares = origins.reward_model(config, reward, key), _shares(config, key, origins, setting)
-        frozen.append(origins.held(name, origin, setting, True, key, shares=shares, whole="rewards" in whole))
+        frozen.append(origins.held("reference policy", origin, setting, False, "ref_policy"))
+    for key, reward in config.reward_models.items():
+        name, origin = config.name_of_reward(key), origins.reward_model(config, reward, key)
+        frozen.append(origins.held(name, origin, setting, True, key, shares=shares(key)))
     if config.ppo.has_value_model and value.init != "shared":
-        first = rewards[0][0] if value.init in ("auto", "reward_model") and rewards else None
-        shares = lora is not None and value.lora is not None and lora.quantize == value.lora.quantize
-        shares = shares and value.path is None and _shares(config, first, origins, setting)
-        is_whole = "value_model" in whole
-        origin = origins.value_model(config)
-        held = origins.held("value model", origin, setting, True, "value_model", value, shares=shares, whole=is_whole)
-        trained.append(held)
+        first = next(iter(config.reward_models), None) if value.init in ("auto", "reward_model") else None
+        is_alike = lora is not None and value.lora is not None and lora.quantize == value.lora.quantize
+        shared, origin = value.path is None and is_alike and shares(first), origins.value_model(config)
+        trained.append(origins.held("value model", origin, setting, True, "value_model", value, shares=shared))
     return [*trained, *frozen]
-
-
-def _shares(config: PPOConfig, reward: str | None, origins: ModelOrigins, setting: Setting) -> bool:
-    """Whether a reward model, given by its key, may share the policy's weights, or (None) what starts as the policy.
-    Nothing shares in a sharded run."""
-    return setting.sharded == 1 and (
-        reward is None or origins.shares_backbone(config, reward, config.name_of_reward(reward))
-    )
 
 
 # ------------------------------------------------------------------------------------------------ microbatches
@@ -261,9 +247,8 @@ def _sampling(config: AnyConfig, models: list[Held], origins: ModelOrigins) -> l
     if isinstance(config, PPOConfig):
         policy, copies = models[0], config.rollout.decoder != "sharded"
         sampler = replace(policy, whole=True) if copies else policy
-        num, most = config.ppo.rollout_batch_size, config.rollout.max_live_rows
         length = _longest_prompt(config, models) + config.rollout.max_new_tokens
-        sampling = sampler.in_sampling(live_rows(num, most, setting.processes), length)
+        sampling = sampler.in_sampling(live_rows(config, setting.processes), length)
         if policy.among > 1 and setting.half:
             sampling.pop("rollout copy", None)  # the copy of a sharded policy is in 16 bits already (`_at_rest`)
         rollout = join(_at_rest(config, models, "rollout"), sampling)
@@ -275,14 +260,18 @@ def _sampling(config: AnyConfig, models: list[Held], origins: ModelOrigins) -> l
         return [Phase("rollout", rollout)]
     if not isinstance(config, RMConfig) or not config.evaluation.num_normalization_samples:
         return []
-    model, evaluation = origins.held("SFT model", origins.start(config), setting, False, "model"), config.evaluation
-    live = live_rows(evaluation.num_normalization_samples, evaluation.max_live_rows, setting.processes)
-    sampling = model.in_sampling(live, max(config.data.max_length, evaluation.max_new_tokens))
+    model = origins.held("SFT model", origins.start(config), setting, False, "model")
+    length = max(config.data.max_length, config.evaluation.max_new_tokens)
+    sampling = model.in_sampling(live_rows(config, setting.processes), length)
     return [Phase("normalisation", join(setting.libraries, {"weights": model.weight_bytes}, sampling))]
 
 
-def live_rows(num: int, most: int | None, processes: int) -> int:
-    """Responses that a process samples at the same time, of `num` in all."""
+def live_rows(config: RMConfig | PPOConfig, processes: int) -> int:
+    """Responses that a process samples at the same time."""
+    if isinstance(config, PPOConfig):
+        num, most = config.ppo.rollout_batch_size, config.rollout.max_live_rows
+    else:
+        num, most = config.evaluation.num_normalization_samples, config.evaluation.max_live_rows
     rows = -(-num // processes)
     return min(rows, most or rows)
 

@@ -104,18 +104,14 @@ def test_a_missing_key_is_reported_in_the_file_that_is_run(tmp_path: Path) -> No
         (".", "is a directory, must be a YAML config"),
         ("sft.yaml", "sft.yaml:2: extends: sft.yaml extends this file in turn. Remove one `extends`"),
         ("back.yaml", "back.yaml:1: extends: sft.yaml extends this file in turn. Remove one `extends`"),
-        ("one.yaml", "two.yaml:1: extends: one.yaml extends this file in turn"),
         ("3", "sft.yaml:2: extends: found the whole number 3, must be the path of a YAML file, relative to this one"),
         ("", "found nothing (null), must be the path of a YAML file"),
-        ("[a.yaml]", "found a list, must be the path of a YAML file"),
         ("list.yaml", "list.yaml:1: found a list, must be a mapping"),
         ("broken.yaml", "broken.yaml:2: column 5: not valid YAML"),
     ],
 )
 def test_extends_that_cannot_work(tmp_path: Path, value: str, line: str) -> None:
     write(tmp_path / "back.yaml", "extends: ./sft.yaml\n")
-    write(tmp_path / "one.yaml", "extends: two.yaml\n")
-    write(tmp_path / "two.yaml", "extends: one.yaml\n")
     write(tmp_path / "list.yaml", "- a\n")
     write(tmp_path / "broken.yaml", "\na: b: c\n")
     child = write(tmp_path / "sft.yaml", f"artifacts: a\nextends: {value}\n")
@@ -160,7 +156,6 @@ def test_keys_in_braces(tmp_path: Path, artifacts: str, resolved: str) -> None:
     ("artifacts", "message"),
     [
         ("a/{sed}", "sft.yaml:1: artifacts: {sed} is not a key of this config; did you mean seed?"),
-        ("a/{optimizer.lerning_rate}", "is not a key of this config; did you mean learning_rate?"),
         ("a/{ppo.kl_coef}", "sft.yaml:1: artifacts: {ppo.kl_coef} is not a key of this config"),
         ("a/{artifacts}", "{artifacts} is not a key of this config"),
         ("a/{data}", "{data} is a section or a list, must be a plain value"),
@@ -184,9 +179,6 @@ def test_unknown_keys_in_braces(tmp_path: Path, artifacts: str, message: str) ->
         ("precision=bf16", "; say bfloat16"),
         ("optimizer.lr=1", "unknown key; say learning_rate"),
         ("optimizer.precise=1", "unknown key; did you mean precision?"),
-        ("optimizer.warm=1", "unknown key; did you mean warmup_steps?"),
-        ("training.batch_size=1", "unknown key; say minibatch_size"),
-        ("learning_rate=1", "unknown key here; did you mean optimizer.learning_rate?"),
         ("optimizer.seed=1", "unknown key here; did you mean seed at the top level?"),
         ("lr=1", "unknown key here; did you mean optimizer.learning_rate?"),
         ("num_samples=1", "unknown key here; did you mean evaluation.num_samples?"),

@@ -175,6 +175,7 @@ def test_files_that_cannot_be_read(tmp_path):
     assert error_for("/dev/zero") == "/dev/zero: more than 256 kB, too large for a config"
     assert error_lines(tmp_path, b"model: m\ndata: \xff\n") == ["x.yaml:2: byte 0xff, must be UTF-8 text"]
     assert error_lines(tmp_path, GOOD.encode("utf-16")) == ["x.yaml:1: byte 0xff, must be UTF-8 text"]
+    assert "expected a single document" in error_lines(tmp_path, GOOD + "---\na: 3\n")[0]
 
 
 @pytest.mark.parametrize(
@@ -184,38 +185,24 @@ def test_files_that_cannot_be_read(tmp_path):
         ("# only this\n", "1: the file is empty, must be a mapping of keys to values"),
         ("\n- a\n", "2: found a list, must be a mapping"),
         ("word\n", "1: found the text 'word', must be a mapping"),
-        ("''\n", "1: found the text '', must be a mapping"),
-        (
-            "a: [1\nb: 2",
-            "2: column 2: not valid YAML, while parsing a flow sequence, expected ',' or ']', but got ':'",
-        ),
-        ("a: b: c", "1: column 5: not valid YAML, mapping values are not allowed here; "
-         "the line is indented too far, or its text has a colon and needs quotes"),
+        ("a: [1\nb: 2",
+         "2: column 2: not valid YAML, while parsing a flow sequence, expected ',' or ']', but got ':'"),
         ("a:\n  b: 1\n   c: 2", "3: column 5: not valid YAML, mapping values are not allowed here; "
          "the line is indented too far, or its text has a colon and needs quotes"),
         ("a:\n  b: 1\n c: 2", "3: column 2: not valid YAML, while parsing a block mapping, expected <block end>, "
          "but found '<block mapping start>'; the indentation differs from the lines above: "
          "indent the keys of one section by the same spaces"),
-        (
-            "a:\n\tb: 2",
-            "2: column 1: not valid YAML, while scanning for the next token, "
-            "found character '\\t' that cannot start any token; indent with spaces",
-        ),
+        ("a:\n\tb: 2", "2: column 1: not valid YAML, while scanning for the next token, "
+         "found character '\\t' that cannot start any token; indent with spaces"),
         ("a: *b", "1: column 4: not valid YAML, found undefined alias 'b'"),
         ("a: 1\n\n'\x01'", "3: not valid YAML, character U+0001 is not allowed"),
         ('a: "\\U7FFFFFFF"', "1: not valid YAML, chr() arg not in range(0x110000)"),
         ('a: "\\UFFFFFFFF"', f"1: not valid YAML, {NO_CHARACTER}"),
         ("[" * 5000, "1: column 41: not valid YAML, nested more than 40 deep"),
-        ("\n".join(" " * n + "a:" for n in range(300)),
-         "40: column 40: not valid YAML, nested more than 40 deep"),
     ],
 )  # fmt: skip
 def test_yaml_that_cannot_be_read(tmp_path, text, line):
     assert error_lines(tmp_path, text) == [f"x.yaml:{line}"]
-
-
-def test_two_documents(tmp_path):
-    assert "expected a single document" in error_lines(tmp_path, GOOD + "---\na: 3\n")[0]
 
 
 @pytest.mark.parametrize(
@@ -224,13 +211,9 @@ def test_two_documents(tmp_path):
         ("warm: !!python/object/apply:os.system [echo]",
          "warm: tag !!python/object/apply:os.system is not allowed"),
         ("warm: !foo {a: 1}", "warm: tag !foo is not allowed"),
-        ("warm: !!binary aGk=", "warm: tag !!binary is not allowed"),
-        ("warm: !!set {a}", "warm: tag !!set is not allowed"),
         ("warm: !!int ten", "warm: the text 'ten' does not fit its tag !!int"),
         ("warm: !!bool yes", "warm: the text 'yes' does not fit its tag !!bool"),
         ("1: x", "the key is '1', must be text; put it in quotes"),
-        ("null: x", "the key is 'null', must be text; put it in quotes"),
-        ("true: x", "the key is 'true', must be text; put it in quotes"),
         ("? [a]\n: x", "the key is a list or mapping, must be text"),
         ("!!python/name:os.system a: x", "the key is 'a', must be text"),
         ("warm: &a [*a]", "warm.0: alias on line 6 contains itself"),
@@ -238,9 +221,9 @@ def test_two_documents(tmp_path):
          "another file by `extends`"),
         ("warm: {bf16: .nan}", "warm.bf16: found .nan, must be a finite number; text goes in quotes"),
         ("model2: -.INF", "model2: found -.INF, must be a finite number; text goes in quotes"),
-        ("model2: 1e999", "model2: found 1e999, must be a finite number; text goes in quotes"),
         ("model2: 18446744073709551616",
          "model2: found the whole number 18446744073709551616, must fit in 64 bits"),
+        (f"model2: {'9' * 10_000}", f"model2: found the whole number {'9' * 57}..., must fit in 64 bits"),
         ('model2: "\\uD800"', "model2: half of a surrogate pair, must be Unicode text"),
         ('"\\uD800": 1', "the key has half of a surrogate pair, must be Unicode text"),
         # Tagged unions and sections.
@@ -248,28 +231,19 @@ def test_two_documents(tmp_path):
         ("rewards: [3]", "rewards.0: found the whole number 3, must be a mapping"),
         ("rewards: [{type: modle}]",
          "rewards.0.type: found the text 'modle', must be one of model, function; did you mean model?"),
-        ("rewards: [{type: 3}]", "rewards.0.type: found the whole number 3, must be one of model, function"),
         ("rewards: [{type: [a]}]", "rewards.0.type: found a list, must be one of model, function"),
         ("rewards: [{model: a}]", "rewards.0.type: required key is missing, must be one of model, function"),
         ("rewards: [{type: model}]", "rewards.0.model: required key is missing"),
-        ("rewards: [{type: model, model: {model: 1}}]", "rewards.0.model: found a mapping, must be text"),
         ("rewards: [{type: function, name: lenght}]",
          "rewards.0.name: found the text 'lenght', must be one of length, regex; did you mean length?"),
         ("main: {type: model, model: x, wieght: 1}", "main.wieght: unknown key; did you mean weight?"),
         ("main: {type: function, name: regex, span: [1, a]}",
          "main.span.1: found the text 'a', must be a number"),
         ("main: text", "main: found the text 'text', must be a mapping"),
-        ("warm: 3", "warm: found the whole number 3, must be a mapping"),
-        ("model2: 3", "model2: unknown key; did you mean model?"),
     ],
 )  # fmt: skip
 def test_a_line_that_is_refused(tmp_path, text, line):
     assert error_lines(tmp_path, GOOD + text + "\n") == [f"x.yaml:6: {line}"]
-
-
-def test_a_long_number_is_cut(tmp_path):
-    (line,) = error_lines(tmp_path, GOOD + "model2: " + "9" * 10_000 + "\n")
-    assert line == f"x.yaml:6: model2: found the whole number {'9' * 57}..., must fit in 64 bits"
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -310,18 +284,13 @@ def test_a_key_written_twice(tmp_path):
         ("num_steps: 3.5", "num_steps: found the number 3.5, must be a whole number"),
         ("num_steps: true", "num_steps: found the boolean true, must be a whole number"),
         ("num_steps: [3]", "num_steps: found a list, must be a whole number"),
-        ("num_steps: {a: 3}", "num_steps: found a mapping, must be a whole number"),
         ("num_steps:", "num_steps: found nothing (null), must be a whole number"),
-        ("num_steps: 0o17", "num_steps: found the text '0o17', must be a whole number"),
-        ("num_steps: 1:30", "num_steps: found the text '1:30', must be a whole number"),
         ("num_steps: 0", "num_steps: found the whole number 0, must be at least 1"),
         ("learning_rate: 0", "learning_rate: found the whole number 0, must be greater than 0"),
         ("learning_rate: -1e-5", "learning_rate: found the number -1e-05, must be greater than 0"),
-        ("learning_rate: false", "learning_rate: found the boolean false, must be a number"),
         ("learning_rate: '1e-5'",
          "learning_rate: found the text '1e-5', must be a number; remove the quotes"),
         ("bf16: yes", "bf16: found the text 'yes', must be true or false"),
-        ("bf16: 1", "bf16: found the whole number 1, must be true or false"),
         ("bf16: 'true'", "bf16: found the text 'true', must be true or false; remove the quotes"),
         ("dtype: float23", "dtype: found the text 'float23', must be one of float32, bfloat16; "
          "did you mean float32?"),
@@ -329,7 +298,6 @@ def test_a_key_written_twice(tmp_path):
         ("seed: autp", "seed: found the text 'autp', must be a whole number or auto; did you mean auto?"),
         ("betas: [0.9]", "betas.1: required item is missing"),
         ("betas: [0.9, 0.9, 0.9]", "betas: found a list, must be at most 2 long"),
-        ("betas: [0.9, x]", "betas.1: found the text 'x', must be a number"),
         ("betas: 0.9", "betas: found the number 0.9, must be a list"),
         ("layers: []", "layers: found an empty list, must be at least 1 long"),
     ],
@@ -342,9 +310,7 @@ def test_values_that_are_refused(tmp_path, text, line):
     ("text", "line"),
     [
         ("train: 3", "train: found the whole number 3, must be a mapping"),
-        ("train: []", "train: found an empty list, must be a mapping"),
         ("train: ''", "train.path: found the text '', must be at least 1 characters long"),
-        ("train:", "train: found nothing (null), must be a mapping"),
         ("train: {}", "train.path: required key is missing"),
         ("train: {path: 3}", "train.path: found the whole number 3, must be text; put it in quotes"),
         ("train: {path: x, raito: 1}", "train.raito: unknown key; did you mean ratio?"),
@@ -353,7 +319,6 @@ def test_values_that_are_refused(tmp_path, text, line):
         ("{train: x, evals: {a: x, b: 3}}", "evals.b: found the whole number 3, must be a mapping"),
         ("{train: x, evals: {a.b: {path: bad}}}", "evals.'a.b': path is bad, must be good"),
         ("{train: x, files: [a, 1]}", "files.1: found the whole number 1, must be text; put it in quotes"),
-        ("{train: x, files: {}}", "files: found an empty mapping, must be a list"),
         ("{train: x, weights: {c: 1}}", "weights.c: as a key, found the text 'c', must be one of 'a' or 'b'"),
     ],
 )  # fmt: skip
@@ -430,7 +395,6 @@ def test_an_override_creates_lists_and_replaces_invalid_values(tmp_path):
     ("override", "line"),
     [
         ("training", "no equals sign, must be key=value"),
-        ("", "no equals sign, must be key=value"),
         ("=3", "the key has an empty part, must be key=value or a.b=value"),
         ("training..seed=3", "the key has an empty part, must be key=value or a.b=value"),
         ("training.seed=[", "column 2: not valid YAML, while parsing a flow node, "
@@ -439,17 +403,12 @@ def test_an_override_creates_lists_and_replaces_invalid_values(tmp_path):
         ("training.seed=!x 1", "tag !x is not allowed"),
         ("training.seed=*a", "column 1: not valid YAML, found undefined alias 'a'"),
         ("data.evals={a: x, a: y}", "data.evals.a: written twice, in one mapping; keep one"),
-        ("training.num_steps=ten", "found the text 'ten', must be a whole number"),
-        ("training.num_steps='3'", "found the text '3', must be a whole number; remove the quotes"),
         ("training.num_steps.x=3", "training.num_steps: found a mapping, must be a whole number"),
         ("training.lerning_rate=1", "unknown key; did you mean learning_rate?"),
-        ("trainin.seed=1", "trainin: unknown key; did you mean training?"),
         ("training={num_steps: 0}", "training.num_steps: found the whole number 0, must be at least 1"),
         ("model=", "found nothing (null), must be text"),
         ("training.num_steps=", "found nothing (null), must be a whole number"),
-        ("model=3", "found the whole number 3, must be text; put it in quotes"),
         ("data.train.split=test", "data.train.path: required key is missing"),
-        ("data.train={path: bad}", "path is bad, must be good"),
         ("rewards.1.weight=2", "rewards has 0 items, '1' must be an index, at most 0 (which appends)"),
         ("rewards.0.weight=2", "rewards.0.type: required key is missing, must be one of model, function"),
         ("model=\udc80", "not valid YAML, character U+DC80 is not allowed"),
