@@ -33,8 +33,7 @@ class EvalJudgeOptions:
         Path | None, typer.Option("--judge-template", help="The question, with {prompt}, {a} and {b}.")
     ] = None
     max_new_tokens: Annotated[int, typer.Option("--judge-tokens", min=1, help="Longest answer of the judge.")] = 16
-    attempts: int = 3
-    """Requests until an answer names exactly one of A and B."""
+    attempts: int = 3  # requests until an answer names exactly one of A and B
 
 
 def evaluate(

@@ -29,10 +29,8 @@ Format = Literal["safetensors", "adapter", "gguf"]
 Quantization = Literal["int8", "int4", "q8_0", "q6_k", "q5_k_m", "q4_k_m"]
 TORCHAO = ("int8", "int4")
 SHARD_SIZE = "5GB"
-SEED = 0
-"""The seed of the comparison with the original."""
-FILE = "export.json"
-"""What was exported, from what, and the figures of both models."""
+SEED = 0  # the seed of the comparison with the original
+FILE = "export.json"  # what was exported, from what, and the figures of both models
 
 
 @dataclass(frozen=True)
@@ -79,8 +77,7 @@ class ExportOptions:
 @dataclass(frozen=True)
 class ModelGiven:
     path: str
-    located: StageModel | None = None
-    """The stage that it belongs to; None for a model of no run."""
+    located: StageModel | None = None  # the stage that it belongs to; None for a model of no run
 
     @property
     def name(self) -> str:

@@ -178,8 +178,7 @@ class _Summary:
         self.sizes: list[int] = []
         self.longer: list[float] = []
         self.gold: list[float | None] = []
-        self.targets: list[tuple[float, float]] = []
-        """(score, score or label of the row) of single answers."""
+        self.targets: list[tuple[float, float]] = []  # (score, score or label of the row) of single answers
         self.shown: list[tuple[str, dict[str, str]]] = []
 
     def add(self, record: Record, scores: Sequence[float], ids: Sequence[list[int]]) -> None:

@@ -140,8 +140,7 @@ class _Ask(_Strict):
     """The fields that both routes read. None leaves a value to the run."""
 
     model: str | None = None
-    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
-    """0 takes the likeliest token."""
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)  # 0 takes the likeliest token
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=1)
     min_p: float | None = Field(None, gt=0, le=1)
@@ -225,8 +224,7 @@ class ChatAPI(Server):
 
         self.name, self.speaker, self.started = name, speaker, int(time.time())
         self.max_characters = CHARACTERS_PER_TOKEN * positions(speaker.model)
-        self.seed, self.num_requests = secrets.randbits(62), 0
-        """What a request without a seed draws from."""
+        self.seed, self.num_requests = secrets.randbits(62), 0  # what a request without a seed draws from
         routes = [
             Route("/v1/chat/completions", partial(self.answer, kind=_ChatAsk), methods=["POST"]),
             Route("/v1/completions", partial(self.answer, kind=_TextAsk), methods=["POST"]),

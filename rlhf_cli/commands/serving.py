@@ -32,14 +32,10 @@ from rlhf_cli.errors import ConfigError
 from rlhf_cli.printing import say
 from rlhf_cli.rewards.http_client import is_loopback
 
-MAX_CONNECTIONS = 512
-"""A request that comes while so many connections are open is answered 503."""
-IDLE_S = 60.0
-"""Seconds between two requests of a connection after which it is closed."""
-BODY_S = 20.0
-"""Seconds in which a body must arrive."""
-LAST_REQUESTS_S = 10.0
-"""Seconds that running requests may take to finish when the server stops."""
+MAX_CONNECTIONS = 512  # a request that comes while so many connections are open is answered 503
+IDLE_S = 60.0  # seconds between two requests of a connection after which it is closed
+BODY_S = 20.0  # seconds in which a body must arrive
+LAST_REQUESTS_S = 10.0  # seconds that running requests may take to finish when the server stops
 
 T = TypeVar("T")
 Put = Callable[[Any], None]

@@ -30,12 +30,9 @@ SHOWN = {
 }
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 LABEL_WIDTH, NUMBER_WIDTH = 19, 9
-SAMPLES = 2
-"""Latest samples of a stage that are shown."""
-SAMPLE_LINES = 3
-"""Lines of a prompt or a reply, where the screen has room for them."""
-SILENT_SECONDS = 120.0
-"""A running stage without a new row for this long is shown with that time."""
+SAMPLES = 2  # latest samples of a stage that are shown
+SAMPLE_LINES = 3  # lines of a prompt or a reply, where the screen has room for them
+SILENT_SECONDS = 120.0  # a running stage without a new row for this long is shown with that time
 FULL, SHORT_SAMPLES, CURVES, ONE_LINE = 3, 2, 1, 0
 """How much is shown of a run: the most that fits the terminal."""
 
@@ -46,10 +43,8 @@ class Watched:
         self.curves: dict[str, list[float]] = {}
         self.samples: list[dict[str, Any]] = []
         self.step, self.health, self.state = 0, "", NOT_RUN
-        self.elapsed: float | None = None
-        """Seconds that the stage has run, by its last row."""
-        self.silent = 0.0
-        """Seconds since its last row."""
+        self.elapsed: float | None = None  # seconds that the stage has run, by its last row
+        self.silent = 0.0  # seconds since its last row
         self.tails: dict[str, Tail] = {}
 
     def update(self) -> None:

@@ -34,18 +34,15 @@ from rlhf_cli.trained.run import Run
 
 TIES = "ties"
 RESAMPLES = 2000
-BASES = {"rm": "model", "ppo": "policy"}
-"""The role of the model that a stage starts from, in its manifest."""
+BASES = {"rm": "model", "ppo": "policy"}  # the role of the model that a stage starts from, in its manifest
 
 
 @dataclass(frozen=True)
 class BenchRow:
-    row: Record
-    """Right answers, then wrong ones."""
+    row: Record  # right answers, then wrong ones
     num_right: int
     subset: str
-    name: str
-    """`id`, for Ties."""
+    name: str  # `id`, for Ties
 
 
 def read_bench(path: Path) -> list[BenchRow]:

@@ -21,17 +21,12 @@ from rlhf_cli.report.run_data import evaluation_of, meaning_of, names_of, short_
 from rlhf_cli.report.tables import config_differences
 from rlhf_cli.run.artifacts import Manifest, read_manifest, stage_directory
 
-SHOWN = ("score", "gold", "kl", "length")
-"""Numbers of a reply that are compared, where all runs have them."""
-JUDGED = ("score", "gold")
-"""Those that may be rates, all 0 or 1."""
-MOST_COLUMNS = 3
-"""With more runs than this, the table of wins has a column for the first run only."""
-SEED = 0
-"""Of the intervals."""
+SHOWN = ("score", "gold", "kl", "length")  # numbers of a reply that are compared, where all runs have them
+JUDGED = ("score", "gold")  # those that may be rates, all 0 or 1
+MOST_COLUMNS = 3  # with more runs than this, the table of wins has a column for the first run only
+SEED = 0  # of the intervals
 STRENGTH_RESAMPLES = 500
-JUDGE_PRIOR = 0.5
-"""Wins added for both sides where a judge compared them, so that strengths stay finite."""
+JUDGE_PRIOR = 0.5  # wins added for both sides where a judge compared them, so that strengths stay finite
 
 
 @dataclass(frozen=True)
@@ -42,8 +37,7 @@ class Compared:
     root: Path
     replies: list[dict[str, Any]]
     manifests: dict[str, Manifest]
-    seed: int | None = None
-    """`--seed` of `rlhf eval`, from which the replies were drawn."""
+    seed: int | None = None  # `--seed` of `rlhf eval`, from which the replies were drawn
 
     def numbers(self, key: str) -> Tensor:
         """A number of PPO's reply to each prompt, [prompts]."""

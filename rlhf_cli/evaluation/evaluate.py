@@ -22,8 +22,7 @@ from rlhf_cli.report.progress import Display
 from rlhf_cli.run.artifacts import MANIFEST, model_directory, stage_directory
 from rlhf_cli.trained.run import Run
 
-REPLIES = 256
-"""Held-out prompts that the SFT model answers."""
+REPLIES = 256  # held-out prompts that the SFT model answers
 
 
 Compare = Callable[[Sequence[tuple[str, str, str]]], list[Literal["first", "second"] | None]]

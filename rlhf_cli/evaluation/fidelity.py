@@ -32,8 +32,7 @@ from rlhf_cli.rollout.sampling import Response, draw_uniforms
 from rlhf_cli.rollout.speaker import Speaker
 from rlhf_cli.trained.run import Run
 
-PROMPTS = 256
-"""Held-out prompts that a language model responds to."""
+PROMPTS = 256  # held-out prompts that a language model responds to
 PRECISION = "float32"
 
 

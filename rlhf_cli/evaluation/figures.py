@@ -14,8 +14,7 @@ from rlhf_cli.algorithms.statistics import bootstrap_interval, newcombe_interval
 from rlhf_cli.report.figure import Figure, Figures, rows_of_figures
 from rlhf_cli.report.progress import Display
 
-MOST_ORDERED = 2000
-"""Rows of which all pairs are resampled."""
+MOST_ORDERED = 2000  # rows of which all pairs are resampled
 
 
 def bootstrapped(statistic: Callable[..., Tensor], *columns: Tensor, seed: int | None) -> Figure:

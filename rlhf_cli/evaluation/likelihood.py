@@ -22,20 +22,16 @@ from rlhf_cli.rewards.rules import repeated
 from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.speaker import Speaker
 
-NGRAM = 4
-"""Words of the n-grams whose repetition within a reply is counted."""
+NGRAM = 4  # words of the n-grams whose repetition within a reply is counted
 
 
 @dataclass(frozen=True)
 class RowSums:
     """Sums over the target tokens of each held-out row, [n] float64 each."""
 
-    nll: Tensor
-    """Negative log-likelihood, in nats."""
-    correct: Tensor
-    """Number of targets that are the likeliest token."""
-    tokens: Tensor
-    """Number of targets."""
+    nll: Tensor  # negative log-likelihood, in nats
+    correct: Tensor  # number of targets that are the likeliest token
+    tokens: Tensor  # number of targets
 
 
 @torch.no_grad()

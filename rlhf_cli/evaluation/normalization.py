@@ -48,8 +48,7 @@ from rlhf_cli.run.artifacts import MANIFEST, model_directory, stage_directory
 from rlhf_cli.run.checkpoint_files import write_text
 from rlhf_cli.run.stage_run import StageRun
 
-SMALLEST_STD = 1e-6
-"""A standard deviation below this would blow scores up to noise."""
+SMALLEST_STD = 1e-6  # a standard deviation below this would blow scores up to noise
 KEPT = "normalization_samples.json"
 """The file beside the checkpoints with the samples of a run that is not finished."""
 
@@ -65,10 +64,8 @@ class Sample:
     ended: bool
 
 
-Items = Sequence[RankedIds] | Sequence[ScoredIds]
-"""The rows of the stage as tokens."""
-Text = tuple[list[int], int]
-"""A text as the reward model reads it, and the `reply_length` of its reply."""
+Items = Sequence[RankedIds] | Sequence[ScoredIds]  # the rows of the stage as tokens
+Text = tuple[list[int], int]  # a text as the reward model reads it, and the `reply_length` of its reply
 
 
 def samples_of_sft(items: Items, config: RMConfig, stage: StageRun) -> list[Sample]:

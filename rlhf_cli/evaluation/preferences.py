@@ -26,11 +26,9 @@ from rlhf_cli.report.figure import Figure, Figures
 GROUP_COLUMNS = ("subset", "source", "category", "probe", "split")
 """Columns of a row that name a group of rows; each group gets its own accuracy."""
 MOST_GROUPS = 40
-WORST = 20
-"""Answers or mistakes that are kept with their texts."""
+WORST = 20  # answers or mistakes that are kept with their texts
 QUARTERS = ("smallest quarter", "second quarter", "third quarter", "largest quarter")
-SOURCE = "source of the data"
-"""The group of the figures by source of `data.test`."""
+SOURCE = "source of the data"  # the group of the figures by source of `data.test`
 TEMPERATURE_RESAMPLES, TEMPERATURE_STEPS = 1000, 30
 """For the best temperature: resamples of its interval, and steps of its search, which give its inverse to 1e-6."""
 CHANCE = Figure(0.5)
@@ -52,8 +50,7 @@ LENGTH_BINS = {
 """Tokens by which the better answer is longer, from and below."""
 PREFIXES = ("Hello. ", "Please read this carefully. ", "Thank you for your time. ")
 """Words before a prompt that say nothing about which answer is better."""
-MOST_PAIRS = 128
-"""Pairs that are scored again with such words."""
+MOST_PAIRS = 128  # pairs that are scored again with such words
 
 Score = Callable[[list[list[list[int]]], list[list[int]]], Tensor]
 """Scores of the sequences of all rows, row by row, from these and the `reply_length` of each."""
@@ -64,10 +61,8 @@ class Pairs:
     """n pairs of a better and a worse answer. A ranking of K answers gives its best and its worst one."""
 
     rows: Sequence[RankedIds]
-    better: Tensor
-    """[n] score of the better answer."""
-    worse: Tensor
-    """[n] score of the worse answer."""
+    better: Tensor  # [n] score of the better answer
+    worse: Tensor  # [n] score of the worse answer
 
     @property
     def right(self) -> Tensor:

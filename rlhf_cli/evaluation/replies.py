@@ -35,8 +35,7 @@ from rlhf_cli.rollout.sampling import Response, draw_uniforms
 from rlhf_cli.rollout.speaker import Speaker
 from rlhf_cli.trained.run import Run
 
-ROWS = 512
-"""Replies that are sampled and scored at the same time."""
+ROWS = 512  # replies that are sampled and scored at the same time
 PERCENTILES = (10, 50, 90)
 
 
@@ -44,26 +43,17 @@ PERCENTILES = (10, 50, 90)
 class Replies:
     """K replies to each of P prompts. Tensors are [P, K] float64 on the CPU."""
 
-    texts: list[list[str]]
-    """[P][K]"""
-    ids: list[list[list[int]]]
-    """[P][K] token ids."""
-    score: Tensor
-    """The weighted sum of the rewards, as PPO sees it before normalization and penalties."""
-    each: dict[str, Tensor]
-    """Each reward's own score."""
-    gold: dict[str, Tensor]
-    """The numbers of the judge `evaluation.gold`; empty without one."""
-    logprob: Tensor
-    """Log-probability of the reply under the policy that wrote it, in nats."""
+    texts: list[list[str]]  # [P][K]
+    ids: list[list[list[int]]]  # [P][K] token ids
+    score: Tensor  # the weighted sum of the rewards, as PPO sees it before normalization and penalties
+    each: dict[str, Tensor]  # each reward's own score
+    gold: dict[str, Tensor]  # the numbers of the judge `evaluation.gold`; empty without one
+    logprob: Tensor  # log-probability of the reply under the policy that wrote it, in nats
     kl: Tensor
     """Log-probability under that policy minus that under the SFT model, in nats; its mean estimates the KL."""
-    token_kl: list[list[list[float]]]
-    """[P][K] the same for each token; 0 for the SFT model itself."""
-    length: Tensor
-    """Tokens."""
-    ended: Tensor
-    """1 if a stop token or stop string ended the reply, else 0."""
+    token_kl: list[list[list[float]]]  # [P][K] the same for each token; 0 for the SFT model itself
+    length: Tensor  # tokens
+    ended: Tensor  # 1 if a stop token or stop string ended the reply, else 0
 
     def of(self, prompts: Sequence[int]) -> Replies:
         """The replies to the prompts with these numbers."""

@@ -39,11 +39,9 @@ from rlhf_cli.rollout.sampling import draw_uniforms
 from rlhf_cli.rollout.speaker import Speaker
 from rlhf_cli.trained.run import Run
 
-SAMPLED_ROWS = 128
-"""Held-out prompts that the policies answer for the distributions of scores."""
+SAMPLED_ROWS = 128  # held-out prompts that the policies answer for the distributions of scores
 PERCENTILES = (10, 50, 90)
-PROBES = "probe (data.probes)"
-"""The group of the accuracies by probe."""
+PROBES = "probe (data.probes)"  # the group of the accuracies by probe
 
 
 class Scorer:

@@ -21,8 +21,7 @@ from rlhf_cli.report.run_data import evaluations_of
 from rlhf_cli.run.artifacts import stage_directory
 from rlhf_cli.trained.run import Run
 
-MOST_SHOWN = 10
-"""Rows of the table of a run, beside its start."""
+MOST_SHOWN = 10  # rows of the table of a run, beside its start
 TILT_POINTS = 20
 MIN_DISTANCES = 5
 """Points of a curve with two coefficients. Fewer fit any shape."""

@@ -27,8 +27,7 @@ class Chart:
     title: str
     note: str
     spec: dict[str, Any]
-    run: str = ""
-    """The run that it shows; empty for a chart of all runs."""
+    run: str = ""  # the run that it shows; empty for a chart of all runs
 
 
 def layer(rows: Sequence[dict[str, Any]], mark: str, style: dict[str, Any], **encoding: Any) -> dict[str, Any]:

@@ -93,8 +93,7 @@ class Figure:
         return value if math.isnan(self.low) else f"{value} [{100 * self.low:z.0f}, {100 * self.high:z.0f}]"
 
 
-Figures = dict[str, Figure]
-"""Figures by name, in the order in which they are shown."""
+Figures = dict[str, Figure]  # figures by name, in the order in which they are shown
 
 
 def figures_of(found: Mapping[str, Any]) -> Figures:

@@ -52,8 +52,7 @@ MAIN = (
 MOST_IN_PICTURE = 6
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 """Names the language of a specification; nothing is fetched from there."""
-FOLDER = "rlhf-report"
-"""The folder in the cache directory that holds the JavaScript."""
+FOLDER = "rlhf-report"  # the folder in the cache directory that holds the JavaScript
 
 
 def write_report(roots: Sequence[Path], out: Path, png: Path | None = None) -> None:

@@ -21,8 +21,7 @@ SECONDS_BETWEEN_LINES = 10.0
 BAR_WIDTH, NARROW_BAR_WIDTH = 20, 6
 """Characters of the bar in a terminal of at least 100 columns, and in a narrower one with room for three figures."""
 LONGEST_FIGURE = 28
-SHORTEST_LINE = 20
-"""Columns that a wrapped text has at least, in a narrow terminal too."""
+SHORTEST_LINE = 20  # columns that a wrapped text has at least, in a narrow terminal too
 LABELS = {
     "learning_rate": "lr",
     "grad_norm": "grad norm",

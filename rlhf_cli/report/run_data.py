@@ -27,10 +27,8 @@ A page about one run has one meaning for each colour: the first is for what was 
 and the PPO policy, the second for figures on held-out rows. GRAY is for what PPO is compared with: the SFT model,
 best-of-n of it, a target.
 """
-HELD_OUT = "held out"
-"""Name of a series of held-out figures: few points, which are marked and never smoothed."""
-SETTING = "setting"
-"""Name of a series that is no measurement, such as a learning rate, and is never smoothed."""
+HELD_OUT = "held out"  # name of a series of held-out figures: few points, which are marked and never smoothed
+SETTING = "setting"  # name of a series that is no measurement, such as a learning rate, and is never smoothed
 
 
 @dataclass(frozen=True)
@@ -39,12 +37,10 @@ class Curve:
 
     stage: str
     title: str
-    metrics: dict[str, str]
-    """Metric -> its name in the legend."""
+    metrics: dict[str, str]  # metric -> its name in the legend
     note: str
     is_share: bool = False
-    target: str = ""
-    """The config key of the value that the metric is steered to."""
+    target: str = ""  # the config key of the value that the metric is steered to
 
 
 CURVES = (
@@ -76,8 +72,7 @@ METRICS = (*_METRICS, *(name.replace("eval/", "validation/") for name in _METRIC
 MOST_POINTS = 600
 """Points of a curve. A longer one keeps the smallest and the largest value of each of half as many parts."""
 MOST_SAMPLES = 1000
-LONGEST_NAME = 10
-"""Longest name of a run in the columns of a table on the terminal."""
+LONGEST_NAME = 10  # longest name of a run in the columns of a table on the terminal
 
 
 @dataclass(frozen=True)
@@ -93,8 +88,7 @@ class StageData:
     samples: list[dict[str, Any]]
     evaluation: dict[str, Any]
     """`<run>/eval/<stage>/evaluation.json` of `rlhf eval`; empty without it, or if it is older than the stage."""
-    own_evaluation: dict[str, Any]
-    """`evaluation.json` of the stage itself; empty without it."""
+    own_evaluation: dict[str, Any]  # `evaluation.json` of the stage itself; empty without it
     manifest: Manifest | None
     config: str
 

@@ -27,8 +27,7 @@ SIDE_BY_SIDE = (
 """Stage, part of its evaluation and figures of the table of several runs."""
 LONGEST_VALUE = 40
 
-Table = dict[str, Any]
-"""`title`, `head`, and `rows` of texts."""
+Table = dict[str, Any]  # `title`, `head`, and `rows` of texts
 
 
 def show(found: Mapping[str, Any]) -> str:

@@ -88,8 +88,7 @@ class _Follower(threading.Thread):
     def __init__(self, tracker: str, stage_run: Trackers):
         super().__init__(name=f"tracker {tracker}", daemon=True)
         self.tracker, self.stage_run, self.display = tracker, stage_run, stage_run.display
-        self.rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
-        """The rows to send, then None."""
+        self.rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()  # the rows to send, then None
         self.status = "failed"
         self.num_arrived = 0
         self._state = checkpoints_directory(stage_run.root, stage_run.stage) / f"tracker-{tracker}.json"
