@@ -1,7 +1,4 @@
-"""`rlhf chat`: a conversation with a model in the terminal, or with the lines of a pipe.
-
-Replies go to stdout, everything else to stderr.
-"""
+"""`rlhf chat`: a conversation in the terminal, or with the lines of a pipe. Only replies go to stdout."""
 
 from __future__ import annotations
 

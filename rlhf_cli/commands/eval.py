@@ -85,10 +85,7 @@ def evaluate(
 
 
 def judge_of(options: EvalJudgeOptions) -> ServerJudge | None:
-    """The judge, or None without `--judge`.
-
-    Raises ConfigError for a missing model, an unusable URL, key or template, and for options that nothing would read.
-    """
+    """The judge; None without `--judge`. Raises ConfigError for options that do not fit or that nothing would read."""
     if options.url is not None and options.model is not None:
         return ServerJudge(options, options.url, options.model)
     if options.url is not None:

@@ -194,10 +194,7 @@ def source_of(directory: str, stage: str | None) -> ModelGiven:
 def _write(
     source: ModelGiven, folder: Path, out: Path, options: ExportOptions, dtype: Dtype, template: str | None
 ) -> tuple[int, str | None]:
-    """Write the weights and everything that belongs to them, but no card.
-
-    Returns the number of parameters, and the name of the GGUF file if there is one.
-    """
+    """Write weights and what belongs to them, but no card. Returns the number of parameters, and a GGUF file's name."""
     from rlhf_cli.models import exporting, gguf
     from rlhf_cli.models.load import load_tokenizer
     from rlhf_cli.trained.model import TEMPLATE_FILE

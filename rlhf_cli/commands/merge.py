@@ -76,10 +76,7 @@ def _merge_adapters(path: str, out: Path, dtype: Dtype) -> None:
 
 
 def _average(paths: Sequence[str], out: Path, dtype: Dtype) -> None:
-    """Write the mean of the weights of reward models (WARM, arXiv 2401.12187), and measure it again.
-
-    Raises ArtifactError for two models whose mean is no model.
-    """
+    """Write the mean of reward models (WARM, arXiv 2401.12187). Raises ArtifactError for models whose mean is none."""
     import torch
 
     from rlhf_cli.models.exporting import dtype_of

@@ -116,10 +116,7 @@ def _draw(path: str, prompts: Sequence[Record], config: RMConfig, stage: StageRu
 
 
 def _sft_model(config: RMConfig) -> str | None:
-    """The model to sample from: the run's own SFT model, or else the language model that the backbone came from.
-
-    None if there is neither: an encoder cannot be sampled from.
-    """
+    """The run's own SFT model, or else the language model that the backbone came from; None for an encoder."""
     own = stage_directory(config.artifacts, "sft")
     if (own / MANIFEST).is_file():
         return str(own / "model")

@@ -1,7 +1,4 @@
-"""What held-out pairs and scored answers show of a reward model, from its scores.
-
-Calibration, length bias, groups of rows, words before the prompt, worst mistakes.
-"""
+"""A reward model on held-out rows: calibration, length, groups, words before the prompt, worst mistakes."""
 
 from __future__ import annotations
 

@@ -82,10 +82,7 @@ class Scorer:
 
 
 def measure_reward_model(run: Run, bench: tuple[str, list[BenchRow]] | None, display: Display) -> dict[str, Any]:
-    """The figures of the `rm` stage, printed and as JSON values; {} without held-out rows and without a benchmark.
-
-    `bench` is the name of a benchmark's file and its rows.
-    """
+    """Print and return the figures of the `rm` stage; {} without rows. `bench` is the name of a file and its rows."""
     config = run.rm
     assert config is not None
     path = run.model_path("rm")

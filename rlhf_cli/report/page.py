@@ -56,10 +56,7 @@ FOLDER = "rlhf-report"  # the folder in the cache directory that holds the JavaS
 
 
 def write_report(roots: Sequence[Path], out: Path, png: Path | None = None) -> None:
-    """Write the report of the runs to `out`, and a picture of their main curves to `png`.
-
-    Raises ArtifactError for a directory without a run.
-    """
+    """Write the page to `out`, and its main curves to `png`. Raises ArtifactError for a directory without a run."""
     runs = [read_run(root, name) for root, name in zip(roots, names_of(roots), strict=True)]
     runs = [replace(run, color=COLORS[i % len(COLORS)]) for i, run in enumerate(runs)]
     text = page(runs, javascript())

@@ -39,10 +39,7 @@ LABELS = {
 
 
 class Console(rich.console.Console):
-    """rich's console. What it prints contains no control characters but its own.
-
-    Text is printed as it is: `[b]` in a name or a prompt is not read as markup.
-    """
+    """rich's console without markup: `[b]` in a name is text. It prints no control characters but its own."""
 
     def __init__(self, **options: Any):
         super().__init__(**{"highlight": False, "markup": False, "emoji": False, **options})
@@ -55,10 +52,7 @@ class Console(rich.console.Console):
 
 
 class Progress:
-    """The live line: stage, bar, steps, time left, and as many figures as fit, the most important first.
-
-    The health findings that hold are below it.
-    """
+    """The live line: stage, bar, steps, time left, as many figures as fit; and below it the health findings."""
 
     def __init__(self, stage: str, total: int, unit: str, done: int):
         self.stage, self.total, self.unit = stage, total, unit
@@ -190,14 +184,11 @@ class Display:
         self._print(f"{self.stage}: warning: {text}", "yellow", is_silent=self.silent)
 
     def table(self, title: str, columns: list[str], rows: list[list[str]], *, text: Sequence[str] = ()) -> None:
-        """Print a table. The first column and those named in `text` hold text, the others hold numbers.
-
-        Where the terminal is too narrow, the interval behind a number gets a line of its own.
-        """
+        """Print a table. The first column and those named in `text` hold text, the others hold numbers."""
         if self.quiet:
             return
         widths = [max(map(len, column)) + 3 for column in zip(columns, *rows, strict=True)]
-        if sum(widths) > self.console.width:
+        if sum(widths) > self.console.width:  # the interval behind a number gets a line of its own
             rows = [[row[0], *(cell.replace(" [", "\n[", 1) for cell in row[1:])] for row in rows]
         # Not the table's own title, which is wrapped to the width of its columns.
         self._print(f"\n{title}", "bold")
@@ -235,10 +226,7 @@ class Display:
             self.exchange(example["prompt"], replies)
 
     def exchange(self, prompt: str, replies: dict[str, str]) -> None:
-        """Print a prompt and the replies to it; each run of whitespace becomes one space.
-
-        On a terminal the lines are wrapped and remain indented; elsewhere each is one line.
-        """
+        """Print a prompt and the replies to it, each as one line, which a terminal wraps and indents."""
         self._print(f"  {_one_line(prompt)}", "dim", hang=0)
         for name, reply in replies.items():
             self._print(f"    {name}> {_one_line(reply)}", hang=0)

@@ -51,10 +51,7 @@ def side_by_side(runs: Sequence[RunData]) -> list[Table]:
 
 
 def config_differences(runs: Sequence[Mapping[str, Manifest]]) -> list[list[str]]:
-    """Rows of stage and key, then the value in each run, for every key that differs. A missing stage is empty.
-
-    `runs` are the manifests of each run, by stage.
-    """
+    """Rows of stage and key, then the value in each run, for every key that differs. `runs` are manifests by stage."""
     rows = []
     for stage in STAGES:
         configs = [flat(run[stage].identity["config"]) if stage in run else {} for run in runs]

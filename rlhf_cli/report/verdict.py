@@ -10,10 +10,7 @@ from rlhf_cli.report.tables import show
 
 
 def headline(run: RunData) -> str:
-    """The result in one sentence: what PPO did to gold, or else to the score, at what KL, beside best-of-n.
-
-    Empty without a PPO stage that was measured.
-    """
+    """The result of PPO in a sentence: gold or else the score, KL, and best-of-n; "" if it was not measured."""
     if (data := run.stages.get("ppo")) is None:
         return ""
     found, own = data.evaluation, data.own_evaluation

@@ -27,8 +27,7 @@ from support.projects import refused, rlhf
 from support.rewards import batch, source_of
 from support.tiny import encoder, read_jsonl
 
-GUARD_S = 120
-"""A wait that takes longer than this hangs."""
+GUARD_S = 120  # a wait that takes longer than this hangs
 
 
 @contextmanager

@@ -6,14 +6,11 @@ from support.paths import ROOT
 from support.source import module_at
 
 PAGE = ROOT / "benchmarks" / "SCALE.md"
-SEVEN_B = 6_738_415_616
-"""Parameters of Llama 2 7B, as published."""
-ENDS = 2 * 32000 * 4096
-"""Those of its embeddings and its head."""
+SEVEN_B = 6_738_415_616  # parameters of Llama 2 7B, as published
+ENDS = 2 * 32000 * 4096  # those of its embeddings and its head
 PASS = 2 * (SEVEN_B - ENDS) + 4 * ENDS
 """Bytes that a pass of it gathers. Norms are counted with the ends, which changes little."""
-SCORER = SEVEN_B - ENDS // 2
-"""Parameters of a sequence classifier of its shape: no head over the vocabulary."""
+SCORER = SEVEN_B - ENDS // 2  # parameters of a sequence classifier of its shape: no head over the vocabulary
 PASS_OF_SCORER = PASS - 2 * ENDS
 
 

@@ -31,8 +31,7 @@ from rlhf_cli.models.load import (
 from support.tiny import CPU, encoder, tiny_model
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
-TWO_WEIGHTS = 2 * 4 * 300 * 64
-"""Bytes of two float32 copies of the largest weight in `files`."""
+TWO_WEIGHTS = 2 * 4 * 300 * 64  # bytes of two float32 copies of the largest weight in `files`
 ENCODER_DECODERS = ("t5", "bart")
 FAMILIES = ("llama", "gpt2", "bloom", "opt", "gemma2", "gpt_neox", *ENCODER_DECODERS)
 

@@ -19,8 +19,7 @@ from support.source import module_at
 
 TOLERANCE = 1e-5
 HALF_TOLERANCE = 0.05
-EIGHT_BIT_TOLERANCE = 1e-3
-"""A moment may be rounded to the next of 256 numbers."""
+EIGHT_BIT_TOLERANCE = 1e-3  # a moment may be rounded to the next of 256 numbers
 FEW = ("llama tied", "gpt2 reward lora")
 AMONG_FOUR = ("llama tied", "mixtral", "llama 8bit", "llama hybrid", "llama nf4", "reward bfloat16 adamw")
 OTHERS = tuple(name for name in CASES if name not in FEW + AMONG_FOUR)

@@ -33,8 +33,7 @@ from rlhf_cli.run.artifacts import digest_file
 from stages import ppo, rm, sft
 from support.paths import OF_THE_MACHINE, ROOT, TESTS
 
-IMPORTED = (ppo, rm, sft)
-"""Modules that the fork server has for its children."""
+IMPORTED = (ppo, rm, sft)  # modules that the fork server has for its children
 KILLED = -int(signal.SIGKILL)
 
 
@@ -46,8 +45,7 @@ class Watch:
     """The file operations below `root`. Each is a point with a name, for example `rename .sft.partial #1`."""
 
     root: str
-    record: str | None = None
-    """A file for the names, one per line."""
+    record: str | None = None  # a file for the names, one per line
     signals: dict[str, int] = field(default_factory=dict)
     """The signal that the process sends itself, by point. SIGKILL at a point whose name begins with `half` leaves the
     weights or the row half written."""

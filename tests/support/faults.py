@@ -48,27 +48,22 @@ FILES = {
     "ppo": {"train": "support/prompts_train.jsonl.gz", "test": "support/prompts_test.jsonl"},
 }
 Rows = list[dict[str, Any]]
-Data = Callable[[str], dict[str, Rows]]
-"""Of a stage: its rows by side, `train` and `test`."""
+Data = Callable[[str], dict[str, Rows]]  # of a stage: its rows by side, `train` and `test`
 
 
 @dataclass(frozen=True)
 class Fault:
     """One way to break a run. The stages before that of its cause are those of the good run of the same seed."""
 
-    cause: str | None
-    """The cause that `rlhf diagnose` must name first; None for a good run."""
-    overrides: tuple[str, ...] = ()
-    """Of the config of the cause's stage, as all that follows."""
+    cause: str | None  # the cause that `rlhf diagnose` must name first; None for a good run
+    overrides: tuple[str, ...] = ()  # of the config of the cause's stage, as all that follows
     data: Data | None = None
     make: Callable[[Path], str] | None = None
     """Makes something in a folder. Returns one more override."""
     patch: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
     """A change of the code while the stage runs: what another tool would have done."""
-    seed_offset: int = 0
-    """Added to the seed of that stage and of those after it."""
-    good_until: str = "ppo"
-    """The first stage of a good run that is its own."""
+    seed_offset: int = 0  # added to the seed of that stage and of those after it
+    good_until: str = "ppo"  # the first stage of a good run that is its own
 
     @property
     def stage(self) -> str:

@@ -23,20 +23,13 @@ class Task:
 
     responses: list[tuple[int, ...]]
     """[B] the tokens of each response. It ends with EOS or is cut after R tokens."""
-    states: list[tuple[int, ...]]
-    """[S] the number of the prompt, followed by the tokens generated so far."""
-    prompt: Tensor
-    """[B] the number of each response's prompt."""
-    token: Tensor
-    """[B, R], 0 under padding."""
-    state: Tensor
-    """[B, R] the state in which each token was chosen, 0 under padding."""
-    mask: Tensor
-    """[B, R] bool, True on real tokens, EOS included."""
-    score: Tensor
-    """[B] r(x, y)."""
-    ref_logits: Tensor
-    """[S, V]."""
+    states: list[tuple[int, ...]]  # [S] the number of the prompt, followed by the tokens generated so far
+    prompt: Tensor  # [B] the number of each response's prompt
+    token: Tensor  # [B, R], 0 under padding
+    state: Tensor  # [B, R] the state in which each token was chosen, 0 under padding
+    mask: Tensor  # [B, R] bool, True on real tokens, EOS included
+    score: Tensor  # [B] r(x, y)
+    ref_logits: Tensor  # [S, V]
 
     @property
     def num_prompts(self) -> int:

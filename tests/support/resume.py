@@ -18,8 +18,7 @@ from rlhf_cli.run.checkpoint import CheckpointStore
 from rlhf_cli.run.stage_run import StageRun
 from support import projects
 
-ALL = bool(os.environ.get("RLHF_ALL_KILLS"))
-"""Test every point and 300 kills; otherwise a sample of them."""
+ALL = bool(os.environ.get("RLHF_ALL_KILLS"))  # test every point and 300 kills; otherwise a sample of them
 STEPS = {"sft": 6, "rm": 6, "ppo": 4}
 TRAINING = {"training": {"num_steps": 6, "microbatch_size": 3}, "evaluation": {"every_steps": 2}}
 PPO_CARRIES: dict[str, Any] = {

@@ -78,8 +78,7 @@ def llama(auto: Any = AutoModelForCausalLM, **config: Any) -> Any:
 
 TEXT = "the tent lamp radio map is late broken please help thank you we will send a new one today sorry"
 WORDS = TEXT.split()
-GOOD, BAD = "thank", "sorry"
-"""Every chosen answer contains GOOD, every rejected one BAD."""
+GOOD, BAD = "thank", "sorry"  # every chosen answer contains GOOD, every rejected one BAD
 
 
 def character_tokenizer(tokens: Sequence[str]) -> PreTrainedTokenizerFast:

@@ -8,8 +8,7 @@ import torch
 from rlhf_cli.config.stage import Optimizer
 from rlhf_cli.training.optimizer import build_stepper
 
-GRADIENTS = ((0.5, -2.0), (1e-4, 3.0), (-0.2, 0.0), (0.7, 1.0))
-"""Of two weights in four steps."""
+GRADIENTS = ((0.5, -2.0), (1e-4, 3.0), (-0.2, 0.0), (0.7, 1.0))  # of two weights in four steps
 
 
 def adamw(weight, gradients, config, *, weight_decay):
