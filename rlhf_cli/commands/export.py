@@ -84,7 +84,7 @@ class ModelGiven:
         return Path(self.path).resolve().name if self.located is None else self.located.title
 
     def base(self) -> Origin | None:
-        """What the run of the model started from; None for random weights and for a model of no run."""
+        """The model that the run started from; None for random weights and for a model of no run."""
         if self.located is None:
             return None
         from rlhf_cli.config.by_stage import load_stage_config

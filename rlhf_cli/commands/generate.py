@@ -104,7 +104,7 @@ class ResponseOptions:
         return model.run is None and self.max_new_tokens is None
 
     def rewards(self, model: TrainedLanguageModel, directory: str) -> RewardSet | None:
-        """What scores the responses; None if nothing does. Raises ConfigError if there is nothing to choose by."""
+        """The rewards that score the responses, if any. Raises ConfigError if there is nothing to choose by."""
         from rlhf_cli.trained.model import RewardSet
 
         if self.reward_model is not None:
@@ -263,7 +263,7 @@ def generate(
 def _settings(
     models: dict[str, TrainedLanguageModel], options: ResponseOptions, rewards: RewardSet | None
 ) -> dict[str, Any]:
-    """What a resumed run must have in common with the run that it resumes, apart from the data."""
+    """The settings that a resumed run shares with the run that it resumes, apart from the data."""
     named = {
         prefix or "response": {"path": source.path, "digest": source.digest(), "template": source.template}
         for prefix, source in models.items()

@@ -57,11 +57,11 @@ WEIGHTS = (".safetensors", ".gguf")
 
 @dataclass(frozen=True)
 class Upload:
-    """What is uploaded, and what a reader of the hub's page would see of it."""
+    """The files to upload, and the facts that the hub's page would show."""
 
     name: str
     contents: dict[str, Path | bytes]
-    """What is uploaded under each name: a file of the folder, or one that is written for the upload."""
+    """By name: a file of the folder, or the bytes of one that is written for the upload."""
     left_out: list[str]
     license: str | None
     base_model: str

@@ -1,7 +1,7 @@
-"""What the servers of this program share: who may ask, the limits of a request, and one thread for the model.
+"""The base of all servers: who may ask, the limits of a request, and one thread for the model.
 
-uvicorn limits the connections. Here are the limits that it has not: the size of a body and the time in which it must
-arrive, and the requests that wait for the model.
+uvicorn limits the connections. The size of a body, the time in which it must arrive and the requests that wait for the
+model are limited here.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class ModelThread:
         threading.Thread(target=self._work, daemon=True).start()
 
     async def stream(self, work: Callable[[Put], Any]) -> AsyncIterator[Any]:
-        """What `work` puts, as it grows, and at last its result. It waits behind the work of others.
+        """Yield the pieces that `work` puts, and at last its result. It waits behind the work of others.
 
         Raises HTTPException if too many wait. What was not begun is dropped when the iteration ends early.
         """
@@ -241,7 +241,7 @@ async def _health(_request: Request) -> Response:
 
 
 def _is_here(url: str) -> bool:
-    """Does a URL name this machine by its loopback address?
+    """True for a URL that names this machine by its loopback address.
 
     >>> _is_here("//localhost:8000"), _is_here("http://[::1]:80"), _is_here("//localhost.example.org"), _is_here("null")
     (True, True, False, False)

@@ -1,4 +1,4 @@
-"""How well a reward model agrees with held-out preferences, scores or labels, beside what simple rules reach."""
+"""The agreement of a reward model with held-out preferences, scores or labels, beside that of simple rules."""
 
 from __future__ import annotations
 
@@ -113,10 +113,10 @@ def length_accuracies(scores: torch.Tensor, lengths: Sequence[int], sizes: Seque
 
 
 def agreement_of_members(scores: Sequence[torch.Tensor], sizes: Sequence[int] | None) -> dict[str, float]:
-    """How alike several reward models judge the same answers: means over all pairs of models.
+    """The agreement of several reward models on the same answers: means over all pairs of models.
 
-    `sizes` are those of rankings: then their margins are compared (`margins_of`), by their correlation and by the share
-    with the same sign. Without it single answers are, by the share of pairs that both models put in the same order.
+    With the `sizes` of rankings it compares margins (`margins_of`), by their correlation and the share with one sign;
+    without them single answers, by the share of pairs that both models put in the same order.
     """
     judged = [one if sizes is None else margins_of(one, sizes)[0] for one in scores]
     pairs = list(combinations(judged, 2))

@@ -95,7 +95,7 @@ def encode_bench(
 
 
 def is_joined(row: Record) -> bool:
-    """Whether a plain prompt and its first answer would meet without a space between them."""
+    """True if a plain prompt and its first answer would meet without a space between them."""
     return not row.prompt[-1:].isspace() and row.response[:1].isalnum()
 
 
@@ -147,7 +147,7 @@ def bench_figures(
 
 
 def shares_base(run: Run) -> bool | None:
-    """Whether the reward model and the policy of the run come from the same model; None if that is not recorded."""
+    """True if the reward model and the policy of the run come from the same model; None if that is not recorded."""
     directory = stage_directory(run.root, "sft")
     sft = read_manifest_or_none(directory)
     digest_of_sft = fingerprint(str(directory)) if sft is not None else None

@@ -119,7 +119,7 @@ def strength_figures(won: Tensor, strengths: Callable[[Tensor], Tensor]) -> list
 
 
 def show_wins(runs: Sequence[Compared], key: str, display: Display) -> None:
-    """How often the run of a row beats that of a column, and the Bradley-Terry strength of each run."""
+    """Show the share of prompts on which the row's run beats the column's, and the strength of each run."""
     numbers = torch.stack([run.numbers(key) for run in runs], dim=1)  # [prompts, runs]
     won = wins(numbers[:, :, None], numbers[:, None, :])  # [prompts, runs, runs]
     columns = range(len(runs) if len(runs) <= MOST_COLUMNS else 1)
@@ -132,9 +132,9 @@ def show_wins(runs: Sequence[Compared], key: str, display: Display) -> None:
 
 
 def show_judged(runs: Sequence[Compared], display: Display) -> None:
-    """How often each run beats SFT by the judge of `rlhf eval --judge`, and the strengths of SFT and the runs.
+    """Show how often each run beats SFT by the judge of `rlhf eval --judge`, and the strengths of SFT and the runs.
 
-    Only prompts that were judged in every run count. Shows nothing without any, or if the runs have other SFT replies.
+    Only prompts that were judged in every run count. Without any, or if SFT replied otherwise, nothing is shown.
     """
     first = runs[0].replies
     if any([row["sft"]["reply"] for row in run.replies] != [row["sft"]["reply"] for row in first] for run in runs):

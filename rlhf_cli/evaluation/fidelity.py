@@ -1,7 +1,6 @@
-"""What an export cost: the same held-out figures of the exported model and of the model that it was made from.
+"""The cost of an export: held-out figures of the exported model beside the same figures of the original.
 
-Both compute in float32, so the figures show what changed in the weights. A program that computes in bfloat16 adds its
-own rounding.
+Both compute in float32, so the figures show the change of the weights alone. Computing in bfloat16 adds rounding.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ def token_distances(
 def _prompts(
     run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Example]
 ) -> tuple[Rollout, list[list[int]]]:
-    """How the run draws responses, and the held-out prompts: PPO's, or those of SFT's rows where PPO has not run."""
+    """The settings by which the run draws, and held-out prompts: of PPO, or of SFT's rows if PPO has not run."""
     rollout = run.rollout()
     room = positions(model) - rollout.max_new_tokens
     if run.ppo is not None:

@@ -84,7 +84,7 @@ def equal_length_figure(win: Tensor, length_a: Tensor, length_b: Tensor) -> Figu
 
 
 class Sentences:
-    """What figures mean, in words: each sentence is printed, and kept for the file and the report."""
+    """Sentences about figures, which are printed, and kept for the file and the report."""
 
     def __init__(self, display: Display):
         self.display = display

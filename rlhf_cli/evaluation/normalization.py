@@ -141,7 +141,7 @@ def texts_to_score(
     config: RMConfig,
     stage: StageRun,
 ) -> list[Text]:
-    """What the statistics are taken over: the samples as the reward model reads them, or else answers of the data.
+    """The texts of the statistics: the samples as the reward model reads them, or else answers of the data.
 
     The first eight samples go to samples.jsonl. Without samples a line on the screen says so. Empty if the config asks
     for none.
@@ -169,7 +169,7 @@ def frozen_reward_model(directory: Path, config: RMConfig, stage: StageRun) -> P
 
 
 def _is_deferred(config: RMConfig, stage: StageRun) -> bool:
-    """Whether `_hold` reads the weights."""
+    """True if `_hold` reads the weights."""
     return shards(config) or is_held(stage.world.device, config.precision)
 
 

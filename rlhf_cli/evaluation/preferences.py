@@ -203,8 +203,8 @@ def worst_answers(rows: Sequence[ScoredIds], stated: Tensor, target: Tensor) -> 
 
 
 def prefix_figures(pairs: Pairs, encoder: AnswerEncoder[RankedIds], score: Score, *, seed: int) -> Figures:
-    """What neutral words before the prompt change: the share of pairs that change their order, and the mean absolute
-    change of the margin in standard deviations of the margin.
+    """The effect of neutral words before the prompt: the share of pairs that change their order, and the mean absolute
+    change of the margin in its standard deviations.
 
     Rows without a prompt, and rows that are too long with a prefix, are skipped; {} if none is left.
     Kumar et al. 2025, "Detecting prefix bias in LLM-based reward models" (arXiv 2505.13487).

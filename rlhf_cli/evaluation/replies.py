@@ -194,7 +194,7 @@ def differences(before: Replies, after: Replies, *, seed: int) -> Figures:
 
 
 def win_rates(before: Replies, after: Replies) -> Figures:
-    """How often the reply after is better than the one before, by score and by the judge; ties count 1/2.
+    """The share of prompts whose reply after is better than before, by score and by the judge; ties count 1/2.
 
     `..._equal_length` is the rate that would remain if both were as long (`length_controlled_win_rate`).
     """

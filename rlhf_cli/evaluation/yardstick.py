@@ -170,7 +170,7 @@ def tilt_curve(best: BestOfN, highest: float) -> list[dict[str, float]]:
 
 
 def share_of_gain(own: Tensor, best: Tensor, start: Tensor, *, seed: int) -> Figure:
-    """How much of the gain of `best` over `start` a policy has, from [P] scores each: resampled over prompts."""
+    """The share of the gain of `best` over `start` that a policy has, from [P] scores each: resampled over prompts."""
 
     def share(own: Tensor, best: Tensor, start: Tensor) -> Tensor:
         return (own.mean(-1) - start.mean(-1)) / (best.mean(-1) - start.mean(-1))

@@ -443,7 +443,7 @@ def _ends(figure: Mapping[str, float]) -> dict[str, float]:
 
 
 def frontier_charts(runs: Sequence[RunData]) -> list[Chart]:
-    """What each setting reached, and at what KL: a chart per figure that at least two finished PPO runs have."""
+    """A chart per figure that at least two finished PPO runs have: its value and KL in each setting."""
     manifests = {run.name: run.stages["ppo"].manifest for run in runs if "ppo" in run.stages}
     finished = {name: manifest for name, manifest in manifests.items() if manifest is not None}
     settings = _settings({name: flat(manifest.identity["config"]) for name, manifest in finished.items()})

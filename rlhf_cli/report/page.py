@@ -145,7 +145,7 @@ def run_charts(run: RunData) -> list[Chart]:
 
 
 def _views(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """What the page says about each run. What the verdict says of a run is not said again of the next."""
+    """The texts of each run. A sentence of the verdict on one run is not said again of the next."""
     views = []
     said: list[str] = []
     for run in runs:

@@ -1,4 +1,4 @@
-"""What commands print: a live progress line on a terminal, and occasional plain lines elsewhere."""
+"""The output of commands: a live progress line on a terminal, and occasional plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LABELS = {
     "validation/accuracy": "validation",
     "validation/mse": "validation",
 }
-"""What the screen calls a metric, by its name or the last part of it."""
+"""Names on the screen, by the name of a metric or its last part."""
 
 
 class Console(rich.console.Console):

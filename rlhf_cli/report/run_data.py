@@ -1,4 +1,4 @@
-"""What a report shows of a run, read from its files alone. Does not import torch."""
+"""The data of a report, read from the files of a run. Does not import torch."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def evaluation_of(root: Path, stage: str, directory: Path) -> dict[str, Any]:
 
 
 def meaning_of(manifest: Manifest | None, figure: str) -> str:
-    """What a score or a gold score measures: the rewards of PPO with their settings, or its judge."""
+    """The origin of a score or a gold score: the rewards of PPO with their settings, or its judge."""
     identity = manifest.identity if manifest is not None else {}
     config = identity.get("config", {})
     if figure == "gold":

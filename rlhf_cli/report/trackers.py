@@ -31,7 +31,7 @@ from rlhf_cli.run.checkpoint_files import checkpoints_directory
 FILES = ("metrics", "evaluations", "samples", "health")
 """The files of rows that are sent. The rows of one step in the files of a resumed run are sent in this order."""
 SECONDS_TO_CLOSE = 60.0
-"""How long the end of a stage waits for all trackers together: to import their packages, and for the last rows."""
+"""The end of a stage waits so long for all trackers together: to import their packages, and for the last rows."""
 LONGEST_REASON = 1000
 
 Row = tuple[str, int, int, dict[str, Any]]

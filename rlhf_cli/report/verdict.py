@@ -63,7 +63,7 @@ def verdict(run: RunData) -> list[str]:
 
 
 def _path_verdict(run: RunData) -> str:
-    """Whether gold fell along the run while the score rose, as the health finding `overoptimisation` decides."""
+    """A sentence about gold along the run; the health finding `overoptimisation` decides if it was over-optimised."""
     gold, score = ({row["step"]: row["value"] for row in path_points(run, figure)} for figure in ("gold", "score"))
     if len(gold) < 3:
         return ""
