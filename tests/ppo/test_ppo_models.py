@@ -418,11 +418,8 @@ def test_evaluations_during_the_run(watch, judged):
     assert rows[0]["length"] == statistics.fmean(len(r.ids) for r in replies)
     assert rows[0]["eos_fraction"] == statistics.fmean(r.ended for r in replies)
     held_out = SimpleNamespace(prompts=run.setup.held_out.test, responses=replies)
-    expected = [
-        logprobs_by(model, held_out, run.setup.sampling).sum(1)
-        for model in (run.models[2].policy, run.models[0].policy)
-    ]
-    assert rows[0]["kl"] == pytest.approx((expected[0] - expected[1]).mean().item(), abs=1e-4)
+    new, old = (logprobs_by(run.models[i].policy, held_out, run.setup.sampling).sum(1) for i in (2, 0))
+    assert rows[0]["kl"] == pytest.approx((new - old).mean().item(), abs=1e-4)
     assert abs(rows[0]["kl"]) > 1e-3
 
 
@@ -447,16 +444,11 @@ def test_saved_models_generate_with_the_settings_of_the_rollout(watch, judged, t
     stop = sorted([tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("a")])
     for name in ("model", "best_model"):
         generation = GenerationConfig.from_pretrained(run.stage_dir / name)
-        assert {
-            key: getattr(generation, key) for key in ("temperature", "top_k", "top_p", "min_p", "min_new_tokens")
-        } == {key: rollout[key] for key in ("temperature", "top_k", "top_p", "min_p", "min_new_tokens")}
+        assert {key: getattr(generation, key) for key in rollout} == rollout
         assert generation.do_sample is True
         assert generation.eos_token_id == stop
     plain = causal(run.stage_dir / "model")
     ids = torch.tensor([run.rollouts[0].prompts[0].ids])
     torch.manual_seed(0)
-    lengths = [
-        plain.generate(ids, max_new_tokens=10, pad_token_id=tokenizer.pad_token_id).shape[1] - ids.shape[1]
-        for _ in range(8)
-    ]
-    assert min(lengths) >= 3
+    options = {"max_new_tokens": 10, "pad_token_id": tokenizer.pad_token_id}
+    assert min(plain.generate(ids, **options).shape[1] for _ in range(8)) >= ids.shape[1] + 3

@@ -57,13 +57,11 @@ def test_an_evaluation_takes_as_many_rows_at_a_time_as_training(start, data):
         assert [len(call["responses"]) for call in reward_calls(setup)] == [4, 4, 2]
 
 
-def test_a_reward_that_fails_on_reference_samples_stops_all_processes(start, tmp_path):
+def test_a_reward_that_fails_on_reference_samples_stops_all_processes(start, functions):
     """The process whose own rewards work learns of the failure too."""
-    path = tmp_path / "fails.py"
-    path.write_text("def fails(prompts, responses, rows):\n    return [1 / 0 for _ in rows]\n", encoding="utf-8")
     EXCHANGED.clear()
     changes = {"ppo": {"score_normalization": "reference", "num_reference_samples": 8}}
-    with start(rewards=[{"type": "function", "function": f"{path}:fails"}], **changes) as setup:
+    with start(rewards=[{"type": "function", "function": f"{functions}:fails"}], **changes) as setup:
         stage = SimpleNamespace(world=Counting(0, 2, CPU), display=setup.stage.display)
         with pytest.raises(RewardError, match="division by zero"):
             measure_reference_scores(replace(setup, stage=stage), ScoreScale(setup.config.ppo))
@@ -122,11 +120,9 @@ def test_a_gradient_of_exactly_0_stops_the_run(watch, tmp_path):
 
 
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])
-def test_equal_rewards_have_nothing_to_learn_and_do_not_stop_the_run(watch, tmp_path, estimator):
-    path = tmp_path / "constant.py"
-    path.write_text("def constant(prompts, responses, rows):\n    return [0.0] * len(rows)\n", encoding="utf-8")
+def test_equal_rewards_have_nothing_to_learn_and_do_not_stop_the_run(watch, functions, estimator):
     ppo = {"advantage_estimator": estimator, "missing_eos_penalty": 0.0, "kl_coef": 0.0}
-    rewards = [{"type": "function", "function": f"{path}:constant"}]
+    rewards = [{"type": "function", "function": f"{functions}:constant"}]
     run = watch(ppo=ppo, rewards=rewards, rollout={"samples_per_prompt": 2})
     assert [row["policy/grad_norm"] for row in run.metrics] == [0.0, 0.0]
 
@@ -171,31 +167,22 @@ def stop_findings(root):
     return [f["name"] for f in rows[-1]["findings"] if f["severity"] == "stop"]
 
 
-def test_a_wrong_temperature_in_training_stops_the_run(watch, tmp_path, monkeypatch):
-    """[13] PPO publishes nothing."""
-    real = ppo_stage.score_tokens
+@pytest.mark.parametrize(
+    ("module", "name", "says"),
+    [(ppo_stage, "ratio_not_one", ".*temperature"), (rollout_module, "kl_not_zero", "objective/kl is")],
+    ids=["training", "ref_policy"],
+)
+def test_a_wrong_temperature_stops_the_run(watch, tmp_path, monkeypatch, module, name, says):
+    """[13] PPO publishes nothing. Before the update only ref_policy is scored: the sampler knows the policy's."""
+    real = module.score_tokens
 
     def colder(models, prompts, responses, sampling, precision, **options):
         return real(models, prompts, responses, replace(sampling, temperature=0.7), precision, **options)
 
-    monkeypatch.setattr(ppo_stage, "score_tokens", colder)
-    with pytest.raises(RunError, match=r"ppo iteration 1: ratio_not_one: .*temperature"):
+    monkeypatch.setattr(module, "score_tokens", colder)
+    with pytest.raises(RunError, match=f"ppo iteration 1: {name}: {says}"):
         watch()
-    assert stop_findings(tmp_path / "run") == ["ratio_not_one"]
-    assert not (tmp_path / "run/ppo").exists()
-
-
-def test_a_wrong_temperature_for_ref_policy_stops_the_run(watch, tmp_path, monkeypatch):
-    real = rollout_module.score_tokens
-
-    def warmer(models, prompts, responses, sampling, precision, **more):
-        """The scoring before the update; the policy's log-probabilities come from the sampler."""
-        return real(models, prompts, responses, replace(sampling, temperature=1.3), precision, **more)
-
-    monkeypatch.setattr(rollout_module, "score_tokens", warmer)
-    with pytest.raises(RunError, match="ppo iteration 1: kl_not_zero: objective/kl is"):
-        watch()
-    assert stop_findings(tmp_path / "run") == ["kl_not_zero"]
+    assert stop_findings(tmp_path / "run") == [name]
     assert not (tmp_path / "run/ppo").exists()
 
 

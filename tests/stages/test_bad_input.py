@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
@@ -80,28 +81,18 @@ def test_a_model_directory_without_weights_is_reported(project: Path) -> None:
     assert "no config.json" in fails(project, "rm", "--set", f"model.path={model}")
 
 
-def test_truncated_weights_are_reported(project: Path) -> None:
-    model = copy_model(project, "sft")
-    weights = model / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    assert "cannot load a model (" in fails(project, "ppo", "--set", f"policy.path={model}")
-
-
-def test_a_reward_model_without_its_head_is_refused(project: Path) -> None:
-    model = project / "run" / "sft" / "model"
-    message = fails(project, "ppo", "--set", f"rewards=[{{type: reward_model, path: {model}}}]")
+def test_models_without_a_head_or_with_truncated_weights_are_refused(project: Path) -> None:
+    whole = project / "run" / "sft" / "model"
+    message = fails(project, "ppo", "--set", f"rewards=[{{type: reward_model, path: {whole}}}]")
     assert "score.weight" in message
     assert "would be random" in message
-
-
-def test_a_policy_without_its_language_model_head_is_refused(project: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     model = copy_model(project, "sft")
     weights = load_file(model / "model.safetensors")
     del weights["lm_head.weight"]
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     assert "lm_head.weight" in fails(project, "ppo", "--set", f"policy.path={model}")
+    (model / "model.safetensors").write_bytes((whole / "model.safetensors").read_bytes()[:1000])
+    assert "cannot load a model (" in fails(project, "ppo", "--set", f"policy.path={model}")
 
 
 def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(project: Path) -> None:
