@@ -64,6 +64,8 @@ from rlhf_cli.training.optimizer import Stepper, WeightAverage, build_stepper, w
 if TYPE_CHECKING:
     from rlhf_cli.rollout.offload import Offload
 
+WITH_WEIGHTS: tuple[PPOModelName, ...] = ("policy", "ref_policy", "value_model")  # as in `Models.with_weights`
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -166,16 +168,11 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     value = choose_value_model(config, base, rewards, policy, world.device, backbone)
     if (value_path := config.value_model.path) is not None:
         require_same_tokens(tokenizer, load_tokenizer(value_path), value_path, "value_model.path")
-    models = Models(policy, _load_ref_policy(config, path, tokenizer, world.device), value.model, value.head)
+    models = Models(policy, _load_ref_policy(config, tokenizer, world.device), value.model, value.head)
     lines: list[str | None] = [*notes, value.note, *_prepare(models, config, world.device, base, value)]
     sampler = Sampler(policy, world.device, config.precision) if samples_from_copy else None
     models = replace(models, sampler=sampler)
-    named: dict[PPOModelName, PreTrainedModel | None] = {
-        "policy": policy,
-        "ref_policy": models.ref_policy,
-        "value_model": value.model,
-    }
-    for name, one in named.items():
+    for name, one in zip(WITH_WEIGHTS, models.with_weights, strict=True):
         if one is not None and to_shard(config, name) is not None:
             lines.append(shard_for(config, one, world.device))
     if sampler is not None:
@@ -238,21 +235,17 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
 
 
 def _load_ref_policy(
-    config: PPOConfig, path: str, tokenizer: PreTrainedTokenizerBase, device: torch.device
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> PreTrainedModel | None:
     """The frozen reference, or None if it is the policy with its adapters switched off."""
-    shards = to_shard(config, "ref_policy") is not None
-    deferred = shards or is_held(device, config.precision)
-    if config.ref_policy is not None:
-        revision = config.ref_policy.revision
-        ref_path = model_directory(config.stage_model(config.ref_policy.path, "sft"))
-        ref_policy = load_policy(ref_path, revision, deferred=deferred)
-        require_same_tokens(tokenizer, load_tokenizer(ref_path, revision), ref_path, "ref_policy.path")
-        check_vocabulary(ref_policy, tokenizer, ref_path)
-    elif config.policy.lora is None:
-        ref_policy = load_policy(path, config.policy.revision, deferred=deferred)
-    else:
+    if config.ref_policy is None and config.policy.lora is not None:
         return None
+    source, shards = config.ref_policy or config.policy, to_shard(config, "ref_policy") is not None
+    path = model_directory(config.stage_model(source.path, "sft"))
+    ref_policy = load_policy(path, source.revision, deferred=shards or is_held(device, config.precision))
+    if config.ref_policy is not None:
+        require_same_tokens(tokenizer, load_tokenizer(path, source.revision), path, "ref_policy.path")
+        check_vocabulary(ref_policy, tokenizer, path)
     ref_policy.requires_grad_(False)
     if not shards:
         hold_frozen(ref_policy, device, config.precision, exact=False)
@@ -518,7 +511,7 @@ def plan(setup: Setup) -> list[tuple[str, str]]:
         lines.append(("ptx", f"{size} rows per step = {epochs(passes)} over {len(setup.ptx):,} rows"))
     if setup.world.size > 1:
         lines.append(("processes", f"{setup.world.size}, which share each of these numbers"))
-        models = dict(zip(("policy", "ref_policy", "value_model"), setup.models.with_weights, strict=True))
+        models: dict[str, PreTrainedModel | None] = dict(zip(WITH_WEIGHTS, setup.models.with_weights, strict=True))
         models |= {source.name: source.model for source in setup.rewards if isinstance(source, RewardModel)}
         if sharded := [name for name, model in models.items() if model is not None and is_sharded(model)]:
             lines.append(("sharded", f"{', '.join(sharded)} (distributed.shard)"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import torch
 
 from rlhf_cli.algorithms.mahalanobis import shrunk_gaussian, squared_shift, whitened
 from rlhf_cli.ppo import held_out
-from rlhf_cli.ppo.held_out import LEAST, HeldOut, Home, home_of
+from rlhf_cli.ppo.held_out import LEAST, Evaluation, HeldOut, Home, home_of
 from rlhf_cli.training.best import Best
 from support.setup import ALONE, reward_calls
 from support.tiny import merged, read_jsonl, write_jsonl
@@ -107,6 +108,17 @@ def test_rewards_and_judges_get_the_row_of_each_prompt(run_stage, write_config, 
     num_prompts = len(read_jsonl(Path(changes["data"]["test"])))
     asked = (tmp_path / "rows.py.asked").read_text().split()
     assert asked == [str(num_prompts)] * 2, "once about the SFT model's replies, once about the policy's"
+
+
+def test_health_compares_scores_with_the_judges_main_number():
+    seen = []
+    health = SimpleNamespace(check_evaluation=lambda *given: seen.append(given) or [])
+    columns = {"score_mean": [1.0, 2.0], "kl": [0.0, 0.5], "craft": [3.0, 4.0], "gold": [5.0, 6.0]}
+    gold = [{"craft": 3.0, "gold": 5.0}, {"craft": 4.0, "gold": 6.0}]
+    evaluation = Evaluation({}, ["a", "b"], columns, gold, torch.zeros(2, 0))
+    evaluation.check(health, 7)
+    replace(evaluation, gold=[]).check(health, 8)
+    assert seen == [(7, [1.0, 2.0], [5.0, 6.0]), (8, [1.0, 2.0], None)]
 
 
 @pytest.mark.parametrize(("lower", "stored"), [(False, 0.25), (True, -0.25)])

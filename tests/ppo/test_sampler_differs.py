@@ -116,6 +116,8 @@ def test_the_precision_says_whether_the_sampler_differs(watch, precision):
     run = watch(precision=precision, ppo={"num_iterations": 1})
     row, is_bfloat16 = run.metrics[0], precision == "bfloat16"
     assert run.setup.sampler_may_differ == is_bfloat16
+    findings = [one["name"] for line in read_jsonl(run.stage_dir / "health.jsonl") for one in line["findings"]]
+    assert "sampler_gap" not in findings, "the tolerance is that of the precision"
     if is_bfloat16:
         assert {"policy/sampler_gap", "policy/importance_capped"} <= row.keys()
         assert 1e-4 < row["policy/sampler_gap_mean"] < 0.05
