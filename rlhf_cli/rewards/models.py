@@ -99,6 +99,7 @@ class RewardModel(RewardSource):
                 as_probability=self.as_probability,
             )
         scores[rows] = (found - self.mean) / self.std
+        self.features = None  # of this batch, also if it has no response
         if features is not None:
             self.features = torch.full((len(scores), features.shape[1]), torch.nan)
             self.features[rows] = features

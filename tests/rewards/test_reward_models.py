@@ -145,6 +145,12 @@ def test_a_template_makes_a_decoder_score_text(chat_reward_model, tokenizer):
         assert score == pytest.approx(wanted, abs=1e-5)
 
 
+def test_a_batch_without_responses_does_not_have_the_features_of_the_one_before(chat_reward_model, tokenizer):
+    source = load_model(chat_reward_model(), tokenizer)[0]
+    assert len(total_score([source], batch(["tent", "lamp"])).features) == 2
+    assert total_score([source], batch([])).features is None
+
+
 def test_a_model_with_non_finite_scores_is_named(chat_reward_model):
     source = load_model(chat_reward_model())[0]
     with torch.no_grad():
