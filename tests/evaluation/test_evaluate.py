@@ -221,7 +221,7 @@ def test_a_judge_that_cannot_be_reached_costs_no_other_figure(evaluated, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"), [(["nowhere"], "no such directory"), ([".", "--stage", "rm"], "not finished")]
+    ("arguments", "says"), [(["nowhere"], "no such directory"), ([".", "--stage", "rm"], "no stage is finished")]
 )
 def test_a_run_without_the_stage_gets_one_line(tmp_path, monkeypatch, arguments, says):
     monkeypatch.chdir(tmp_path)
