@@ -10,8 +10,6 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import httpx2
 import pytest
@@ -27,7 +25,6 @@ from support.paths import ROOT
 from support.tiny import read_jsonl, write_jsonl
 from support.writers import contents, failing_after
 
-Ask = Callable[..., list[dict[str, Any]]]
 NUM = 40
 
 

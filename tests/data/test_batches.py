@@ -12,7 +12,7 @@ from rlhf_cli.errors import DataError
 
 
 @pytest.mark.parametrize(("rows", "batch"), [(10, 3), (7, 7), (5, 8), (12, 4)])
-def test_every_epoch_takes_each_row_once(rows: int, batch: int) -> None:
+def test_every_epoch_takes_each_row_once(rows, batch):
     epochs = 4
     order = [i for step in range(-(-rows * epochs // batch)) for i in stream(rows, batch, step, 0, "x")]
     for epoch in range(epochs):
@@ -20,7 +20,7 @@ def test_every_epoch_takes_each_row_once(rows: int, batch: int) -> None:
     assert order[:rows] != order[rows : 2 * rows] or rows == 1
 
 
-def test_the_order_depends_only_on_seed_and_purpose() -> None:
+def test_the_order_depends_only_on_seed_and_purpose():
     assert stream(50, 8, 3, 0, "a") == stream(50, 8, 3, 0, "a")
     assert stream(50, 8, 3, 0, "a") != stream(50, 8, 3, 1, "a")
     assert stream(50, 8, 3, 0, "a") != stream(50, 8, 3, 0, "b")
@@ -33,10 +33,10 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")  # nothing is computed on i
 
 
 @pytest.mark.parametrize("device", [CPU, GPU])
-def test_prefetched_batches_are_the_same_in_the_same_order(device: torch.device) -> None:
-    calls: list[int] = []
+def test_prefetched_batches_are_the_same_in_the_same_order(device):
+    calls = []
 
-    def make(step: int) -> list[int]:
+    def make(step):
         calls.append(step)
         return stream(11, 4, step, 0, "x")
 
@@ -46,10 +46,10 @@ def test_prefetched_batches_are_the_same_in_the_same_order(device: torch.device)
     assert threads() == []
 
 
-def test_the_next_batch_is_made_during_this_step() -> None:
+def test_the_next_batch_is_made_during_this_step():
     is_ready = [threading.Event() for _ in range(4)]
 
-    def make(step: int) -> int:
+    def make(step):
         is_ready[step].set()
         return step
 
@@ -61,8 +61,8 @@ def test_the_next_batch_is_made_during_this_step() -> None:
 
 
 @pytest.mark.parametrize("device", [CPU, GPU])
-def test_an_exception_in_a_batch_is_raised_at_its_own_step(device: torch.device) -> None:
-    def make(step: int) -> int:
+def test_an_exception_in_a_batch_is_raised_at_its_own_step(device):
+    def make(step):
         if step == 2:
             raise DataError("row 7 is gone")
         return step
@@ -75,8 +75,8 @@ def test_an_exception_in_a_batch_is_raised_at_its_own_step(device: torch.device)
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError])
-def test_no_thread_outlives_the_loop(stop: type[BaseException]) -> None:
-    seen: list[list[str]] = []
+def test_no_thread_outlives_the_loop(stop):
+    seen = []
     try:
         for step, _ in ahead(lambda step: step, 0, 100, GPU):
             if step == 3:
@@ -91,5 +91,5 @@ def test_no_thread_outlives_the_loop(stop: type[BaseException]) -> None:
     assert threads() == []
 
 
-def threads() -> list[str]:
+def threads():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("next batch")]

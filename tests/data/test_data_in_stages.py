@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -19,12 +16,10 @@ from rlhf_cli.commands.data_score import _Comparison
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.data import Rows
 from rlhf_cli.config.loader import load_config
-from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.data.answers import AnswerEncoder, LabelledPairs, RankedIds, ScoredIds, answer_encoder
-from rlhf_cli.data.cache import Tokenised, tokenise
-from rlhf_cli.data.encode import Example, RowText, Skipped
+from rlhf_cli.data.answers import LabelledPairs, RankedIds, answer_encoder
+from rlhf_cli.data.cache import tokenise
+from rlhf_cli.data.encode import RowText, Skipped
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder
-from rlhf_cli.data.formats import Purpose
 from rlhf_cli.data.records import Answer, Message, Record
 from rlhf_cli.data.stage_rows import StageRows, ppo_rows, probe_rows, ptx_rows, rm_rows, sft_rows
 from rlhf_cli.errors import ConfigError, DataError
@@ -35,7 +30,7 @@ from support.rewards import CHAT
 from support.tiny import read_jsonl, seen_of, training_examples, write_jsonl
 
 
-def config_of(write_config: Callable[..., Path], stage: str, root: Path, **changes: Any) -> Any:
+def config_of(write_config, stage, root, **changes):
     return load_config(write_config(stage, root, **changes), CONFIGS[stage])
 
 
@@ -43,11 +38,11 @@ def config_of(write_config: Callable[..., Path], stage: str, root: Path, **chang
 
 
 @pytest.fixture
-def encoder(make_model: Any, write_config: Any, tmp_path: Path) -> Callable[..., AnswerEncoder]:
+def encoder(make_model, write_config, tmp_path):
     """A function: keys of RM's data to its encoder."""
 
-    def make(*, reads_last_token: bool = True, tokenizer: Any = None, **data: Any) -> AnswerEncoder:
-        config: RMConfig = config_of(write_config, "rm", tmp_path, data={"test": None, "test_fraction": 0, **data})
+    def make(*, reads_last_token=True, tokenizer=None, **data):
+        config = config_of(write_config, "rm", tmp_path, data={"test": None, "test_fraction": 0, **data})
         used_tokenizer = load_tokenizer(str(make_model("llama"))) if tokenizer is None else tokenizer
         return answer_encoder(used_tokenizer, rm_rows(config), reads_last_token=reads_last_token)
 
@@ -73,9 +68,7 @@ PAIRS = [
         ("left", [0, 2], {"longer than 24 tokens, and so is its answer": 1}),
     ],
 )
-def test_a_pair_whose_difference_was_cut_off_is_skipped_and_counted(
-    encoder: Any, tmp_path: Path, truncation: str, kept: list[int], reason: dict[str, int]
-) -> None:
+def test_a_pair_whose_difference_was_cut_off_is_skipped_and_counted(encoder, tmp_path, truncation, kept, reason):
     path = str(write_jsonl(tmp_path / "pairs.jsonl", PAIRS))
     rows = tokenise(encoder(train=path, truncation=truncation, max_length=24))
     assert [item.row.where for item in rows.train] == [f"{path}:{i + 1}" for i in kept]
@@ -87,7 +80,7 @@ def test_a_pair_whose_difference_was_cut_off_is_skipped_and_counted(
             assert ids == (full[:24] if truncation == "right" or len(full) <= 24 else [full[0], *full[-23:]])
 
 
-def test_the_advised_limit_keeps_a_ranking_and_its_difference(encoder: Any) -> None:
+def test_the_advised_limit_keeps_a_ranking_and_its_difference(encoder):
     row = Record("the tent " * 20, "row", (Answer(" it is here"), Answer(" it is late")), ranked=True)
     (skipped,) = encoder(truncation="right", max_length=24).encode([row])
     for change, kind in ((0, RankedIds), (-1, Skipped)):
@@ -95,7 +88,7 @@ def test_the_advised_limit_keeps_a_ranking_and_its_difference(encoder: Any) -> N
         assert isinstance(item, kind)
 
 
-def test_an_encoder_model_reads_the_rest_of_a_cut_text(encoder: Any, tmp_path: Path) -> None:
+def test_an_encoder_model_reads_the_rest_of_a_cut_text(encoder, tmp_path):
     """A model that reads whole texts: its own tokenizer cuts them, on the side that the config names."""
     path = str(write_jsonl(tmp_path / "pairs.jsonl", PAIRS))
     full = {i.row.where: i.answers for i in tokenise(encoder(reads_last_token=False, train=path, max_length=500)).train}
@@ -110,22 +103,22 @@ def test_an_encoder_model_reads_the_rest_of_a_cut_text(encoder: Any, tmp_path: P
     assert len(tokenise(encoder(reads_last_token=False, train=path, max_length=24)).train) == 1
 
 
-def test_short_answers_are_skipped_if_the_config_says_so(encoder: Any, tmp_path: Path) -> None:
+def test_short_answers_are_skipped_if_the_config_says_so(encoder, tmp_path):
     path = str(write_jsonl(tmp_path / "pairs.jsonl", PAIRS))
     rows = tokenise(encoder(train=path, max_length=500, min_response_length=5))
     assert [item.row.where for item in rows.train] == [f"{path}:2", f"{path}:3"]
     assert "data.train: 1 of 3 rows skipped: answers of fewer than 5 tokens" in rows.lines
 
 
-def test_sft_and_ppo_cut_the_same_side(write_config: Any, make_model: Any, tmp_path: Path) -> None:
+def test_sft_and_ppo_cut_the_same_side(write_config, make_model, tmp_path):
     """A judge of PPO's texts reads the prompt as it was cut."""
     model = {"path": str(make_model("llama"))}
     tokenizer = load_tokenizer(model["path"])
     rows = [{"prompt": "the tent " * 20 + word, "response": " it is here"} for word in ("now", "then", "later")]
     data = {"train": str(write_jsonl(tmp_path / "rows.jsonl", rows)), "test": None, "test_fraction": 0}
 
-    def examples(**cut: Any) -> list[Example]:
-        config: SFTConfig = config_of(write_config, "sft", tmp_path, model=model, data={**data, **cut})
+    def examples(**cut):
+        config = config_of(write_config, "sft", tmp_path, model=model, data={**data, **cut})
         return list(tokenise(DemonstrationEncoder(tokenizer, sft_rows(config))).train)
 
     cut, full = examples(max_length=20, truncation="left"), examples(max_length=500)
@@ -146,9 +139,7 @@ TALK = tuple(Message(*turn) for turn in (("user", "hello"), ("assistant", "hi"),
 
 @pytest.mark.parametrize("template", [None, "User: {prompt}\nBot:", "chat"])
 @pytest.mark.parametrize("kind", ["text", "conversation"])
-def test_every_stage_reads_a_prompt_as_the_same_tokens(
-    write_config: Any, tokenizer: Any, tmp_path: Path, template: str | None, kind: str
-) -> None:
+def test_every_stage_reads_a_prompt_as_the_same_tokens(write_config, tokenizer, tmp_path, template, kind):
     """The ids before the answer in SFT, ptx, RM, its scores and its probes are those that a rollout starts from."""
     if template == "chat" or kind == "conversation":
         tokenizer = copy.deepcopy(tokenizer)
@@ -186,13 +177,13 @@ def test_every_stage_reads_a_prompt_as_the_same_tokens(
     assert sequences["sft"] == sequences["ptx"] == sequences["pairs"] == sequences["probes"] == sequences["scores"]
 
 
-def test_the_chat_template_that_a_config_names_must_exist(tokenizer: Any) -> None:
+def test_the_chat_template_that_a_config_names_must_exist(tokenizer):
     with pytest.raises(DataError, match=r"data.prompt_template: chat, but the tokenizer has no chat template"):
         RowText(tokenizer, "chat").prompt_ids([Record("please help", "row")])
 
 
 @pytest.fixture
-def word_start_tokenizer() -> PreTrainedTokenizerFast:
+def word_start_tokenizer():
     """Like Llama 2's: ▁ marks each space and the start of a text, so a text alone has one ▁ more."""
     pieces = ["<unk>", "<eos>", "▁", *"Q:helpus!"]
     bpe = Tokenizer(models.BPE({piece: i for i, piece in enumerate(dict.fromkeys(pieces))}, [], unk_token="<unk>"))
@@ -201,7 +192,7 @@ def word_start_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token="<unk>", eos_token="<eos>")
 
 
-def test_an_answer_is_tokenised_after_its_prompt(word_start_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_answer_is_tokenised_after_its_prompt(word_start_tokenizer):
     tokenizer = word_start_tokenizer
     rows = [Record("Q:", "row", (Answer("help us!"),)), Record("Q: ", "row", (Answer("help!"),))]
     encoded = RowText(tokenizer).answer_ids(rows)
@@ -216,11 +207,11 @@ def test_an_answer_is_tokenised_after_its_prompt(word_start_tokenizer: PreTraine
 # --------------------------------------------------- answers that were cut before their end: `ended: false`, no EOS
 
 
-ONE: dict[str, Any] = {"prompt": "a", "response": " b"}
-TWO: dict[str, Any] = {"prompt": "a", "chosen": " b", "rejected": " c"}
+ONE = {"prompt": "a", "response": " b"}
+TWO = {"prompt": "a", "chosen": " b", "rejected": " c"}
 SCORED = {"prompt": "a", "responses": [" b", " c"], "scores": [0, 1], "ended": [True, False]}
 CHATTED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-CUT_ROWS: list[tuple[dict[str, Any], Purpose, list[bool]]] = [
+CUT_ROWS = [
     (ONE | {"ended": False}, "sft", [False]),
     (ONE | {"ended": True}, "sft", [True]),
     (ONE, "sft", [True]),
@@ -236,25 +227,25 @@ CUT_ROWS: list[tuple[dict[str, Any], Purpose, list[bool]]] = [
 
 
 @pytest.mark.parametrize(("values", "purpose", "ended"), CUT_ROWS)
-def test_a_row_says_which_of_its_answers_ended(values: dict[str, Any], purpose: Purpose, ended: list[bool]) -> None:
+def test_a_row_says_which_of_its_answers_ended(values, purpose, ended):
     assert [answer.ended for answer in seen_of(values, purpose).answers] == ended
 
 
 @pytest.mark.parametrize("learn_all", [False, True])
-def test_sft_learns_no_end_behind_a_cut_answer(tokenizer: Any, learn_all: bool) -> None:
+def test_sft_learns_no_end_behind_a_cut_answer(tokenizer, learn_all):
     rows = [Record("please help", "row", (Answer(" we will", ended=ended),)) for ended in (True, False)]
     whole, cut = training_examples(tokenizer, rows, None, learn_all=learn_all)
     assert whole.ids == [*cut.ids, tokenizer.eos_token_id]
     assert whole.loss_mask == [*cut.loss_mask, True]
 
 
-def test_no_token_predicts_the_first_one(tokenizer: Any) -> None:
+def test_no_token_predicts_the_first_one(tokenizer):
     (example,) = training_examples(tokenizer, [Record("please help", "row", (Answer(" we will"),))], learn_all=True)
     assert example.loss_mask == [False] + [True] * (len(example.ids) - 1)
 
 
 @pytest.mark.parametrize("template", [CHAT, CHAT.replace("m['content']", "(m['content'] | trim)")])
-def test_a_cut_turn_of_a_conversation_ends_with_its_text(tokenizer: Any, template: str) -> None:
+def test_a_cut_turn_of_a_conversation_ends_with_its_text(tokenizer, template):
     chat = copy.deepcopy(tokenizer)
     chat.chat_template = template
     turns = [("user", "please"), ("assistant", "we will"), ("user", "today"), ("assistant", "the lamp is")]
@@ -269,7 +260,7 @@ def test_a_cut_turn_of_a_conversation_ends_with_its_text(tokenizer: Any, templat
 
 
 @pytest.mark.parametrize("reads_last_token", [True, False])
-def test_a_reward_model_reads_a_cut_answer_without_eos(tokenizer: Any, reads_last_token: bool) -> None:
+def test_a_reward_model_reads_a_cut_answer_without_eos(tokenizer, reads_last_token):
     """As PPO scores it. An encoder model reads whole texts without EOS anyway."""
     seen = seen_of(TWO | {"ended": [True, False]}, "rm pairs")
     rows = StageRows(Rows.model_validate({"train": "x"}), "rm pairs")
@@ -290,7 +281,7 @@ def test_a_reward_model_reads_a_cut_answer_without_eos(tokenizer: Any, reads_las
         (ONE | {"ended": "2020"}, "sft", [None]),
     ],
 )
-def test_convert_keeps_which_answers_ended(tmp_path: Path, row: dict[str, Any], for_: str, written: list[Any]) -> None:
+def test_convert_keeps_which_answers_ended(tmp_path, row, for_, written):
     path, out = write_jsonl(tmp_path / "rows.jsonl", [row]), tmp_path / "out.jsonl"
     result = CliRunner().invoke(app, ["data", "convert", str(path), "--for", for_, "--out", str(out)])
     assert result.exit_code == 0, result.output
@@ -298,11 +289,10 @@ def test_convert_keeps_which_answers_ended(tmp_path: Path, row: dict[str, Any], 
     assert ("columns not copied: ended" in result.output) == (written == [None])
 
 
-def test_a_comparison_by_a_judge_puts_the_flags_in_the_order_of_the_answers() -> None:
+def test_a_comparison_by_a_judge_puts_the_flags_in_the_order_of_the_answers():
     columns = {"prompt": "a", "responses": [" b", " c"], "scores": [None, None], "ended": [True, False]}
     record = Record("a", "file:1", (Answer(" b"), Answer(" c", ended=False)), "a", columns=columns)
     row = _Comparison("{prompt}{a}{b}", "drop", "judge").outcome(record, ["second", "first"])
-    assert isinstance(row, dict), row
     assert (row["chosen"], row["rejected"], row["ended"]) == (" c", " b", [False, True])
     assert "ended_before" not in json.dumps(row)
 
@@ -310,13 +300,13 @@ def test_a_comparison_by_a_judge_puts_the_flags_in_the_order_of_the_answers() ->
 # ----------------------------------------------------------------------------------------- rankings
 
 
-def test_labelled_texts_are_paired_as_whole_texts(encoder: Any, tmp_path: Path) -> None:
+def test_labelled_texts_are_paired_as_whole_texts(encoder, tmp_path):
     rows = [{"text": f"it is {'good' if i % 3 else 'bad'} {i}", "label": i % 3} for i in range(30)]
     scored = {"prompt": "it is", "response": " fine", "score": 2}  # in a source of its own
     paths = [str(write_jsonl(tmp_path / f"{n}.jsonl", some)) for n, some in enumerate((rows, [scored]))]
     rows.append({"text": "it is fine", "label": 2})
     encode = encoder(train=paths)
-    labelled: Tokenised[ScoredIds] = tokenise(encode)
+    labelled = tokenise(encode)
     train, test = (LabelledPairs(side, generator(0, "pairs")) for side in (labelled.train, labelled.test))
     assert len(train) == 11, "those of label 2, each against one of 0 or 1"
     assert not test
@@ -335,13 +325,11 @@ def test_labelled_texts_are_paired_as_whole_texts(encoder: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm", "rm mse"])
-def test_best_model_is_the_model_with_the_best_held_out_figure(
-    stage: str, tmp_path: Path, run_stage: Any, make_model: Any
-) -> None:
+def test_best_model_is_the_model_with_the_best_held_out_figure(stage, tmp_path, run_stage, make_model):
     """The learning rate ends far too high, so the best model is not the last. It has the weights of its own step."""
     name, _, kind = stage.partition(" ")
     metric, lower = {"sft": ("eval/loss", True), "rm": ("eval/accuracy", False), "rm mse": ("eval/mse", True)}[stage]
-    changes: dict[str, Any] = {
+    changes = {
         "model": {"path": str(make_model("llama"))},
         "training": {"num_steps": 8, "minibatch_size": 4},
         "optimizer": {"learning_rate": 3.0 if name == "sft" else 0.3, "schedule": "constant", "warmup_steps": 6},
@@ -371,7 +359,7 @@ def test_best_model_is_the_model_with_the_best_held_out_figure(
             assert model_config[key] == pytest.approx(short[key], rel=1e-4)
 
 
-def test_keep_best_needs_held_out_rows(tmp_path: Path, run_stage: Any, make_model: Any) -> None:
+def test_keep_best_needs_held_out_rows(tmp_path, run_stage, make_model):
     changes = {"model": {"path": str(make_model("llama"))}, "data": {"test": None, "test_fraction": 0}}
     with pytest.raises(ConfigError, match="no held-out rows"):
         run_stage("sft", tmp_path, **changes, evaluation={"every_steps": 1, "keep_best": True})
@@ -379,7 +367,7 @@ def test_keep_best_needs_held_out_rows(tmp_path: Path, run_stage: Any, make_mode
         run_stage("sft", tmp_path, **changes, evaluation={"keep_best": True})
 
 
-def test_the_best_figure_survives_a_checkpoint() -> None:
+def test_the_best_figure_survives_a_checkpoint():
     before, after = Best("x", lower=False), Best("x", lower=False)
     after.restore(*before.state())
     assert before.is_better(3, {"x": 1.0})

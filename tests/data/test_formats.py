@@ -9,9 +9,8 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 
 from rlhf_cli.config.data import DataSource, Format, Rows
 from rlhf_cli.data.encode import Skipped
-from rlhf_cli.data.formats import ALL, FORMATS, Purpose, end_of_prompt, first_words, read_record, recognise
+from rlhf_cli.data.formats import ALL, FORMATS, end_of_prompt, first_words, read_record, recognise
 from rlhf_cli.data.records import ASSISTANT, Answer, Message, Record, Row, transcript
 from rlhf_cli.data.stage_rows import StageRows, demonstration, pairs_of_labels, prompt, ranking, scored
 from rlhf_cli.errors import DataError
@@ -29,24 +28,22 @@ from support.paths import ROOT, TESTS
 FIXTURES = TESTS / "fixtures" / "formats"
 DATA = Path(os.environ.get("RLHF_REAL_DATA", str(ROOT.parent / "shared" / "data")))
 SOURCE = DataSource(path="rows.jsonl")
-Seen = tuple[str, str | None, tuple[str, ...] | None, list[tuple[str, float]]]
-"""Of one row: the prompt, the demonstration's response, the ranking, the scored responses."""
 
 
-def fixture(name: str) -> list[Row]:
+def fixture(name):
     lines = (FIXTURES / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     return [Row(json.loads(line), f"{name}.jsonl:{n}") for n, line in enumerate(lines, 1)]
 
 
-def source(**values: Any) -> DataSource:
+def source(**values):
     return DataSource(path="rows.jsonl", **values)
 
 
-def read(values: dict[str, Any], name: str, given: DataSource = SOURCE, *, prompt_words: int = 0) -> Record:
+def read(values, name, given=SOURCE, *, prompt_words=0):
     return read_record(Row(values, "file:3"), FORMATS[name], given, prompt_words=prompt_words)
 
 
-def seen(record: Record) -> Seen:
+def seen(record):
     best, order, graded = demonstration(record), ranking(record), scored(record)
     return (
         record.prompt,
@@ -65,14 +62,14 @@ KETTLE = (
 )
 
 
-def sees(prompt: str, answers: str | tuple[str, ...] | None = None, graded: Any = ()) -> Seen:
+def sees(prompt, answers=None, graded=()):
     """A row with one response, or with a ranking, whose best is the response."""
     if isinstance(answers, tuple):
         return prompt, answers[0], answers, list(graded)
     return prompt, answers, None, list(graded)
 
 
-EXPECTED: dict[str, list[Seen]] = {
+EXPECTED = {
     "prompt_response": [
         sees("What does a kettle do?", " It boils water."),
         sees("Is the shop open on Sunday?", "No, it opens on Monday."),
@@ -213,7 +210,7 @@ EXPECTED: dict[str, list[Seen]] = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_what_each_stage_reads_from_a_format(name: str) -> None:
+def test_what_each_stage_reads_from_a_format(name):
     rows = fixture(name)
     assert len(rows) == len(EXPECTED[name])
     for row, expected in zip(rows, EXPECTED[name], strict=True):
@@ -227,7 +224,7 @@ def test_what_each_stage_reads_from_a_format(name: str) -> None:
             assert (prompt(record).prompt, prompt(record).messages) == (record.prompt, record.messages)
 
 
-def test_every_format_of_the_config_is_read_and_has_a_fixture() -> None:
+def test_every_format_of_the_config_is_read_and_has_a_fixture():
     assert {*FORMATS, "auto"} == set(get_args(Format))
     assert set(EXPECTED) == set(FORMATS) == {path.stem for path in FIXTURES.iterdir()}
 
@@ -275,14 +272,14 @@ NEEDED = {
         ({"text": "a", "prompt": "b"}, "ppo", "text"),
     ],
 )
-def test_the_format_of_an_ambiguous_row(keys: dict[str, Any], purpose: Purpose, expected: str) -> None:
+def test_the_format_of_an_ambiguous_row(keys, purpose, expected):
     assert recognise(Row(keys, "file:1"), SOURCE, purpose).name == expected
 
 
 # --------------------------------------------------------------------------------- texts and conversations
 
 
-def test_first_words_are_the_prompt_of_a_text() -> None:
+def test_first_words_are_the_prompt_of_a_text():
     record = read({"text": " a slow  film , but good", "label": 1}, "labelled", prompt_words=3)
     assert seen(record) == (" a slow  film", " , but good", None, [(" , but good", 1.0)])
     assert record.key == " a slow  film , but good"
@@ -293,14 +290,14 @@ def test_first_words_are_the_prompt_of_a_text() -> None:
 
 
 @given(st.text(), st.integers(0, 5))
-def test_first_words_lose_nothing(text: str, count: int) -> None:
+def test_first_words_lose_nothing(text, count):
     start, rest = first_words(text, count)
     assert start + rest == text
     assert start.split() == text.split()[:count]
     assert first_words("a  ", 3) == ("a  ", "")
 
 
-def test_the_keys_that_split_rows() -> None:
+def test_the_keys_that_split_rows():
     """They decide which rows are held out, so they must not change."""
     assert read({"question": "Why?", "answer": "So."}, "prompt_response").key == "Why?"
     assert read({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, "preference").key == "Why?"
@@ -325,25 +322,24 @@ def test_the_keys_that_split_rows() -> None:
         ("prompt_response", {"prompt": "", "response": "a"}),
     ],
 )
-def test_ppo_refuses_a_row_that_asks_nothing(name: str, values: dict[str, Any]) -> None:
+def test_ppo_refuses_a_row_that_asks_nothing(name, values):
     """Also one whose template hides it: the policy would be trained on answers to nothing."""
     spec = StageRows(Rows(train=[SOURCE], test_fraction=0), "ppo")
     with pytest.raises(DataError, match=f"^file:3: {'plain text has no' if name == 'text' else 'the'} prompt"):
         spec.view(read(values, name), "train")
 
 
-def test_ppo_skips_a_text_without_more_words_than_its_prompt() -> None:
+def test_ppo_skips_a_text_without_more_words_than_its_prompt():
     spec = StageRows(Rows(train=[SOURCE], test_fraction=0), "ppo", prompt_words=2)
     seen = [spec.view(read({"text": text}, "text", prompt_words=2), "train") for text in ("one two", "one two three")]
     assert [type(row) for row in seen] == [Skipped, Record]
 
 
-def test_a_conversation_keeps_its_turns() -> None:
+def test_a_conversation_keeps_its_turns():
     record = read_record(fixture("messages")[0], FORMATS["messages"], SOURCE)
     roles = [message.role for message in record.messages]
     assert roles == ["system", "user", "assistant", "user"]
     whole = demonstration(record)
-    assert whole is not None
     assert whole.turns == (*record.messages, Message("assistant", "Ten."))
     assert whole.prompt == transcript(record.messages)
     assert prompt(record).messages == record.messages
@@ -353,7 +349,6 @@ def test_a_conversation_keeps_its_turns() -> None:
     blank = read({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " b"}]}, "messages")
     assert blank.answers == (Answer("  b"),)
     whole = demonstration(blank)
-    assert whole is not None
     assert whole.turns[-1].content == " b"
 
 
@@ -388,7 +383,7 @@ LONG = "u:Hi a:No. u:How?"
         ({"prompt": [USER, OTHER, ASKED], "chosen": [REPLY], "rejected": "No."}, LONG),
     ],
 )
-def test_prompts_of_conversations_that_are_compared(values: dict[str, Any], turns: str) -> None:
+def test_prompts_of_conversations_that_are_compared(values, turns):
     assert recognise(Row(values, "file:1"), SOURCE, "rm pairs").name == "preference"
     record = read(values, "preference")
     assert " ".join(f"{m.role[0]}:{m.content}" for m in record.messages) == turns
@@ -399,7 +394,7 @@ def test_prompts_of_conversations_that_are_compared(values: dict[str, Any], turn
 # ------------------------------------------------------------------------------------ scores and rankings
 
 
-def test_weights_make_one_score_of_several_grades() -> None:
+def test_weights_make_one_score_of_several_grades():
     record = read(fixture("helpsteer")[0].values, "helpsteer", source(weights={"helpfulness": 0.5, "verbosity": -1.5}))
     assert record.answers == (Answer("Pressed wool.", -1.0),)
     ratings = source(weights={"helpfulness": 1.0, "honesty": 0.5})
@@ -418,31 +413,30 @@ def test_weights_make_one_score_of_several_grades() -> None:
     assert [answer.score for answer in read(lists, "ranking", weighed).answers] == [5.0, 4.0]
 
 
-def test_the_margin_is_a_column_of_the_row() -> None:
+def test_the_margin_is_a_column_of_the_row():
     record = read_record(fixture("shp")[0], FORMATS["shp"], SOURCE)
     order = ranking(record, margin_column="score_ratio")
-    assert order is not None
     assert order.margin == 3.0
     assert order.texts == ("About a month in the fridge.", "No idea.")
-    assert ranking(record).margin == 0.0  # type: ignore[union-attr]
+    assert ranking(record).margin == 0.0
     with pytest.raises(DataError, match=r"^shp.jsonl:1: `gap` is null, it must be a number"):
         ranking(record, margin_column="gap")
     spec = StageRows(Rows(train=[SOURCE]), "rm pairs", margin_column="gap")
-    assert spec.view(record, "test").margin == 0.0, "held-out rows need none"  # type: ignore[union-attr]
+    assert spec.view(record, "test").margin == 0.0, "held-out rows need none"
     with pytest.raises(DataError, match="`gap` is null"):
         spec.view(record, "train")
     assert spec.view(records_of([None]), "test") == Skipped("no answer is better than another")
 
 
-def records_of(scores: list[float | None], texts: list[str] | None = None) -> Record:
+def records_of(scores, texts=None):
     texts = texts or [f"answer {n}" for n in range(len(scores))]
     return Record("p", "file:1", tuple(map(Answer, texts, scores)))
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.none() | st.sampled_from([0.0, 1.0, 2.0])), max_size=6))
-def test_a_ranking_tells_every_two_of_its_answers_apart(answers: list[tuple[str, float | None]]) -> None:
+def test_a_ranking_tells_every_two_of_its_answers_apart(answers):
     record = records_of([score for _, score in answers], [text for text, _ in answers])
-    best: dict[str, float] = {}
+    best = {}
     for text, score in answers:
         if score is not None:
             best[text] = max(score, best.get(text, -math.inf))
@@ -450,7 +444,6 @@ def test_a_ranking_tells_every_two_of_its_answers_apart(answers: list[tuple[str,
     if len(set(best.values())) < 2:
         assert order is None
         return
-    assert order is not None
     kept = [best[text] for text in order.texts]
     # One answer for each score that is the best of its text; strictly falling; the first of equals stays.
     assert kept == sorted(set(best.values()), reverse=True)
@@ -460,28 +453,28 @@ def test_a_ranking_tells_every_two_of_its_answers_apart(answers: list[tuple[str,
 
 
 @given(st.lists(st.sampled_from("abcd"), max_size=6))
-def test_a_ranked_row_keeps_the_best_place_of_a_text(texts: list[str]) -> None:
+def test_a_ranked_row_keeps_the_best_place_of_a_text(texts):
     record = Record("p", "file:1", tuple(map(Answer, texts)), ranked=True)
     order = ranking(record)
     expected = tuple(dict.fromkeys(texts))
     assert (order.texts if order else ()) == (expected if len(expected) > 1 else ())
 
 
-def test_a_score_of_zero_is_not_a_missing_score() -> None:
+def test_a_score_of_zero_is_not_a_missing_score():
     assert scored(records_of([0.0, None, 0])) == records_of([0.0, 0], ["answer 0", "answer 2"])
     best = demonstration(records_of([-1.0, None, 0.0]))
     assert best == Record("p", "file:1", (Answer("answer 2"),))
 
 
 @pytest.mark.parametrize("score", ["good", math.nan, "nan", math.inf, True, [1], 10**400, "9" * 400])
-def test_invalid_scores_are_refused_and_missing_ones_are_none(score: object) -> None:
+def test_invalid_scores_are_refused_and_missing_ones_are_none(score):
     with pytest.raises(DataError, match=r"^file:3: `score` is .{1,50}, it must be a number$"):
         read({"prompt": "a", "response": "b", "score": score}, "scored")
     for missing in (None, "", " "):
         assert scored(read({"prompt": "a", "response": "b", "score": missing}, "scored")) is None
 
 
-def test_pairing_of_labels_is_frozen() -> None:
+def test_pairing_of_labels_is_frozen():
     """Frozen values: the film-review task depends on the order of the draws."""
     scores = [float(i % 2) for i in range(9)]
     assert pairs_of_labels(scores, torch.Generator().manual_seed(0)) == [(1, 8), (3, 0), (5, 2), (7, 6)]
@@ -496,7 +489,7 @@ TURNS = st.lists(st.sampled_from([ASSISTANT, ASSISTANT[:-1], "\n\nHuman:", ":", 
 
 
 @given(TURNS, TURNS, TURNS)
-def test_transcripts_are_cut_as_by_comparing_characters(shared: str, one: str, two: str) -> None:
+def test_transcripts_are_cut_as_by_comparing_characters(shared, one, two):
     common = 0
     for a, b in zip(shared + one, shared + two, strict=False):
         if a != b:
@@ -510,7 +503,7 @@ def test_transcripts_are_cut_as_by_comparing_characters(shared: str, one: str, t
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_mapped_columns_give_the_same_record(name: str) -> None:
+def test_mapped_columns_give_the_same_record(name):
     """Every column of a fixture under another name, some within mappings, gives the same record."""
     rows = fixture(name)
     read_columns = {key for row in rows for key in row.values if key in FORMATS[name].columns}
@@ -529,7 +522,7 @@ def test_mapped_columns_give_the_same_record(name: str) -> None:
         assert record.columns is moved.values
 
 
-def test_a_renamed_column_is_not_read_under_its_old_name() -> None:
+def test_a_renamed_column_is_not_read_under_its_old_name():
     given = source(keys={"prompt": "instruction", "response": "output"})
     row = Row({"instruction": "Why?", "output": "So."}, "file:1")
     assert recognise(row, given, "sft").name == "prompt_response"
@@ -542,7 +535,7 @@ def test_a_renamed_column_is_not_read_under_its_old_name() -> None:
 @pytest.mark.parametrize(
     "path", ["reply", "out.reply", "out.text.more", "out.text.b", "out.none.b", "out.list.b", "prompt.", ""]
 )
-def test_a_mapped_column_that_is_missing_is_named(path: str) -> None:
+def test_a_mapped_column_that_is_missing_is_named(path):
     given = source(keys={"response": path})
     row = Row({"prompt": "a", "out": {"text": "b", "none": None, "list": ["b"]}}, "file:48211")
     message = rf"^file:48211: found the keys prompt, out, but not `{path}`, which `keys` maps to `response`$"
@@ -554,7 +547,7 @@ def test_a_mapped_column_that_is_missing_is_named(path: str) -> None:
 # --------------------------------------------------------------------------------------------- refusals
 
 
-def test_unknown_keys_are_refused() -> None:
+def test_unknown_keys_are_refused():
     takes = {
         "sft": ["prompt + response", "messages", "chosen + rejected", "text"],
         "rm pairs": ["prompt + chosen + rejected", "chosen + rejected", "text + label", "prompt + answers"],
@@ -590,13 +583,13 @@ def test_unknown_keys_are_refused() -> None:
         (source(keys={"respones": "response"}), "sft", "`keys` maps `respones`, which is not a column of the"),
     ],
 )
-def test_settings_that_do_not_apply_are_refused(given: DataSource, purpose: Purpose, message: str) -> None:
+def test_settings_that_do_not_apply_are_refused(given, purpose, message):
     row = Row({"prompt": "a", "question": "c", "response": "b", "answer": "d"}, "file:1")
     with pytest.raises(DataError, match=rf"^file:1: (found .*, )?{message}"):
         recognise(row, given, purpose)
 
 
-def test_a_list_with_scores_serves_both_losses() -> None:
+def test_a_list_with_scores_serves_both_losses():
     row = Row({"prompt": "a", "responses": ["b", "c"], "scores": [1, 2]}, "file:1")
     for name in ("ranking", "scored"):
         for purpose in ALL:
@@ -605,12 +598,12 @@ def test_a_list_with_scores_serves_both_losses() -> None:
         assert seen(record) == ("a", "c", ("c", "b"), [("b", 1.0), ("c", 2.0)])
 
 
-def without(values: dict[str, Any], *names: str) -> dict[str, Any]:
+def without(values, *names):
     return {name: value for name, value in values.items() if name not in names}
 
 
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in NEEDED.items() for key in keys])
-def test_a_row_without_a_column_is_named(name: str, key: str) -> None:
+def test_a_row_without_a_column_is_named(name, key):
     values = without(fixture(name)[0].values, key)
     with pytest.raises(DataError, match=r"^file:3: ") as error:
         read(values, name)
@@ -621,7 +614,7 @@ def test_a_row_without_a_column_is_named(name: str, key: str) -> None:
 
 
 LONE = "half \ud800"
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
+REFUSED = [
     ("prompt_response", {"prompt": "a", "response": LONE}, "`response` contains a lone surrogate (half a character)"),
     ("prompt_response", {"prompt": LONE, "response": "a"}, "`prompt` contains a lone surrogate"),
     ("prompt_response", {"prompt": "a", "response": " "}, "`response` is empty"),
@@ -683,7 +676,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "values", "message"), REFUSED)
-def test_invalid_rows_are_refused(name: str, values: dict[str, Any], message: str) -> None:
+def test_invalid_rows_are_refused(name, values, message):
     with pytest.raises(DataError) as error:
         read(values, name)
     assert str(error.value).startswith("file:3: ")
@@ -691,7 +684,7 @@ def test_invalid_rows_are_refused(name: str, values: dict[str, Any], message: st
     assert "\n" not in str(error.value)
 
 
-def test_a_blank_input_counts_as_missing() -> None:
+def test_a_blank_input_counts_as_missing():
     for blank in (" ", "\n", None, math.nan):
         assert read({"instruction": "Why?", "input": blank}, "instruction").prompt == "Why?"
         assert read({"instruction": "Why?", "input": blank}, "alpaca").prompt == KETTLE.format("Why?")
@@ -700,7 +693,7 @@ def test_a_blank_input_counts_as_missing() -> None:
 # ---------------------------------------------------------------------------------------- the real data
 
 
-def real(path: str) -> list[Row]:
+def real(path):
     file = DATA / path
     if not file.exists():
         pytest.skip(f"{file} is not here; RLHF_REAL_DATA names its folder")
@@ -726,21 +719,21 @@ def real(path: str) -> list[Row]:
         ("formats/dpo_en_demo.json", "rm pairs", "preference", (300, 300, 0)),
     ],
 )
-def test_published_data(path: str, purpose: Purpose, name: str, counts: tuple[int, int, int]) -> None:
+def test_published_data(path, purpose, name, counts):
     """The format, and the number of rows that give a demonstration, a ranking and a score."""
     rows = real(path)
     format_ = recognise(rows[0], SOURCE, purpose)
     assert format_.name == name
     records = [read_record(row, format_, SOURCE) for row in rows]
     assert all(prompt(record).prompt == record.prompt for record in records)
-    views: list[Callable[[Record], Any]] = [demonstration, ranking, scored]
+    views = [demonstration, ranking, scored]
     assert tuple(sum(bool(view(record)) for record in records) for view in views) == counts
 
 
 # ------------------------------------------------------------------------------- paths and names of columns
 
 
-def test_a_column_inside_a_list() -> None:
+def test_a_column_inside_a_list():
     """Miracl's passages. A number goes into a list, a name into a mapping."""
     values = {
         "query": "q?",
@@ -773,13 +766,13 @@ def test_a_column_inside_a_list() -> None:
         ({"context": "a passage", "question": "1+1=", "chosen": " 2", "rejected": " 3"}, "1+1="),
     ],
 )
-def test_preferences_may_have_their_prompt_in_context(values: dict[str, Any], prompt_text: str) -> None:
+def test_preferences_may_have_their_prompt_in_context(values, prompt_text):
     """ColossalChat's rows. A question beside it is the prompt."""
     assert recognise(Row(values, "file:3"), SOURCE, "rm pairs").name == "preference"
     assert seen(read(values, "preference"))[::2] == (prompt_text, (" 2", " 3"))
 
 
-def test_texts_with_scores_are_labelled_texts() -> None:
+def test_texts_with_scores_are_labelled_texts():
     values = {"text": "a slow film", "score": 0.25}
     for purpose in ("rm pairs", "rm scores"):
         assert recognise(Row(values, "file:1"), SOURCE, purpose).name == "labelled"
@@ -798,9 +791,7 @@ def test_texts_with_scores_are_labelled_texts() -> None:
         ({"q": "a", "out": {"text": "b"}}, "preference", "found the keys q, out, every row needs `rejected`"),
     ],
 )
-def test_a_message_about_mapped_columns_names_those_of_the_file(
-    values: dict[str, Any], name: str, message: str
-) -> None:
+def test_a_message_about_mapped_columns_names_those_of_the_file(values, name, message):
     given = source(keys={"prompt": "q", "chosen" if name == "preference" else "response": "out.text"})
     with pytest.raises(DataError, match=message):
         read(values, name, given)
@@ -814,14 +805,14 @@ LINES = [(path.stem, line) for path in FIXTURES.iterdir() for line in path.read_
 NAMES = sorted({name for format_ in FORMATS.values() for name in format_.columns} | {"gap", "a\nb", "\ud800", "", "x"})
 
 
-def nested(depth: int) -> Any:
-    value: Any = "bottom"
+def nested(depth):
+    value = "bottom"
     for level in range(depth):
         value = [value] if level % 2 else {"role": value, "a": 1}
     return value
 
 
-STRANGE: list[Any] = [
+STRANGE = [
     None, 0, 1.5, True, [], {}, b"bytes", ("a",), {"a"}, object(), "1", " 2.5 ", "0x1f", "٣", "nan", math.nan, math.inf,
     10**400, 1e308, "", " ", "\n", [None], [[]], [{}], [""], "\u3000", "\ud800", "a\udfffb", ["\udc80"], "a\0b",
     "\x1b[31m", "a\u2028b\rc", "é" * 1_000_000, [None] * 100_000, nested(50), lambda: nested(5_000),
@@ -831,7 +822,7 @@ STRANGE: list[Any] = [
 ]  # fmt: skip
 
 
-def places(value: Any, depth: int = 0) -> list[tuple[Any, Any]]:
+def places(value, depth=0):
     """Every (container, key) near the top of a row."""
     if depth > 4 or not isinstance(value, dict | list):
         return []
@@ -839,7 +830,7 @@ def places(value: Any, depth: int = 0) -> list[tuple[Any, Any]]:
     return [(value, key) for key in keys] + [place for key in keys for place in places(value[key], depth + 1)]
 
 
-def outcome(values: dict[str, Any], source: DataSource, purpose: Purpose) -> str:
+def outcome(values, source, purpose):
     """The result for a row: `seen`, or where it was refused. Raises AssertionError for anything else."""
     row, start, stage = Row(values, WHERE), time.process_time(), "recognise"
     try:
@@ -858,7 +849,7 @@ def outcome(values: dict[str, Any], source: DataSource, purpose: Purpose) -> str
     return stage
 
 
-def check_views(record: Record) -> None:
+def check_views(record):
     """Every text can be written, every score is a number, and each stage sees answers of the row."""
     "".join((record.prompt, record.key, *record.texts, *(message.content for message in record.messages))).encode()
     assert all(record.texts)
@@ -874,8 +865,8 @@ def check_views(record: Record) -> None:
     prompt(record)
 
 
-def test_mutated_rows_are_seen_or_refused_in_one_line() -> None:
-    ends: Counter[str] = Counter()
+def test_mutated_rows_are_seen_or_refused_in_one_line():
+    ends = Counter()
     kinds = st.sampled_from(["replaced", "replaced", "removed", "added", "renamed", "swapped"])
     changes = st.lists(
         st.tuples(st.integers(0, 999), kinds, st.sampled_from(STRANGE), st.sampled_from(NAMES)), min_size=1, max_size=3
@@ -892,7 +883,7 @@ def test_mutated_rows_are_seen_or_refused_in_one_line() -> None:
         st.just({}) | keys,
         st.just({}) | weights,
     )
-    def read(fixture: Any, changed: Any, given_format: Any, purpose: Purpose, mapped: Any, weighed: Any) -> None:
+    def read(fixture, changed, given_format, purpose, mapped, weighed):
         name, line = fixture
         values = json.loads(line)
         for at, kind, strange, column in changed:
@@ -917,8 +908,8 @@ def test_mutated_rows_are_seen_or_refused_in_one_line() -> None:
     assert min(ends[end] for end in ("recognise", "read", "seen")) >= 5, ends
 
 
-def test_half_a_million_columns() -> None:
-    values: dict[str, Any] = dict.fromkeys(map(str, range(500_000)))
+def test_half_a_million_columns():
+    values = dict.fromkeys(map(str, range(500_000)))
     plain = DataSource(path="file.jsonl")
     for purpose in ALL:
         assert outcome(values, plain, purpose) == "recognise"

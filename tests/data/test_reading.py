@@ -7,20 +7,17 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data import cache
 from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.cache import Table, TableWriter, tokenise
 from rlhf_cli.data.encode import Example, LengthLimits, Skipped, fit, fit_prompt
-from rlhf_cli.data.encoders import DemonstrationEncoder, Tokens
+from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.records import Answer, Message, Record, batched
 from rlhf_cli.data.row_counts import DUPLICATE, Report
 from rlhf_cli.data.splits import Drawn
@@ -31,18 +28,18 @@ from support.paths import ROOT
 from support.tiny import training_examples
 
 
-def write(path: Path, rows: Sequence[Any]) -> str:
+def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
 
 
-def numbered(count: int, *, name: str = "question", start: int = 0) -> list[dict[str, str]]:
+def numbered(count, *, name="question", start=0):
     return [{"prompt": f"{name} {i}", "response": f" answer {i}"} for i in range(start, start + count)]
 
 
-def sides(data: Rows, purpose: str = "sft", **more: Any) -> dict[str, list[str]]:
-    prompts: dict[str, list[str]] = {"train": [], "test": []}
-    for side, record in records(StageRows(data, purpose), Report(), **more):  # type: ignore[arg-type]
+def sides(data, purpose="sft", **more):
+    prompts = {"train": [], "test": []}
+    for side, record in records(StageRows(data, purpose), Report(), **more):
         prompts[side].append(record.prompt)
     return prompts
 
@@ -50,13 +47,13 @@ def sides(data: Rows, purpose: str = "sft", **more: Any) -> dict[str, list[str]]
 # ------------------------------------------------------------------------------------------- sides
 
 
-def test_the_order_of_each_side_is_that_of_the_file(tmp_path: Path) -> None:
+def test_the_order_of_each_side_is_that_of_the_file(tmp_path):
     prompts = sides(Rows(train=write(tmp_path / "a.jsonl", numbered(100)), test_fraction=0.3))
     for side in prompts.values():
         assert side == sorted(side, key=lambda prompt: int(prompt.split()[1]))
 
 
-def test_given_test_rows_are_the_only_ones_held_out_and_one_side_alone_is_that_side(tmp_path: Path) -> None:
+def test_given_test_rows_are_the_only_ones_held_out_and_one_side_alone_is_that_side(tmp_path):
     train, test = write(tmp_path / "a.jsonl", numbered(50)), write(tmp_path / "b.jsonl", numbered(5, name="other"))
     for data in (Rows(train=train, test=test, test_fraction=0.5), Rows(train=train, test_fraction=0.3)):
         both = sides(data)
@@ -65,7 +62,7 @@ def test_given_test_rows_are_the_only_ones_held_out_and_one_side_alone_is_that_s
             assert sides(data, only=side) == {"train": [], "test": [], side: both[side]}
 
 
-def test_shares_of_the_stages_have_no_row_in_common_and_leave_none_out(tmp_path: Path) -> None:
+def test_shares_of_the_stages_have_no_row_in_common_and_leave_none_out(tmp_path):
     rows = [*numbered(3000), *numbered(100)]
     path = write(tmp_path / "a.jsonl", rows)
     data = Rows(train=path, split=[2, 4, 4], test_fraction=0.1)
@@ -82,18 +79,18 @@ def test_shares_of_the_stages_have_no_row_in_common_and_leave_none_out(tmp_path:
     assert all(0.05 < len(side["test"]) / len(side["train"]) < 0.18 for side in by_stage.values())
 
 
-def test_a_share_of_nothing_says_so(tmp_path: Path) -> None:
+def test_a_share_of_nothing_says_so(tmp_path):
     data = Rows(train=write(tmp_path / "a.jsonl", numbered(20)), split=[0, 1, 1])
     with pytest.raises(DataError, match="no row is left to train on"):
         sides(data)
 
 
-def test_weights_say_how_often_an_epoch_has_a_row(tmp_path: Path) -> None:
+def test_weights_say_how_often_an_epoch_has_a_row(tmp_path):
     a, b, c = (write(tmp_path / f"{name}.jsonl", numbered(400, name=name)) for name in ("whole", "often", "seldom"))
     train = [{"path": a}, {"path": b, "weight": 2.5}, {"path": c, "weight": 0.25}]
     report = Report()
     data = Rows.model_validate({"train": train, "test_fraction": 0.1})
-    counts: dict[str, Counter[str]] = {"train": Counter(), "test": Counter()}
+    counts = {"train": Counter(), "test": Counter()}
     for side, record in records(StageRows(data, "sft"), report):
         counts[side][record.prompt] += 1
     copies = {name: Counter(n for p, n in counts["train"].items() if p.startswith(name)) for name in ("whole", "often")}
@@ -108,7 +105,7 @@ def test_weights_say_how_often_an_epoch_has_a_row(tmp_path: Path) -> None:
     assert any("seldom.jsonl" in line and "rows of" in line for line in report.lines())
 
 
-def test_each_source_of_a_mixture_has_its_own_limit_and_format(tmp_path: Path) -> None:
+def test_each_source_of_a_mixture_has_its_own_limit_and_format(tmp_path):
     a = write(tmp_path / "a.jsonl", numbered(30))
     reply = {"role": "assistant", "content": "ho"}
     b = write(tmp_path / "b.jsonl", [{"messages": [{"role": "user", "content": f"hi {i}"}, reply]} for i in range(30)])
@@ -119,7 +116,7 @@ def test_each_source_of_a_mixture_has_its_own_limit_and_format(tmp_path: Path) -
     assert report.kinds == {a: "prompt_response", b: "messages"}
 
 
-def test_duplicates_are_skipped_and_counted(tmp_path: Path) -> None:
+def test_duplicates_are_skipped_and_counted(tmp_path):
     rows = [*numbered(10), *numbered(4), {"prompt": "question 1", "response": " another answer"}]
     data = Rows(train=write(tmp_path / "a.jsonl", rows), test_fraction=0, deduplicate=True)
     report = Report()
@@ -128,7 +125,7 @@ def test_duplicates_are_skipped_and_counted(tmp_path: Path) -> None:
     assert len(sides(data.model_copy(update={"deduplicate": False}))["train"]) == 15
 
 
-def test_select_cuts_a_file_into_parts_without_loss(tmp_path: Path) -> None:
+def test_select_cuts_a_file_into_parts_without_loss(tmp_path):
     path = write(tmp_path / "a.jsonl", numbered(300))
     parts = [sides(Rows(train=[DataSource(path=path, select=f"{k}/4")], test_fraction=0))["train"] for k in range(4)]
     assert sorted(prompt for part in parts for prompt in part) == sorted(row["prompt"] for row in numbered(300))
@@ -149,7 +146,7 @@ BAD = [
 ]
 
 
-def test_bad_rows_stop_the_run_or_are_skipped_and_named(tmp_path: Path) -> None:
+def test_bad_rows_stop_the_run_or_are_skipped_and_named(tmp_path):
     path = tmp_path / "a.jsonl"
     write(path, BAD)
     with path.open("a") as file:
@@ -165,13 +162,13 @@ def test_bad_rows_stop_the_run_or_are_skipped_and_named(tmp_path: Path) -> None:
     assert [line.split(": ")[1] for line in lines if line.startswith("skipped: ")] == [f"{path}:{n}" for n in (4, 7, 8)]
 
 
-def test_a_file_of_bad_rows_is_no_data(tmp_path: Path) -> None:
+def test_a_file_of_bad_rows_is_no_data(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": "p", "response": 7}] * 5)
     with pytest.raises(DataError, match=r"no row is left to train on.*5 rows: can't be read"):
         sides(Rows(train=path, test_fraction=0, on_bad_row="skip"))
 
 
-def test_skipping_does_not_hide_the_wrong_file(tmp_path: Path) -> None:
+def test_skipping_does_not_hide_the_wrong_file(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"colour": "red"}] * 5)
     with pytest.raises(DataError, match="colour"):
         sides(Rows(train=path, test_fraction=0, on_bad_row="skip"))
@@ -182,10 +179,10 @@ def test_skipping_does_not_hide_the_wrong_file(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------- cut
 
 
-def test_a_cut_sequence_keeps_its_answer_mask_and_needs_is_the_smallest_limit() -> None:
+def test_a_cut_sequence_keeps_its_answer_mask_and_needs_is_the_smallest_limit():
     """Random sequences of prompts, answers and turns. Each id equals its position."""
     random.seed(0)
-    counts: Counter[str] = Counter()
+    counts = Counter()
     for _ in range(3000):
         length, longest = random.randint(1, 30), random.randint(1, 30)
         ids = list(range(length))
@@ -193,16 +190,15 @@ def test_a_cut_sequence_keeps_its_answer_mask_and_needs_is_the_smallest_limit() 
         answer = [False] + [turns[i // 4] for i in range(1, length)]
         side = random.choice(["drop", "left", "right"])
         bos = random.choice([0, None])
-        fitted = fit(ids, answer, LengthLimits(longest, side), bos)  # type: ignore[arg-type]
+        fitted = fit(ids, answer, LengthLimits(longest, side), bos)
         if length <= longest:
             assert fitted == (ids, answer)
         elif side == "drop":
             assert fitted == Skipped(f"longer than {longest} tokens", needs=length)
         elif isinstance(fitted, Skipped):
             counts[f"{side} skipped"] += 1
-            assert fitted.needs is not None
-            assert not isinstance(fit(ids, answer, LengthLimits(fitted.needs, side), bos), Skipped)  # type: ignore[arg-type]
-            assert isinstance(fit(ids, answer, LengthLimits(fitted.needs - 1, side), bos), Skipped)  # type: ignore[arg-type]
+            assert not isinstance(fit(ids, answer, LengthLimits(fitted.needs, side), bos), Skipped)
+            assert isinstance(fit(ids, answer, LengthLimits(fitted.needs - 1, side), bos), Skipped)
             last = length - next((n for n, a in enumerate(reversed(answer)) if not a), length)
             if side == "right":
                 assert not any(answer[:longest])
@@ -220,14 +216,14 @@ def test_a_cut_sequence_keeps_its_answer_mask_and_needs_is_the_smallest_limit() 
     assert min(counts[name] for name in ("left", "right", "left skipped", "right skipped")) > 50, counts
 
 
-def test_a_short_answer_is_skipped() -> None:
+def test_a_short_answer_is_skipped():
     row = [1, 2, 3], [False, True, True]
     assert fit(*row, LengthLimits(9, min_response_length=2), None) == row
     skipped = Skipped("answers of fewer than 3 tokens")
     assert fit(*row, LengthLimits(9, min_response_length=3), None) == skipped
 
 
-def test_prompts_are_cut_on_the_configured_side() -> None:
+def test_prompts_are_cut_on_the_configured_side():
     assert fit_prompt([5, 6, 7], LengthLimits(3), None) == [5, 6, 7]
     assert fit_prompt([5, 6, 7, 8], LengthLimits(3), None) == Skipped("prompts longer than 3 tokens", needs=4)
     assert fit_prompt([5, 6, 7, 8], LengthLimits(3, "right"), 5) == [5, 6, 7]
@@ -249,7 +245,7 @@ class Thing:
     columns: dict[str, Any] = field(default_factory=dict)
 
 
-def things(count: int) -> list[Thing]:
+def things(count):
     random.seed(1)
     return [
         Thing(
@@ -265,8 +261,8 @@ def things(count: int) -> list[Thing]:
     ]
 
 
-def build(path: Path, rows: Sequence[Any], kind: type, batch: int = 1000) -> Table[Any]:
-    writer: TableWriter[Any] = TableWriter(path, kind)
+def build(path, rows, kind, batch=1000):
+    writer = TableWriter(path, kind)
     for some in batched(rows, batch):
         writer.write(some)
     writer.close()
@@ -274,7 +270,7 @@ def build(path: Path, rows: Sequence[Any], kind: type, batch: int = 1000) -> Tab
 
 
 @pytest.mark.parametrize("batch", [1, 3, 1000])
-def test_a_table_returns_the_rows_that_were_written(tmp_path: Path, batch: int) -> None:
+def test_a_table_returns_the_rows_that_were_written(tmp_path, batch):
     rows = things(25)
     built = build(tmp_path / "a.arrow", rows, Thing, batch)
     assert len(built) == 25
@@ -288,7 +284,7 @@ def test_a_table_returns_the_rows_that_were_written(tmp_path: Path, batch: int) 
             built[index]
 
 
-def test_a_table_is_memory_mapped(tmp_path: Path) -> None:
+def test_a_table_is_memory_mapped(tmp_path):
     """40 MB of tokens: opening the table and reading a hundred rows adds little to the process's memory."""
     build(tmp_path / "a.arrow", [Example(list(range(2000)), [True] * 2000, "w")] * 5_000, Example)
     assert (tmp_path / "a.arrow").stat().st_size > 40_000_000
@@ -314,28 +310,28 @@ class Counting(DemonstrationEncoder):
 
     num_rows = 0
 
-    def sequences(self, rows: Sequence[Record]) -> list[list[Tokens]]:
+    def sequences(self, rows):
         self.num_rows += len(rows)
         return super().sequences(rows)
 
 
 @pytest.fixture
-def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase) -> Any:
+def cached(tmp_path, monkeypatch, tokenizer):
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
 
-    def run(data: Rows, *, tokenizer: PreTrainedTokenizerBase = tokenizer, **more: Any) -> tuple[Any, int]:
+    def run(data, *, tokenizer=tokenizer, **more):
         encoder = Counting(tokenizer, StageRows(data, "sft", limits=LengthLimits(500), **more))
         return tokenise(encoder), encoder.num_rows
 
     return run
 
 
-def entries(tmp_path: Path) -> list[Path]:
+def entries(tmp_path):
     """The folders of the cache entries."""
     return [path for path in (tmp_path / "cache" / cache.FOLDER).iterdir() if path.is_dir()]
 
 
-def test_rows_are_tokenised_once(tmp_path: Path, cached: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_rows_are_tokenised_once(tmp_path, cached, tokenizer):
     data = Rows(train=write(tmp_path / "a.jsonl", numbered(2500)), test_fraction=0.1)
     first, encoded = cached(data)
     assert encoded == 2500 == len(first.train) + len(first.test)
@@ -350,9 +346,7 @@ def test_rows_are_tokenised_once(tmp_path: Path, cached: Any, tokenizer: PreTrai
     assert [e.ids for e in first.train] == [e.ids for e in plain]
 
 
-def test_a_change_of_data_settings_or_code_makes_a_new_cache_entry(
-    tmp_path: Path, cached: Any, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_of_data_settings_or_code_makes_a_new_cache_entry(tmp_path, cached, tokenizer, monkeypatch):
     path = write(tmp_path / "a.jsonl", numbered(20))
     data = Rows(train=path, test_fraction=0.1)
     cached(data)
@@ -372,16 +366,14 @@ def test_a_change_of_data_settings_or_code_makes_a_new_cache_entry(
     assert cached(data)[1] == 21
 
 
-def test_a_bad_row_leaves_no_cache_entry(tmp_path: Path, cached: Any) -> None:
+def test_a_bad_row_leaves_no_cache_entry(tmp_path, cached):
     data = Rows(train=write(tmp_path / "a.jsonl", BAD), test_fraction=0)
     with pytest.raises(DataError):
         cached(data)
     assert not entries(tmp_path)
 
 
-def test_an_unwritable_cache_does_not_stop_the_run(
-    tmp_path: Path, cached: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_cache_does_not_stop_the_run(tmp_path, cached, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "file" / "cache"))
     rows, num_encoded = cached(Rows(train=write(tmp_path / "a.jsonl", numbered(50)), test_fraction=0))
@@ -389,7 +381,7 @@ def test_an_unwritable_cache_does_not_stop_the_run(
     assert rows.train[0].where.endswith(":1")
 
 
-def test_cache_entries_unused_for_a_month_are_deleted(tmp_path: Path, cached: Any) -> None:
+def test_cache_entries_unused_for_a_month_are_deleted(tmp_path, cached):
     one = Rows(train=write(tmp_path / "a.jsonl", numbered(5)), test_fraction=0)
     other = Rows(train=write(tmp_path / "b.jsonl", numbered(6)), test_fraction=0)
     cached(one)
@@ -401,13 +393,13 @@ def test_cache_entries_unused_for_a_month_are_deleted(tmp_path: Path, cached: An
     assert len(entries(tmp_path)) == 1
 
 
-def make_old(folder: Path) -> None:
+def make_old(folder):
     old = time.time() - 31 * 86400
     for path in sorted(folder.rglob("*")):
         os.utime(path, (old, old))
 
 
-def test_nothing_is_deleted_but_entries_of_the_cache(tmp_path: Path, cached: Any) -> None:
+def test_nothing_is_deleted_but_entries_of_the_cache(tmp_path, cached):
     """Other files in the directory that RLHF_CACHE names, in our folder, and in an entry, all a month old."""
     data = Rows(train=write(tmp_path / "a.jsonl", numbered(5)), test_fraction=0)
     cached(data)
@@ -426,7 +418,7 @@ def test_nothing_is_deleted_but_entries_of_the_cache(tmp_path: Path, cached: Any
     assert not (entry / "facts.json").exists(), "the entry itself is deleted"
 
 
-def test_a_folder_of_the_same_name_that_rlhf_did_not_make_is_not_used(tmp_path: Path, cached: Any) -> None:
+def test_a_folder_of_the_same_name_that_rlhf_did_not_make_is_not_used(tmp_path, cached):
     other = tmp_path / "cache" / cache.FOLDER / ("0" * 32) / "facts.json"
     other.parent.mkdir(parents=True)
     other.write_text("mine")
@@ -442,7 +434,7 @@ def test_a_folder_of_the_same_name_that_rlhf_did_not_make_is_not_used(tmp_path: 
         *(("test.arrow", "bit"), ("facts.json", "random"), ("facts.json", "gone")),
     ],
 )
-def test_a_changed_byte_rebuilds_the_entry_and_says_so(tmp_path: Path, cached: Any, name: str, damage: str) -> None:
+def test_a_changed_byte_rebuilds_the_entry_and_says_so(tmp_path, cached, name, damage):
     data = Rows(train=write(tmp_path / "a.jsonl", numbered(60)), test_fraction=0.1)
     first, _ = cached(data)
     rows, lines = [list(first.train), list(first.test)], first.lines
@@ -466,7 +458,7 @@ def test_a_changed_byte_rebuilds_the_entry_and_says_so(tmp_path: Path, cached: A
     assert cached(data)[0].lines == lines
 
 
-def test_two_processes_share_one_cache_entry(tmp_path: Path, tokenizer_path: str) -> None:
+def test_two_processes_share_one_cache_entry(tmp_path, tokenizer_path):
     """Both start at the same time. One encodes; the other waits and reads the result."""
     path = write(tmp_path / "a.jsonl", numbered(3000))
     program = (
@@ -497,12 +489,12 @@ def test_two_processes_share_one_cache_entry(tmp_path: Path, tokenizer_path: str
 # --------------------------------------------------------------------------------------- rows that are measured
 
 
-def pair(number: int, where: str, *, swapped: bool) -> RankedIds:
+def pair(number, where, *, swapped):
     answers = ("bad", "good") if swapped else ("good", "bad")
     return RankedIds([[1], [2]], Record(f"question {number}", where, tuple(map(Answer, answers)), ranked=True))
 
 
-def test_the_rows_that_are_measured_are_drawn_from_the_whole_file() -> None:
+def test_the_rows_that_are_measured_are_drawn_from_the_whole_file():
     """A test set of right pairs, then swapped ones: the first half would say that all of them are right."""
     rows = [pair(i, f"test.jsonl:{i + 1}", swapped=i >= 100) for i in range(200)]
     drawn = Drawn(rows, 100, seed=0)
@@ -519,7 +511,7 @@ def test_the_rows_that_are_measured_are_drawn_from_the_whole_file() -> None:
     assert str(Drawn(rows, 1000, seed=0)) == "200"
 
 
-def test_measured_rows_are_grouped_by_source(tmp_path: Path) -> None:
+def test_measured_rows_are_grouped_by_source(tmp_path):
     for folder in ("a", "b", "c"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "test.jsonl").touch()
@@ -531,7 +523,7 @@ def test_measured_rows_are_grouped_by_source(tmp_path: Path) -> None:
     assert Drawn(rows, 6, 0, sources[:1]).by_source == {}
 
 
-def test_validation_rows_are_a_side_of_their_own(tmp_path: Path) -> None:
+def test_validation_rows_are_a_side_of_their_own(tmp_path):
     """They are read whole, whatever `test_fraction` holds out of the training rows."""
     rows = [{"prompt": f"question {i}", "response": "yes"} for i in range(100)]
     train = write(tmp_path / "train.jsonl", rows)

@@ -32,33 +32,33 @@ gold = module_at(FOLDER / "gold.py")
 """The judge, loaded by path as the evaluation loads it."""
 
 
-def name_of(file: str) -> str:
+def name_of(file):
     """The file name. Training files are gzipped."""
     return f"{file}.jsonl.gz" if file in TRAINING else f"{file}.jsonl"
 
 
-def text_of(path: Path) -> str:
+def text_of(path):
     """The text of a file, decompressed if it is gzipped."""
     data = path.read_bytes()
     return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
 
 
-def read(file: str) -> list[dict]:
+def read(file):
     """The rows of one shipped file."""
     return [json.loads(line) for line in text_of(FOLDER / name_of(file)).splitlines()]
 
 
-def mean(values: list[float]) -> float:
+def mean(values):
     return sum(values) / len(values)
 
 
 @pytest.fixture(scope="module")
-def files() -> dict[str, list[dict]]:
+def files():
     return {file: read(file) for file in TRAINING + TESTS}
 
 
 @pytest.mark.slow
-def test_regenerating_gives_the_shipped_text(tmp_path: Path) -> None:
+def test_regenerating_gives_the_shipped_text(tmp_path):
     """Plain files have the same bytes. Gzipped ones have the same text, since builds of zlib compress differently.
 
     tests/commands/test_init.py, which is not slow, compares six of the files.
@@ -71,9 +71,7 @@ def test_regenerating_gives_the_shipped_text(tmp_path: Path) -> None:
     assert [name for name in shipped if text_of(shipped[name]) != text_of(again[name])] == []
 
 
-def test_a_longer_training_file_begins_with_the_shipped_one(
-    files: dict[str, list[dict]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_longer_training_file_begins_with_the_shipped_one(files, monkeypatch):
     """--scale depends on this. Another seed gives other rows."""
     monkeypatch.syspath_prepend(str(FOLDER))
     generator = importlib.import_module("generate")
@@ -84,8 +82,8 @@ def test_a_longer_training_file_begins_with_the_shipped_one(
     assert next(generator.draw_rows(11, "sft_train", 1, generator.sft_row)) != rows[0]
 
 
-def test_no_held_out_pair_or_prompt_is_in_the_training_files(files: dict[str, list[dict]]) -> None:
-    def pairs(names: list[str]) -> set[tuple[str, str]]:
+def test_no_held_out_pair_or_prompt_is_in_the_training_files(files):
+    def pairs(names):
         prompts = {row["prompt"] for name in names for row in files[name]}
         return {(slots["product"], slots["issue"]) for slots in map(gold.read_prompt, prompts)}
 
@@ -139,7 +137,7 @@ HAND_WORKED = [
 
 
 @pytest.mark.parametrize(("reply", "expected", "marks"), HAND_WORKED)
-def test_gold_of_hand_worked_replies(reply: str, expected: float, marks: str) -> None:
+def test_gold_of_hand_worked_replies(reply, expected, marks):
     (judged,) = gold.judge([PROMPT], [reply], [{}])
     assert next(iter(judged)) == "gold"
     assert judged.pop("gold") == expected
@@ -147,7 +145,7 @@ def test_gold_of_hand_worked_replies(reply: str, expected: float, marks: str) ->
     assert {mark for mark, value in judged.items() if value} == set(marks.split())
 
 
-def test_a_cut_or_rambling_reply_is_not_concise() -> None:
+def test_a_cut_or_rambling_reply_is_not_concise():
     short = " A driver collects the tent from order T5 and we refund you."
     long = short + " Please wait" * 16 + "."
     cut, rambling = gold.judge([PROMPT] * 2, [short, long], [{"ended": False}, {"ended": True}])
@@ -156,20 +154,20 @@ def test_a_cut_or_rambling_reply_is_not_concise() -> None:
     assert (rambling["gold"], rambling["concise"], rambling["wellformed"]) == (1 + 1.5 - 0.5, 0, 0)
 
 
-def test_unique_counts_shapes_not_texts() -> None:
+def test_unique_counts_shapes_not_texts():
     other = "Human: My name is Nora. Please cancel the desk. Order K2.\n\nAssistant:"
     replies = [" I am so sorry, Felix.", " I am so sorry, Nora.", " Happy to help you, Nora."]
     judged = gold.judge([PROMPT, other, other], replies, [{}, {}, {}])
     assert [marks["unique"] for marks in judged] == [1, 0, 1]
 
 
-def test_score_returns_gold_only() -> None:
+def test_score_returns_gold_only():
     assert gold.score(
         [PROMPT] * 2, [" We will see what can be done.", " I read your note."], [{}, {"ended": False}]
     ) == [1, 0]
 
 
-def test_lists_of_different_length_and_foreign_prompts_are_refused() -> None:
+def test_lists_of_different_length_and_foreign_prompts_are_refused():
     with pytest.raises(ValueError):
         gold.judge([PROMPT], [], [{}])
     with pytest.raises(ValueError, match="not a prompt of the support task"):
@@ -177,7 +175,7 @@ def test_lists_of_different_length_and_foreign_prompts_are_refused() -> None:
 
 
 @pytest.mark.parametrize("file", ["pref_train", "pref_test"])
-def test_preferences_mostly_agree_with_gold(files: dict[str, list[dict]], file: str) -> None:
+def test_preferences_mostly_agree_with_gold(files, file):
     rows = files[file][:2000]
     prompts = [row["prompt"] for row in rows]
     chosen = gold.score(prompts, [row["chosen"] for row in rows], rows)
@@ -192,7 +190,7 @@ def test_preferences_mostly_agree_with_gold(files: dict[str, list[dict]], file: 
     assert 0.4 < longer < 0.65, "length must not reveal which reply is better"
 
 
-def test_scores_are_noisy_views_of_gold(files: dict[str, list[dict]]) -> None:
+def test_scores_are_noisy_views_of_gold(files):
     rows = files["scored_test"]
     assert [row["gold"] for row in rows] == gold.score(
         [row["prompt"] for row in rows], [row["response"] for row in rows], rows
@@ -207,7 +205,7 @@ DATA = Path(os.environ.get("RLHF_REAL_DATA", str(ROOT.parent / "shared" / "data"
 BABYLLAMA = DATA.parent / "models" / "babyllama"
 
 
-def test_stages_of_a_folder_share_their_prompts() -> None:
+def test_stages_of_a_folder_share_their_prompts():
     """PPO must format prompts like SFT. Otherwise the policy starts from text that it has never seen."""
     folders = sorted({file.parent for file in (ROOT / "configs").rglob("*.yaml")})
     assert len(folders) >= 7
@@ -220,7 +218,7 @@ def test_stages_of_a_folder_share_their_prompts() -> None:
             assert a[key] == b[key], f"{folder.name}: {key}"
 
 
-def test_story_prompts_are_those_of_the_script(tmp_path: Path) -> None:
+def test_story_prompts_are_those_of_the_script(tmp_path):
     folder = ROOT / "data" / "stories"
     subprocess.run([sys.executable, "-B", folder / "generate.py", "--out", tmp_path], check=True)
     shipped = (folder / "prompts.jsonl").read_bytes()
@@ -234,7 +232,7 @@ def test_story_prompts_are_those_of_the_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not BABYLLAMA.exists(), reason=f"{BABYLLAMA} does not exist; set RLHF_REAL_DATA to the data folder")
-def test_stories_from_a_pretrained_model(tmp_path: Path) -> None:
+def test_stories_from_a_pretrained_model(tmp_path):
     """In this tokenizer pad is eos, and a story ends with <s>. The saved model must have both as EOS."""
     root = tmp_path / "run"
     settings = [
@@ -253,7 +251,7 @@ def test_stories_from_a_pretrained_model(tmp_path: Path) -> None:
         assert -3.0 <= example["sft"]["score"] <= 4.0
 
 
-def test_the_download_script_writes_every_row_of_every_split(tmp_path: Path) -> None:
+def test_the_download_script_writes_every_row_of_every_split(tmp_path):
     """A stand-in replaces `datasets`. The rows keep their order."""
     (tmp_path / "datasets.py").write_text(
         "def load_dataset(name):\n"
