@@ -280,11 +280,8 @@ class Labelling:
 def _checked(line: Line) -> Line:
     """A line of an earlier run. Raises ArtifactError if it was edited and does not hold an answer any more."""
     if "reason" in line:
-        names, is_answer, rule = (
-            line["columns"],
-            line["reason"] in (TIE, SKIPPED),
-            f"`reason` must be {TIE} or {SKIPPED}",
-        )
+        names, is_answer = line["columns"], line["reason"] in (TIE, SKIPPED)
+        rule = f"`reason` must be {TIE} or {SKIPPED}"
     else:
         names, is_answer = [line["chosen_column"], line["rejected_column"]], line["side"] in (1, 2)
         rule = "`side` must be 1 or 2"

@@ -274,9 +274,8 @@ class Output:
 
     def __init__(self, path: Path, settings: dict[str, Any], *, restart: bool = False, keep_dropped: bool = True):
         self.path, self.restart, self.keep_dropped = path, restart, keep_dropped
-        self.dropped_path, self.settings_path = (
-            path.with_name(f"{path.name}.{end}") for end in ("dropped", "settings")
-        )
+        self.dropped_path = path.with_name(path.name + ".dropped")
+        self.settings_path = path.with_name(path.name + ".settings")
         self.settings = json.loads(json.dumps(settings))
         self.num_rows = self.num_dropped = 0
         self._files: list[BinaryIO] = []
