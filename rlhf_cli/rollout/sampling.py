@@ -65,7 +65,8 @@ class Sampling:
     """Stop tokens cannot be drawn before, and a stop string that is complete before ends nothing."""
     stop: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
-    """None is empty. The token that completes one is the response's last. The text has no special tokens."""
+    """None is empty. The token that completes one is the response's last. The text that is searched has no special
+    tokens: list these in `stop`."""
     decoder: DecoderName = "auto"  # the decoders differ by rounding only
 
     @property
@@ -454,7 +455,7 @@ def kept_tokens(scaled: Tensor, sampling: Sampling) -> Tensor:
     """Which tokens top_k, top_p and min_p keep: [B, V] bool, at least one per row.
 
     scaled [B, V] is float32, already divided by the temperature; -inf is never kept. top_p is a share of what top_k
-    kept.
+    kept. Among equally likely tokens the lowest ids are kept, on every device.
 
     >>> scaled = torch.tensor([[1.0, 5.0, 3.0, 1.0]]).log()
     >>> kept_tokens(scaled, Sampling(top_k=3))
