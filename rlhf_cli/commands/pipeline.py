@@ -49,20 +49,15 @@ def pipeline(
     # A stage that is finished and whose config, data and inputs are unchanged is skipped. A stage that runs changes the
     # inputs of the stages after it, so they run too.
     overrides = [*(overrides or []), *([f"threads={threads}"] if threads else [])]
-    configs = stage_files(directory)
-    chosen = {stage: overrides_for(stage, overrides) for stage in configs}
+    files = stage_files(directory)
     for text in overrides:
         stage_of_it, _ = split_prefix(text)
-        if stage_of_it is not None and stage_of_it not in configs:
+        if stage_of_it is not None and stage_of_it not in files:
             raise ConfigError(
                 f"--set {text}: {directory} has no {stage_of_it}.yaml, so this would have no effect. Add the file or "
                 "remove the option"
             )
-    loaded = {stage: load_stage_config(stage, path, chosen[stage]) for stage, path in configs.items()}
-    for stage, config in loaded.items():
-        with explained(configs[stage], config.artifacts, chosen[stage]):
-            require_files(config)
-        require_lora(stage, loaded)
+    loaded = load_stages(files, overrides)
     roots = {config.artifacts for config in loaded.values()}
     if len(roots) > 1:
         raise ConfigError(f"{directory}: the stages have different `artifacts` ({', '.join(sorted(roots))}). Use one")
@@ -83,12 +78,12 @@ def pipeline(
         ran = []
         for number, stage in enumerate(stages, 1):
             load = partial(_load, stage, f"stage {number} of {len(stages)}, {stage}", display)
-            if start(stage, load, configs[stage], [*chosen[stage], *own.get(stage, ())]):
+            if start(stage, load, files[stage], [*overrides_for(stage, overrides), *own.get(stage, ())]):
                 ran.append(stage)
         return ran
 
     root = roots.pop()
-    ran, done = run(list(configs), {}), [root]
+    ran, done = run(list(files), {}), [root]
     for number in range(2, rounds + 1):
         assert plan is not None
         display.heading(f"round {number} of {rounds}")
@@ -97,13 +92,24 @@ def pipeline(
             break
         ran = run(["rm", "ppo"], plan.overrides(loaded, root, number))
         done.append(str(folder))
-    _show_result(done[-1], list(configs), ran, display)
+    _show_result(done[-1], list(files), ran, display)
     if rounds > 1:
         show(done, display)
     if is_main:
         if not (Path(done[-1]) / "eval").is_dir():
             display.note(f"for intervals, calibration and best-of-n: {command('eval', done[-1])}")
         _report(Path(done[-1]), display)
+
+
+def load_stages(files: Mapping[str, Path], overrides: Sequence[str]) -> dict[str, AnyConfig]:
+    """The configs of the stages of a run. Raises what can be found out before the first stage runs."""
+    chosen = {stage: overrides_for(stage, overrides) for stage in files}
+    configs = {stage: load_stage_config(stage, file, chosen[stage]) for stage, file in files.items()}
+    for stage, config in configs.items():
+        with explained(files[stage], config.artifacts, chosen[stage]):
+            require_files(config)
+        require_lora(stage, configs)
+    return configs
 
 
 def require_lora(stage: str, configs: Mapping[str, AnyConfig], *, here: bool = True) -> None:

@@ -17,9 +17,9 @@ import typer
 from pydantic import Field
 
 from rlhf_cli.commands.options import Quiet
-from rlhf_cli.commands.pipeline import pipeline, require_lora
+from rlhf_cli.commands.pipeline import load_stages, pipeline
 from rlhf_cli.config.base import EXPANDED, LocalPath, Section
-from rlhf_cli.config.by_stage import CONFIGS, AnyConfig, load_stage_config, overrides_for, stage_files
+from rlhf_cli.config.by_stage import CONFIGS, AnyConfig, load_stage_config, stage_files
 from rlhf_cli.config.explain import alternatives, child_kind
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted, RunError, UserError
@@ -28,8 +28,7 @@ from rlhf_cli.program import command
 from rlhf_cli.report.progress import Display
 from rlhf_cli.run.artifacts import damage_of_models, differences, read_manifest_or_none, stage_directory
 from rlhf_cli.run.checkpoint_files import last_step, unfinished_identity
-from rlhf_cli.run.identity import identity, require_files
-from rlhf_cli.run.launch import explained
+from rlhf_cli.run.identity import identity
 
 FIGURES = {"score": "ppo/score_mean", "gold": "ppo/gold", "KL": "ppo/kl"}
 """Columns of the last table, and the final metrics that they show."""
@@ -74,17 +73,14 @@ def sweep(
         raise ConfigError("rlhf sweep: runs on one process. Use torchrun with the stages of one run instead")
     settings = load_config(file, Sweep)
     folder, runs = Path(settings.base), members_of(settings, file)
+    files = stage_files(folder)
     for run in runs:
         try:
-            run.configs.update(_configs(folder, run.overrides))
-            for stage, config in run.configs.items():
-                with explained(folder / f"{stage}.yaml", config.artifacts, overrides_for(stage, run.overrides)):
-                    require_files(config)
-                require_lora(stage, run.configs)
+            run.configs.update(load_stages(files, run.overrides))
         except UserError as error:
             raise type(error)(f"{run.name}: {error}") from None
     display = Display("sweep", quiet=quiet)
-    sources = [Path(config.artifacts) for config in _configs(folder, []).values()][:1]
+    sources = [Path(load_stage_config(*next(iter(files.items()))).artifacts)]
     if dry_run:
         display.table(f"{len(runs)} runs in {settings.artifacts}", ["run", *runs[0].configs], _plan_rows(runs, sources))
         return
@@ -136,11 +132,6 @@ def members_of(sweep: Sweep, path: Path) -> list[SweepRun]:
         setting = _name({key: value for key, value in values.items() if key.rpartition(":")[2] != "seed"}) or "all runs"
         members[root.name] = SweepRun(root.name, setting, root, overrides)
     return list(members.values())
-
-
-def _configs(folder: Path, overrides: Sequence[str]) -> dict[str, AnyConfig]:
-    files = stage_files(folder).items()
-    return {stage: load_stage_config(stage, file, overrides_for(stage, overrides)) for stage, file in files}
 
 
 def _stages_with(key: str, stages: Sequence[str]) -> list[str]:
