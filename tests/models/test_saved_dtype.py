@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rlhf_cli.files import stored_dtype
 from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer, prepare
@@ -75,6 +75,12 @@ def test_a_header_that_cannot_be_read_gives_no_format(tmp_path):
     assert stored_dtype(tmp_path) is None
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
     assert stored_dtype(tmp_path) is None
+
+
+def test_the_format_is_that_of_most_numbers_and_not_of_most_tensors(tmp_path):
+    norms = {name: torch.zeros(2) for name in ("a", "b", "c")}
+    save_file({**norms, "matrix": torch.zeros(4, 4, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    assert stored_dtype(tmp_path) == "bfloat16"
 
 
 @pytest.mark.parametrize("longer", [0, 8])

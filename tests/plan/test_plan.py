@@ -218,6 +218,21 @@ def test_a_reward_model_of_adapters_shares_the_weights_of_the_policy_unless_it_i
     assert sizes[0] == 0 < sizes[1]
 
 
+@pytest.mark.parametrize("section", ["policy", "ref_policy", "value_model", "rewards"])
+def test_a_model_that_is_kept_whole_is_planned_with_all_of_its_weights(section):
+    names = {"ref_policy": "reference policy", "value_model": "value model", "rewards": "reward model"}
+    shard = "ppo:distributed.shard=true"
+    halves, kept = (
+        {
+            model["name"]: model["weight_bytes"]
+            for model in plan("configs/support", "--nproc", 2, *sets(*more))[2]["models"]
+        }
+        for more in ([shard], [shard, f"ppo:distributed.keep_whole=[{section}]"])
+    )
+    whole = names.get(section, section)
+    assert kept == {name: size * (2 if name == whole else 1) for name, size in halves.items()}
+
+
 def test_a_value_model_of_its_own_path_is_planned_with_its_own_size(shapes):
     texts = [f"value_model.path={shapes / '8b'}", "policy.lora.r=16", "value_model.lora.r=16"]
     texts.append("rewards=[{type: length, target: 10}]")
