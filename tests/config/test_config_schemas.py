@@ -168,6 +168,8 @@ PPO: dict[str, Any] = {
         ("sft", ["model.lora_dropout=0.1"], "dropout is not offered"),
         ("sft", ["model.lora={}", "model.freeze=[embeddings]"], "freeze does nothing with lora"),
         ("sft", ["model.lora={}", "model.add_tokens=[<x>]"], "add_tokens does nothing with lora"),
+        ("rm", ["optimizer.precision=bfloat16", "model.lora={}"], "does nothing with model.lora"),
+        ("ppo", ["optimizer.precision=bfloat16", "policy.lora={}"], "does nothing with policy.lora"),
         ("ppo", ["policy.add_tokens=[<x>]"], "add_tokens belongs to the SFT stage"),
         ("ppo", ["rollout.no_repeat_ngram_size=1"], "at least 2"),
         ("rm", ["model.add_tokens=[<x>]"], "add_tokens belongs to the SFT stage"),
