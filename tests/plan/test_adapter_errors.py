@@ -19,6 +19,7 @@ from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.load import load_policy
 from rlhf_cli.models.quantized import require_quantizable
 from support.paths import ROOT
+from support.projects import rlhf
 
 NO_LAYER = (
     "target_modules: found nonsense, which is no layer of this {}. Name some of its linear layers (down_proj, "
@@ -98,6 +99,15 @@ def test_a_reward_model_of_adapters_that_cannot_be_read(run, make_model, tmp_pat
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "bias": "all"}))
     rewards = [{"type": "reward_model", "path": str(adapter)}]
     assert "sets bias, which is not supported" in run("ppo", policy={"path": str(make_model("llama"))}, rewards=rewards)
+
+
+def test_adapters_need_peft_in_a_run_and_not_in_its_plan(run, make_model, tmp_path, monkeypatch):
+    adapter = adapters(make_model("llama"), tmp_path / "adapter")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    rewards = [{"type": "reward_model", "path": str(adapter)}]
+    error = run("ppo", policy={"path": str(make_model("llama"))}, rewards=rewards)
+    assert error.startswith(f"{adapter}: needs the package peft")
+    assert "reward model" in rlhf("plan", tmp_path / "ppo.yaml").stdout
 
 
 @pytest.mark.parametrize("command", [["plan"], ["config", "check"], ["pipeline"]], ids=" ".join)

@@ -339,6 +339,7 @@ def test_an_override_without_a_prefix_is_for_the_stages_that_are_planned():
     ("arguments", "message"),
     [
         (["configs/support", "--gpu-memory", "much"], "--gpu-memory: found much, must be a size such as 80GB or 24GiB"),
+        (["configs/support", "--gpu-memory", "0GB"], "--gpu-memory: found 0GB, must be a size such as 80GB or 24GiB"),
         (["--config", "missing/sft.yaml"], "missing/sft.yaml: no such file"),
         (["configs"], "configs: has no sft.yaml, rm.yaml or ppo.yaml"),
         ([], "give one config: rlhf plan FILE, or rlhf plan --config FILE"),
