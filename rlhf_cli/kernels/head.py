@@ -24,18 +24,20 @@ CACHED = 1 << 18, 256
 """Numbers of a chunk on a CPU, which fit into its cache, and the fewest tokens: with fewer, the product reads all
 weights of a large head for little work."""
 GPU_TOKENS = 512
-"""Fewest tokens of a chunk on a GPU. Each chunk adds to the gradient of all weights of the head: 7,500 tokens took 110
-at a time for a vocabulary of 152,000, and these sums an eighth of a training step."""
+"""Fewest tokens of a chunk on a GPU if the head is trained. Each chunk adds to the gradient of all its weights: with
+110 tokens at a time, for a vocabulary of 152,000, these sums took an eighth of a training step."""
 
 
-def chunk_tokens(vocabulary: int, device: str) -> int:
+def chunk_tokens(vocabulary: int, device: str, *, trains_head: bool) -> int:
     """The tokens whose logits are computed at a time on a type of device.
 
-    >>> chunk_tokens(152_000, "cuda"), chunk_tokens(152_000, "cpu"), chunk_tokens(2048, "cpu")
-    (512, 110, 256)
+    >>> [chunk_tokens(152_000, "cuda", trains_head=trains) for trains in (True, False)]
+    [512, 110]
+    >>> chunk_tokens(2048, "cpu", trains_head=True)
+    256
     """
     if device != "cpu":
-        return max(CHUNK // vocabulary, GPU_TOKENS)
+        return max(1, CHUNK // vocabulary, GPU_TOKENS * trains_head)
     return max(1, min(CHUNK, max(CACHED[0], CACHED[1] * vocabulary)) // vocabulary)
 
 
@@ -53,8 +55,10 @@ def linear_logprobs(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    keeps = torch.is_grad_enabled() and len(ids) * len(weight) <= MOST_LOGITS
-    logprobs: Tensor = _LinearLogprobs.apply(hidden, weight, bias, ids, temperature, keeps)
+    derives = torch.is_grad_enabled()
+    keeps = derives and len(ids) * len(weight) <= MOST_LOGITS
+    rows = chunk_tokens(len(weight), device, trains_head=derives and weight.requires_grad)
+    logprobs: Tensor = _LinearLogprobs.apply(hidden, weight, bias, ids, temperature, keeps, rows)
     return logprobs
 
 
@@ -64,9 +68,15 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, temperature: float, keeps: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        temperature: float,
+        keeps: bool,
+        rows: int,
     ) -> Tensor:
-        rows = chunk_tokens(len(weight), hidden.device.type)
         logprobs = hidden.new_empty(len(ids), dtype=torch.promote_types(hidden.dtype, torch.float32))
         kept = hidden.new_empty(len(ids), len(weight)) if keeps else None
         for at in range(0, len(ids), rows):
@@ -86,7 +96,7 @@ class _LinearLogprobs(torch.autograd.Function):
             scaled = (hidden * scale).to(hidden.dtype)
             of_weight = linear(kept.t(), scaled.t()) if ctx.needs_input_grad[1] else None
             of_bias = None if bias is None else (scale.t().to(kept.dtype) @ kept)[0]
-            return linear(kept, weight.t()).mul_(scale), of_weight, of_bias, None, None, None
+            return linear(kept, weight.t()).mul_(scale), of_weight, of_bias, None, None, None, None
         grad_hidden = torch.empty_like(hidden)
         # These are sums over many chunks. In bfloat16 the last ones would be rounded away.
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -104,7 +114,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += (error * of_row).sum(0)
         grad_weight, grad_bias = (None if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias))
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def _of_chunk(

@@ -350,8 +350,9 @@ class Held:
             return copies
         # On a GPU in 16 bits the product and its copy in float32.
         number = 6.0 if self.setting.device != "cpu" and self.setting.number != 4 else 4.0
-        tokens = min(batch.targets, chunk_tokens(self.shape.vocabulary, self.setting.device))
-        chunk = number * tokens * self.shape.vocabulary
+        trains_head = self.is_trained and self.lora is None
+        tokens = chunk_tokens(self.shape.vocabulary, self.setting.device, trains_head=trains_head)
+        chunk = number * min(batch.targets, tokens) * self.shape.vocabulary
         return 3 * chunk if numbers > MOST_LOGITS else copies + chunk
 
     def _gathered(self, *, trains: bool) -> tuple[float, float]:
