@@ -134,6 +134,10 @@ def test_the_full_kl_of_a_lora_policy_is_measured_to_its_base_model(watch, make_
         assert run.steps[1]["loss/kl"] == pytest.approx(expected, rel=1e-3)
     else:
         assert rollout.kl_full[rollout.response_mask].mean().item() == pytest.approx(expected, rel=1e-3)
+        # Before the first step the policy is its base model, and the KL takes nothing from the score.
+        first, missing_eos_penalty = run.metrics[0], run.setup.config.ppo.missing_eos_penalty
+        score = first["objective/score"] - missing_eos_penalty * (1 - first["response/eos_fraction"])
+        assert first["objective/reward"] == pytest.approx(score, abs=1e-6)
 
 
 def test_lora_with_another_model_as_ref_policy(watch, make_model, pipeline):

@@ -159,3 +159,9 @@ def test_a_failing_gold_function_names_the_row(function):
     ):
         judge(batch(["x", "y"]))
     assert judge(batch(["x"])) == [{"good": 1.0, "long": 2.0}]
+
+
+def test_a_gold_function_may_not_name_a_number_as_another_figure_of_the_replies(function):
+    judge = load_judge(function("return [{'gold': 1.0, 'kl': 0.0} for _ in rows]")["function"])
+    with pytest.raises(RewardError, match="response 1: 'kl' is the name of another held-out figure"):
+        judge(batch(["x"]))
