@@ -172,6 +172,7 @@ def save_facts(facts: dict[str, Any], directory: Path) -> None:
     path = directory / (MODEL_CONFIG if is_adapter(directory) else "config.json")
     try:
         config = json.loads(path.read_text(encoding="utf-8")) | facts
+        path.unlink()  # a checkpoint may have the file by another name
         path.write_text(_json(config), encoding="utf-8")
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be written ({error.strerror or error})") from None

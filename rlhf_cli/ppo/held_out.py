@@ -226,6 +226,7 @@ class HeldOut:
 
     def _keep_if_best(self, step: int, now: Evaluation) -> None:
         if self.best.is_better(step, now.metrics):
+            self.setup.stage.set_aside("best_model")
             save_policy(self.setup, "best_model")
             self.setup.world.barrier("best_model to be saved")
 

@@ -180,8 +180,20 @@ NOTHING_WRITTEN: dict[str, Any] = {"sizes": {}, "folders": [], "seconds": 0.0, "
 """The state before the first checkpoint."""
 
 
+def _link(source: str, target: str) -> None:
+    """Copy a file that is replaced, not written to: by a second name where the file system has them."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+BEFORE = ".before"
+"""Ends the name of a folder that the newest checkpoint has, and that was written again since."""
+
+
 class StageFiles:
-    """The .jsonl files of a stage and its running time. Only the first process writes, saves and restores them."""
+    """What a stage has written, and its running time. Only the first process writes, saves and restores it."""
 
     def __init__(self, directory: Path, *, writes: bool):
         self.directory, self.writes = directory, writes
@@ -189,6 +201,18 @@ class StageFiles:
         self.latest: dict[str, float] = {}
         """The latest value of each metric beside the progress. A checkpoint stores the held-out ones."""
         self._rows: dict[str, JsonLines] = {}
+        self._held: set[str] = set()
+        """The folders that the newest checkpoint has and that are as they were then."""
+
+    def set_aside(self, name: str, *, copy: bool = False) -> None:
+        """Make way for a new folder, or for a change of a copy. A resume gets back what the newest checkpoint has."""
+        path, before = self.directory / name, self.directory / (name + BEFORE)
+        if name in self._held:
+            self._held.remove(name)
+            shutil.rmtree(before, ignore_errors=True)
+            shutil.copytree(path, before, copy_function=_link) if copy else path.rename(before)
+        elif not copy:
+            shutil.rmtree(path, ignore_errors=True)
 
     def rows(self, name: str) -> JsonLines:
         if name not in self._rows:
@@ -211,7 +235,8 @@ class StageFiles:
             return {}, {}
         artifacts.sync_tree(self.directory)
         digests = {f"{name}.jsonl": file.digest() for name, file in self._rows.items()}
-        folders = sorted(path for path in self.directory.iterdir() if path.is_dir())
+        folders = sorted(path for path in self.directory.iterdir() if path.is_dir() and path.suffix != BEFORE)
+        self._held = {folder.name for folder in folders}
         for path in (path for folder in folders for path in folder.rglob("*") if path.is_file()):
             digests[path.relative_to(self.directory).as_posix()] = digest_once(path)
         return {}, {
@@ -228,6 +253,11 @@ class StageFiles:
             return
         self.started -= numbers["seconds"]
         self.latest = dict(numbers["held_out"])
+        for folder in numbers["folders"]:
+            if (place := self._place(folder, numbers)).suffix == BEFORE:
+                shutil.rmtree(self.directory / folder, ignore_errors=True)
+                place.rename(self.directory / folder)
+        self._held = set(numbers["folders"])
         kept = {"config.yaml", MEMBERS, *(f"{name}.jsonl" for name in numbers["sizes"]), *numbers["folders"]}
         for path in self.directory.iterdir():
             if path.name not in kept:
@@ -241,7 +271,8 @@ class StageFiles:
         if any("/" in name for name in numbers["sizes"]):
             return "it names a file outside the stage"
         for name, digest in numbers["digests"].items():
-            path, size = self.directory / name, numbers["sizes"].get(name.removesuffix(".jsonl"))
+            folder, _, file = name.rpartition("/")
+            path, size = self._place(folder, numbers) / file, numbers["sizes"].get(name.removesuffix(".jsonl"))
             if not path.is_file():
                 return f"{name} is missing"
             with path.open("rb") as file:  # rows may follow that were written after the checkpoint
@@ -249,6 +280,18 @@ class StageFiles:
             if present != digest:
                 return f"{name} was modified after it was saved"
         return None
+
+    def _place(self, folder: str, numbers: Mapping[str, Any]) -> Path:
+        """Where a folder is as a checkpoint with these numbers has it: under its name, or set aside."""
+        top, _, rest = folder.partition("/")
+        before = self.directory / (top + BEFORE)
+        if not top or not before.is_dir():
+            return self.directory / folder
+        own = {
+            name.partition("/")[2]: digest for name, digest in numbers["digests"].items() if name.startswith(f"{top}/")
+        }
+        found = all((before / name).is_file() and digest_once(before / name) == own[name] for name in own)
+        return (before if found else self.directory / top) / rest
 
 
 # ---------------------- the tensors of a checkpoint: in one file or, for sharded models, in one file of each process

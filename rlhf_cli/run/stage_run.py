@@ -28,7 +28,7 @@ from rlhf_cli.processes.signals import StopRequests
 from rlhf_cli.processes.threads import is_out_of_memory, lacks_thread, use_threads
 from rlhf_cli.report.progress import Display, figures
 from rlhf_cli.run import artifacts, checkpoint_files
-from rlhf_cli.run.checkpoint import NOTHING_WRITTEN, CheckpointStore, StageFiles, Stateful
+from rlhf_cli.run.checkpoint import BEFORE, NOTHING_WRITTEN, CheckpointStore, StageFiles, Stateful
 from rlhf_cli.run.identity import identity, may_change, require_inputs
 from rlhf_cli.run.lock import Lock
 from rlhf_cli.training.bad_steps import BadSteps, LossScale, append_new
@@ -329,6 +329,12 @@ class StageRun:
         if self.world.is_main:
             self.checkpoints.wait()
 
+    def set_aside(self, name: str, *, copy: bool = False) -> None:
+        """Call before a model that the stage has saved is replaced, or changed (`copy`): a checkpoint may have it."""
+        if self.world.is_main:
+            self.checkpoints.wait()
+            self.files.set_aside(name, copy=copy)
+
     def may_step(
         self, step: int, what: str, numbers: Mapping[str, float], rows: Callable[[], list[dict[str, Any]]]
     ) -> bool:
@@ -439,6 +445,8 @@ class StageRun:
         if self.trackers is not None:
             self.trackers.close("finished")
         self.files.close()
+        for path in self.directory.glob(f"*{BEFORE}"):
+            shutil.rmtree(path)
         try:
             versions = library_versions()
             write_cards(self.stage, self.config, metrics, versions, self.directory)

@@ -159,6 +159,7 @@ class Loop(Generic[T]):
         if self.stage.world.is_main:
             self._warn_if_memorised(done, figures)
         if self.best.is_better(done, found):
+            self.stage.set_aside("best_model")
             self.save("best_model")
         return figures
 

@@ -22,6 +22,7 @@ from rlhf_cli.program import program
 from rlhf_cli.run import artifacts, checkpoint, checkpoint_files
 from rlhf_cli.run.checkpoint import CheckpointStore, State
 from rlhf_cli.run.stage_run import StageRun
+from rlhf_cli.training.best import Best
 from stages import rm as rm_stage
 from support import crash, resume
 from support.resume import STEPS, ask_to_stop, checkpoints, refused, same, status, stopped_after, succeed, truncate
@@ -316,6 +317,41 @@ def test_a_change_beside_the_checkpoints_is_reported(case, change, says, stopped
     output = finish(arguments)
     assert [words for words in says if words not in output] == []
     assert ("resuming" in output) is ("using an older one" in output)
+
+
+REPLACED = {"evaluation": {"keep_best": True, "every_steps": 1}, "checkpoints": {"every_steps": None}}
+
+
+@pytest.mark.parametrize(
+    ("case", "more"),
+    [
+        ("sft", REPLACED),
+        ("rm", REPLACED | {"training": {"save_every": "epoch", "minibatch_size": 12}}),
+        ("ppo", {**REPLACED, "evaluation": {"best_metric": "score_mean", "every_iterations": 1}}),
+    ],
+)
+def test_a_crash_after_the_best_model_was_replaced_costs_no_checkpoint(case, more, config_in, monkeypatch, tmp_path):
+    """Nor one after RM has written statistics into the models that it saved before the checkpoint."""
+
+    def is_better(self, step, figures):
+        self.step, self.value = step, figures[self.metric]
+        return True
+
+    def crashes(*_):
+        raise RuntimeError("a crash before the stage is published")
+
+    monkeypatch.setattr(Best, "is_better", is_better)
+    whole, arguments = (config_in(case, tmp_path / name, **more) for name in ("whole", "run"))
+    succeed(whole, "--quiet")
+    stopped_after(STEPS[case] - 1, arguments, "--quiet")
+    models = sorted(path.parent.name for path in (tmp_path / f"run/.{case}.partial").glob("*/config.json"))
+    assert models == (["best_model", "epoch_1", "epoch_2"] if case == "rm" else ["best_model"])
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(StageRun, "publish", crashes)
+            assert "a crash before" in str(resume.rlhf(arguments, "--quiet").exception)
+    assert f"resuming after step {STEPS[case] - 1} of {STEPS[case]}" in succeed(arguments)
+    same(crash.outcome(tmp_path / "run" / case), crash.outcome(tmp_path / "whole" / case))
 
 
 # ----------------------------------------------------------------------------------- changed config
