@@ -94,6 +94,7 @@ from rlhf_cli.ppo.scores import (
     ReferenceReplies,
     ScoreScale,
     ask_rewards,
+    count_failures,
     measure_reference_scores,
     or_failure,
     split_dense,
@@ -140,7 +141,7 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
         state.references.sample()
 
         first = stage.resume(state.parts(), num_iterations)
-        state.references.write(first)
+        state.references.write()
         if first == 0:
             report_start(setup, state.health)
         stage.display.begin(num_iterations, "iteration", first)
@@ -151,7 +152,8 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
         stage.display.end()
 
         save_models(setup)  # before anything else can fail
-        stage.display.notes(*(source.report() for source in setup.rewards))  # scores that failed
+        count_failures(setup)
+        stage.display.notes(*(source.report() for source in setup.rewards))
         stage.publish(state.held_out.compare())
 
 

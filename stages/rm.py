@@ -41,6 +41,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_cli.algorithms.length import regression_on_length, value_at
 from rlhf_cli.algorithms.names import RewardModelLoss
 from rlhf_cli.algorithms.reward_model import (
     pairwise_loss,
@@ -337,7 +338,8 @@ def _rows(config: RMConfig, display: Display) -> TokenRows:
     scale = TargetScale(0.0, 1.0)
     if config.loss == "mse":
         scores = found.train.numbers("score")
-        scale = TargetScale(scores.mean().item(), max(scores.std().item(), 1e-8))
+        std = scores.std().item() if len(scores) > 1 else 0.0
+        scale = TargetScale(scores.mean().item(), max(std, 1e-8))
     elif config.loss == "bce":
         require_labels(found.train, found.validation, found.test)
     elif spec.purpose == "rm scores":
@@ -477,7 +479,12 @@ def _agreement(members: Sequence[Member], rows: TokenRows, config: RMConfig, dis
         return {}
     name = "mse" if config.loss == "mse" else "accuracy"
     # PPO adds normalised scores. Predictions of one target need no scale.
-    scores = [m.scores / m.figures["rm/sft_score_std"] if config.is_pairwise else m.scores for m in members]
+    scores = [m.scores for m in members]
+    if config.length_correction:
+        lengths = torch.tensor([length for item in test for length in item.lengths])
+        scores = [one - value_at(regression_on_length(lengths, one), lengths).to(one) for one in scores]
+    if config.is_pairwise:
+        scores = [one / m.figures["rm/sft_score_std"] for one, m in zip(scores, members, strict=True)]
     named = {**{str(i): one for i, one in enumerate(scores)}, "mean": torch.stack(scores).mean(0)}
     found = {f"members/{name}_{i}": _figures(test, one, rows.scale, config)[f"eval/{name}"] for i, one in named.items()}
     sizes = [len(item.sequences) for item in test] if config.is_pairwise else None

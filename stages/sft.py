@@ -170,7 +170,7 @@ def _warn_of_loss(
     figures: dict[str, float], config: SFTConfig, model: PreTrainedModel, stage: StageRun, step: int, num_steps: int
 ) -> None:
     """Warn once of a loss above `warn_loss_above` after the warm-up; without that key, above ln(vocabulary size)."""
-    loss, guessing = figures["loss/sft"], math.log(model.config.vocab_size)
+    loss, guessing = figures["loss/sft"], math.log(model.config.get_text_config().vocab_size)
     limit = config.warn_loss_above or guessing
     is_bad = not figures["sft/bad_steps"] and step > config.optimizer.warmup(num_steps) and loss > limit
     if is_bad and not any(one.name == HIGH_LOSS for one in findings_of(stage.directory)):

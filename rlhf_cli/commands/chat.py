@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlhf_cli.commands.options import Device, Quantized, TemperatureOfRun, WritingStage
+from rlhf_cli.config.base import expand_home
 from rlhf_cli.data.records import Message, turns_of
 from rlhf_cli.errors import ConfigError, DataError, RunError, UserError
 from rlhf_cli.printing import say
@@ -201,7 +202,10 @@ class Session:
             raise ConfigError("/save: needs the name of a new file")
         if self.last is None:
             raise DataError("/save: there is no reply yet")
-        path = Path(argument).expanduser()
+        try:
+            path = Path(expand_home(argument))
+        except ValueError as error:
+            raise ConfigError(f"/save: {error}") from None
         turns, ended = turns_of([*self.system, *self.history]), self.last.response.ended
         row = {"messages": turns, "ended": ended, "model": self.model.name}
         try:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -155,14 +155,22 @@ def _write_parquet(rows: Iterable[tuple[str, dict[str, Any]]], file: BinaryIO) -
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    writer: pq.ParquetWriter | None = None
-    for batch in batched(rows, BATCH):
-        try:
-            table = pa.Table.from_pylist([row for _, row in batch], writer and writer.schema)
-        except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
-            places, reason = f"{batch[0][0]} to {batch[-1][0]}", " ".join(str(error).split())[:200]
-            raise DataError(f"{places}: a Parquet column cannot hold these values ({reason}). Write .jsonl") from None
-        writer = writer or pq.ParquetWriter(file, table.schema)
-        writer.write_table(table)
-    if writer:
-        writer.close()
+    names: dict[str, None] = {}
+    with ExitStack() as writers:
+        writer: pq.ParquetWriter | None = None
+        for batch in batched(rows, BATCH):
+            names = names or dict.fromkeys(name for _, row in batch for name in row)
+            for where, row in batch:
+                if new := sorted(row.keys() - names):
+                    rule = f"the first {BATCH} rows lack, and a Parquet file has the same columns from its start"
+                    raise DataError(f"{where}: has the column {new[0]}, which {rule}. Write .jsonl")
+            try:
+                columns = {name: [row.get(name) for _, row in batch] for name in names}
+                table = pa.Table.from_pydict(columns, writer and writer.schema)
+            except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+                places, reason = f"{batch[0][0]} to {batch[-1][0]}", " ".join(str(error).split())[:200]
+                raise DataError(
+                    f"{places}: a Parquet column cannot hold these values ({reason}). Write .jsonl"
+                ) from None
+            writer = writer or writers.enter_context(pq.ParquetWriter(file, table.schema))
+            writer.write_table(table)

@@ -228,6 +228,9 @@ def letter_in(answer: str) -> Verdict | None:
     return None if len(letters) != 1 else "first" if letters == {"A"} else "second"
 
 
+PAIR = ("chosen", "rejected")
+
+
 class _Comparison:
     def __init__(self, template: str, ties: Ties, judge: str):
         self.template, self.ties, self.judge = template, ties, judge
@@ -262,14 +265,16 @@ class _Comparison:
         if self.ties == "keep":
             # A list with scores can hold a tie, which the ranking loss skips.
             columns = {"responses": texts, "scores": [0.5, 0.5] if tie else [1.0 - best, float(best)]}
-        return with_columns(record, {"prompt": prompt_column(record), **columns, "judge": self.judge, **verdicts})
+        row = with_columns(record, {"prompt": prompt_column(record), **columns, "judge": self.judge, **verdicts})
+        # Beside `scores` the input's own choice would be read instead of the judge's.
+        return {f"{name}_before" if name in row.keys() - columns and name in PAIR else name: row[name] for name in row}
 
     def report(self, output: Output, display: Display) -> None:
         seen, agree, ranked = Counter[tuple[Verdict, Verdict]](), 0, 0
         for row in output.rows():
             verdicts = tuple(row["verdicts"])
             seen[verdicts] += 1
-            if ("chosen" if self.ties == "keep" else "chosen_before") in row and verdicts[0] != verdicts[1]:
+            if "chosen_before" in row and verdicts[0] != verdicts[1]:
                 ranked += 1
                 agree += verdicts[0] == "first"  # in the first question the row's own choice comes first
         seen += Counter(tuple(drop["verdicts"]) for drop in output.drops() if "verdicts" in drop)

@@ -55,9 +55,14 @@ def data_show(
             for path, kind in report.kinds.items():
                 screen.line(f"{path}: rows of {kind}, read for {part.purpose}")
             screen.legend()
-        while report.bad:
-            screen.line(f"\n{report.bad.pop(0)}", "red")
+        _show_bad(screen, report)
         screen.show(record)
+    _show_bad(screen, report)
+
+
+def _show_bad(screen: Screen, report: Report) -> None:
+    while report.bad:
+        screen.line(f"\n{report.bad.pop(0)}", "red")
 
 
 def _numbered(screen: Screen, part: StageRows, number: int) -> Record:

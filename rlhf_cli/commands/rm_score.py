@@ -95,6 +95,8 @@ def _score_typed(options: RewardModelOptions, *, quiet: bool) -> None:
     display = Display("score", quiet=quiet, console=Console(soft_wrap=True, stderr=True))
     model, template, notes = _load(options)
     is_terminal = sys.stdin.isatty()
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     display.notes(*notes, "a line is an answer, or a prompt, a tab and an answer" if is_terminal else None)
     for number, line in enumerate(sys.stdin, 1):
         prompt, _, answer = line.rstrip("\r\n").rpartition("\t")
@@ -165,7 +167,9 @@ def scored_row(record: Record, scores: Sequence[float]) -> OutputRow:
     if len(texts) > 2 or ranked is None:
         return with_columns(record, {"prompt": prompt, "responses": texts, "scores": list(scores)})
     best = record.texts.index(ranked.response)
-    pair = {"prompt": prompt, "chosen": texts[best], "rejected": texts[1 - best]}
+    pair: OutputRow = {"prompt": prompt, "chosen": texts[best], "rejected": texts[1 - best]}
+    if "ended" in record.columns:
+        pair["ended"] = [record.answers[n].ended for n in (best, 1 - best)]
     return record.columns | pair | {"chosen_score": scores[best], "rejected_score": scores[1 - best]}
 
 

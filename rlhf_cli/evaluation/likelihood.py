@@ -69,12 +69,14 @@ def replies(
 ) -> tuple[list[dict[str, str]], Figures]:
     """A sampled reply to the prompt of each row, and the figures of their form; both empty without prompts.
 
-    A prompt is what comes before the row's first target; rows that learn their prompt too have none and are skipped.
+    A prompt is what comes before the row's first target: the first token of a row that learns its prompt too. Prompts
+    that leave no room for a reply are skipped.
     """
-    prompts = [ids for row in rows if (ids := row.ids[: row.loss_mask.index(True)])]
+    speaker = Speaker.of(Rollout(max_new_tokens=config.evaluation.max_new_tokens), model, tokenizer, config.precision)
+    beginnings = (row.ids[: row.loss_mask.index(True)] for row in rows)
+    prompts = [ids for ids in beginnings if 0 < len(ids) <= speaker.longest_prompt]
     if not prompts:
         return [], {}
-    speaker = Speaker.of(Rollout(max_new_tokens=config.evaluation.max_new_tokens), model, tokenizer, config.precision)
     uniforms = draw_uniforms(config.seed, "sft evaluation", 0, len(prompts), speaker.max_new_tokens)
     found = speaker.respond(prompts, uniforms)
     texts = list(map(speaker.text, found))

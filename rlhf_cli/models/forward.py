@@ -331,13 +331,13 @@ def positions(model: PreTrainedModel) -> int:
     With `longrope` rotary embeddings (Phi-3's 128k) this is the length before stretching: if one sequence of a batch is
     longer, transformers rotates all of them differently.
     """
-    most = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     return min([most, *_before_stretching(model)])
 
 
 def _before_stretching(model: PreTrainedModel) -> list[int]:
     """The length before stretching of each `longrope` in the config, which may have one for each type of layer."""
-    ropes = getattr(model.config, "rope_parameters", None) or {}
+    ropes = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     each = [ropes] if "rope_type" in ropes else [rope for rope in ropes.values() if isinstance(rope, dict)]
     return [rope["original_max_position_embeddings"] for rope in each if rope.get("rope_type") == "longrope"]
 

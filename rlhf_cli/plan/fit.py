@@ -117,6 +117,10 @@ def _planned(
 def machine_of(gpus: int | None, gpu_memory: float | None, processes: int | None, per_node: int) -> Machine:
     """The machine that the options describe, or this one."""
     if gpus is not None or gpu_memory is not None:
+        if processes is not None:
+            raise ConfigError(
+                "--nproc: has no effect beside --gpus, which runs one process per GPU. Remove one of them"
+            )
         if gpu_memory is None and not torch.cuda.is_available():
             raise ConfigError("--gpus: this machine has no GPU to take the memory from. Add --gpu-memory, such as 80GB")
         memory = gpu_memory if gpu_memory is not None else float(total_memory(torch.device("cuda")))

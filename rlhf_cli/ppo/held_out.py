@@ -159,10 +159,11 @@ class HeldOut:
             return {}
         setup, config, stage = self.setup, self.setup.config, self.setup.stage
         watched, prompts = setup.held_out.watched, setup.held_out.test or setup.held_out.watched
-        last = after = self._measure_and_report(config.ppo.num_iterations)
+        # First, because it may fail, and a resumed run would write the row of the watched prompts again.
+        after = self._measure(config.ppo.num_iterations, prompts) if prompts is not watched else None
+        last = self._measure_and_report(config.ppo.num_iterations)
         self._keep_if_best(config.ppo.num_iterations, last)
-        if prompts is not watched:
-            after = self._measure(config.ppo.num_iterations, prompts)
+        after = after or last
         sides = {"sft": self.before_test, "ppo": after}
         examples = [
             {"prompt": prompts[i].text, **{name: side.example(i) for name, side in sides.items()}}
@@ -179,8 +180,8 @@ class HeldOut:
             report["best"] = {"step": self.best.step, "metric": metric, "value": self.best.value}
             stage.display.note(f"best_model is the policy of iteration {self.best.step}, by {metric}")
         if config.evaluation.gold is not None:
-            judge = config.evaluation.gold
-            stage.display.note(f"gold and the figures from there to kl come from the judge {judge}, not the reward")
+            name, judge = main_number(after.gold[0]), config.evaluation.gold
+            stage.display.note(f"{name} and the figures from there to kl come from the judge {judge}, not the reward")
         stage.display.before_and_after(report)
         if stage.world.is_main:
             text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"

@@ -104,6 +104,15 @@ def split_dense(scores: Scores, lengths: list[int], device: torch.device) -> tup
     return total - torch.tensor([sum(row) for row in scores.dense]), dense.to(device)
 
 
+def count_failures(setup: Setup) -> None:
+    """Give each source's `report` the failed scores and cut texts of all processes, since the start or a resume."""
+    for source in setup.rewards:
+        everyone = setup.world.gather((source.num_errors, source.first_error, source.num_cut))
+        errors, firsts, cut = zip(*everyone, strict=True)
+        source.num_errors, source.first_error = sum(errors), next(filter(None, firsts), "")
+        source.num_cut = sum(cut) if source.num_cut is not None else None
+
+
 def measure_reference_scores(setup: Setup, scale: ScoreScale) -> None:
     """Set the scale to the mean and standard deviation of ref_policy's scores on training prompts."""
     config, total = setup.config, setup.config.ppo.num_reference_samples
@@ -165,31 +174,33 @@ class ReferenceReplies:
         self.setup, self.shapings = setup, setup.config.shapings
         self.count = max((shaping.num_references for _, shaping in self.shapings.values()), default=0)
         self.rows: dict[int, dict[str, Any]] = {}
-        self.sampled: list[int] = []  # the numbers of the rows that are not in the file
 
     def sample(self) -> None:
         """Sample and score what the file of an interrupted run lacks, before training: the policy is ref_policy."""
         setup, config = self.setup, self.setup.config
         if not self.shapings:
             return
-        path = setup.stage.directory / "references.jsonl"
-        # The last line may be incomplete.
-        lines = setup.world.of_main(lambda: read_text(path).split("\n")[:-1] if path.exists() else [])
-        self.rows = {row["number"]: row for row in map(json.loads, lines)}
+        self.rows = self._in_file()
         used = {number for iteration in range(config.ppo.num_iterations) for number in setup.numbers_of(iteration)}
-        self.sampled = sorted(used - self.rows.keys())
-        if self.sampled:
+        missing = sorted(used - self.rows.keys())
+        if missing:
             setup.stage.display.note(
-                f"sampling {self.count} replies of ref_policy to each of {len(self.sampled):,} prompts, with which "
+                f"sampling {self.count} replies of ref_policy to each of {len(missing):,} prompts, with which "
                 f"shaping compares ({', '.join(self.shapings)})"
             )
-        for part in batched(self.sampled, config.ppo.rollout_batch_size):
+        for part in batched(missing, config.ppo.rollout_batch_size):
             self._sample(part)
 
-    def write(self, first: int) -> None:
-        """Write the new rows, once it is known at which iteration the run starts: at 0 without any file."""
-        for number in sorted(self.rows) if first == 0 else self.sampled:
+    def write(self) -> None:
+        """Write the rows that the file lacks, after a resume has cut it to what its checkpoint has."""
+        for number in sorted(self.rows.keys() - self._in_file()) if self.shapings else ():
             self.setup.stage.record("references", self.rows[number])
+
+    def _in_file(self) -> dict[int, dict[str, Any]]:
+        path = self.setup.stage.directory / "references.jsonl"
+        # The last line may be incomplete.
+        lines = self.setup.world.of_main(lambda: read_text(path).split("\n")[:-1] if path.exists() else [])
+        return {row["number"]: row for row in map(json.loads, lines)}
 
     def compared(self, scores: Scores, iteration: int) -> Scores:
         """The scores of this process's responses of an iteration, with the shaped ones."""

@@ -58,7 +58,7 @@ def num_threads() -> int:
     if getattr(_worker, "yes", False):
         return 1
     if _count is None:
-        _count = int(os.environ.get("OMP_NUM_THREADS", "0").split(",")[0]) or num_cores()
+        _count = int(os.environ.get("OMP_NUM_THREADS", "").split(",")[0] or 0) or num_cores()
     return _count
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.config.stage import STAGES
+from rlhf_cli.errors import ArtifactError
 from rlhf_cli.files import cache_root
 from rlhf_cli.health.recap import unit_of
 from rlhf_cli.report.charts import (
@@ -56,20 +57,29 @@ FOLDER = "rlhf-report"  # the folder in the cache directory that holds the JavaS
 
 
 def write_report(roots: Sequence[Path], out: Path, png: Path | None = None) -> None:
-    """Write the page to `out`, and its main curves to `png`. Raises ArtifactError for a directory without a run."""
+    """Write the page to `out`, and its main curves to `png`.
+
+    Raises ArtifactError for a directory without a run, and for a file that cannot be written.
+    """
     runs = [read_run(root, name) for root, name in zip(roots, names_of(roots), strict=True)]
     runs = [replace(run, color=COLORS[i % len(COLORS)]) for i, run in enumerate(runs)]
     text = page(runs, javascript())
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text, encoding="utf-8")
+    _write(out, text.encode("utf-8"))
     if png is not None:
         import vl_convert
 
-        png.parent.mkdir(parents=True, exist_ok=True)
         light = resources.files("rlhf_cli.report").joinpath("page.css").read_text(encoding="utf-8").partition("}")[0]
         colors = dict(re.findall(r"(--[\w-]+): (#\w+)", light))
         drawn = re.sub(r"var\((--[\w-]+)\)", lambda variable: colors[variable[1]], json.dumps(picture(runs)))
-        png.write_bytes(vl_convert.vegalite_to_png(drawn, scale=2))
+        _write(png, vl_convert.vegalite_to_png(drawn, scale=2))
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be written ({error.strerror or error})") from None
 
 
 def javascript() -> str:

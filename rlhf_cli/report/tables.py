@@ -56,14 +56,14 @@ def config_differences(runs: Sequence[Mapping[str, Manifest]]) -> list[list[str]
     for stage in STAGES:
         configs = [flat(run[stage].identity["config"]) if stage in run else {} for run in runs]
         for key in dict.fromkeys(key for config in configs for key in config):
-            values = [_short(config[key]) if key in config else "" for config in configs]
-            if len(set(values)) > 1:
-                rows.append([f"{stage}: {key}", *values])
+            values = [config.get(key, "") for config in configs]
+            texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+            if len(set(texts)) > 1:
+                rows.append([f"{stage}: {key}", *map(_short, texts)])
     return rows
 
 
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
+def _short(text: str) -> str:
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
 
 

@@ -148,7 +148,7 @@ def finite_list(value: Any) -> list[float]:
 
 
 OWN_FIGURES = frozenset(
-    ("reply", "score", "score_mean", "score_median", "kl", "length", "eos_fraction", "distinct_2", "seconds")
+    ("step", "reply", "score", "score_mean", "score_median", "kl", "length", "eos_fraction", "distinct_2", "seconds")
 )
 """What is measured of held-out replies without a judge."""
 
@@ -157,6 +157,8 @@ def named_numbers(value: Any) -> dict[str, float]:
     """One row of `evaluation.gold`: a number (named gold) or names with numbers; else raises ValueError."""
     if not isinstance(value, dict):
         return {"gold": finite(value)}
+    if not value:
+        raise ValueError("no number. Return one, or names with numbers")
     if taken := sorted(OWN_FIGURES & value.keys()):
         raise ValueError(f"{taken[0]!r} is the name of another held-out figure. Name the number otherwise")
     return {str(key): _finite(item, key) for key, item in value.items()}

@@ -99,7 +99,16 @@ def load_judge(reference: str, advice: str = GOLD_ADVICE) -> Judge:
 
     function = load_function(reference)
     source = PythonFunction(name=f"evaluation.gold ({reference})", function=function, advice=advice)
-    return partial(source.values, check=named_numbers)
+
+    def judge(samples: Samples) -> list[dict[str, float]]:
+        found = source.values(samples, check=named_numbers)
+        for number, row in enumerate(found):
+            if row.keys() != found[0].keys():
+                names = [", ".join(sorted(each)) for each in (row, found[0])]
+                source.fail(samples, [number], f"has the numbers {names[0]}, and the first one {names[1]}")
+        return found
+
+    return judge
 
 
 def main_number(row: Mapping[str, Any]) -> str:

@@ -132,7 +132,10 @@ def sampling_of(rollout: Rollout, policy: PreTrainedModel, tokenizer: PreTrained
 
 
 def generation_settings(sampling: Sampling) -> dict[str, Any]:
-    """The keys of a generation_config.json with which transformers draws as `sampling` does, except stop strings."""
+    """The keys of a generation_config.json with which transformers draws as `sampling` does, except stop strings.
+
+    The base model's other filters are switched off. transformers' `min_new_tokens` does not count the stop token.
+    """
     return {
         "do_sample": True,
         "temperature": sampling.temperature,
@@ -140,7 +143,11 @@ def generation_settings(sampling: Sampling) -> dict[str, Any]:
         "top_p": sampling.top_p or 1.0,
         "min_p": sampling.min_p,
         "no_repeat_ngram_size": sampling.no_repeat_ngram_size,
-        "min_new_tokens": sampling.min_new_tokens or None,
+        "min_new_tokens": max(0, sampling.min_new_tokens - 1) or None,
+        "repetition_penalty": 1.0,
+        "typical_p": 1.0,
+        "epsilon_cutoff": 0.0,
+        "eta_cutoff": 0.0,
         "eos_token_id": sorted(sampling.stop),
     }
 

@@ -162,11 +162,12 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of a nested config.
+    """Dotted keys of a nested config. Items of a list of mappings are numbered from 0.
 
-    >>> flat({"a": {"b": 1}, "c": [2]})
-    {'a.b': 1, 'c': [2]}
+    >>> flat({"a": {"b": 1}, "c": [2], "d": [{"e": 3}]})
+    {'a.b': 1, 'c': [2], 'd.0.e': 3}
     """
+    value = _numbered(value)
     if not isinstance(value, dict):
         return {prefix: value}
     return {k: v for key, inner in value.items() for k, v in flat(inner, f"{prefix}.{key}" if prefix else key).items()}

@@ -16,6 +16,7 @@ import rlhf_cli
 from rlhf_cli.config.by_stage import AnyConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import STAGES
+from rlhf_cli.data.paths import SUFFIXES
 from rlhf_cli.hub import is_local
 from rlhf_cli.run.artifacts import (
     MANIFEST,
@@ -114,8 +115,8 @@ def card(
     dataset = "held-out", "held-out rows of the run"
     figures = [(*METRICS[key], round(value, 6)) for key, value in shown.items()]
     results = [EvalResult(task, *dataset, kind, value, metric_name=words) for kind, words, value in figures]
-    names = {part.path for part in config.data.train if not is_local(part.path)}
-    datasets = sorted(name for name in names if not name.endswith((".jsonl", ".json", ".parquet", ".csv", ".gz")))
+    names = {part.path for part in config.data.train if not is_local(part.path) and not Path(part.path).exists()}
+    datasets = sorted(name for name in names if not name.lower().endswith(SUFFIXES))
     hub_id = base.path if base is not None and not _is_directory(base.path) else None
     licence = license_of(base) if base is not None else None
     data = ModelCardData(

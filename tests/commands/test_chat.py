@@ -186,6 +186,7 @@ def test_a_conversation_survives_bad_input(finished, tmp_path):
         f"/save {existing}",
         f"/save {tmp_path / 'missing' / 'x'}",
         "/save " + "x" * 300,
+        "/save ~nobody.jsonl",
     ]
     lines = "\n".join(["/regenerate", "the tent is", *bad, f"/save {saved}", ""])
     result = chat(finished / "run", lines=lines, code=2)

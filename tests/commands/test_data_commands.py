@@ -18,6 +18,7 @@ from rlhf_cli.commands.data_show import pieces
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.encode import RowText, Skipped
 from rlhf_cli.data.formats import FORMATS, read_record, recognise
+from rlhf_cli.data.read import read_records
 from rlhf_cli.data.records import Answer, Record, Row
 from rlhf_cli.data.row_counts import DUPLICATE, Report
 from rlhf_cli.data.stage_rows import StageRows, records
@@ -524,6 +525,11 @@ def test_trained_tokens_are_between_marks(tmp_path, make_model):
     assert "<bos>⟦the tent is\n  late<eos>⟧\n" in rlhf("show", "--config", config, "-n", 1).stdout
 
 
+def test_a_bad_row_behind_the_last_good_one_is_shown(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "response": " r"}, {"prompt": "p", "response": 3}])
+    assert f"{path}:2" in rlhf("show", path, "--for", "sft").stdout
+
+
 def test_an_encoder_model_without_eos_shows_its_own_special_tokens(tmp_path, word_piece):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a b", "chosen": " c d", "rejected": " c e"}])
     word_piece.save_pretrained(tmp_path / "model")
@@ -749,6 +755,19 @@ def test_a_parquet_of_several_batches(tmp_path):
     out = tmp_path / "out.parquet"
     rlhf("convert", write_jsonl(tmp_path / "a.jsonl", rows), "--for", "sft", "--out", out)
     assert [row[0] for row in meanings(out, "sft")] == [f"{n}" for n in range(2300)]
+
+
+def test_a_parquet_keeps_a_column_that_the_first_row_lacks_and_names_one_that_comes_too_late(tmp_path):
+    rows = [{"prompt": f"{n}", "response": "é"} for n in range(1001)]
+    cut = {"prompt": "cut", "response": "é", "ended": False}
+    early, late = (write_jsonl(tmp_path / f"{n}.jsonl", [*rows[:n], cut, *rows[n:]]) for n in (1, 1001))
+    out = tmp_path / "out.parquet"
+    rlhf("convert", early, "--for", "sft", "--out", out)
+    records = read_records(DataSource(path=str(out)), "sft")
+    assert [one.answers[0].ended for one in records] == [n != 1 for n in range(1002)]
+    line = projects.refused("data", "convert", late, "--for", "sft", "--out", tmp_path / "late.parquet")
+    assert f"{late}:1002: has the column ended, which the first 1000 rows lack" in line
+    assert not (tmp_path / "late.parquet").exists()
 
 
 # -------------------------------------------------------------------------------------------- docs/data.md

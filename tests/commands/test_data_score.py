@@ -252,7 +252,7 @@ def test_ties_can_be_kept_without_becoming_preferences(tmp_path):
     rows = read_jsonl(out)
     assert [row["scores"] for row in rows] == [[1.0, 0.0], [0.0, 1.0], [0.5, 0.5], [0.5, 0.5]]
     assert [row["responses"] for row in rows] == [[pair["chosen"], pair["rejected"]] for pair in PAIRS[:4]]
-    rankings = map(ranking, read_back(out, "rm pairs", format="ranking"))
+    rankings = map(ranking, read_back(out, "rm pairs"))
     assert [r.response if r else None for r in rankings] == ["good 0", "good 1", None, None]
 
 

@@ -22,6 +22,7 @@ from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.stage_rows import ranking
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from support.paths import ROOT
+from support.projects import refused
 from support.tiny import read_jsonl, write_jsonl
 from support.writers import contents, failing_after
 
@@ -319,6 +320,14 @@ def test_the_agreement_of_two_labellers(source, ask, tmp_path, capsys):
     other = write_jsonl(tmp_path / "c.jsonl", [{"prompt": "B", "chosen": "1", "rejected": "2"}])
     with pytest.raises(DataError, match="no pair has an answer both here and in"):
         show_agreement(files["ada"], other)
+
+
+@pytest.mark.parametrize(
+    "option", ["--out x.jsonl", "--seed 4", "--key prompt=q", "--set limit=1", "--format ranking", "--on-bad-row skip"]
+)
+def test_an_option_that_does_nothing_beside_agreement_is_refused(option, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "chosen": "1", "rejected": "2"}])
+    assert f"{option.split()[0]}: does nothing" in refused("label", path, "--agreement", path, *option.split())
 
 
 def test_a_file_of_a_judge_or_of_a_data_set_is_a_labeller_too(tmp_path):

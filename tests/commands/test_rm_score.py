@@ -113,3 +113,9 @@ def test_the_correlation_needs_no_format(rm, tmp_path):
     words = [" ".join(score(rm, path, *flags).stderr.split()) for flags in ([], ["--format", "scored"])]
     assert "6 rows have a score or label: correlation" in words[0]
     assert words[0].partition("correlation")[2] == words[1].partition("correlation")[2]
+
+
+def test_the_better_answer_takes_its_mark_of_a_cut_answer_along(rm, tmp_path):
+    row = {"prompt": "a lamp", "responses": [" sorry", " thank you"], "scores": [0, 1], "ended": [False, True]}
+    (scored,) = rows_of(score(rm, write_jsonl(tmp_path / "in.jsonl", [row])))
+    assert (scored["chosen"], scored["ended"]) == (" thank you", [True, False])

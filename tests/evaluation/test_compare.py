@@ -48,6 +48,19 @@ def test_a_run_beside_itself_differs_in_nothing(two):
     assert "0.00 [0.00, 0.00]" in output.partition("Bradley-Terry")[2]
 
 
+@pytest.mark.parametrize(("key", "value"), [("a", "x" * 60), ("b", [{"c": 1, "d": "y"}])])
+def test_a_key_that_differs_late_or_in_a_list_is_shown(two, key, value):
+    other = json.loads(json.dumps(value).replace("1", "2")) if key == "b" else f"{value}y"
+    for root, one in zip(two, (value, other), strict=True):
+        manifest = json.loads((root / "ppo/manifest.json").read_text())
+        manifest["identity"]["config"][key] = one
+        (root / "ppo/manifest.json").write_text(json.dumps(manifest))
+        change(root / "eval/ppo/evaluation.json", manifest=digest_file(root / "ppo/manifest.json"))
+    output = compare(*two)
+    assert "the configs are equal" not in output
+    assert {"a": "ppo: a", "b": "ppo: b.0.c"}[key] in output
+
+
 def judge(path, points):
     """Write what a judge gave PPO's replies, None without a clear answer."""
     replies = json.loads(path.read_text())["replies"]

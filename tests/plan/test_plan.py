@@ -199,6 +199,11 @@ def test_a_gpu_holds_a_copy_of_float32_weights_in_16_bits_while_it_samples(parts
         assert "rollout copy" not in parts(1, override)["rollout"]
 
 
+def test_a_number_of_processes_beside_a_number_of_gpus_is_refused():
+    result = run("configs/support", "--gpus", 2, "--gpu-memory", "80GB", "--nproc", 7, code=2)
+    assert "--nproc: has no effect beside --gpus" in result.stderr
+
+
 def test_every_phase_holds_the_moving_average():
     without, averaged = (
         phases_of(plan("configs/support", *sets(*more))[2]) for more in ([], ["ppo:ppo.ema_decay=0.9"])

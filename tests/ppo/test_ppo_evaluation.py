@@ -56,19 +56,19 @@ def test_validation_prompts_are_watched_and_test_prompts_drawn(watch, data, tmp_
     calls = [call for call in reward_calls(run.setup) if len(call["prompts"]) == 5]
     test, other = ([row["prompt"] for row in part] for part in (rows[12:19], rows[19:]))
     is_other = [set(call["prompts"]) <= set(other) for call in calls]
-    assert is_other == [True, False, *[True] * (len(evaluations) - 1), False]
-    drawn = calls[-1]["prompts"]
+    assert is_other == [True, False, *[True] * (len(evaluations) - 2), False, True]
+    drawn = calls[-2]["prompts"]
     assert set(drawn) <= set(test)
     assert drawn != test[:5], "not the first ones"
     assert (found["num_prompts"], found["of_prompts"]) == (5, 7)
     assert [example["prompt"] for example in found["examples"]] == drawn
-    assert found["ppo"]["score_mean"] == pytest.approx(statistics.fmean(calls[-1]["values"]), abs=1e-5)
-    assert found["validation"]["ppo"]["score_mean"] == pytest.approx(statistics.fmean(calls[-2]["values"]), abs=1e-5)
+    assert found["ppo"]["score_mean"] == pytest.approx(statistics.fmean(calls[-2]["values"]), abs=1e-5)
+    assert found["validation"]["ppo"]["score_mean"] == pytest.approx(statistics.fmean(calls[-1]["values"]), abs=1e-5)
     assert evaluations[-1]["score_mean"] == found["validation"]["ppo"]["score_mean"]
     assert found["best"]["value"] == max(row["score_mean"] for row in evaluations[1:])
     for name, part in (("one", rows[12:16]), ("two", rows[16:19])):
         own = {row["prompt"] for row in part}
-        values = [v for v, prompt in zip(calls[-1]["values"], drawn, strict=True) if prompt in own]
+        values = [v for v, prompt in zip(calls[-2]["values"], drawn, strict=True) if prompt in own]
         assert found["ppo"][f"score_mean/{name}"] == pytest.approx(statistics.fmean(values), abs=1e-5)
 
 

@@ -618,3 +618,10 @@ def test_the_page_in_a_browser_draws_filters_and_has_no_errors(run, tmp_path):
     assert found["counts"] == ["1 to 1 of 1", "0 of 0"]
     assert len(found["charts"]) >= 14
     assert min(found["charts"]) > 3
+
+
+@pytest.mark.parametrize("option", ["--out", "--png"])
+def test_a_file_that_cannot_be_written_is_one_line(project, tmp_path, option):
+    (tmp_path / "folder").mkdir()
+    line = refused("report", project / "run", "--out", tmp_path / "a.html", option, tmp_path / "folder")
+    assert "folder: cannot be written (Is a directory)" in line

@@ -161,6 +161,20 @@ def test_a_failing_gold_function_names_the_row(function):
     assert judge(batch(["x"])) == [{"good": 1.0, "long": 2.0}]
 
 
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ("[{'a': 1.0}, {'b': 1.0}]", "response 2: has the numbers b, and the first one a"),
+        ("[{'a': 1.0}, {}]", "response 2: no number"),
+        ("[{}, {'a': 1.0}]", "response 1: no number"),
+    ],
+)
+def test_a_gold_function_names_the_same_numbers_for_each_reply(function, rows, words):
+    judge = load_judge(function(f"return {rows}[:len(rows)]")["function"])
+    with pytest.raises(RewardError, match=words):
+        judge(batch(["x", "y"]))
+
+
 def test_a_gold_function_may_not_name_a_number_as_another_figure_of_the_replies(function):
     judge = load_judge(function("return [{'gold': 1.0, 'kl': 0.0} for _ in rows]")["function"])
     with pytest.raises(RewardError, match="response 1: 'kl' is the name of another held-out figure"):

@@ -12,7 +12,7 @@ import random
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from rlhf_cli.decoders.paged import PagedDecoder
 from rlhf_cli.decoders.plain import PlainDecoder
@@ -23,6 +23,7 @@ from rlhf_cli.rollout.sampling import (
     allowed_logits,
     draw,
     draw_uniforms,
+    generation_settings,
     kept_tokens,
     response_text,
     sample,
@@ -534,3 +535,24 @@ def test_each_response_ends_at_its_limit_and_at_the_last_position(policy, tok, d
     for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         (alone,) = sample(policy, [prompt], uniforms[row : row + 1, :limit], sampling, tok)
         assert together[row].ids == alone.ids
+
+
+# ------------------------------------------------------------------------- the same settings in transformers
+
+
+@pytest.mark.parametrize("fewest", [0, 1, 2, 5])
+def test_transformers_draws_replies_of_the_same_lengths_with_the_saved_settings(fewest):
+    """Of a model that always ends at once, although its generation config had a filter of its own."""
+    config = GPT2Config(vocab_size=9, n_embd=64, n_layer=1, n_head=1, eos_token_id=3, tie_word_embeddings=False)
+    model = GPT2LMHeadModel(config).eval()
+    for weight in model.parameters():
+        weight.data.zero_()
+    model.transformer.ln_f.bias.data.fill_(1.0)
+    model.lm_head.weight.data[3] = 1.0  # the logit of the stop token is 64, of the others 0
+    settings = Sampling(min_new_tokens=fewest, stop=frozenset({3}))
+    (ours,) = sample(model, [[1, 2]], torch.rand(1, 9), settings)
+    model.generation_config = GenerationConfig(pad_token_id=3, repetition_penalty=1e9, eos_token_id=3)
+    model.generation_config.update(**generation_settings(settings))
+    theirs = model.generate(torch.tensor([[1, 2]]), max_new_tokens=9)[0, 2:].tolist()
+    assert len(ours.ids) == len(theirs) == max(1, fewest)
+    assert model.generation_config.repetition_penalty == 1.0

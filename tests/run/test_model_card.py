@@ -52,7 +52,7 @@ TRAINING = {"num_steps": 1}
 
 
 def test_a_hub_model_is_the_base_model_and_hub_data_are_its_datasets(tmp_path):
-    data = {"train": ["Anthropic/hh-rlhf", str(tmp_path / "own.jsonl")]}
+    data = {"train": ["Anthropic/hh-rlhf", str(tmp_path / "own.jsonl"), "rows.txt", "rows.tsv", "rows.jsonl.zst"]}
     config = config_of(tmp_path, SFTConfig, model={"path": "openai-community/gpt2"}, data=data, training=TRAINING)
     base = base_model(config, tmp_path)
     found = ModelCard(card("sft", "model", config, {"eval/loss": 2.0}, VERSIONS, None, base=base))
