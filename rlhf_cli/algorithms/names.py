@@ -64,6 +64,10 @@ class EstimatorTraits:
     """Whitens the advantages by default."""
 
 
+EVALUATION_FIGURES = ("score_mean", "kl", "length", "eos_fraction", "distinct_2", "score_median", "seconds")
+"""What PPO measures of its held-out replies without a judge."""
+
+
 def estimator_traits(estimator: AdvantageEstimator) -> EstimatorTraits:
     """The traits of an advantage estimator.
 

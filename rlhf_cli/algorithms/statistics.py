@@ -7,7 +7,7 @@ They are computed in float64 on the CPU and returned as Python floats.
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from math import erf, pi, sqrt, tan
+from math import pi, sqrt, tan
 from statistics import NormalDist
 
 import torch
@@ -293,7 +293,7 @@ def bootstrap_interval(
         size = min(step, num_resamples - start)
         rows = torch.randint(n, (size, n), generator=generator)
         values.append(statistic(*(column[rows] for column in columns)).double())
-    tail = _phi(-sqrt(n / (n - 1)) * student_quantile((1 + level) / 2, n - 1))
+    tail = NormalDist().cdf(-sqrt(n / (n - 1)) * student_quantile((1 + level) / 2, n - 1))
     low, high = torch.cat(values).quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
     return low, high
 
@@ -317,8 +317,3 @@ def student_quantile(probability: float, freedom: int) -> float:
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
     return z + first / v + second / v**2 + third / v**3
-
-
-def _phi(x: float) -> float:
-    """The standard normal distribution function."""
-    return (1 + erf(x / sqrt(2))) / 2

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import correlation, fmean, median
 from typing import Any
 
+from rlhf_cli.algorithms.names import EVALUATION_FIGURES
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import EnsembleReward, ModelReward
@@ -36,8 +37,6 @@ OF_ITERATIONS = (
 """Metrics of PPO of which the first START and the last PERSIST iterations are averaged."""
 OF_EVALUATIONS = ("score_mean", "kl", "length")
 """What rules read of PPO's evaluation of both policies, besides the numbers of the judge."""
-OWN_FIGURES = (*OF_EVALUATIONS, "eos_fraction", "distinct_2", "score_median", "seconds")
-"""Its figures that are not the judge's."""
 MIN_TEXTS = 3
 """Different prompts that show what all prompts have in common."""
 
@@ -158,7 +157,7 @@ def _of_manifest(stage: str, data: StageData) -> dict[str, float]:
     metrics = data.manifest.metrics
     if stage != "ppo":
         return {f"{stage}.{name.removeprefix('eval/')}": value for name, value in metrics.items()}
-    judged = [name for key in metrics if (name := key.removeprefix("sft/")) != key and name not in OWN_FIGURES]
+    judged = [name for key in metrics if (name := key.removeprefix("sft/")) != key and name not in EVALUATION_FIGURES]
     gold = "gold" if "gold" in judged else next(iter(judged), None)
     found: dict[str, float] = {}
     for side, name in (("before", "sft"), ("after", "ppo")):

@@ -29,7 +29,7 @@ from rlhf_cli.models.seq2seq import is_seq2seq, last_hidden_state, with_prompts
 from rlhf_cli.packing import PackedBatch, end_to_end, pack, send
 from rlhf_cli.processes.microbatches import over_microbatches
 from rlhf_cli.processes.sharding import device_of, gathered
-from rlhf_cli.tensor_ops import token_logprobs
+from rlhf_cli.tensor_ops import length_mask, token_logprobs
 
 TOLERANCE = 1e-4
 BFLOAT16_TOLERANCE = 3e-2
@@ -204,9 +204,7 @@ def _padded_inputs(batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
     assert sum(batch.lengths) == len(batch.ids), "a padded batch cannot share prefixes"
     ids = pad_sequence(list(batch.ids.split(batch.lengths)), batch_first=True)
     position_ids = pad_sequence(list(batch.position_ids.split(batch.lengths)), batch_first=True)
-    lengths = torch.tensor(batch.lengths, device=ids.device)
-    real_mask = torch.arange(ids.shape[1], device=ids.device)[None] < lengths[:, None]
-    return ids, real_mask, position_ids
+    return ids, length_mask(torch.tensor(batch.lengths, device=ids.device), ids.shape[1]), position_ids
 
 
 @torch.no_grad()

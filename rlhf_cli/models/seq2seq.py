@@ -26,6 +26,7 @@ from transformers import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, AutoModel, PreT
 
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.packing import PackedBatch, send
+from rlhf_cli.tensor_ops import length_mask
 
 if TYPE_CHECKING:
     from rlhf_cli.data.encode import Example
@@ -51,7 +52,7 @@ def encoder_inputs(model: PreTrainedModel, prompts: Sequence[Tensor]) -> tuple[T
     eos = prompts[0].new_tensor([end_of_text(model)])
     ids = pad_sequence([torch.cat([prompt, eos]) for prompt in prompts], batch_first=True)
     lengths = torch.tensor([len(prompt) + 1 for prompt in prompts], device=ids.device)
-    return ids, (torch.arange(ids.shape[1], device=ids.device)[None] < lengths[:, None]).long()
+    return ids, length_mask(lengths, ids.shape[1]).long()
 
 
 def end_of_text(model: PreTrainedModel) -> int:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from rlhf_cli.algorithms.names import EVALUATION_FIGURES
 from rlhf_cli.config.rewards import FunctionReward
 from rlhf_cli.data.records import batched
 from rlhf_cli.errors import ConfigError
@@ -147,19 +148,13 @@ def finite_list(value: Any) -> list[float]:
     return [_finite(item, f"token {number}") for number, item in enumerate(value, 1)]
 
 
-OWN_FIGURES = frozenset(
-    ("step", "reply", "score", "score_mean", "score_median", "kl", "length", "eos_fraction", "distinct_2", "seconds")
-)
-"""What is measured of held-out replies without a judge."""
-
-
 def named_numbers(value: Any) -> dict[str, float]:
     """One row of `evaluation.gold`: a number (named gold) or names with numbers; else raises ValueError."""
     if not isinstance(value, dict):
         return {"gold": finite(value)}
     if not value:
         raise ValueError("no number. Return one, or names with numbers")
-    if taken := sorted(OWN_FIGURES & value.keys()):
+    if taken := sorted({*EVALUATION_FIGURES, "step", "reply", "score"} & value.keys()):
         raise ValueError(f"{taken[0]!r} is the name of another held-out figure. Name the number otherwise")
     return {str(key): _finite(item, key) for key, item in value.items()}
 
