@@ -201,7 +201,8 @@ def write_statistics(
         share = score_sequences(model.eval(), sequences, config.precision, budget, lengths=lengths)
         scores = torch.tensor(stage.world.interleave([part.tolist() for part in stage.world.gather_tensors(share)]))
         mean, std = scores.mean().item(), max(scores.std(correction=0).item(), SMALLEST_STD)
-    stage.set_aside(directory.relative_to(stage.directory).parts[0], copy=True)
+    if directory.parent == stage.directory:  # a member's is in no checkpoint yet
+        stage.set_aside(directory.name, copy=True)
     if stage.world.is_main:
         save_facts({**facts, "score_mean": mean, "score_std": std}, directory)
     return mean, std
