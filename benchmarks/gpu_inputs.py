@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from speed_inputs import EOS, Size, optimizer, text, word_tokenizer, write_lines
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
 
 from rlhf_cli.models.load import prepare
 
@@ -84,21 +84,7 @@ class Inputs:
     def model(self, kind: Any, *, packed: bool = True) -> PreTrainedModel:
         """A model with random weights, created on the device."""
         torch.manual_seed(0)
-        size = self.size
-        config = LlamaConfig(
-            hidden_size=size.hidden,
-            intermediate_size=size.intermediate,
-            num_hidden_layers=size.layers,
-            num_attention_heads=size.heads,
-            num_key_value_heads=size.kv_heads,
-            vocab_size=size.vocabulary,
-            max_position_embeddings=4096,
-            tie_word_embeddings=True,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=EOS,
-            num_labels=1,
-        )
+        config = self.size.config(num_labels=1, max_position_embeddings=4096)
         with self.device:
             model: PreTrainedModel = kind(config)
         if packed:

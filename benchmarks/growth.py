@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from speed_inputs import Size
 from speed_limits import Work, measure, rollout_work, scoring_work, sft_work
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
 
 import stages.sft
 from rlhf_cli.config.sft_rm import SFTConfig
@@ -245,25 +245,11 @@ def automatic_budget(model: PreTrainedModel, device: torch.device, precision: st
 
 
 def llama(point: Point) -> PreTrainedModel:
-    return ready(LlamaForCausalLM(shape(point)))
+    return ready(LlamaForCausalLM(point.size.config()))
 
 
 def classifier(point: Point) -> PreTrainedModel:
-    return ready(LlamaForSequenceClassification(shape(point, num_labels=1)))
-
-
-def shape(point: Point, **given: Any) -> LlamaConfig:
-    size = point.size
-    return LlamaConfig(
-        hidden_size=size.hidden,
-        intermediate_size=size.intermediate,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        vocab_size=size.vocabulary,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        **given,
-    )
+    return ready(LlamaForSequenceClassification(point.size.config(num_labels=1)))
 
 
 def ready(model: PreTrainedModel) -> PreTrainedModel:

@@ -33,8 +33,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from speed_inputs import EOS, Size, word_tokenizer, write_config, write_lines
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from speed_inputs import Size, word_tokenizer, write_config, write_lines
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from rlhf_cli.plan.fit import plan_of
 from rlhf_cli.plan.memory import Machine
@@ -45,13 +45,13 @@ PLANNED = ("normalisation", "rollout", "scoring", "update", "save")
 RECORD = Path(__file__).with_suffix(".json")
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {
-    "1M": Size(128, 344, 4, 4, 2048, ppo_batch=30, steps=0, learning_rate=0),
-    "25M": Size(512, 1376, 6, 8, 8192, ppo_batch=30, steps=0, learning_rate=0),
-    "100M": Size(768, 2048, 12, 12, 16384, ppo_batch=14, steps=0, learning_rate=0),
-    "300M": Size(1024, 4096, 16, 16, 32768, ppo_batch=14, steps=0, learning_rate=0),
-    "152k": Size(256, 688, 4, 4, 151_936, ppo_batch=30, steps=0, learning_rate=0),
+    "1M": Size(128, 344, 4, 4, 2048, ppo_batch=18, steps=0, learning_rate=0),
+    "25M": Size(512, 1376, 6, 8, 8192, ppo_batch=18, steps=0, learning_rate=0),
+    "100M": Size(768, 2048, 12, 12, 16384, ppo_batch=18, steps=0, learning_rate=0),
+    "300M": Size(1024, 4096, 16, 16, 32768, ppo_batch=18, steps=0, learning_rate=0),
+    "152k": Size(256, 688, 4, 4, 151_936, ppo_batch=18, steps=0, learning_rate=0),
 }
-"""Batches whose equal parts are the largest that there are (`Budget`): a little less than a power of two."""
+"""Batches whose equal parts are about the largest that there are (`Budget`): 2,304 tokens."""
 STAGES = ("sft", "rm", "ppo")
 KINDS = ("float32", "bfloat16", "lora", "nf4", "sharded", "shards", "sharded-bfloat16", "sharded-lora", "long-8bit")
 """`sharded` is float32 with `distributed.shard: true`, for more than one process. `shards` is that of PPO without a
@@ -155,7 +155,7 @@ def make_inputs(work: Path, case: Case) -> None:
     prompt, response = lengths_of(case)
     if (folder / "finished").is_file():
         return
-    config = model_config(size)
+    config = size.config(num_labels=1, dtype="float32")
     tokenizer = word_tokenizer(size.vocabulary)
     for kind, build in (("base", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
         build(config).save_pretrained(folder / kind)
@@ -174,24 +174,6 @@ def make_inputs(work: Path, case: Case) -> None:
     write_lines(folder / "rm.jsonl", pairs)
     write_lines(folder / "prompts.jsonl", [{"prompt": words(prompt)} for _ in rows])
     (folder / "finished").touch()
-
-
-def model_config(size: Size) -> LlamaConfig:
-    """The config of a model of this size."""
-    return LlamaConfig(
-        hidden_size=size.hidden,
-        intermediate_size=size.intermediate,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        vocab_size=size.vocabulary,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=EOS,
-        num_labels=1,
-        dtype="float32",
-    )
 
 
 def config_of(work: Path, case: Case) -> Path:
@@ -371,7 +353,7 @@ def case_of(row: dict[str, Any]) -> Case:
 def planned(case: Case, folder: Path) -> StagePlan:
     """What `rlhf plan` computes for a case, from configs that are written to a folder."""
     for kind in ("base", "reward"):
-        model_config(SIZES[case.size]).save_pretrained(folder_of(folder, case) / kind)
+        SIZES[case.size].config(num_labels=1, dtype="float32").save_pretrained(folder_of(folder, case) / kind)
     path = config_of(folder, case)
     machine = Machine("cpu", 1e12, case.processes)
     (one,) = plan_of(path, [], case.stage, machine, machine.memory, None)

@@ -56,6 +56,22 @@ class Size:
     kv_heads: int | None = None
     """Heads of keys and values, if fewer than the query heads."""
 
+    def config(self, **given: Any) -> LlamaConfig:
+        """The model's config, with the ids of the tokenizer and further values."""
+        return LlamaConfig(
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            vocab_size=self.vocabulary,
+            tie_word_embeddings=True,
+            pad_token_id=SPECIAL.index("<pad>"),
+            bos_token_id=SPECIAL.index("<bos>"),
+            eos_token_id=EOS,
+            **{"max_position_embeddings": 1024, **given},
+        )
+
 
 MODELS = {
     "a": Size(128, 344, 4, 4, 2048, ppo_batch=64, steps=200, learning_rate=3e-3),
@@ -128,20 +144,7 @@ def make_inputs(work: Path, name: str) -> Inputs:
     write_rows(folder, size.vocabulary)
     tokenizer = word_tokenizer(size.vocabulary)
     torch.manual_seed(SEED)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=size.hidden,
-            intermediate_size=size.intermediate,
-            num_hidden_layers=size.layers,
-            num_attention_heads=size.heads,
-            vocab_size=size.vocabulary,
-            max_position_embeddings=1024,
-            tie_word_embeddings=True,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=EOS,
-        )
-    )
+    model = LlamaForCausalLM(size.config())
     model.generation_config.update(pad_token_id=0, bos_token_id=1, eos_token_id=EOS)
     for part in (model, tokenizer):
         part.save_pretrained(folder / "start")
@@ -235,17 +238,9 @@ def sft_config(data: Path, model: Path, steps: int, rate: float, artifacts: Path
 
 def rm_config(data: Path, model: Path, steps: int, rate: float, artifacts: Path) -> dict[str, Any]:
     """An RM config: batches of 16 pairs with a common prompt, no normalisation of the score."""
-    return {
-        "artifacts": str(artifacts),
-        "seed": SEED,
-        "device": "cpu",
-        "model": {"path": str(model)},
-        "data": {"train": str(data / "rm.jsonl"), "test_fraction": 0, "max_length": MAX_LENGTH},
-        "training": {"num_steps": steps, "minibatch_size": 16},
-        "optimizer": optimizer(rate),
-        "evaluation": {"num_normalization_samples": 0},
-        "checkpoints": {"every_minutes": None},
-    }
+    config = sft_config(data, model, steps, rate, artifacts)
+    config["data"]["train"] = str(data / "rm.jsonl")
+    return config | {"evaluation": {"num_normalization_samples": 0}}
 
 
 def ppo_config(inputs: Inputs, epochs: int, iterations: int, artifacts: Path) -> dict[str, Any]:

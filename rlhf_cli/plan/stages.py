@@ -11,7 +11,7 @@ from rlhf_cli.config.by_stage import AnyConfig
 from rlhf_cli.config.ppo import PPO, PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import Training
-from rlhf_cli.data.batches import part_tokens
+from rlhf_cli.data.batches import num_parts, part_tokens
 from rlhf_cli.plan.budget import BY_TOKENS, auto_tokens, machine_of_run
 from rlhf_cli.plan.memory import Batch, Held, Machine, Phase, Setting, fullest, join
 from rlhf_cli.plan.origins import ModelOrigins
@@ -180,8 +180,10 @@ def _batch(config: AnyConfig, models: list[Held], num_rows: int, tokens: int) ->
     size = min(max(tokens, longest), total)
     first = models[0]
     if first.setting.device == "cpu" and first.shape.is_packed and at_once == rows:
-        # Equal parts for the threads have, up to whole rows, less than twice the fewest tokens (`Budget`).
-        size = min(size, -(-2 * part_tokens(first.shape.base) // longest) * longest)
+        # The largest of the equal parts for the threads, of this minibatch or a smaller one.
+        parts = 1 if isinstance(config, PPOConfig) and any(model.name == "value model" for model in models) else 2
+        row, fewest = total / rows, part_tokens(first.shape.base)
+        size = min(size, round(row * max(-(-n // num_parts(n * row, parts, fewest)) for n in range(1, rows + 1))))
     num = -(-rows * total // (at_once * size))
     # The first microbatch may be almost one row short of its limit; that row goes into a later one.
     later = min(size, round(rows * total / at_once) - size + longest)

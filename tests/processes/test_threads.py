@@ -142,8 +142,8 @@ def test_the_cores_of_a_container_are_counted(monkeypatch, tmp_path):
 
 
 def test_omp_num_threads_is_the_default(monkeypatch):
-    for value, count in (("3", 3), ("2,1", 2), (None, environment.num_cores())):
-        monkeypatch.setenv("OMP_NUM_THREADS", value) if value else monkeypatch.delenv("OMP_NUM_THREADS")
+    for value, count in (("3", 3), ("2,1", 2), ("", environment.num_cores()), (None, environment.num_cores())):
+        monkeypatch.setenv("OMP_NUM_THREADS", value) if value is not None else monkeypatch.delenv("OMP_NUM_THREADS")
         use_threads(None)
         assert threads.num_threads() == count
 
@@ -156,9 +156,8 @@ def test_the_cut_depends_on_the_rows_alone_and_its_parts_are_about_equal():
     cut = Budget(2048, parts=1).cut(lengths)
     sizes = [sum(lengths[row] for row in chunk) for chunk in cut]
     assert sorted(row for chunk in cut for row in chunk) == list(range(64))
-    assert len(cut) == 8
+    assert len(cut) == 4
     assert max(sizes) - min(sizes) < 40
-    assert batches.PART_TOKENS <= sum(lengths) / len(cut) < 2 * batches.PART_TOKENS
     small = Budget(400, parts=1).cut(lengths)
     assert small == Budget(400, parts=2).cut(lengths)
     assert max(sum(lengths[row] for row in chunk) for chunk in small) <= 400
@@ -167,6 +166,16 @@ def test_the_cut_depends_on_the_rows_alone_and_its_parts_are_about_equal():
     assert Budget(400, parts=2).cut([]) == []
     groups = Budget(2048, parts=2).cut([300] * 8, groups=[0, 1, 2, 3] * 2, shared=[200] * 8)
     assert sorted(map(sorted, groups)) == [[0, 2, 4, 6], [1, 3, 5, 7]], "rows of a group stay together"
+
+
+@pytest.mark.parametrize("fewest", [batches.PART_TOKENS, batches.PART_TOKENS_OF_LARGE])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_up_to_four_microbatches_are_small_and_more_are_larger(parts, fewest):
+    counts = {}
+    for total in range(32, 20 * fewest, 32):
+        cut = Budget(10**6, parts=parts, part_tokens=fewest).cut([32] * (total // 32))
+        counts.setdefault(len(cut), total / fewest)
+    assert counts == ({1: 32 / fewest, 2: 2.5, 4: 5, 8: 16} if parts == 1 else {1: 32 / fewest, 2: 1.5, 4: 5, 8: 16})
 
 
 # ------------------------------------------------------------------------------------------- sums of gradients
