@@ -52,8 +52,8 @@ def part_tokens(num_weights: int) -> int:
 def num_parts(total: float, parts: int, fewest: int) -> int:
     """How many equal microbatches `total` tokens give, for threads; `fewest` is `part_tokens`.
 
-    There are `parts`, or 1 for fewer than 1.5 times `fewest` tokens. Up to 4 keep the threads busy. More are larger,
-    because a token of a larger microbatch takes less time.
+    There are `parts`, or 1 for fewer than 1.5 times `fewest` tokens. Up to 4 keep the threads busy. More than 4
+    must be larger, because a token of a larger microbatch takes less time.
 
     >>> [num_parts(total, 1, 512) for total in (1279, 1280, 2560, 8191, 8192)], num_parts(768, 2, 512)
     ([1, 2, 4, 4, 8], 2)

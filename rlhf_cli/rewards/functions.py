@@ -153,7 +153,7 @@ def named_numbers(value: Any) -> dict[str, float]:
     if not isinstance(value, dict):
         return {"gold": finite(value)}
     if not value:
-        raise ValueError("no number. Return one, or names with numbers")
+        raise ValueError("no number was returned. Return a number, or a dict of named numbers")
     if taken := sorted({*EVALUATION_FIGURES, "step", "reply", "score"} & value.keys()):
         raise ValueError(f"{taken[0]!r} is the name of another held-out figure. Name the number otherwise")
     return {str(key): _finite(item, key) for key, item in value.items()}

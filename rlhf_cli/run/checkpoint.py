@@ -205,7 +205,7 @@ class StageFiles:
         """The folders that the newest checkpoint has and that are as they were then."""
 
     def set_aside(self, name: str, *, copy: bool = False) -> None:
-        """Make way for a new folder, or for a change of a copy. A resume gets back what the newest checkpoint has."""
+        """Call before the folder `name` is written again, or changed (`copy`): a resume may need it as it is."""
         path, before = self.directory / name, self.directory / (name + BEFORE)
         if name in self._held:
             self._held.remove(name)
