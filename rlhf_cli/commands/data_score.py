@@ -228,9 +228,6 @@ def letter_in(answer: str) -> Verdict | None:
     return None if len(letters) != 1 else "first" if letters == {"A"} else "second"
 
 
-PAIR = ("chosen", "rejected")
-
-
 class _Comparison:
     def __init__(self, template: str, ties: Ties, judge: str):
         self.template, self.ties, self.judge = template, ties, judge
@@ -265,9 +262,7 @@ class _Comparison:
         if self.ties == "keep":
             # A list with scores can hold a tie, which the ranking loss skips.
             columns = {"responses": texts, "scores": [0.5, 0.5] if tie else [1.0 - best, float(best)]}
-        row = with_columns(record, {"prompt": prompt_column(record), **columns, "judge": self.judge, **verdicts})
-        # Beside `scores` the input's own choice would be read instead of the judge's.
-        return {f"{name}_before" if name in row.keys() - columns and name in PAIR else name: row[name] for name in row}
+        return with_columns(record, {"prompt": prompt_column(record), **columns, "judge": self.judge, **verdicts})
 
     def report(self, output: Output, display: Display) -> None:
         seen, agree, ranked = Counter[tuple[Verdict, Verdict]](), 0, 0
