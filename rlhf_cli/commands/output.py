@@ -184,8 +184,8 @@ def text_of(record: Record, answer: str) -> str:
 def with_columns(record: Record, new: dict[str, Any]) -> OutputRow:
     """The input row followed by the new columns. An input column with the name of a new one becomes `<name>_before`.
 
-    So do `score` and `scores` and, beside new `scores`, `chosen` and `rejected`, which would be read instead. A prompt or
-    response that equals the new one, and scores that are all null, are dropped.
+    So do `score` and `scores` and, beside new `scores`, `chosen` and `rejected`, which would be read instead. A prompt
+    or response that equals the new one, and scores that are all null, are dropped.
     """
     row = {}
     replaced = {"score", "scores", *new, *(("chosen", "rejected") if "scores" in new else ())}
