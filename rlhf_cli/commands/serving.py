@@ -36,6 +36,7 @@ MAX_CONNECTIONS = 512  # a request that comes while so many connections are open
 IDLE_S = 60.0  # seconds between two requests of a connection after which it is closed
 BODY_S = 20.0  # seconds in which a body must arrive
 LAST_REQUESTS_S = 10.0  # seconds that running requests may take to finish when the server stops
+SIGNAL_S = 0.5  # seconds after which a signal is noticed at the latest
 
 T = TypeVar("T")
 Put = Callable[[Any], None]
@@ -114,7 +115,8 @@ class Server:
         thread = threading.Thread(target=self.run, daemon=True)
         thread.start()
         say(line, flush=True)
-        stop.wait()
+        while not stop.wait(SIGNAL_S):  # a signal that comes just before Python waits does not wake it up
+            pass
         self.stop()
         thread.join()
 

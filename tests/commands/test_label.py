@@ -421,12 +421,34 @@ class Interrupted(threading.Event):
         super().set()
 
 
-def test_a_signal_at_any_moment_ends_the_page(source, tmp_path):
+class Unnoticed(threading.Event):
+    """A signal that does not wake up the main thread, as one that comes just before the system call of `wait`."""
+
+    is_sent = False
+
+    def wait(self, timeout=None):
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # here; another thread receives it
+
+        def send():
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        if not self.is_sent:
+            self.is_sent = True
+            threading.Timer(0.1, send).start()
+        is_set = super().wait(timeout or 10)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        assert is_set or timeout, "it would wait forever"
+        return is_set
+
+
+@pytest.mark.parametrize("event", [Interrupted, Unnoticed])
+def test_a_signal_at_any_moment_ends_the_page(event, source, tmp_path):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     pairs, _ = pairs_of(DataSource(path=str(source)), "error")
     try:
         with Output(tmp_path / "out.jsonl", {}) as output:
-            Page(Labelling(pairs, output, 0, None), 0).run_until_signal("the page", Interrupted())
+            Page(Labelling(pairs, output, 0, None), 0).run_until_signal("the page", event())
     finally:
         for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
             signal.signal(number, handler)
