@@ -499,8 +499,8 @@ class PPOConfig(Stage):
         decoder = self.rollout.decoder
         if decoder == "paged" and self.device not in ("auto", "cpu"):
             yield f"rollout.decoder: paged needs a CPU, and device is {self.device}. Set it to auto or plain"
-        if decoder == "paged" and self.precision not in ("auto", "float32"):
-            yield f"rollout.decoder: paged needs float32, and precision is {self.precision}. Set it to auto or plain"
+        if decoder == "paged" and self.precision == "float16":
+            yield "rollout.decoder: paged does not compute in float16. Set it to auto or plain"
         if decoder == "sharded" and (not self.distributed.shard or "policy" in self.distributed.keep_whole):
             yield (
                 "rollout.decoder: sharded samples from a sharded policy, and this one is whole. "

@@ -58,13 +58,23 @@ class Decoder(ABC):
         return [self]
 
 
+def cast_format(model: PreTrainedModel) -> torch.dtype | None:
+    """The format to which autocast casts what the model's linear layers multiply; None if it is off."""
+    device = device_of(model).type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 def once_per_model(check: Callable[[PreTrainedModel], T]) -> Callable[[PreTrainedModel], T]:
-    """Keep the result of a check for each model. It runs again once modules have been replaced, as by adapters."""
-    results: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[type, ...], T]] = weakref.WeakKeyDictionary()
+    """Keep the result of a check for each model and number format of autocast.
+
+    It runs again once modules have been replaced, as by adapters.
+    """
+    results: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, T]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(check)
     def kept(model: PreTrainedModel) -> T:
-        of_model, key = results.setdefault(model, {}), tuple(type(module) for module in model.modules())
+        key = cast_format(model), *(type(module) for module in model.modules())
+        of_model = results.setdefault(model, {})
         if key not in of_model:
             of_model[key] = check(model)
         return of_model[key]

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from rlhf_cli.decoders.decoder import Decoder, UnsupportedError, gap_to_forward, once_per_model
+from rlhf_cli.decoders.decoder import Decoder, UnsupportedError, cast_format, gap_to_forward, once_per_model
 from rlhf_cli.decoders.network import LINEAR, Map, NetworkWeights, read_network, side_by_side
 from rlhf_cli.models.cost import READ_TOKENS
 from rlhf_cli.models.forward import autocast, held_precision, tolerance_of
@@ -75,7 +75,7 @@ class GraphedDecoder(Decoder):
     def __init__(self, model: PreTrainedModel, longest: int):
         """`longest` is the maximum length of a row in tokens. Raises UnsupportedError."""
         device = device_of(model)
-        half = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        half = cast_format(model)
         self.network = network = read_network(model, longest, _Weights(half))
         self.dtype = half or next(model.parameters()).dtype
         self.length = longest + -longest % ALIGNED
@@ -201,17 +201,12 @@ class GraphedDecoder(Decoder):
 class _Weights(NetworkWeights):
     """Linear layers in the number format of the passes, and torch's own norm. The functions hold their weights."""
 
-    def __init__(self, half: torch.dtype | None):
-        """half: the format to which autocast casts; None if it is off."""
-        super().__init__()
-        self.half = half
-
     def linear(self, *modules: Any) -> Map:
         """As one product if their weights are copied anyway."""
         if len(modules) == 1:
             return self._linear(modules[0])
         if all(type(module) in LINEAR and self.half not in (None, module.weight.dtype) for module in modules):
-            return _product(*side_by_side(modules, self._cast))
+            return _product(*side_by_side(modules, self.cast))
         maps = [self._linear(module) for module in modules]
         return lambda x: torch.cat([one(x) for one in maps], dim=-1)
 
@@ -222,17 +217,14 @@ class _Weights(NetworkWeights):
         is_known = type(base) in LINEAR and (base is module or is_lora)
         if not is_known or any(getattr(module, "lora_bias", {}).values()):
             return cast(Map, module)
-        product = _product(*side_by_side([base], self._cast))
+        product = _product(*side_by_side([base], self.cast))
         names = [] if base is module or module.disable_adapters or module.merged else module.active_adapters
         adapters = []
         for name in names:
             if name in module.lora_A:
                 scaled = module.lora_B[name].weight * module.scaling[name]
-                adapters.append((_product(self._cast(module.lora_A[name].weight)), _product(self._cast(scaled))))
+                adapters.append((_product(self.cast(module.lora_A[name].weight)), _product(self.cast(scaled))))
         return lambda x: sum((up(down(x)) for down, up in adapters), product(x))
-
-    def _cast(self, weight: Tensor) -> Tensor:
-        return weight.to(self.half or weight.dtype)
 
     def rms_norm(self, module: Any) -> Map:
         weight, eps = module.weight.float(), module.variance_epsilon

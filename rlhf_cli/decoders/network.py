@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.decoders.decoder import UnsupportedError
 from rlhf_cli.kernels.linear import FastConv1D, FastLinear, fixed_linear, fixed_weight
+from rlhf_cli.models.frozen import HeldEmbedding
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 LINEAR = (nn.Linear, FastLinear, Conv1D, FastConv1D)
@@ -100,6 +101,14 @@ class NetworkWeights(list[Tensor]):
     are_all = True
     """Whether the functions read nothing else. A module of an unknown class, such as an adapter, is called as it is."""
 
+    def __init__(self, half: torch.dtype | None = None):
+        """half: the format to which autocast casts what linear layers multiply; None if it is off."""
+        super().__init__()
+        self.half = half
+
+    def cast(self, weight: Tensor) -> Tensor:
+        return weight.to(self.half or weight.dtype)
+
     def read(self, weight: Tensor) -> Callable[[], Tensor]:
         """Append a weight; return a function that reads it."""
         self.append(weight.detach())
@@ -119,13 +128,14 @@ class NetworkWeights(list[Tensor]):
         """Linear layers with the same input as one product, side by side."""
         if not all(type(module) in LINEAR for module in modules):
             self.are_all = False
-            return modules[0] if len(modules) == 1 else lambda x: torch.cat([module(x) for module in modules], dim=-1)
-        values, biases = side_by_side(modules)
-        weight = self.read(fixed_weight(values))
-        if biases is None:
-            return lambda x: fixed_linear(x, weight(), None)
-        bias = self.read(biases)
-        return lambda x: fixed_linear(x, weight(), bias())
+            joined = modules[0] if len(modules) == 1 else lambda x: torch.cat([module(x) for module in modules], dim=-1)
+            return joined if self.half is None else lambda x: joined(x).float()
+        values, biases = side_by_side(modules, self.cast)
+        weight, half = self.read(fixed_weight(values)), self.half
+        bias = (lambda: None) if biases is None else self.read(biases)
+        if half is None:
+            return lambda x: fixed_linear(x, weight(), bias())
+        return lambda x: fixed_linear(x.to(half), weight(), bias()).float()
 
     def rms_norm(self, module: Any) -> Map:
         """``x / sqrt(mean(x^2) + eps) * weight``, as ``x / hypot(|x|, sqrt(size * eps)) * (sqrt(size) * weight)``: four
@@ -152,15 +162,14 @@ class NetworkWeights(list[Tensor]):
         return lambda numbers: weight().index_select(0, numbers)
 
     def embedding(self, module: Any) -> Map:
-        if type(module) is nn.Embedding and module.max_norm is None:
-            return self.rows(module.weight)
+        if type(module) in (nn.Embedding, HeldEmbedding) and module.max_norm is None:
+            rows = self.rows(module.weight)
+            return rows if type(module) is nn.Embedding else lambda ids: rows(ids).float()
         self.are_all = False
         return module
 
 
-def side_by_side(
-    modules: Sequence[Any], cast: Callable[[Tensor], Tensor] = lambda weight: weight
-) -> tuple[Tensor, Tensor | None]:
+def side_by_side(modules: Sequence[Any], cast: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | None]:
     """The weights [out, in] of linear layers below each other, and their biases, each in the format of `cast`."""
     weights = [cast(m.weight.t() if isinstance(m, Conv1D) else m.weight) for m in modules]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)

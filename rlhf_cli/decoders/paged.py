@@ -1,11 +1,11 @@
-"""The paged decoder: fast sampling from Llama-like models and GPT-2 in float32 on a CPU.
+"""The paged decoder: fast sampling from Llama-like models and GPT-2 on a CPU, in float32 or bfloat16.
 
 transformers' forward of one token per row spends most of its time between operations. Here a layer is about fifteen
 operations, each different prompt is read once, and attention reads only the tokens that exist (paged_cache.py).
 
 For every rollout the linear layers are copied: those with the same input lie side by side, in the order that oneDNN
 reads. That takes one or two steps, and makes each step of a model with hidden size 512 a quarter shorter. A layer of
-another class, such as an adapter, is called as it is.
+another class, such as an adapter, is called as it is. In bfloat16 only the linear layers compute in that format.
 
 The decoder is compared with the model's own forward at its first use. If they differ, and for any other family,
 plain.py samples.
@@ -23,11 +23,26 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_cli.decoders.decoder import Decoder, UnsupportedError, gap_to_forward, once_per_model, recorded
+from rlhf_cli.decoders.decoder import (
+    Decoder,
+    UnsupportedError,
+    cast_format,
+    gap_to_forward,
+    once_per_model,
+    recorded,
+)
 from rlhf_cli.decoders.network import NetworkWeights, read_network
 from rlhf_cli.decoders.paged_cache import PAGE, PagedCache, Places, attend
-from rlhf_cli.models.forward import positions, tolerance_of, vocabulary_rows
+from rlhf_cli.models.forward import (
+    BFLOAT16_TOLERANCE,
+    autocast,
+    held_precision,
+    positions,
+    tolerance_of,
+    vocabulary_rows,
+)
 from rlhf_cli.packing import pack
+from rlhf_cli.processes.sharding import device_of
 from rlhf_cli.processes.threads import num_threads
 
 FEWEST_ROWS = 16
@@ -52,9 +67,19 @@ def paged_decoder(model: PreTrainedModel, longest: int) -> PagedDecoder:
 
 @once_per_model
 def _why_not(model: PreTrainedModel) -> str:
-    """Why the decoder cannot be used, "" if it can. One of the texts crosses the end of a page."""
-    gap = gap_to_forward(model, lambda longest: PagedDecoder(model, longest), lengths=(PAGE - 1, 5, 5))
-    return "" if gap <= tolerance_of(model) else f"the paged decoder differs from a plain forward by {gap:.1e}"
+    """Why the decoder cannot be used, "" if it can: it is compared in float32, and then as it will be used.
+
+    One of the texts crosses the end of a page.
+    """
+    checks = [(held_precision(model) or "float32", tolerance_of(model))]
+    if cast_format(model) is not None:
+        checks.append(("bfloat16", 2 * BFLOAT16_TOLERANCE))  # both sides round
+    for precision, tolerance in checks:
+        with autocast(device_of(model), precision):
+            gap = gap_to_forward(model, lambda longest: PagedDecoder(model, longest), lengths=(PAGE - 1, 5, 5))
+        if not gap <= tolerance:
+            return f"the paged decoder differs from a plain forward by {gap:.1e} in {precision}"
+    return ""
 
 
 @once_per_model
@@ -110,11 +135,13 @@ class PagedDecoder(Decoder):
 
     def __init__(self, model: PreTrainedModel, longest: int, step: Callable[..., Tensor] | None = None):
         """`longest` is the maximum length of a row in tokens, `step` a recorded one. Raises UnsupportedError."""
-        weight = next(model.parameters())
-        if weight.device.type != "cpu" or weight.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
-            raise UnsupportedError("the paged decoder needs float32 on a CPU")
+        weight, self._half = next(model.parameters()), cast_format(model)
+        if weight.device.type != "cpu" or self._half not in (None, torch.bfloat16):
+            raise UnsupportedError("the paged decoder needs float32 or bfloat16 on a CPU")
+        if self._half is None and weight.dtype != torch.float32:
+            raise UnsupportedError("its weights are not in float32")
         self._model = model
-        self.network = read_network(model, longest, NetworkWeights())
+        self.network = read_network(model, longest, NetworkWeights(self._half))
         self.cache = self._new_cache()
         self._recorded = step
 
@@ -137,7 +164,15 @@ class PagedDecoder(Decoder):
         other.cache.fewest_rows = FEWEST_ROWS
         return other
 
+    def _autocast(self) -> torch.autocast:
+        """The caller's autocast, which a thread does not have."""
+        return torch.autocast("cpu", torch.bfloat16, enabled=self._half is not None)
+
     def admit(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        with self._autocast():
+            return self._admit(prompts)
+
+    def _admit(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         rows: dict[tuple[int, ...], list[int]] = {}
         for row, prompt in enumerate(prompts):
             rows.setdefault(tuple(prompt), []).append(row)
@@ -174,10 +209,11 @@ class PagedDecoder(Decoder):
     def step(self, ids: Tensor) -> Tensor:
         cache = self.cache
         positions, places = cache.add_token()
-        if self._recorded is None:
-            return self._next_logits(ids, positions, places, cache.keys, cache.values)
-        weights = list(self.network.weights)
-        return self._recorded(weights, ids, positions, tuple(places), cache.keys, cache.values)
+        with self._autocast():
+            if self._recorded is None:
+                return self._next_logits(ids, positions, places, cache.keys, cache.values)
+            weights = list(self.network.weights)
+            return self._recorded(weights, ids, positions, tuple(places), cache.keys, cache.values)
 
     def _next_logits(
         self, ids: Tensor, positions: Tensor, places: Places, keys: list[Tensor], values: list[Tensor]
@@ -212,15 +248,16 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[in
     N may be larger than the sum of the lengths; the result for the surplus rows is 0.
     """
     count = sum(lengths)
-    outputs = [
-        F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            k.transpose(0, 1)[None],
-            v.transpose(0, 1)[None],
-            is_causal=True,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )[0].transpose(0, 1)  # [length, heads, D]
-        for q, k, v in zip(*(x[:count].split(lengths) for x in (query, key, value)), strict=True)
-    ]
+    with torch.autocast("cpu", enabled=False):
+        outputs = [
+            F.scaled_dot_product_attention(
+                q.transpose(0, 1)[None],
+                k.transpose(0, 1)[None],
+                v.transpose(0, 1)[None],
+                is_causal=True,
+                scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )[0].transpose(0, 1)  # [length, heads, D]
+            for q, k, v in zip(*(x[:count].split(lengths) for x in (query, key, value)), strict=True)
+        ]
     return torch.cat([*outputs, query.new_zeros(len(query) - count, *query.shape[1:])]).flatten(1)

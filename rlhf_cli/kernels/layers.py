@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -96,6 +97,9 @@ class _RMSNorm(torch.autograd.Function):
 
 ATTENTIONS = {"LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention"}
 """transformers' layers that compute what `FastAttention` computes."""
+BFLOAT16_KEYS = 512
+"""Length of a sequence from which attention under autocast computes in 16 bits. Below, torch's backward pass on a CPU
+is up to five times as fast in float32."""
 LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 """transformers' layers that compute what `ShortLayer` computes: norms before attention and before the feed-forward."""
 
@@ -117,8 +121,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def use_fast_attention(model: PreTrainedModel) -> str | None:
     """Let the model's attention layers rotate by `rotate`. Returns a line for the user as `swap_class` does."""
     layers: list[Any] = [module for module in model.modules() if type(module).__name__ in ATTENTIONS]
-    # Layers in 16 bits run under autocast only, where `FastAttention` is not faster.
-    if not layers or model.device.type != "cpu" or layers[0].q_proj.weight.dtype in (torch.bfloat16, torch.float16):
+    if not layers or model.device.type != "cpu":
         return None
     plain = type(layers[0])
     members = {"is_mistral": plain.__name__ == "MistralAttention", "cache_name": cache_name(plain)}
@@ -155,7 +158,9 @@ def _probe_input(attention: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
 class FastAttention(nn.Module):
     """transformers' attention layer, with `rotate` in float32 on a CPU and with its own forward elsewhere.
 
-    A layer's new class derives from this one and from its own class.
+    Under autocast it reads packed rows only, because a cache keeps 16 bits. The projections then compute in 16 bits,
+    what lies between them in float32: torch's operations on two number formats are slow. A layer's new class derives
+    from this one and from its own class.
     """
 
     is_mistral: bool
@@ -173,15 +178,18 @@ class FastAttention(nn.Module):
         x, (cos, sin) = hidden_states, position_embeddings
         attend = AttentionInterface().get(self.config._attn_implementation)
         is_plain = x.dtype == cos.dtype == torch.float32 and x.device.type == "cpu"
-        if not is_plain or attend is None or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        packed: PackedBatch | None = kwargs.get("packed")
+        casts = torch.is_autocast_enabled("cpu")
+        is_plain &= packed is not None or not casts
+        if not is_plain or attend is None or torch.compiler.is_compiling():
             output, weights = super().forward(x, position_embeddings, attention_mask=attention_mask, **kwargs)
             return output if kept is None else output[:, kept], weights
         # A score reads the last token of each sequence: it has the only queries.
-        is_last = kept is not None and kwargs["packed"].keeps_last
+        is_last = kept is not None and packed is not None and packed.keeps_last
         asking, turn = (x[:, kept], (cos[:, kept], sin[:, kept])) if is_last else (x, (cos, sin))
         # [B, N, H, D] each
         query, key, value = (
-            projection(y).unflatten(-1, (-1, self.head_dim))
+            projection(y).float().unflatten(-1, (-1, self.head_dim))
             for projection, y in ((self.q_proj, asking), (self.k_proj, x), (self.v_proj, x))
         )
         if hasattr(self, "q_norm"):  # Qwen3
@@ -193,9 +201,11 @@ class FastAttention(nn.Module):
         settings = self.config if self.is_mistral else self  # a Llama's config may name a window that it ignores
         kwargs["sliding_window"] = getattr(settings, "sliding_window", None)
         dropout = self.attention_dropout if self.training else 0.0
-        output, weights = attend(
-            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
-        )
+        is_short = casts and packed is not None and max(packed.lengths) < BFLOAT16_KEYS
+        with torch.autocast("cpu", enabled=False) if is_short else nullcontext():
+            output, weights = attend(
+                self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+            )
         output = output.flatten(2)
         return self.o_proj(output if kept is None or is_last else output[:, kept]), weights
 

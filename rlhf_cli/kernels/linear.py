@@ -21,6 +21,8 @@ from transformers.pytorch_utils import Conv1D
 
 TOLERANCE = 1e-5
 """Relative tolerance of the check at the first use."""
+BFLOAT16_TOLERANCE = 1e-2
+"""The same in bfloat16, whose numbers have 8 bits."""
 ROWS = 64
 """Rows of x for which `fixed_weight` lets oneDNN choose the weight's memory order. Any other number works too."""
 FEWEST_OUTPUTS = 8
@@ -54,7 +56,8 @@ def fixed_weight(weight: Tensor) -> Tensor:
     oneDNN would reorder a weight in each call, which is a third of the time of few rows.
     """
     weight = weight.detach()
-    if weight.dtype == torch.float32 and weight.device.type == "cpu" and prefers_onednn():
+    fixes = {torch.float32: prefers_onednn, torch.bfloat16: multiplies_bfloat16}.get(weight.dtype)
+    if weight.device.type == "cpu" and fixes is not None and fixes():
         ordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
         return ordered
     return weight
@@ -97,6 +100,20 @@ def prefers_onednn() -> bool:
             torch.allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
             for ours, theirs in ((product, x @ weight.t()), (transposed, x.t() @ x))
         )
+
+
+@functools.cache
+def multiplies_bfloat16() -> bool:
+    """Whether oneDNN multiplies by a bfloat16 weight in its own memory order on this processor, with torch's result."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    with unset_fake_temporarily(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        x, weight = (torch.arange(n).float().sin().view(-1, 32).bfloat16() for n in (96, 1024))
+        try:
+            product = _product(x, torch.ops.mkldnn._reorder_linear_weight(weight, ROWS), None)
+        except (AttributeError, RuntimeError):
+            return False
+        return torch.allclose(product, x @ weight.t(), rtol=BFLOAT16_TOLERANCE, atol=BFLOAT16_TOLERANCE)
 
 
 def maker() -> str:

@@ -25,6 +25,11 @@ from rlhf_cli.models.forward import autocast, compute_dtype, hidden_at, is_packe
 from rlhf_cli.models.frozen import hold_trained
 from rlhf_cli.packing import pack
 from rlhf_cli.processes.sharding import is_sharded
+from rlhf_cli.processes.threads import is_large
+
+FASTER_WEIGHTS = 10_000_000
+"""Weights from which bfloat16 takes at most two thirds of float32's time on a CPU with instructions for it, measured on
+an Intel Xeon with AMX and an AMD EPYC with avx512_bf16 (benchmarks/COSTS.md)."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,9 @@ def set_up_passes(models: Sequence[PreTrainedModel], config: Stage, device: torc
         lines.append(
             f"precision: bfloat16 is slower than float32 on this {device.type}, which has no fast bfloat16 instructions"
         )
+    is_slow = config.precision == "auto" and device.type == "cpu" and is_large(*models, weights=FASTER_WEIGHTS)
+    if is_slow and has_bfloat16(device):
+        lines.append("precision: auto is float32 on a CPU. With precision: bfloat16 a step is faster on this one")
     for model in models:
         if config.gradient_checkpointing:
             recompute_layers(model)

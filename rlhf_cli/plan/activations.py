@@ -80,8 +80,8 @@ def kept_bytes(compute: Callable[[], object]) -> int:
     return sum(kept.values())
 
 
-def fake_activation_bytes(model: PreTrainedModel, precision: str, key: str) -> float:
-    """`activation_bytes` of a model on the meta device, whose layers and attention become those that the stages use.
+def fake_activation_bytes(model: PreTrainedModel, precision: str, device: str, key: str) -> float:
+    """`activation_bytes` of a model on the meta device, whose layers become those that the stages use on a `device`.
 
     Its weights become fake tensors (`FakeTensorMode`). They have shapes and a device but no storage, and torch runs the
     same operations on them as on real ones, autocast included. Raises ConfigError, naming the config `key`, for a model
@@ -91,7 +91,7 @@ def fake_activation_bytes(model: PreTrainedModel, precision: str, key: str) -> f
         return 0.0
     with FakeTensorMode(allow_non_fake_inputs=True), _fake_experts():
         _make_fake(model)
-        for use in (use_fast_linear, use_fast_norm, use_fast_attention):
+        for use in (use_fast_linear, use_fast_norm, *[use_fast_attention] * (device == "cpu")):
             use(model)
         default = model.config._attn_implementation
         with contextlib.suppress(*UNFIT):

@@ -318,7 +318,7 @@ class Held:
         """What sampling `rows` responses at the same time adds: keys and values, logits, and the decoder's weights."""
         shape, number = self.shape, float(self.setting.number)
         parts = {
-            "keys and values": rows * length * shape.cache * number,
+            "keys and values": rows * length * shape.cache * (number if self.setting.device != "cpu" else 4.0),
             "logits": 3.0 * rows * shape.vocabulary * 4,
         }
         if self.setting.device != "cpu":
@@ -336,9 +336,9 @@ class Held:
             casts_head = self.quantization is not None and self.setting.half and self.stored != 2
             copied = self._num_cast + casts_head * self.shape.vocabulary * self.shape.hidden
             return {"rollout copy": 2 * copied} if copied else {}
-        if not self.setting.half and self.lora is None:
-            return {"rollout copy": self.shape.joined * 4}
-        return {}
+        if self.lora is not None:
+            return {}
+        return {"rollout copy": 2.0 * self.shape.linear if self.setting.half else 4.0 * self.shape.joined}
 
     def logits(self, batch: Batch) -> float:
         """The logits and their gradient: `batch.logits_copies` tensors, and a chunk if they are computed in chunks."""

@@ -61,7 +61,7 @@ class ModelOrigins:
         if name in self.models:
             shape = shape_of_loaded(self.models[name], self.precision)
         else:
-            shape = shape_of(origin.config, is_classifier, setting.precision, lora, frozen, key)
+            shape = shape_of(origin.config, is_classifier, setting.precision, lora, frozen, key, setting.device)
         is_whole, is_trained = key.partition(".")[0] in setting.keep_whole, trained is not None
         return Held(name, shape, setting, lora, is_trained, origin.stored, origin.has_adapters, shares, is_whole)
 

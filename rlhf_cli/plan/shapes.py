@@ -104,8 +104,9 @@ def shape_of(
     lora: Lora | None = None,
     frozen: Sequence[str] | None = (),
     key: str = "model",
+    device: str = "cpu",
 ) -> Shape:
-    """The shape of a model whose passes compute in a precision. A classifier has one score instead of a head.
+    """The shape of a model whose passes compute in a precision on a device. A classifier has one score, no head.
 
     `lora` are the adapters that are trained, and `frozen` are patterns of weights that are not trained; None trains
     nothing. Raises ConfigError, naming the config `key`, if transformers cannot build the model, or if a pattern or a
@@ -116,7 +117,8 @@ def shape_of(
     text = json.dumps({k: v for k, v in config.to_dict().items() if k not in UNREAD}, sort_keys=True, default=str)
     # Quantized layers keep what plain ones keep. Fake tensors cannot be quantized.
     plain = None if lora is None else lora.model_copy(update={"quantize": None})
-    known = (text, type(config), is_classifier, precision, repr(plain), None if frozen is None else tuple(frozen), key)
+    names = None if frozen is None else tuple(frozen)
+    known = (text, type(config), is_classifier, precision, repr(plain), names, key, device)
     if known in _SHAPES:
         return _SHAPES[known]
 
@@ -141,7 +143,7 @@ def shape_of(
             freeze(model, frozen, f"{key}.freeze")
         if plain is not None:
             add_lora(model, plain, f"{key}.lora", seed=0)
-        return _shape_of(model, fake_activation_bytes(model, precision, key))
+        return _shape_of(model, fake_activation_bytes(model, precision, device, key))
 
     whole, found = build(), None
     layers: int = whole.config.get_text_config().num_hidden_layers

@@ -251,7 +251,7 @@ def _sampling(config: AnyConfig, models: list[Held], origins: ModelOrigins) -> l
         sampler = replace(policy, whole=True) if copies else policy
         length = _longest_prompt(config, models) + config.rollout.max_new_tokens
         sampling = sampler.in_sampling(live_rows(config, setting.processes), length)
-        if policy.among > 1 and setting.half:
+        if policy.among > 1 and setting.half and setting.device != "cpu":
             sampling.pop("rollout copy", None)  # the copy of a sharded policy is in 16 bits already (`_at_rest`)
         rollout = join(_at_rest(config, models, "rollout"), sampling)
         if copies and policy.among > 1:

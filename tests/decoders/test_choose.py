@@ -59,7 +59,7 @@ def test_the_config_names_the_decoder_of_a_run(make_model, run_stage, tmp_path, 
     [
         ("static", [], "must be one of auto, paged, plain, sharded; this decoder does not exist any more, say plain"),
         ("paged", ["device=cuda"], "paged needs a CPU, and device is cuda"),
-        ("paged", ["precision=bfloat16"], "paged needs float32, and precision is bfloat16"),
+        ("paged", ["precision=float16"], "paged does not compute in float16"),
         ("sharded", [], "sharded samples from a sharded policy, and this one is whole"),
         ("sharded", ["distributed.shard=true", "distributed.keep_whole=[policy]"], "this one is whole. Set it to auto"),
     ],

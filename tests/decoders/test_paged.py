@@ -4,7 +4,6 @@ import copy
 import gc
 import math
 import weakref
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -19,6 +18,7 @@ from rlhf_cli.decoders.paged_cache import PAGE, PagedCache
 from rlhf_cli.decoders.plain import PlainDecoder
 from rlhf_cli.kernels import linear
 from rlhf_cli.models.adapters import adapters_off, add_lora
+from rlhf_cli.models.frozen import give_float32, hold_frozen
 from rlhf_cli.rollout import sampling as sampling_module
 from rlhf_cli.rollout.sampling import Sampling, draw, sample
 from support.compare import adapt
@@ -31,11 +31,12 @@ from support.decoders import (
     UNSUPPORTED,
     compare_steps,
     made,
+    plain_logits,
     plain_responses,
     random_ids,
     same,
 )
-from support.tiny import tiny_model
+from support.tiny import CPU, tiny_model
 
 
 def why_not(model, longest=1):
@@ -283,16 +284,58 @@ def test_a_model_with_replaced_modules_is_checked_again():
     assert "differs" in why_not(model)
 
 
-@pytest.mark.parametrize("way", ["a bfloat16 model", "autocast"])
-def test_bfloat16_uses_the_plain_decoder(way, monkeypatch):
-    model = copy.deepcopy(made("llama"))
-    if way == "a bfloat16 model":
-        model = model.to(torch.bfloat16)
-    with nullcontext() if way == "a bfloat16 model" else torch.autocast("cpu", torch.bfloat16):
+def test_a_model_whose_norms_are_in_bfloat16_uses_the_plain_decoder(monkeypatch):
+    model = copy.deepcopy(made("llama")).to(torch.bfloat16)
+    assert "float32" in why_not(model)
+    responses = sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"], "plain", monkeypatch)
+    same(sample(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"]), responses)
+
+
+@pytest.mark.parametrize("name", FAST)
+@torch.no_grad()
+def test_bfloat16_rounds_less_than_the_models_own_forward(name):
+    """The mean error against float32, of logits of prompts and of steps."""
+    model, texts = made(name), random_ids(*range(20, 37), seed=3)
+    exact = torch.cat([plain_logits(model, text)[-4:] for text in texts])
+    with torch.autocast("cpu", torch.bfloat16):
+        decoder, itself = paged_decoder(model, 160), PagedDecoder(model, 160)
+        plain = torch.cat([plain_logits(model, text)[-4:].float() for text in texts])
+        found = []
+        for one in (decoder, itself):
+            logits = [one.admit([text[:-3] for text in texts])]
+            logits += [one.step(torch.tensor([text[i] for text in texts])) for i in (-3, -2, -1)]
+            found.append(torch.stack(logits, 1).flatten(0, 1))
+    assert decoder._recorded is not None
+    assert torch.equal(*found)
+    assert found[0].dtype == torch.float32
+    assert 0 < (found[0] - exact).abs().mean() < 1.1 * (plain - exact).abs().mean()
+
+
+@torch.no_grad()
+def test_weights_held_in_bfloat16_and_adapters_give_the_logits_of_a_plain_forward():
+    for name in ("llama", "gpt2"):
+        model = copy.deepcopy(made(name))
+        with torch.autocast("cpu", torch.bfloat16):
+            wanted = paged_decoder(model, 160).admit(PROMPTS)
+            hold_frozen(model.requires_grad_(False), CPU, "bfloat16", exact=False, constant=False)
+            assert torch.equal(paged_decoder(model, 160).admit(PROMPTS), wanted)
+            model.get_input_embeddings().weight.data = model.get_input_embeddings().weight.bfloat16()
+            give_float32(model)
+            assert paged_decoder(model, 160)._recorded is not None
+            assert why_not(model) is None
+            add_lora(model, Lora(r=4), "policy.lora", seed=0)
+            adapt(model, std=0.1)
+            assert why_not(model) is None
         assert "float32" in why_not(model)
-        responses = sampled_by(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"], "plain", monkeypatch)
-        same(sample(model, PROMPTS, UNIFORMS, SAMPLINGS["plain"]), responses)
-    assert way == "a bfloat16 model" or why_not(model) is None
+
+
+def test_float32_and_bfloat16_are_checked_apart(monkeypatch):
+    model = copy.deepcopy(made("llama"))
+    assert why_not(model) is None
+    monkeypatch.setattr(network, "rotate", lambda x, _: x)
+    assert why_not(model) is None, "checked before"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "differs from a plain forward by" in why_not(model)
 
 
 @pytest.mark.parametrize("vocabulary", [2, 63, 64, 65, 1000, 50_257])

@@ -9,6 +9,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from rlhf_cli.config.models import Lora
+from rlhf_cli.kernels import attention
 from rlhf_cli.kernels import layers as fast_layers
 from rlhf_cli.kernels import linear as linear_module
 from rlhf_cli.kernels.layers import (
@@ -191,6 +192,43 @@ def test_a_model_changes_by_rounding_only(family, how):
     assert_same(fast, of_rows(fast), plain, of_rows(plain))
     with torch.no_grad():
         assert torch.allclose(packed(fast.eval()), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("shortest", [1, 512])
+def test_packed_rows_under_autocast_round_less_than_transformers_layer(family, shortest, monkeypatch):
+    """The error of hidden states and gradients against float32. Long texts attend in bfloat16."""
+    monkeypatch.setattr(fast_layers, "BFLOAT16_KEYS", shortest)
+    plain, fast = two(family)
+    choose_attention(plain)
+    exact = packed(plain)
+    of_exact = gradients(plain, exact)
+    errors = []
+    with torch.autocast("cpu", torch.bfloat16):
+        for model in (plain, fast):
+            hidden = packed(model)
+            of_model = gradients(model, hidden)
+            assert list(of_model) == list(of_exact)
+            relative = [((of_model[n] - of_exact[n]).abs().mean() / of_exact[n].abs().mean()).item() for n in of_exact]
+            errors.append([(hidden - exact).abs().mean().item(), sum(relative)])
+    for theirs, ours in zip(*errors, strict=True):
+        assert 0 < ours < 1.2 * theirs
+
+
+@pytest.mark.parametrize(("length", "is_half"), [(9, False), (12, True)])
+def test_only_long_texts_attend_in_bfloat16(length, is_half, monkeypatch):
+    monkeypatch.setattr(fast_layers, "BFLOAT16_KEYS", 12)
+    _, fast = two("LlamaAttention")
+    attend, seen = attention.F.scaled_dot_product_attention, []
+
+    def watched(query, *rest, **options):
+        seen.append((query.dtype, torch.is_autocast_enabled("cpu")))
+        return attend(query, *rest, **options)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", watched)
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden_at(fast, pack([[1] * length, [2] * 3]), torch.arange(length + 3))
+    assert set(seen) == {(torch.float32, is_half)}
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -8,7 +8,16 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlhf_cli.kernels import linear as module
-from rlhf_cli.kernels.linear import FastConv1D, FastLinear, linear, prefers_onednn, use_fast_linear
+from rlhf_cli.kernels.linear import (
+    FastConv1D,
+    FastLinear,
+    fixed_linear,
+    fixed_weight,
+    linear,
+    multiplies_bfloat16,
+    prefers_onednn,
+    use_fast_linear,
+)
 from support.tiny import tiny_model
 
 needs_onednn = pytest.mark.skipif(not prefers_onednn(), reason="MKL is as fast on this processor, so it is used")
@@ -36,6 +45,20 @@ def test_any_strides_are_accepted():
     assert torch.allclose(linear(x, weight), F.linear(x, weight), rtol=1e-5, atol=1e-5)
     assert torch.allclose(linear(x[:, ::2], weight[:, ::2]), F.linear(x[:, ::2], weight[:, ::2]), atol=1e-5)
     assert linear(torch.randn(0, 7), weight).shape == (0, 5)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64, 300])
+def test_a_bfloat16_weight_in_onednns_order_gives_torchs_product(rows):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(rows, 40), torch.randn(24, 40), torch.randn(24)
+    x, weight, bias = x.bfloat16(), weight.bfloat16(), bias.bfloat16()
+    fixed = fixed_weight(weight)
+    assert fixed.is_mkldnn == multiplies_bfloat16()
+    for of_bias in (None, bias):
+        found, exact = fixed_linear(x, fixed, of_bias), x.float() @ weight.float().t()
+        exact = exact if of_bias is None else exact + of_bias
+        assert found.dtype == torch.bfloat16
+        assert torch.allclose(found.float(), exact, rtol=1e-2, atol=5e-2)
 
 
 @needs_onednn

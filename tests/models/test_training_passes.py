@@ -152,3 +152,14 @@ def test_bfloat16_without_instructions_for_it_is_reported(monkeypatch):
     monkeypatch.setattr(passes, "maker", lambda: "GenuineIntel")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True, "amx_bf16": True})
     assert set_up_passes([], config(precision="bfloat16"), CPU) == ([], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("precision", "weights", "has", "says"),
+    [("auto", 100, True, True), ("auto", 101, True, False), ("auto", 100, False, False), ("float32", 100, True, False)],
+)
+def test_auto_says_when_bfloat16_would_be_faster(precision, weights, has, says, monkeypatch):
+    monkeypatch.setattr(passes, "FASTER_WEIGHTS", weights)
+    monkeypatch.setattr(passes, "has_bfloat16", lambda _device: has)
+    lines, _ = set_up_passes([torch.nn.Linear(99, 1)], config(precision=precision), CPU)
+    assert [line.startswith("precision: auto is float32 on a CPU.") for line in lines] == [True] * says

@@ -193,6 +193,15 @@ def test_a_gpu_casts_the_float32_head_beside_4_bit_layers_once_per_rollout(store
     assert Held("policy", shape, Setting("cuda", half=True), lora=lora, stored=stored).of_decoder == copied
 
 
+def test_a_cpu_that_samples_in_bfloat16_copies_all_linear_layers():
+    shape = shape_of(config_of("llama"), False, "bfloat16")
+    weights = AutoModelForCausalLM.from_config(config_of("llama")).named_parameters()
+    linear = sum(weight.numel() for name, weight in weights if weight.ndim == 2 and "embed" not in name)
+    assert Held("policy", shape, Setting("cpu", half=True)).of_decoder == {"rollout copy": 2 * linear}
+    on_gpu = shape_of(config_of("llama"), False, "bfloat16", device="cuda")
+    assert on_gpu.kept < shape.kept, "a CPU keeps queries, keys and values in float32"
+
+
 def test_llama_70b_has_its_published_size_and_takes_seconds():
     config = LlamaConfig(
         hidden_size=8192,

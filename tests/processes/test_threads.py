@@ -11,6 +11,7 @@ from rlhf_cli.data import batches
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.decoders import paged
 from rlhf_cli.decoders.paged import PagedDecoder
+from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.load import load_policy, prepare
 from rlhf_cli.processes import environment, microbatches, threads
 from rlhf_cli.processes.distributed import ALONE
@@ -224,8 +225,8 @@ def test_models_with_state_in_their_passes_are_computed_in_turn():
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen2"])
-@pytest.mark.parametrize("live", [None, 40])
-def test_responses_have_the_bytes_of_one_thread(architecture, live, make_model, small_parts):  # noqa: ARG001
+@pytest.mark.parametrize(("live", "precision"), [(None, "float32"), (40, "float32"), (None, "bfloat16")])
+def test_responses_have_the_bytes_of_one_thread(architecture, live, precision, make_model, small_parts):  # noqa: ARG001
     model = load_policy(str(make_model(architecture)))
     prepare(model, CPU)
     prompts = [[(5 * row + i) % 250 + 3 for i in range(1 + row % 11)] for row in range(70)]
@@ -233,7 +234,8 @@ def test_responses_have_the_bytes_of_one_thread(architecture, live, make_model, 
     found = []
     for count in COUNTS:
         use_threads(count)
-        responses = sample(model, prompts, uniforms, Sampling(stop=frozenset(range(3, 12))), max_live_rows=live)
+        with autocast(CPU, precision):
+            responses = sample(model, prompts, uniforms, Sampling(stop=frozenset(range(3, 12))), max_live_rows=live)
         found.append([(one.ids, one.logprobs, one.ended) for one in responses])
     assert found[1:] == found[:1] * 3
 
