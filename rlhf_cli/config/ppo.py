@@ -376,7 +376,7 @@ class Rollout(Section):
     Limits the memory of the keys and values and does not change any response. Null samples all at the same time,
     which is fastest."""
     decoder: DecoderName = "auto"
-    """What computes the logits while sampling. `paged` is fast for Llama-like models and GPT-2 in float32 on a CPU.
+    """What computes the logits while sampling. `paged` is fast for Llama-like models and GPT-2 on a CPU.
     `plain` runs the model's own forward, for any model. `auto` takes `paged` where it can, on a GPU CUDA graphs of the
     same families, and `plain` elsewhere. A decoder that differs from the model's own forward is refused before the
     first rollout. `sharded` is for a policy that is sharded and fits no process whole: all processes sample from the

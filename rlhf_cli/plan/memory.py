@@ -30,6 +30,8 @@ STATES: dict[str, tuple[float, float, float]] = {
 LIBRARIES = {"float32": 45_000_000, "bfloat16": 75_000_000}
 """Bytes of a CPU process that belong to no tensor, by the precision of its passes: code that is read at its first use,
 rows of data, and what oneDNN generates and keeps for each shape of a product (benchmarks/plan_memory.py)."""
+SAMPLING = 30_000_000
+"""The same of bfloat16 once the paged decoder has sampled, whose products have many shapes."""
 SHARDING = 10_000_000
 """The same of a process that exchanges the weights of sharded models: buffers of FSDP and gloo."""
 
@@ -70,6 +72,8 @@ class Setting:
     """Whether the run writes checkpoints on its way."""
     threads: int = 1
     """Passes at the same time."""
+    samples: bool = False
+    """Whether it samples, from a model that is whole."""
     keep_whole: tuple[str, ...] = ()
     """Sections of the models that stay whole although the others are sharded (`distributed.keep_whole`)."""
 
@@ -85,7 +89,7 @@ class Setting:
     @property
     def libraries(self) -> dict[str, float]:
         """What belongs to no tensor."""
-        size = LIBRARIES[self.precision] + (SHARDING if self.sharded > 1 else 0)
+        size = LIBRARIES[self.precision] + SHARDING * (self.sharded > 1) + SAMPLING * (self.half and self.samples)
         return {"libraries": size} if self.device == "cpu" else {}
 
 

@@ -107,6 +107,10 @@ def setting_of(config: AnyConfig, machine: Machine) -> Setting:
     is_auto = config.precision == "auto"
     threads = config.threads or max(1, num_threads() // machine.processes)
     shard = config.distributed.shard
+    if isinstance(config, PPOConfig):
+        samples = config.rollout.decoder != "sharded"
+    else:
+        samples = isinstance(config, RMConfig) and config.evaluation.num_normalization_samples > 0 and not shard
     return Setting(
         device=device,
         processes=machine.processes,
@@ -117,6 +121,7 @@ def setting_of(config: AnyConfig, machine: Machine) -> Setting:
         checkpointing=config.gradient_checkpointing,
         saves=config.checkpoints.every_steps is not None or config.checkpoints.every_minutes is not None,
         threads=threads if device == "cpu" else 1,
+        samples=samples,
         keep_whole=tuple(config.distributed.keep_whole) if isinstance(config, PPOConfig) else (),
     )
 

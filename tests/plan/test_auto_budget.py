@@ -203,6 +203,8 @@ def test_a_run_chooses_what_its_plan_shows(name, make_model, judge, write_config
     with monkeypatch.context() as patch, contextlib.suppress(Chosen):
         patch.setattr(stages, "machine_of_run", lambda *_: machine)
         patch.setattr(stages, "planned_tokens", choose)
+        if device == "cuda":  # where the layers keep their own attention
+            patch.setattr("rlhf_cli.models.load.use_fast_attention", lambda _: None)
         {"sft": sft, "rm": rm, "ppo": ppo}[stage].run(config, quiet=True)
     (one,) = plan_of(file, [], stage, machine, machine.memory, None)
     assert tokens == [one.plan.tokens_per_microbatch]

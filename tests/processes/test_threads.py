@@ -264,6 +264,7 @@ OPTIONS = {
     "sft": {},
     "rm": {},
     "ppo": {},
+    "ppo bfloat16": {"precision": "bfloat16"},
     "ppo full": {"policy": {"lora": {"r": 2}}, "ppo": {"kl_estimator": "full", "kl_in": "loss"}},
     "ppo one backbone": {"value_model": {"init": "shared"}, "ppo": {"old_logprobs": "recomputed"}},
 }
