@@ -32,7 +32,7 @@ from rlhf_cli.files import digest_once, read_text, stored_dtype
 from rlhf_cli.models.adapters import head_names, import_peft, inject, lora_of
 from rlhf_cli.models.deferred import take
 from rlhf_cli.processes.sharding import is_first_process, is_sharded, plain_class, whole
-from rlhf_cli.run.artifacts import ADAPTER_CONFIG, MODEL_CONFIG, is_adapter
+from rlhf_cli.run.artifacts import ADAPTER_CONFIG, MODEL_CONFIG, is_adapter, writing
 
 WEIGHTS, BASE_MODEL = "adapter_model.safetensors", "base_model.json"
 PREFIX = "base_model.model."
@@ -108,14 +108,12 @@ def save_adapter(
         return
     lora = {**lora_of(model).to_dict(), "modules_to_save": heads or None, "inference_mode": True}
     model.config.architectures = [plain_class(model).__name__]
-    try:
+    with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
         # The stage is built beside its final place, from which the base has the same relative path.
         about = AdapterDirectory(str(directory), base, lora, model.config.to_diff_dict(), quantization, {})
         about.write_about(directory, directory)
-    except (OSError, SafetensorError) as error:
-        raise ArtifactError(f"{directory}: cannot be written ({error}). Make room") from None
 
 
 def _name_in_file(name: str) -> str:

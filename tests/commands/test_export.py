@@ -16,14 +16,20 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands.push import collect
+from rlhf_cli.config.models import Lora
+from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.records import Message
+from rlhf_cli.errors import ArtifactError
 from rlhf_cli.evaluation.fidelity import PolicyCheck, RewardModelCheck, rows_of, token_distances
+from rlhf_cli.models.adapter_files import BaseModel
+from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.gguf import pre_tokenizer
 from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer, prepare
+from rlhf_cli.models.save import save_trained
 from rlhf_cli.trained.run import open_run
 from support.compare import close_in_size as close
 from support.compare import logits_of as logits
-from support.projects import refused, rlhf
+from support.projects import largest_file, refused, rlhf
 from support.speaking import speaker_at
 from support.tiny import CPU, random_ids
 
@@ -278,6 +284,21 @@ def test_a_full_disk_gets_one_line_and_leaves_nothing(run, tmp_path, monkeypatch
     assert "No space left on device" in line
     assert list(tmp_path.iterdir()) == []
     done(run, tmp_path / "out", "--no-check")
+
+
+def test_a_full_disk_under_the_adapters_or_the_tokenizer_is_one_line(lora_run, make_model, tmp_path):
+    """safetensors and tokenizers have errors of their own for it."""
+    with largest_file(4000):
+        line = refused(
+            "export", lora_run, "--stage", "sft", "--format", "adapter", "--out", tmp_path / "out", "--no-check"
+        )
+    assert "out: cannot be written" in line
+    base, lora = str(make_model("llama")), Lora(r=1, target_modules=["q_proj"], save="adapter")
+    model, tokenizer = load_policy(base), load_tokenizer(base)
+    add_lora(model, lora, "lora", seed=0)
+    with largest_file(8000), pytest.raises(ArtifactError, match=r"adapter: cannot be written .*os error"):
+        save_trained(model, tokenizer, tmp_path / "adapter", SFTConfig.model_construct(), lora, BaseModel(base))
+    assert (tmp_path / "adapter/adapter_model.safetensors").is_file(), "it failed at the tokenizer"
 
 
 # ------------------------------------------------------------------------------------------- llama.cpp
