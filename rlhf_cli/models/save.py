@@ -82,7 +82,8 @@ def save(
         index |= dict.fromkeys(tensors, file)
         attempt(partial(save_file, tensors, directory / file, metadata={"format": "pt"}))
     if files.is_sharded:
-        total = {"total_parameters": sum(map(num_weights, model.parameters())), **files.metadata}
+        number = sum(num_weights(weight) for name, weight in model.named_parameters() if ".lora_" not in name)
+        total = {"total_parameters": number, **files.metadata}
         path, text = directory / SAFE_WEIGHTS_INDEX_NAME, _json({"metadata": total, "weight_map": index})
         attempt(partial(path.write_text, text, encoding="utf-8"))
     attempt(partial(_write_configs, model, tokenizer, directory, dtype))
