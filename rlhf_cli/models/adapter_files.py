@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -43,7 +44,10 @@ READ |= {"alpha_pattern", "layers_to_transform", "layers_pattern"}
 UNREAD = {"peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping"}
 UNREAD |= {"peft_version", "init_lora_weights", "lora_dropout", "modules_to_save", "fan_in_fan_out", "loftq_config"}
 UNREAD |= {"qalora_group_size", "runtime_config", "megatron_core"}
-"""Keys that do not matter once the adapters are trained. Any other key with a value is refused."""
+"""Keys that reading does not need. What `modules_to_save` names is among the weights. Other keys with a value are
+refused."""
+
+MERGE_FIRST = "which is not supported. Merge the adapters with PEFT and give the result"
 
 
 @dataclass(frozen=True)
@@ -155,11 +159,12 @@ class AdapterDirectory:
 
     @property
     def is_classifier(self) -> bool:
-        return self.lora.get("task_type") == "SEQ_CLS" or bool(self.head)
+        return self.lora.get("task_type") == "SEQ_CLS"
 
     @property
     def num_labels(self) -> int:
-        return next((shape[0] for name, shape in sorted(self.head.items()) if len(shape) == 2), 1)
+        """The outputs of the head's last layer: layers before it have more."""
+        return min((shape[0] for shape in self.head.values() if len(shape) == 2), default=1)
 
 
 def read_adapter(path: str) -> AdapterDirectory | None:
@@ -187,6 +192,8 @@ def read_adapter(path: str) -> AdapterDirectory | None:
             f"{folder}: its base model {there[0].path} has other weights than those that the adapters were trained on. "
             "Restore them, or train the adapters again"
         )
+    if base is not None and Path(base.path).resolve() == folder.resolve():
+        raise ArtifactError(f"{path}: {ADAPTER_CONFIG} names this folder as its own base model. Name that model")
     quantization = about.get("quantize")
     if quantization not in (None, *get_args(Quantization)):
         raise ArtifactError(f"{path}: {BASE_MODEL} has quantize: {str(quantization)[:40]}, which is unknown")
@@ -196,7 +203,10 @@ def read_adapter(path: str) -> AdapterDirectory | None:
     except (OSError, SafetensorError) as error:
         raise ArtifactError(f"{folder / WEIGHTS}: cannot be read ({error})") from None
     head = {name.removeprefix(PREFIX): shape for name, shape in shapes.items() if ".lora_" not in name}
-    return AdapterDirectory(path, base or named, lora, model_config, quantization, head)
+    adapter = AdapterDirectory(path, base or named, lora, model_config, quantization, head)
+    if not adapter.is_classifier:
+        _refuse_whole(path, head)
+    return adapter
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -219,10 +229,13 @@ def _refuse_unknown(path: str, lora: dict[str, Any]) -> None:
     if isinstance(start := lora.get("init_lora_weights", True), str) and start not in ("gaussian", "orthogonal"):
         unknown.append(f"init_lora_weights: {start[:40]}")  # PiSSA and others change the base model, too
     if unknown:
-        raise ArtifactError(
-            f"{path}: {ADAPTER_CONFIG} sets {', '.join(unknown)}, which is not supported. Merge the adapters with PEFT "
-            "and give the result"
-        )
+        raise ArtifactError(f"{path}: {ADAPTER_CONFIG} sets {', '.join(unknown)}, {MERGE_FIRST}")
+
+
+def _refuse_whole(path: str, names: Iterable[str]) -> None:
+    """Raise ArtifactError if there are names of whole weights, such as embeddings, which would not be read."""
+    if name := next(iter(names), None):
+        raise ArtifactError(f"{path}: has the whole weight {name} beside the adapters, {MERGE_FIRST}")
 
 
 @torch.no_grad()
@@ -239,6 +252,8 @@ def attach(model: PreTrainedModel, adapter: AdapterDirectory, *, with_head: bool
         given = {name.removeprefix(PREFIX): t for name, t in load_file(Path(adapter.path) / WEIGHTS).items()}
     except (ValueError, TypeError, KeyError, AttributeError, SafetensorError, OSError) as error:
         raise ArtifactError(f"{adapter.path}: cannot be added to {adapter.base.path} ({error})") from None
+    heads = head_names(model)
+    _refuse_whole(adapter.path, (name for name in adapter.head if name.split(".")[0] not in heads))
     needed = {_name_in_file(name): p for name, p in model.named_parameters() if ".lora_" in name}
     if with_head:
         needed |= {name: p for name, p in model.named_parameters() if name in adapter.head}

@@ -385,7 +385,7 @@ def _load_adapted(
             f"{adapter.path}: has the adapters of a classifier (reward or value model), not of a language model"
         )
     num_labels = adapter.num_labels
-    keeps_head = bool(adapter.head) and auto is not AutoModelForCausalLM and new_labels in (None, num_labels)
+    keeps_head = bool(adapter.head) and new_labels in (None, num_labels)
     new_labels = num_labels if keeps_head else new_labels
     model, new = _load(auto, adapter.base.path, adapter.base.revision, new_labels=new_labels, deferred=deferred)
     is_later = is_deferred(model)

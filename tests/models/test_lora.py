@@ -22,12 +22,19 @@ from rlhf_cli.config.models import Lora
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models import deferred, exporting, frozen
-from rlhf_cli.models.adapter_files import BaseModel
+from rlhf_cli.models.adapter_files import BaseModel, save_adapter
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.deferred import place_of
 from rlhf_cli.models.exporting import write_adapter
 from rlhf_cli.models.frozen import hold_frozen
-from rlhf_cli.models.load import is_language_model, load_policy, load_reward_model, load_tokenizer, new_value_model
+from rlhf_cli.models.load import (
+    is_language_model,
+    load_policy,
+    load_reward_model,
+    load_tokenizer,
+    new_reward_model,
+    new_value_model,
+)
 from rlhf_cli.models.lora import has_adapters_of
 from rlhf_cli.models.save import plain_weights, save
 from rlhf_cli.ppo.setup import load_setup
@@ -37,7 +44,7 @@ from support.compare import adapt, logits_of, merged_copy
 from support.compare import close_in_size as close
 from support.projects import rlhf
 from support.setup import config_of
-from support.tiny import CPU
+from support.tiny import CPU, tiny_model
 
 BF16 = torch.bfloat16
 FAST = {"optimizer": {"learning_rate": 3e-2}}
@@ -298,6 +305,67 @@ def test_adapters_that_would_compute_something_else_are_refused(adapters, tmp_pa
         path.with_name("adapter_model.safetensors").rename(path.with_name("adapter_model.bin"))
     with pytest.raises(ArtifactError, match=message):
         load_policy(str(path.parent))
+
+
+def test_whole_weights_beside_adapters_are_refused_whatever_is_loaded(make_model, tmp_path):
+    """As PEFT saves them for `modules_to_save` and for a larger vocabulary. Of a classifier, they may be the head."""
+    for kind, auto in (("CAUSAL_LM", AutoModelForCausalLM), ("SEQ_CLS", AutoModelForSequenceClassification)):
+        model = auto.from_pretrained(make_model("llama"))
+        lora = LoraConfig(r=2, task_type=kind, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+        get_peft_model(model, lora).save_pretrained(tmp_path / kind)
+    line = r"has the whole weight model\.embed_tokens\.weight beside the adapters, which is not supported\. Merge"
+    for load, kind in ((load_policy, "CAUSAL_LM"), (load_reward_model, "SEQ_CLS")):
+        with pytest.raises(ArtifactError, match=line):
+            load(str(tmp_path / kind))
+        with pytest.raises(ArtifactError, match=line):
+            new_value_model(str(tmp_path / kind), None)
+
+
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_adapters_on_a_head_that_shares_its_weight_with_the_embeddings_are_refused(tokenizer, tmp_path, is_deferred):
+    """Merged into one tensor they would change both. On a head of its own they are merged as PEFT does."""
+    for name, is_tied in (("own", False), ("tied", True)):
+        save(tiny_model("llama", vocab_size=len(tokenizer), tie_word_embeddings=is_tied), tokenizer, tmp_path / name)
+        lora = LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["lm_head"])
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / name), lora)
+        adapt(model)
+        model.save_pretrained(tmp_path / f"{name}-adapter", save_embedding_layers=False)
+        if not is_tied:
+            loaded = load_policy(str(tmp_path / "own-adapter"), deferred=is_deferred)
+            deferred.read_deferred(loaded)
+            close(logits(loaded), logits(model.base_model.model))
+    with pytest.raises(ArtifactError, match="a target shares its weight with the embeddings"):
+        load_policy(str(tmp_path / "tied-adapter"), deferred=is_deferred)
+
+
+def test_adapters_that_name_their_own_folder_as_base_are_refused(adapters, tmp_path):
+    folder = Path(shutil.copytree(adapters, tmp_path / "adapter"))
+    (folder / "base_model.json").unlink()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(folder)}))
+    with pytest.raises(ArtifactError, match="names this folder as its own base model"):
+        load_policy(str(folder))
+
+
+@pytest.mark.parametrize("family", ["roberta", "electra", "distilbert"])
+def test_adapters_with_a_head_of_two_layers_are_read_again(family, tokenizer, tmp_path):
+    """The number of labels is that of the last layer."""
+    start = tiny_model(family, AutoModelForSequenceClassification, vocab_size=len(tokenizer), num_labels=1)
+    save(start, tokenizer, tmp_path / "base")
+    model, _ = new_reward_model(str(tmp_path / "base"), None, seed=0, head_std=None)
+    add_lora(model, Lora(r=2), "model.lora", seed=0)
+    adapt(model)
+    save_adapter(model, tmp_path / "adapter", BaseModel(str(tmp_path / "base")))
+    close(logits_of(load_reward_model(str(tmp_path / "adapter"))), logits_of(model))
+
+
+def test_an_index_counts_no_adapters(make_model, tmp_path):
+    model, tokenizer = load_policy(str(make_model("llama"))), load_tokenizer(str(make_model("llama")))
+    number = model.num_parameters()
+    add_lora(model, Lora(r=2), "lora", seed=0)
+    save(model, tokenizer, tmp_path, max_shard_size="20KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_parameters"] == number
 
 
 def test_merge_writes_plain_weights(trained, pipeline, tmp_path):
