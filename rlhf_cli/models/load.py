@@ -229,6 +229,7 @@ def _is_torchao(config: PreTrainedConfig) -> bool:
 
 def is_language_model(path: str, revision: str | None = None) -> bool:
     """Whether the model at `path` was saved as a language model."""
+    check_directory(path, revision, weights=False)
     if (adapter := read_adapter(path)) is not None:
         return not adapter.is_classifier and is_language_model(adapter.base.path, adapter.base.revision)
     try:

@@ -186,7 +186,8 @@ def test_adapters_are_exported_merged_and_alone_however_they_were_saved(lora_run
         figures = facts["difference"]["largest_change" if stage == "rm" else "kl_per_token"]
         assert abs(figures["value"]) < 1e-5
         assert not (alone / "config.json").exists()
-        assert "library_name: peft" in (alone / "README.md").read_text()
+        for folder, library in ((whole, "transformers"), (alone, "peft")):
+            assert f"library_name: {library}\n" in (folder / "README.md").read_text()
         expected = logits(auto.from_pretrained(lora_run / stage / "model", **labels))
         close(logits(auto.from_pretrained(whole)), expected)
         close(logits(auto.from_pretrained(alone, **labels)), expected)
@@ -245,6 +246,7 @@ def test_a_directory_or_stage_that_cannot_be_exported_is_named(run, make_model, 
         (copy, ["--stage", "ppo"], "stage ppo is not finished"),
         (make_model("llama"), ["--stage", "sft"], "is a model and not a run"),
         (tmp_path / "none" / "there", [], "no such directory"),
+        (tmp_path / "none" / "there", ["--format", "adapter"], "no such directory"),
     ]
     for directory, options, message in cases:
         assert message in refused("export", directory, "--out", tmp_path / "out", *options)
@@ -364,7 +366,7 @@ def test_remote_code_and_adapters_without_their_base_are_one_line(make_model, tm
     (own / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoConfig": "code.Config"}}))
     adapters = tmp_path / "adapters"
     adapters.mkdir()
-    save_file({"a": torch.zeros(1)}, adapters / "adapter_model.safetensors")
+    save_file({"a.lora_A.weight": torch.zeros(1)}, adapters / "adapter_model.safetensors")
     values = {"peft_type": "LORA", "base_model_name_or_path": "nobody/nothing", "r": 2, "target_modules": ["q_proj"]}
     (adapters / "adapter_config.json").write_text(json.dumps(values))
     for model, says in ((own, "code that comes with a model is never run"), (adapters, "nobody/nothing")):

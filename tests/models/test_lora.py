@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import constants
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
@@ -42,7 +43,7 @@ from rlhf_cli.run.stage_run import StageRun
 from stages import rm, sft
 from support.compare import adapt, logits_of, merged_copy
 from support.compare import close_in_size as close
-from support.projects import rlhf
+from support.projects import refused, rlhf
 from support.setup import config_of
 from support.tiny import CPU, tiny_model
 
@@ -240,6 +241,13 @@ def test_a_reward_model_without_a_padding_token_is_saved_as_an_adapter_if_one_is
     folder = run_stage("rm", tmp_path, model={"path": str(tmp_path / "base"), "lora": lora}) / "model"
     assert load_tokenizer(str(folder)).pad_token == "<|finetune_right_pad_id|>"
     assert load_reward_model(str(folder)).config.pad_token_id == len(tokenizer) - 1
+    merged = run_stage("rm", tmp_path / "merged", model={"path": str(make_model("gpt2")), "lora": {"r": 2}}) / "model"
+    out = tmp_path / "out"
+    line = refused("export", merged, "--format", "adapter", "--out", out)
+    assert "it got a padding token, and adapters have no embeddings" in line
+    load_tokenizer(str(merged)).save_pretrained(merged / "adapter")
+    assert "they belong to different models" in refused("merge", merged / "adapter", out)
+    assert not out.exists()
 
 
 @pytest.fixture
@@ -382,9 +390,45 @@ def test_merge_writes_plain_weights(trained, pipeline, tmp_path):
     assert torch.equal(half.pop("score.weight"), weights["score.weight"]), "the head keeps its float32 numbers"
     assert not torch.equal(weights["score.weight"], weights["score.weight"].to(BF16).float())
     assert all(torch.equal(weight, weights[name].to(BF16)) for name, weight in half.items())
-    for arguments, message in (([folder, out], "exists"), ([base, tmp_path / "new"], "has no adapters")):
-        result = rlhf("merge", *arguments, code=2)
-        assert message in result.output
+    gone, new = shutil.copytree(folder / "model", tmp_path / "gone"), tmp_path / "new"
+    (gone / "base_model.json").unlink()
+    config = json.loads((gone / "adapter_config.json").read_text())
+    (gone / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "/no/base"}))
+    cases = [
+        (folder, out, "exists"),
+        (base, new, "has no adapters (adapter_config.json) to merge. Use the model as it is, or give --out OUT"),
+        (tmp_path / "nope", new, "nope: no such directory"),
+        (gone, new, "/no/base: no such directory"),
+    ]
+    for directory, target, message in cases:
+        assert message in refused("merge", directory, target)
+
+
+def test_merge_keeps_the_format_of_a_base_that_is_not_downloaded_yet(
+    bfloat16_base, tokenizer, adapters, tmp_path, monkeypatch
+):
+    """Its config.json says it. Of a sharded model, the index alone does not."""
+    snapshot = tmp_path / "hub/models--me--base/snapshots/abc"
+    save(load_policy(str(bfloat16_base)), tokenizer, snapshot, "bfloat16", max_shard_size="20KB")
+    (tmp_path / "hub/models--me--base/refs").mkdir()
+    (tmp_path / "hub/models--me--base/refs/main").write_text("abc")
+    remote = shutil.copytree(snapshot, tmp_path / "remote")
+    for file in snapshot.glob("*.safetensors"):
+        file.unlink()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    load = exporting.load_model
+
+    def download(*args, **options):
+        shutil.copytree(remote, snapshot, dirs_exist_ok=True)
+        return load(*args, **options)
+
+    monkeypatch.setattr(exporting, "load_model", download)
+    folder = shutil.copytree(adapters, tmp_path / "adapter")
+    (folder / "base_model.json").unlink()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "me/base"}))
+    assert "me/base with the adapters" in " ".join(rlhf("merge", folder, tmp_path / "out").stdout.split())
+    assert {weight.dtype for weight in load_file(tmp_path / "out/model.safetensors").values()} == {BF16}
 
 
 @pytest.fixture(scope="module")
