@@ -152,8 +152,8 @@ def collect(directory: str, stage: str | None) -> Upload:
         if HEADING not in text:
             contents[CARD] = f"{text.rstrip()}\n\n{prompting.section}\n".encode()
     if BASE in files:  # the base of adapters, without the way to its folder on this machine
-        where = {**read_object(folder / BASE), "relative_path": None}
-        contents[BASE] = (json.dumps(where, indent=2, sort_keys=True) + "\n").encode()
+        recorded = {**read_object(folder / BASE), "relative_path": None}
+        contents[BASE] = (json.dumps(recorded, indent=2, sort_keys=True) + "\n").encode()
     left_out = [name for name in names if name not in files]
     return Upload(source.name, contents, left_out, about.get("license"), str(about.get("base_model") or none))
 

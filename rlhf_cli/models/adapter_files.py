@@ -16,7 +16,6 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -44,9 +43,7 @@ READ |= {"alpha_pattern", "layers_to_transform", "layers_pattern"}
 UNREAD = {"peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping"}
 UNREAD |= {"peft_version", "init_lora_weights", "lora_dropout", "modules_to_save", "fan_in_fan_out", "loftq_config"}
 UNREAD |= {"qalora_group_size", "runtime_config", "megatron_core"}
-"""Keys that reading does not need. What `modules_to_save` names is among the weights. Other keys with a value are
-refused."""
-
+"""Keys that reading does not need (`modules_to_save` are among the weights). Any other key with a value is refused."""
 MERGE_FIRST = "which is not supported. Merge the adapters with PEFT and give the result"
 
 
@@ -203,10 +200,10 @@ def read_adapter(path: str) -> AdapterDirectory | None:
     except (OSError, SafetensorError) as error:
         raise ArtifactError(f"{folder / WEIGHTS}: cannot be read ({error})") from None
     head = {name.removeprefix(PREFIX): shape for name, shape in shapes.items() if ".lora_" not in name}
-    adapter = AdapterDirectory(path, base or named, lora, model_config, quantization, head)
-    if not adapter.is_classifier:
-        _refuse_whole(path, head)
-    return adapter
+    adapted = {name.removeprefix(PREFIX).split(".")[0] for name in shapes if ".lora_" in name}
+    if whole := [name for name in head if lora.get("task_type") != "SEQ_CLS" or name.split(".")[0] in adapted]:
+        raise ArtifactError(f"{path}: has the whole weight {whole[0]} beside the adapters, {MERGE_FIRST}")
+    return AdapterDirectory(path, base or named, lora, model_config, quantization, head)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -232,12 +229,6 @@ def _refuse_unknown(path: str, lora: dict[str, Any]) -> None:
         raise ArtifactError(f"{path}: {ADAPTER_CONFIG} sets {', '.join(unknown)}, {MERGE_FIRST}")
 
 
-def _refuse_whole(path: str, names: Iterable[str]) -> None:
-    """Raise ArtifactError if there are names of whole weights, such as embeddings, which would not be read."""
-    if name := next(iter(names), None):
-        raise ArtifactError(f"{path}: has the whole weight {name} beside the adapters, {MERGE_FIRST}")
-
-
 @torch.no_grad()
 def attach(model: PreTrainedModel, adapter: AdapterDirectory, *, with_head: bool) -> list[str]:
     """Add the adapters of a directory to their base model, with gradients as after `add_lora`.
@@ -252,8 +243,6 @@ def attach(model: PreTrainedModel, adapter: AdapterDirectory, *, with_head: bool
         given = {name.removeprefix(PREFIX): t for name, t in load_file(Path(adapter.path) / WEIGHTS).items()}
     except (ValueError, TypeError, KeyError, AttributeError, SafetensorError, OSError) as error:
         raise ArtifactError(f"{adapter.path}: cannot be added to {adapter.base.path} ({error})") from None
-    heads = head_names(model)
-    _refuse_whole(adapter.path, (name for name in adapter.head if name.split(".")[0] not in heads))
     needed = {_name_in_file(name): p for name, p in model.named_parameters() if ".lora_" in name}
     if with_head:
         needed |= {name: p for name, p in model.named_parameters() if name in adapter.head}

@@ -84,10 +84,7 @@ def require_targets(model: PreTrainedModel, config: Lora, key: str) -> Any:
 
 
 def inject(model: PreTrainedModel, lora: Any) -> None:
-    """Add the adapters of a peft.LoraConfig in place, and freeze all other weights except a classifier's head.
-
-    Raises ValueError for a target that does not exist, or that shares its weight with the embeddings.
-    """
+    """Add the adapters of a peft.LoraConfig in place, and freeze all other weights except a classifier's head."""
     import peft
 
     # GPT-2's layers are transposed. Without this, peft detects it and warns.

@@ -158,21 +158,15 @@ def adapter_directory(path: str) -> str:
 
 
 def write_adapter(path: str, folder: Path, dtype: Dtype | None, final: Path) -> int:
-    """Copy the adapters of a model, as `dtype` if given, to a folder that will be at `final`; returns their weights.
-
-    Raises ConfigError if the model has more tokens than the base: adapters have no embeddings.
-    """
+    """Copy the adapters of a model, as `dtype` if given, to a folder that will be at `final`; returns their weights."""
     source, tokenizer = adapter_directory(path), load_tokenizer(path)
     adapter = read_adapter(source)
     assert adapter is not None
-    base = adapter.base
     with contextlib.suppress(OSError, ValueError):  # without the base there is nothing to compare
-        config = AutoConfig.from_pretrained(base.path, revision=base.revision, trust_remote_code=False)
-        if len(tokenizer) > (rows := config.get_text_config().vocab_size):
-            raise ConfigError(
-                f"--format adapter: {path} has {len(tokenizer)} tokens and its base {base.path} embeds {rows}: it got "
-                "a padding token, and adapters have no embeddings. Export the whole model, without the option"
-            )
+        config = AutoConfig.from_pretrained(adapter.base.path, revision=adapter.base.revision, trust_remote_code=False)
+        if len(tokenizer) > config.get_text_config().vocab_size:
+            what = f"{path} has a padding token that its base lacks, and adapters have no embeddings"
+            raise ConfigError(f"--format adapter: {what}. Export the whole model, without the option")
     adapter.write_about(folder, final)
     tensors = load_file(Path(source) / WEIGHTS)
     if dtype is not None:

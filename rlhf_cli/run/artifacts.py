@@ -186,16 +186,13 @@ def _numbered(value: Any) -> Any:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an error of writing into an ArtifactError that names `path`.
-
-    safetensors and tokenizers write from Rust, and report the system's errors by types of their own.
-    """
+    """Raise ArtifactError for an error of the system, which safetensors and tokenizers report by types of their own."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
-        if not (isinstance(error, OSError | SafetensorError) or "os error" in str(error)):
+        if isinstance(error, UserError) or not (
+            isinstance(error, OSError | SafetensorError) or "os error" in str(error)
+        ):
             raise
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
         is_full = any(os.strerror(code) in reason for code in (errno.ENOSPC, errno.EDQUOT))

@@ -244,7 +244,7 @@ def test_a_reward_model_without_a_padding_token_is_saved_as_an_adapter_if_one_is
     merged = run_stage("rm", tmp_path / "merged", model={"path": str(make_model("gpt2")), "lora": {"r": 2}}) / "model"
     out = tmp_path / "out"
     line = refused("export", merged, "--format", "adapter", "--out", out)
-    assert "it got a padding token, and adapters have no embeddings" in line
+    assert "has a padding token that its base lacks, and adapters have no embeddings" in line
     load_tokenizer(str(merged)).save_pretrained(merged / "adapter")
     assert "they belong to different models" in refused("merge", merged / "adapter", out)
     assert not out.exists()
