@@ -49,8 +49,10 @@ def is_offline() -> bool:
     The first call sends a request and takes at most 6 seconds. Without an answer it switches huggingface_hub,
     transformers and datasets to the local cache.
     """
-    if _set_offline() or _reachable():
-        return _set_offline()
+    if _set_offline():
+        return True
+    if _reachable():
+        return False
     from huggingface_hub import constants
 
     constants.HF_HUB_OFFLINE = True

@@ -258,9 +258,12 @@ def _card(
     """The model card of the stage, with sections about its prompts and about the export."""
     card = Path(source.path) / "README.md"
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else f"# {source.name}\n"
-    if options.format == "adapter":
-        text = text.replace("library_name: transformers", "library_name: peft", 1)
-        text = text.replace("base_model_relation: finetune", "base_model_relation: adapter", 1)
+    for key, whole, adapter in (
+        ("library_name", "transformers", "peft"),
+        ("base_model_relation", "finetune", "adapter"),
+    ):
+        old, new = (whole, adapter) if options.format == "adapter" else (adapter, whole)
+        text = text.replace(f"{key}: {old}", f"{key}: {new}", 1)
     sections = [text.rstrip("\n"), *([prompting.section] if prompting is not None else [])]
     from rlhf_cli.evaluation.fidelity import rows_of
 

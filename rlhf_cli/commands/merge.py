@@ -51,25 +51,25 @@ def merge(
 
 
 def _merge_adapters(path: str, out: Path, dtype: Dtype) -> None:
+    if not Path(path).is_dir():
+        raise ArtifactError(f"{path}: no such directory. Give adapters, or reward models and --out OUT")
     if not is_adapter(path):
         raise ArtifactError(
-            f"{path}: has no adapters (adapter_config.json) to merge. If it is a model, use it as it is"
+            f"{path}: has no adapters (adapter_config.json) to merge. Use the model as it is, or give --out OUT for "
+            "the mean of reward models"
         )
-    require_new(out)
 
-    from rlhf_cli.models.adapter_files import read_adapter
-    from rlhf_cli.models.exporting import load_model
-    from rlhf_cli.models.load import load_tokenizer
+    from rlhf_cli.models.exporting import dtype_of, load_model
+    from rlhf_cli.models.load import check_vocabulary, load_tokenizer
     from rlhf_cli.models.save import save
 
-    adapter = read_adapter(path)
-    assert adapter is not None
     if dtype == "auto":
-        dtype = "bfloat16" if adapter.base.dtype() == "bfloat16" else "float32"
-    model = load_model(path, dtype, heads_in_float32=True)
+        dtype = "bfloat16" if dtype_of(path) == "bfloat16" else "float32"
     with new_folder(out) as folder:
-        save(model, load_tokenizer(path), folder, dtype)
-    say(f"{out}: {adapter.base.path} with the adapters of {path}, {model.num_parameters():,} parameters in {dtype}")
+        model, tokenizer = load_model(path, dtype, heads_in_float32=True), load_tokenizer(path)
+        check_vocabulary(model, tokenizer, path)
+        save(model, tokenizer, folder, dtype)
+    say(f"{out}: {model.name_or_path} with the adapters of {path}, {model.num_parameters():,} parameters in {dtype}")
 
 
 # ------------------------------------------------------------------------------------------- the mean

@@ -6,7 +6,6 @@ other file stay here. A secret in one of the files stops the command.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from dataclasses import dataclass
@@ -19,20 +18,21 @@ import typer
 from rlhf_cli.commands.export import source_of
 from rlhf_cli.commands.options import StageOfRun
 from rlhf_cli.errors import ArtifactError, ConfigError, RunError
-from rlhf_cli.files import read_text
+from rlhf_cli.files import read_object, read_text
 from rlhf_cli.hub import is_local, is_offline
 from rlhf_cli.printing import say, size
 from rlhf_cli.program import command
 from rlhf_cli.run.artifacts import is_adapter, require_intact
 from rlhf_cli.trained.locate import is_model
 
-CARD, BASE = "README.md", "base_model.json"
+CARD, BASE, TEMPLATES = "README.md", "base_model.json", "additional_chat_templates"
 UPLOADED = (
     *(CARD, "LICENSE", "LICENSE.*", "NOTICE"),
     *("config.json", "generation_config.json", "model_config.json", "adapter_config.json", BASE),
     *("*.safetensors", "*.safetensors.index.json", "*.gguf"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "*.tiktoken", "chat_template.jinja"),
+    f"{TEMPLATES}/*.jinja",
 )
 """Names of the files that belong to a model. No other file is uploaded."""
 SECRETS = {
@@ -116,34 +116,34 @@ def collect(directory: str, stage: str | None) -> Upload:
     if not is_model(folder):
         raise ArtifactError(f"{folder}: has no config.json, so it is not a model directory")
     require_intact(folder, thorough=True)
-    names = sorted(path.name + ("/" if path.is_dir() else "") for path in folder.iterdir())
+    paths = [path for path in folder.iterdir() if path.name != TEMPLATES] + [*folder.glob(f"{TEMPLATES}/*.jinja")]
+    names = sorted(path.relative_to(folder).as_posix() + ("/" if path.is_dir() else "") for path in paths)
     files = [name for name in names if any(fnmatch(name, pattern) for pattern in UPLOADED)]
     for name in files:
-        _require_safe(folder / name)
+        _require_safe(folder, name)
     if not any(name.endswith(WEIGHTS) for name in files):
         raise ArtifactError(f"{folder}: has no weights as *.safetensors. Nothing else is uploaded")
     if is_adapter(folder):
-        base = json.loads(read_text(folder / "adapter_config.json")).get("base_model_name_or_path")
+        base = read_object(folder / "adapter_config.json").get("base_model_name_or_path")
         if not isinstance(base, str) or is_local(base) or Path(base).is_dir():
             merge = command("merge", str(folder), "merged")
-            raise ArtifactError(
-                f"{folder}: the base of the adapters is the local {base}, which others lack. Run: {merge}"
-            )
+            where = f"is the local {base}, which others lack" if base else "is not named in adapter_config.json"
+            raise ArtifactError(f"{folder}: the base of the adapters {where}. Run: {merge}")
     contents: dict[str, Path | bytes] = {name: folder / name for name in files}
 
     from huggingface_hub import ModelCard
 
     from rlhf_cli.trained.model import HEADING, TEMPLATE_FILE, prompting_of
 
-    about: dict[str, Any] = {}
-    text = read_text(folder / CARD) if CARD in files else f"# {folder.name}"
+    about, text = dict[str, Any](), f"# {folder.name}"
     try:
         if CARD in files:
+            text = read_text(folder / CARD)
             about = ModelCard.load(folder / CARD).data.to_dict()
     except Exception as error:  # A card is written by hand, and may contain anything.
         reason = " ".join(str(error).split())[:200]
-        metadata = f"the metadata at its top cannot be read ({reason}). Correct it"
-        raise ArtifactError(f"{folder / CARD}: {metadata}") from None
+        what = f"the text or the metadata at its top cannot be read ({reason}). Correct it"
+        raise ArtifactError(f"{folder / CARD}: {what}") from None
     is_new = source.located is not None and source.base() is None
     none = "none, trained from random weights" if is_new else "not on the hub"
     if (prompting := prompting_of(source.located)) is not None:
@@ -152,19 +152,20 @@ def collect(directory: str, stage: str | None) -> Upload:
         if HEADING not in text:
             contents[CARD] = f"{text.rstrip()}\n\n{prompting.section}\n".encode()
     if BASE in files:  # the base of adapters, without the way to its folder on this machine
-        where = {**json.loads(read_text(folder / BASE)), "relative_path": None}
-        contents[BASE] = (json.dumps(where, indent=2, sort_keys=True) + "\n").encode()
+        recorded = {**read_object(folder / BASE), "relative_path": None}
+        contents[BASE] = (json.dumps(recorded, indent=2, sort_keys=True) + "\n").encode()
     left_out = [name for name in names if name not in files]
     return Upload(source.name, contents, left_out, about.get("license"), str(about.get("base_model") or none))
 
 
-def _require_safe(path: Path) -> None:
+def _require_safe(folder: Path, name: str) -> None:
     """Raise ArtifactError for a file that must not be uploaded. The message does not show a secret.
 
     A link could upload any file of this machine, but a snapshot in the hub's cache has links to the `blobs` of its
     repository. A file with the name of weights may have other content.
     """
-    target, folder = path.resolve(), path.parent.resolve()
+    path, folder = folder / name, folder.resolve()
+    target = path.resolve()
     if folder not in target.parents and target.parent != folder.parent.parent / "blobs":
         raise ArtifactError(f"{path}: is a link to {target}, outside of the model. Replace it by a copy, or remove it")
     if not path.is_file():
@@ -183,13 +184,12 @@ def _require_safe(path: Path) -> None:
         except (SafetensorError, OSError):
             is_weights = False
     else:
-        with contextlib.suppress(UnicodeDecodeError):  # such as tokenizer.model
-            text = read_text(path)
+        text = path.read_bytes().decode(errors="replace")  # such as tokenizer.model
     if not is_weights:
         raise ArtifactError(f"{path}: has no weights in it, in spite of its name, and nothing was uploaded. Remove it")
     if path.suffix == ".json":
         try:
-            value = json.loads(text)
+            value = json.loads(read_text(path))
         except (ValueError, RecursionError):
             raise ArtifactError(f"{path}: is not JSON, so it is not uploaded. Correct or remove the file") from None
     found = next((what for what, pattern in SECRETS.items() if re.search(pattern, text)), None)

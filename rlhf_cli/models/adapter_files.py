@@ -32,7 +32,7 @@ from rlhf_cli.files import digest_once, read_text, stored_dtype
 from rlhf_cli.models.adapters import head_names, import_peft, inject, lora_of
 from rlhf_cli.models.deferred import take
 from rlhf_cli.processes.sharding import is_first_process, is_sharded, plain_class, whole
-from rlhf_cli.run.artifacts import ADAPTER_CONFIG, MODEL_CONFIG, is_adapter
+from rlhf_cli.run.artifacts import ADAPTER_CONFIG, MODEL_CONFIG, is_adapter, writing
 
 WEIGHTS, BASE_MODEL = "adapter_model.safetensors", "base_model.json"
 PREFIX = "base_model.model."
@@ -43,7 +43,8 @@ READ |= {"alpha_pattern", "layers_to_transform", "layers_pattern"}
 UNREAD = {"peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping"}
 UNREAD |= {"peft_version", "init_lora_weights", "lora_dropout", "modules_to_save", "fan_in_fan_out", "loftq_config"}
 UNREAD |= {"qalora_group_size", "runtime_config", "megatron_core"}
-"""Keys that do not matter once the adapters are trained. Any other key with a value is refused."""
+"""Keys that reading does not need (`modules_to_save` are among the weights). Any other key with a value is refused."""
+MERGE_FIRST = "which is not supported. Merge the adapters with PEFT and give the result"
 
 
 @dataclass(frozen=True)
@@ -108,14 +109,12 @@ def save_adapter(
         return
     lora = {**lora_of(model).to_dict(), "modules_to_save": heads or None, "inference_mode": True}
     model.config.architectures = [plain_class(model).__name__]
-    try:
+    with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
         # The stage is built beside its final place, from which the base has the same relative path.
         about = AdapterDirectory(str(directory), base, lora, model.config.to_diff_dict(), quantization, {})
         about.write_about(directory, directory)
-    except (OSError, SafetensorError) as error:
-        raise ArtifactError(f"{directory}: cannot be written ({error}). Make room") from None
 
 
 def _name_in_file(name: str) -> str:
@@ -157,11 +156,12 @@ class AdapterDirectory:
 
     @property
     def is_classifier(self) -> bool:
-        return self.lora.get("task_type") == "SEQ_CLS" or bool(self.head)
+        return self.lora.get("task_type") == "SEQ_CLS"
 
     @property
     def num_labels(self) -> int:
-        return next((shape[0] for name, shape in sorted(self.head.items()) if len(shape) == 2), 1)
+        """The outputs of the head's last layer: layers before it have more."""
+        return min((shape[0] for shape in self.head.values() if len(shape) == 2), default=1)
 
 
 def read_adapter(path: str) -> AdapterDirectory | None:
@@ -189,6 +189,8 @@ def read_adapter(path: str) -> AdapterDirectory | None:
             f"{folder}: its base model {there[0].path} has other weights than those that the adapters were trained on. "
             "Restore them, or train the adapters again"
         )
+    if base is not None and Path(base.path).resolve() == folder.resolve():
+        raise ArtifactError(f"{path}: {ADAPTER_CONFIG} names this folder as its own base model. Name that model")
     quantization = about.get("quantize")
     if quantization not in (None, *get_args(Quantization)):
         raise ArtifactError(f"{path}: {BASE_MODEL} has quantize: {str(quantization)[:40]}, which is unknown")
@@ -198,6 +200,9 @@ def read_adapter(path: str) -> AdapterDirectory | None:
     except (OSError, SafetensorError) as error:
         raise ArtifactError(f"{folder / WEIGHTS}: cannot be read ({error})") from None
     head = {name.removeprefix(PREFIX): shape for name, shape in shapes.items() if ".lora_" not in name}
+    adapted = {name.removeprefix(PREFIX).split(".")[0] for name in shapes if ".lora_" in name}
+    if whole := [name for name in head if lora.get("task_type") != "SEQ_CLS" or name.split(".")[0] in adapted]:
+        raise ArtifactError(f"{path}: has the whole weight {whole[0]} beside the adapters, {MERGE_FIRST}")
     return AdapterDirectory(path, base or named, lora, model_config, quantization, head)
 
 
@@ -221,10 +226,7 @@ def _refuse_unknown(path: str, lora: dict[str, Any]) -> None:
     if isinstance(start := lora.get("init_lora_weights", True), str) and start not in ("gaussian", "orthogonal"):
         unknown.append(f"init_lora_weights: {start[:40]}")  # PiSSA and others change the base model, too
     if unknown:
-        raise ArtifactError(
-            f"{path}: {ADAPTER_CONFIG} sets {', '.join(unknown)}, which is not supported. Merge the adapters with PEFT "
-            "and give the result"
-        )
+        raise ArtifactError(f"{path}: {ADAPTER_CONFIG} sets {', '.join(unknown)}, {MERGE_FIRST}")
 
 
 @torch.no_grad()

@@ -90,12 +90,16 @@ def inject(model: PreTrainedModel, lora: Any) -> None:
     # GPT-2's layers are transposed. Without this, peft detects it and warns.
     lora.fan_in_fan_out = any(isinstance(module, Conv1D) for module in model.modules())
     # peft gives an adapter the number format of its layer, and adapters are trained in float32.
+    head = model.get_output_embeddings()
+    is_tied = head is not None and head.weight is model.get_input_embeddings().weight
     held = [(p, p.dtype) for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
     for parameter, _ in held:
         parameter.data = parameter.data.float()
     peft.inject_adapter_in_model(lora, model)
     for parameter, dtype in held:
         parameter.data = parameter.data.to(dtype)
+    if is_tied and any(layer.get_base_layer() is head for _, _, layer in _adapted(model)):
+        raise ValueError("a target shares its weight with the embeddings, and merging would change both")
     heads = head_names(model)
     for name, parameter in model.named_parameters():
         if name.split(".")[0] in heads:

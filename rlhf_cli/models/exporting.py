@@ -149,6 +149,8 @@ def adapter_directory(path: str) -> str:
     """The adapters of a model that was trained with them: its own directory, or `adapter/` inside it."""
     if is_adapter(path):
         return path
+    if not Path(path).is_dir():
+        raise ArtifactError(f"{path}: no such directory. Give a run, one of its stages or a model directory")
     inner = Path(path) / "adapter"
     if not (inner / ADAPTER_CONFIG).is_file():
         raise ConfigError(f"--format adapter: {path} was trained without LoRA, so it has no adapters")
@@ -157,15 +159,20 @@ def adapter_directory(path: str) -> str:
 
 def write_adapter(path: str, folder: Path, dtype: Dtype | None, final: Path) -> int:
     """Copy the adapters of a model, as `dtype` if given, to a folder that will be at `final`; returns their weights."""
-    source = adapter_directory(path)
+    source, tokenizer = adapter_directory(path), load_tokenizer(path)
     adapter = read_adapter(source)
     assert adapter is not None
+    with contextlib.suppress(OSError, ValueError):  # without the base there is nothing to compare
+        config = AutoConfig.from_pretrained(adapter.base.path, revision=adapter.base.revision, trust_remote_code=False)
+        if len(tokenizer) > config.get_text_config().vocab_size:
+            what = f"{path} has a padding token that its base lacks, and adapters have no embeddings"
+            raise ConfigError(f"--format adapter: {what}. Export the whole model, without the option")
     adapter.write_about(folder, final)
     tensors = load_file(Path(source) / WEIGHTS)
     if dtype is not None:
         tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    load_tokenizer(path).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     generation = Path(path) / "generation_config.json"
     if generation.is_file():
         shutil.copyfile(generation, folder / generation.name)

@@ -42,7 +42,7 @@ def frozen_policy(
         take_facts(model, adapter)
         model.generation_config = own_generation_config(path) or model.generation_config
         return model.requires_grad_(False)
-    model = load_policy(path, revision, deferred=quantization is not None or is_held(device, precision))
+    model = load_policy(path, revision, deferred=quantization is not None or is_held(device, precision), frozen=True)
     model.requires_grad_(False)
     if quantization is not None and model.config.is_encoder_decoder:
         raise ConfigError(f"--quantize: is not offered for an encoder-decoder ({type(model).__name__}). Remove it")

@@ -99,12 +99,15 @@ def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenize
     return tokenizer
 
 
-def load_policy(path: str, revision: str | None = None, *, deferred: bool = False) -> PreTrainedModel:
+def load_policy(
+    path: str, revision: str | None = None, *, deferred: bool = False, frozen: bool = False
+) -> PreTrainedModel:
     """A decoder or an encoder-decoder in float32 with dropout off. Every weight must be in the file.
 
-    With `deferred`, here and below, the weights are read later (deferred.py).
+    With `deferred`, here and below, the weights are read later (deferred.py). With `frozen`, for a model that only
+    answers, they may be in 4 or 8 bits in the file.
     """
-    model, _ = _load(AutoModelForCausalLM, path, revision, deferred=deferred)
+    model, _ = _load(AutoModelForCausalLM, path, revision, deferred=deferred, frozen=frozen)
     model.generation_config = own_generation_config(path) or model.generation_config
     generation = model.generation_config
     ends = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
@@ -226,6 +229,7 @@ def _is_torchao(config: PreTrainedConfig) -> bool:
 
 def is_language_model(path: str, revision: str | None = None) -> bool:
     """Whether the model at `path` was saved as a language model."""
+    check_directory(path, revision, weights=False)
     if (adapter := read_adapter(path)) is not None:
         return not adapter.is_classifier and is_language_model(adapter.base.path, adapter.base.revision)
     try:
@@ -310,6 +314,7 @@ def _load(
     new_labels: int | None = None,
     for_values: bool = False,
     deferred: bool = False,
+    frozen: bool = False,
 ) -> tuple[PreTrainedModel, list[str]]:
     """A model in float32 and eval mode, and the names of its parameters that are not in the file.
 
@@ -362,6 +367,11 @@ def _load(
         raise
     except Exception as error:
         raise ArtifactError(f"{path}: cannot load a model ({reason_of(error)})") from None
+    if not frozen and getattr(model.config, "quantization_config", None) is not None:
+        raise ArtifactError(
+            f"{path}: its weights are quantized, so they cannot be trained, merged or exported. Give the model in 16 "
+            "or 32 bits (`lora.quantize: nf4` holds it in 4)"
+        )
     new = check_weights(model, info, path, new_head=new_labels is not None)
     set_dropout_off(model)
     if not deferred:
@@ -385,7 +395,7 @@ def _load_adapted(
             f"{adapter.path}: has the adapters of a classifier (reward or value model), not of a language model"
         )
     num_labels = adapter.num_labels
-    keeps_head = bool(adapter.head) and auto is not AutoModelForCausalLM and new_labels in (None, num_labels)
+    keeps_head = bool(adapter.head) and new_labels in (None, num_labels)
     new_labels = num_labels if keeps_head else new_labels
     model, new = _load(auto, adapter.base.path, adapter.base.revision, new_labels=new_labels, deferred=deferred)
     is_later = is_deferred(model)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,9 +26,8 @@ from rlhf_cli.models.adapter_files import BaseModel, save_adapter
 from rlhf_cli.models.adapters import has_adapters, merge_in_place
 from rlhf_cli.models.forward import PRECISIONS
 from rlhf_cli.models.heads import scalar_heads, value_model_like
-from rlhf_cli.models.load import reason_of
 from rlhf_cli.processes.sharding import LARGEST_FILE, is_first_process, is_sharded, plain_class, whole
-from rlhf_cli.run.artifacts import MODEL_CONFIG, is_adapter, model_directory
+from rlhf_cli.run.artifacts import MODEL_CONFIG, is_adapter, model_directory, writing
 from rlhf_cli.tensor_ops import num_weights, weight_shape
 
 PlainWeights = dict[str, tuple[torch.Size, Callable[[], Tensor]]]  # of each weight its shape, and a function to read it
@@ -60,12 +58,10 @@ def save(
         nonlocal problem  # the other processes must be told before this one stops
         try:
             if is_writer and not problem:
-                write()
-        except Exception as error:
-            # safetensors and tokenizers write from Rust and report a full disk by errors of their own.
-            if not (isinstance(error, OSError | SafetensorError) or "os error" in str(error)):
-                raise
-            problem = reason_of(error)
+                with writing(directory):
+                    write()
+        except ArtifactError as error:
+            problem = str(error)
 
     weights = plain_weights(model)
     if value_head is not None:
@@ -86,7 +82,8 @@ def save(
         index |= dict.fromkeys(tensors, file)
         attempt(partial(save_file, tensors, directory / file, metadata={"format": "pt"}))
     if files.is_sharded:
-        total = {"total_parameters": sum(map(num_weights, model.parameters())), **files.metadata}
+        number = sum(num_weights(weight) for name, weight in model.named_parameters() if ".lora_" not in name)
+        total = {"total_parameters": number, **files.metadata}
         path, text = directory / SAFE_WEIGHTS_INDEX_NAME, _json({"metadata": total, "weight_map": index})
         attempt(partial(path.write_text, text, encoding="utf-8"))
     attempt(partial(_write_configs, model, tokenizer, directory, dtype))
@@ -95,7 +92,7 @@ def save(
         dist.broadcast_object_list(problems, src=0)
         problem = problems[0]
     if problem:
-        raise ArtifactError(f"{directory}: cannot be written ({problem}). Make room")
+        raise ArtifactError(problem)
 
 
 def plain_weights(model: PreTrainedModel) -> PlainWeights:
@@ -170,12 +167,10 @@ def _write_configs(
 def save_facts(facts: dict[str, Any], directory: Path) -> None:
     """Add keys to the config.json of a saved model."""
     path = directory / (MODEL_CONFIG if is_adapter(directory) else "config.json")
-    try:
+    with writing(path):
         config = json.loads(path.read_text(encoding="utf-8")) | facts
         path.unlink()  # a checkpoint may have the file by another name
         path.write_text(_json(config), encoding="utf-8")
-    except OSError as error:
-        raise ArtifactError(f"{path}: cannot be written ({error.strerror or error})") from None
 
 
 def base_of(config: SFTConfig | RMConfig) -> BaseModel:
@@ -209,12 +204,10 @@ def save_trained(
     save_adapter(model, directory, base, lora.quantize)
     if is_sharded(model) and not is_first_process():
         return
-    try:
+    with writing(directory):
         tokenizer.save_pretrained(directory)
         if model.can_generate():
             model.generation_config.save_pretrained(directory)
-    except OSError as error:
-        raise ArtifactError(f"{directory}: cannot be written ({error.strerror or error}). Make room") from None
 
 
 @torch.no_grad()

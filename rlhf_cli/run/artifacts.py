@@ -14,6 +14,7 @@ is complete, and a run that fails leaves the previous result intact.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -24,9 +25,10 @@ from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from safetensors import SafetensorError
 
 from rlhf_cli.config.base import REMOVED
-from rlhf_cli.errors import ArtifactError
+from rlhf_cli.errors import ArtifactError, UserError
 from rlhf_cli.files import digest_file, digest_once, read_text, stored_dtype
 
 MANIFEST = "manifest.json"
@@ -182,6 +184,31 @@ def _numbered(value: Any) -> Any:
 # ------------------------------------------------------------------------------------------- writing
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise ArtifactError for an error of the system, which safetensors and tokenizers report by types of their own."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) or not (
+            isinstance(error, OSError | SafetensorError) or "os error" in str(error)
+        ):
+            raise
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
+        is_full = any(os.strerror(code) in reason for code in (errno.ENOSPC, errno.EDQUOT))
+        advice = "Free disk space" if is_full else "Choose another folder"
+        raise ArtifactError(f"{path}: cannot be written ({reason}). {advice}") from None
+
+
+def share(directory: Path) -> None:
+    """Let others read the files as the umask allows: safetensors writes for their owner only."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in filter(Path.is_file, directory.rglob("*")):
+        with contextlib.suppress(OSError):  # of another user, or on a file system without modes
+            path.chmod(0o666 & ~umask)
+
+
 def sync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -216,6 +243,7 @@ def open_partial(root: str | Path, stage: str, *, keep: bool = False) -> Path:
 def publish(root: str | Path, stage: str, **facts: Any) -> Manifest:
     """Write the manifest of the built stage, flush all files to disk, and rename the directory to its final name."""
     partial, final = partial_directory(root, stage), stage_directory(root, stage)
+    share(partial)  # before the manifest: `damage_of_models` compares the times of changes
     files = {
         path.relative_to(partial).as_posix(): digest_file(path)
         for path in sorted(partial.rglob("*"))
@@ -334,7 +362,7 @@ def reward_model_stage(path: str) -> str:
 
 def require_new(out: Path) -> None:
     """Raise ArtifactError if `out` exists."""
-    if out.exists() or out.is_symlink():
+    if os.path.lexists(out):  # False in a folder that may not be entered
         raise ArtifactError(f"{out}: exists, and is not overwritten. Name another folder")
 
 
@@ -347,17 +375,13 @@ def new_folder(out: Path) -> Iterator[Path]:
     require_new(out)
     partial = out.with_name(f".{out.name}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        umask = os.umask(0)
-        os.umask(umask)
-        for path in filter(Path.is_file, partial.rglob("*")):
-            path.chmod(0o666 & ~umask)  # only the owner can read what safetensors writes
-        sync_tree(partial)
-        partial.rename(out)
-        sync(out.parent)
-    except OSError as error:
-        raise ArtifactError(f"{out}: cannot be written ({error.strerror or error}). Free disk space") from None
+        with writing(out):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            yield partial
+            share(partial)
+            sync_tree(partial)
+            partial.rename(out)
+            sync(out.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -38,8 +38,8 @@ class StageModel:
 
 
 def is_model(path: Path) -> bool:
-    """Whether a directory has a model or adapters."""
-    return any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+    """Whether a directory has a model, adapters or a GGUF file."""
+    return any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)) or any(path.glob("*.gguf"))
 
 
 def locate(

@@ -21,7 +21,7 @@ from rlhf_cli.commands.writer import LocalWriter, WriterOptions
 from rlhf_cli.data.stage_rows import demonstration, ranking
 from rlhf_cli.data.words import words
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
-from support.projects import rlhf
+from support.projects import largest_file, rlhf
 from support.servers import KEY, ChatServer, ask, completion
 from support.tiny import WORDS, read_jsonl, write_jsonl
 from support.writers import contents, failing_after, local, read_back, remote, run_command
@@ -402,20 +402,11 @@ def test_files_of_other_programs_are_never_overwritten(make_model, prompts, tmp_
 
 
 def test_a_full_disk_is_one_line_and_the_file_can_be_resumed(make_model, prompts, tmp_path):
-    import resource
-
     writer, out = local(make_model("llama")), tmp_path / "out.jsonl"
     run(prompts, "demonstrations", tmp_path / "whole.jsonl", writer)
     expected = contents(tmp_path / "whole.jsonl")
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(expected[0]) // 2, hard))
-    try:
-        with pytest.raises(ArtifactError, match=r"cannot be written \(File too large\)"):
-            run(prompts, "demonstrations", out, writer)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-        signal.signal(signal.SIGXFSZ, handler)
+    with largest_file(len(expected[0]) // 2), pytest.raises(ArtifactError, match=r"be written \(File too large\)"):
+        run(prompts, "demonstrations", out, writer)
     assert 0 < len(contents(out)[0]) <= len(expected[0]) // 2
     run(prompts, "demonstrations", out, writer)
     assert contents(out) == expected

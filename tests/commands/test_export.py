@@ -16,14 +16,20 @@ from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
 from rlhf_cli.commands.push import collect
+from rlhf_cli.config.models import Lora
+from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.data.records import Message
+from rlhf_cli.errors import ArtifactError
 from rlhf_cli.evaluation.fidelity import PolicyCheck, RewardModelCheck, rows_of, token_distances
+from rlhf_cli.models.adapter_files import BaseModel
+from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.gguf import pre_tokenizer
 from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer, prepare
+from rlhf_cli.models.save import save_trained
 from rlhf_cli.trained.run import open_run
 from support.compare import close_in_size as close
 from support.compare import logits_of as logits
-from support.projects import refused, rlhf
+from support.projects import largest_file, refused, rlhf
 from support.speaking import speaker_at
 from support.tiny import CPU, random_ids
 
@@ -180,7 +186,8 @@ def test_adapters_are_exported_merged_and_alone_however_they_were_saved(lora_run
         figures = facts["difference"]["largest_change" if stage == "rm" else "kl_per_token"]
         assert abs(figures["value"]) < 1e-5
         assert not (alone / "config.json").exists()
-        assert "library_name: peft" in (alone / "README.md").read_text()
+        for folder, library in ((whole, "transformers"), (alone, "peft")):
+            assert f"library_name: {library}\n" in (folder / "README.md").read_text()
         expected = logits(auto.from_pretrained(lora_run / stage / "model", **labels))
         close(logits(auto.from_pretrained(whole)), expected)
         close(logits(auto.from_pretrained(alone, **labels)), expected)
@@ -239,6 +246,7 @@ def test_a_directory_or_stage_that_cannot_be_exported_is_named(run, make_model, 
         (copy, ["--stage", "ppo"], "stage ppo is not finished"),
         (make_model("llama"), ["--stage", "sft"], "is a model and not a run"),
         (tmp_path / "none" / "there", [], "no such directory"),
+        (tmp_path / "none" / "there", ["--format", "adapter"], "no such directory"),
     ]
     for directory, options, message in cases:
         assert message in refused("export", directory, "--out", tmp_path / "out", *options)
@@ -278,6 +286,21 @@ def test_a_full_disk_gets_one_line_and_leaves_nothing(run, tmp_path, monkeypatch
     assert "No space left on device" in line
     assert list(tmp_path.iterdir()) == []
     done(run, tmp_path / "out", "--no-check")
+
+
+def test_a_full_disk_under_the_adapters_or_the_tokenizer_is_one_line(lora_run, make_model, tmp_path):
+    """safetensors and tokenizers have errors of their own for it."""
+    with largest_file(4000):
+        line = refused(
+            "export", lora_run, "--stage", "sft", "--format", "adapter", "--out", tmp_path / "out", "--no-check"
+        )
+    assert "out: cannot be written" in line
+    base, lora = str(make_model("llama")), Lora(r=1, target_modules=["q_proj"], save="adapter")
+    model, tokenizer = load_policy(base), load_tokenizer(base)
+    add_lora(model, lora, "lora", seed=0)
+    with largest_file(8000), pytest.raises(ArtifactError, match=r"adapter: cannot be written .*os error"):
+        save_trained(model, tokenizer, tmp_path / "adapter", SFTConfig.model_construct(), lora, BaseModel(base))
+    assert (tmp_path / "adapter/adapter_model.safetensors").is_file(), "it failed at the tokenizer"
 
 
 # ------------------------------------------------------------------------------------------- llama.cpp
@@ -343,7 +366,7 @@ def test_remote_code_and_adapters_without_their_base_are_one_line(make_model, tm
     (own / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoConfig": "code.Config"}}))
     adapters = tmp_path / "adapters"
     adapters.mkdir()
-    save_file({"a": torch.zeros(1)}, adapters / "adapter_model.safetensors")
+    save_file({"a.lora_A.weight": torch.zeros(1)}, adapters / "adapter_model.safetensors")
     values = {"peft_type": "LORA", "base_model_name_or_path": "nobody/nothing", "r": 2, "target_modules": ["q_proj"]}
     (adapters / "adapter_config.json").write_text(json.dumps(values))
     for model, says in ((own, "code that comes with a model is never run"), (adapters, "nobody/nothing")):

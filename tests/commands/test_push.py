@@ -84,6 +84,11 @@ def test_the_hub_gets_the_model_and_nothing_else(model, hub):
     card = model / "README.md"
     card.write_text(card.read_text().replace("---\n", "---\nlicense: mit\nbase_model: owner/base\n", 1))
     kept["README.md"] = card.read_bytes()
+    templates = model / "additional_chat_templates"
+    templates.mkdir()
+    for name in ("tool_use.jinja", "rows.jsonl", "more.safetensors"):
+        (templates / name).write_text("{{ tools }}")
+    kept["additional_chat_templates/tool_use.jinja"] = b"{{ tools }}"
     for name in (".env", "samples.jsonl", "metrics.jsonl", "rows.csv", "training_args.bin", "token"):
         (model / name).write_text(TOKEN)
     (model / "checkpoints").mkdir()
@@ -111,13 +116,18 @@ def test_the_hub_gets_the_model_and_nothing_else(model, hub):
         ("extra.safetensors", '{"prompt": "geheim"}', "has no weights in it"),
         ("extra.gguf", "geheim", "has no weights in it"),
         ("LICENSE.txt", "-----BEGIN OPENSSH PRIVATE KEY-----", "a private key"),
+        ("LICENSE", f"Mod\xe8le {TOKEN}".encode("latin-1"), "a Hugging Face token"),
+        ("README.md", "# Mod\xe8le".encode("latin-1"), "README.md: the text or the metadata"),
+        ("additional_chat_templates/tools.jinja", f"{{{{ tools }}}} {TOKEN}", "a Hugging Face token"),
         ("config.json", '{"a": [{"api_key": "geheim"}]}', "a secret in the key api_key"),
         ("config.json", "{", "is not JSON"),
+        ("config.json", b'{"a": "\xe8"}', "is not JSON"),
         ("README.md", "---\na: [\n---\n", "cannot be read"),
     ],
 )
 def test_a_secret_stops_the_upload_and_is_not_shown(model, hub, file, text, found):
-    (model / file).write_text(text, encoding="utf-8")
+    (model / file).parent.mkdir(exist_ok=True)
+    (model / file).write_bytes(text.encode() if isinstance(text, str) else text)
     line = refused("push", model, "me/model", "--yes")
     assert hub.requests == []
     assert found in line
@@ -155,6 +165,28 @@ def test_a_link_to_another_folder_and_a_pipe_stop_the_upload(model, hub, kind, r
     assert hub.requests == []
 
 
+def test_a_link_in_the_place_of_the_folder_of_templates_stops_the_upload(model, hub):
+    (model.parent / "private").mkdir()
+    (model.parent / "private/a.jinja").write_text("geheim")
+    (model / "additional_chat_templates").symlink_to("../private")
+    assert "a.jinja: is a link to" in refused("push", model, "me/model", "--yes")
+    assert hub.requests == []
+
+
+def test_a_gguf_file_is_uploaded_with_its_card(tmp_path, hub):
+    """The folder that `rlhf export --format gguf` writes. No other command reads it."""
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    files = {"m-Q8_0.gguf": b"GGUF and more", "README.md": b"---\nlicense: mit\n---\n# m\n"}
+    for name, content in {**files, "export.json": b"{}"}.items():
+        (folder / name).write_bytes(content)
+    pushed(folder, "me/model", "--yes")
+    assert hub.commits == [files]
+    for arguments in (["chat", folder], ["serve", folder], ["rm", "serve", folder]):
+        assert "gguf: has no config.json" in refused(*arguments)
+    assert "gguf: has no config.json" in refused("export", folder, "--out", tmp_path / "out", "--no-check")
+
+
 def test_a_snapshot_in_the_cache_of_the_hub_is_uploaded(model, hub):
     blobs, snapshot = model.parent / "blobs", model.parent / "snapshots" / "1"
     blobs.mkdir()
@@ -162,8 +194,11 @@ def test_a_snapshot_in_the_cache_of_the_hub_is_uploaded(model, hub):
     for path in list(model.iterdir()):
         path.rename(blobs / f"{path.name}-digest")
         (snapshot / path.name).symlink_to(f"../../blobs/{path.name}-digest")
+    (snapshot / "additional_chat_templates").mkdir()
+    (blobs / "template-digest").write_text("{{ tools }}")
+    (snapshot / "additional_chat_templates/tools.jinja").symlink_to("../../../blobs/template-digest")
     pushed(snapshot, "me/model", "--yes")
-    assert "model.safetensors" in hub.commits[0]
+    assert {"model.safetensors", "additional_chat_templates/tools.jinja"} <= hub.commits[0].keys()
 
 
 def test_adapters_are_uploaded_without_the_folder_of_their_base(tmp_path):
@@ -181,6 +216,8 @@ def test_what_cannot_be_uploaded_is_one_line(finished, model, tmp_path, hub, mon
     adapters.mkdir()
     (adapters / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(model)}))
     save_file({"a": np.zeros(1)}, adapters / "adapter_model.safetensors")
+    unreadable = Path(shutil.copytree(adapters, tmp_path / "unreadable"))
+    (unreadable / "adapter_config.json").write_text("[]")
     damaged = tmp_path / "damaged"
     shutil.copytree(finished / "run", damaged)
     (damaged / "ppo" / "model" / "config.json").write_text("{}")
@@ -188,6 +225,7 @@ def test_what_cannot_be_uploaded_is_one_line(finished, model, tmp_path, hub, mon
         ([tmp_path / "none", "me/model"], "no such directory"),
         ([model, "me/my model"], "is not the name of a repository"),
         ([adapters, "me/model"], "which others lack. Run: "),
+        ([unreadable, "me/model"], "base of the adapters is not named in adapter_config.json"),
         ([damaged, "me/model"], "config.json was modified after the stage was finished"),
     ]
     for arguments, message in cases:

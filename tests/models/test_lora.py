@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import constants
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
@@ -22,12 +23,19 @@ from rlhf_cli.config.models import Lora
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models import deferred, exporting, frozen
-from rlhf_cli.models.adapter_files import BaseModel
+from rlhf_cli.models.adapter_files import BaseModel, save_adapter
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.deferred import place_of
 from rlhf_cli.models.exporting import write_adapter
 from rlhf_cli.models.frozen import hold_frozen
-from rlhf_cli.models.load import is_language_model, load_policy, load_reward_model, load_tokenizer, new_value_model
+from rlhf_cli.models.load import (
+    is_language_model,
+    load_policy,
+    load_reward_model,
+    load_tokenizer,
+    new_reward_model,
+    new_value_model,
+)
 from rlhf_cli.models.lora import has_adapters_of
 from rlhf_cli.models.save import plain_weights, save
 from rlhf_cli.ppo.setup import load_setup
@@ -35,9 +43,9 @@ from rlhf_cli.run.stage_run import StageRun
 from stages import rm, sft
 from support.compare import adapt, logits_of, merged_copy
 from support.compare import close_in_size as close
-from support.projects import rlhf
+from support.projects import refused, rlhf
 from support.setup import config_of
-from support.tiny import CPU
+from support.tiny import CPU, tiny_model
 
 BF16 = torch.bfloat16
 FAST = {"optimizer": {"learning_rate": 3e-2}}
@@ -233,6 +241,13 @@ def test_a_reward_model_without_a_padding_token_is_saved_as_an_adapter_if_one_is
     folder = run_stage("rm", tmp_path, model={"path": str(tmp_path / "base"), "lora": lora}) / "model"
     assert load_tokenizer(str(folder)).pad_token == "<|finetune_right_pad_id|>"
     assert load_reward_model(str(folder)).config.pad_token_id == len(tokenizer) - 1
+    merged = run_stage("rm", tmp_path / "merged", model={"path": str(make_model("gpt2")), "lora": {"r": 2}}) / "model"
+    out = tmp_path / "out"
+    line = refused("export", merged, "--format", "adapter", "--out", out)
+    assert "has a padding token that its base lacks, and adapters have no embeddings" in line
+    load_tokenizer(str(merged)).save_pretrained(merged / "adapter")
+    assert "they belong to different models" in refused("merge", merged / "adapter", out)
+    assert not out.exists()
 
 
 @pytest.fixture
@@ -300,6 +315,67 @@ def test_adapters_that_would_compute_something_else_are_refused(adapters, tmp_pa
         load_policy(str(path.parent))
 
 
+def test_whole_weights_beside_adapters_are_refused_whatever_is_loaded(make_model, tmp_path):
+    """As PEFT saves them for `modules_to_save` and for a larger vocabulary. Of a classifier, they may be the head."""
+    for kind, auto in (("CAUSAL_LM", AutoModelForCausalLM), ("SEQ_CLS", AutoModelForSequenceClassification)):
+        model = auto.from_pretrained(make_model("llama"))
+        lora = LoraConfig(r=2, task_type=kind, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+        get_peft_model(model, lora).save_pretrained(tmp_path / kind)
+    line = r"has the whole weight model\.embed_tokens\.weight beside the adapters, which is not supported\. Merge"
+    for load, kind in ((load_policy, "CAUSAL_LM"), (load_reward_model, "SEQ_CLS")):
+        with pytest.raises(ArtifactError, match=line):
+            load(str(tmp_path / kind))
+        with pytest.raises(ArtifactError, match=line):
+            new_value_model(str(tmp_path / kind), None)
+
+
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_adapters_on_a_head_that_shares_its_weight_with_the_embeddings_are_refused(tokenizer, tmp_path, is_deferred):
+    """Merged into one tensor they would change both. On a head of its own they are merged as PEFT does."""
+    for name, is_tied in (("own", False), ("tied", True)):
+        save(tiny_model("llama", vocab_size=len(tokenizer), tie_word_embeddings=is_tied), tokenizer, tmp_path / name)
+        lora = LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["lm_head"])
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / name), lora)
+        adapt(model)
+        model.save_pretrained(tmp_path / f"{name}-adapter", save_embedding_layers=False)
+        if not is_tied:
+            loaded = load_policy(str(tmp_path / "own-adapter"), deferred=is_deferred)
+            deferred.read_deferred(loaded)
+            close(logits(loaded), logits(model.base_model.model))
+    with pytest.raises(ArtifactError, match="a target shares its weight with the embeddings"):
+        load_policy(str(tmp_path / "tied-adapter"), deferred=is_deferred)
+
+
+def test_adapters_that_name_their_own_folder_as_base_are_refused(adapters, tmp_path):
+    folder = Path(shutil.copytree(adapters, tmp_path / "adapter"))
+    (folder / "base_model.json").unlink()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(folder)}))
+    with pytest.raises(ArtifactError, match="names this folder as its own base model"):
+        load_policy(str(folder))
+
+
+@pytest.mark.parametrize("family", ["roberta", "electra", "distilbert"])
+def test_adapters_with_a_head_of_two_layers_are_read_again(family, tokenizer, tmp_path):
+    """The number of labels is that of the last layer."""
+    start = tiny_model(family, AutoModelForSequenceClassification, vocab_size=len(tokenizer), num_labels=1)
+    save(start, tokenizer, tmp_path / "base")
+    model, _ = new_reward_model(str(tmp_path / "base"), None, seed=0, head_std=None)
+    add_lora(model, Lora(r=2), "model.lora", seed=0)
+    adapt(model)
+    save_adapter(model, tmp_path / "adapter", BaseModel(str(tmp_path / "base")))
+    close(logits_of(load_reward_model(str(tmp_path / "adapter"))), logits_of(model))
+
+
+def test_an_index_counts_no_adapters(make_model, tmp_path):
+    model, tokenizer = load_policy(str(make_model("llama"))), load_tokenizer(str(make_model("llama")))
+    number = model.num_parameters()
+    add_lora(model, Lora(r=2), "lora", seed=0)
+    save(model, tokenizer, tmp_path, max_shard_size="20KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_parameters"] == number
+
+
 def test_merge_writes_plain_weights(trained, pipeline, tmp_path):
     base = pipeline("llama") / "sft/model"
     for stage, auto in (("sft", AutoModelForCausalLM), ("rm", AutoModelForSequenceClassification)):
@@ -314,9 +390,45 @@ def test_merge_writes_plain_weights(trained, pipeline, tmp_path):
     assert torch.equal(half.pop("score.weight"), weights["score.weight"]), "the head keeps its float32 numbers"
     assert not torch.equal(weights["score.weight"], weights["score.weight"].to(BF16).float())
     assert all(torch.equal(weight, weights[name].to(BF16)) for name, weight in half.items())
-    for arguments, message in (([folder, out], "exists"), ([base, tmp_path / "new"], "has no adapters")):
-        result = rlhf("merge", *arguments, code=2)
-        assert message in result.output
+    gone, new = shutil.copytree(folder / "model", tmp_path / "gone"), tmp_path / "new"
+    (gone / "base_model.json").unlink()
+    config = json.loads((gone / "adapter_config.json").read_text())
+    (gone / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "/no/base"}))
+    cases = [
+        (folder, out, "exists"),
+        (base, new, "has no adapters (adapter_config.json) to merge. Use the model as it is, or give --out OUT"),
+        (tmp_path / "nope", new, "nope: no such directory"),
+        (gone, new, "/no/base: no such directory"),
+    ]
+    for directory, target, message in cases:
+        assert message in refused("merge", directory, target)
+
+
+def test_merge_keeps_the_format_of_a_base_that_is_not_downloaded_yet(
+    bfloat16_base, tokenizer, adapters, tmp_path, monkeypatch
+):
+    """Its config.json says it. Of a sharded model, the index alone does not."""
+    snapshot = tmp_path / "hub/models--me--base/snapshots/abc"
+    save(load_policy(str(bfloat16_base)), tokenizer, snapshot, "bfloat16", max_shard_size="20KB")
+    (tmp_path / "hub/models--me--base/refs").mkdir()
+    (tmp_path / "hub/models--me--base/refs/main").write_text("abc")
+    remote = shutil.copytree(snapshot, tmp_path / "remote")
+    for file in snapshot.glob("*.safetensors"):
+        file.unlink()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    load = exporting.load_model
+
+    def download(*args, **options):
+        shutil.copytree(remote, snapshot, dirs_exist_ok=True)
+        return load(*args, **options)
+
+    monkeypatch.setattr(exporting, "load_model", download)
+    folder = shutil.copytree(adapters, tmp_path / "adapter")
+    (folder / "base_model.json").unlink()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "me/base"}))
+    assert "me/base with the adapters" in " ".join(rlhf("merge", folder, tmp_path / "out").stdout.split())
+    assert {weight.dtype for weight in load_file(tmp_path / "out/model.safetensors").values()} == {BF16}
 
 
 @pytest.fixture(scope="module")

@@ -5,17 +5,19 @@ import sys
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from rlhf_cli.config.models import Lora, ScratchModel
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.decoders.decoder import choose_decoder
-from rlhf_cli.errors import ConfigError
+from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.models import quantized
 from rlhf_cli.models.adapter_files import BaseModel, save_adapter
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.frozen import frozen_policy
-from rlhf_cli.models.load import load_policy, load_reward_model, prepare
+from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer, prepare
 from rlhf_cli.models.quantized import dequantize, quantize, quantized_layers
 from rlhf_cli.models.save import save
 from rlhf_cli.models.scratch import new_model
@@ -24,6 +26,7 @@ from rlhf_cli.run.stage_run import StageRun
 from rlhf_cli.tensor_ops import num_weights
 from support.compare import adapt, close_in_size, merged_copy
 from support.gpu import DEVICES
+from support.projects import refused
 from support.setup import config_of
 from support.tiny import CPU, SETTINGS, random_ids
 
@@ -181,6 +184,26 @@ def test_a_quantized_run_through_all_stages(run_stage, base, tmp_path):
     ppo = run_stage("ppo", tmp_path, policy={"lora": lora}, value_model={"lora": lora}, ppo={"num_iterations": 1})
     assert "nf4_double" in (ppo / "model/adapter/base_model.json").read_text()
     close(logits(load_policy(str(ppo / "model"))), logits(load_policy(str(ppo / "model/adapter"))))
+
+
+def test_weights_that_are_quantized_in_the_file_answer_and_are_not_trained(run_stage, base, tmp_path):
+    """As bitsandbytes saves them. A stage would train to its end and could not save the model."""
+    in_4_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=in_4_bits)
+    for part in (model, load_tokenizer(str(base))):
+        part.save_pretrained(tmp_path / "small")
+    with torch.no_grad():
+        close(logits(frozen_policy(str(tmp_path / "small"), None, CPU, "float32")), logits(model), 2e-2)
+    adapter = get_peft_model(load_policy(str(base)), LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    adapter.peft_config["default"].base_model_name_or_path = str(tmp_path / "small")
+    adapter.save_pretrained(tmp_path / "adapter")
+    for name, lora in (("small", None), ("adapter", {"r": 2})):
+        for stage in ("sft", "rm"):
+            with pytest.raises(ArtifactError, match=r"small: its weights are quantized, .* Give the model in 16"):
+                run_stage(stage, tmp_path / "run", model={"path": str(tmp_path / name), "lora": lora})
+        assert "small: its weights are quantized" in refused(
+            "export", tmp_path / name, "--out", tmp_path / "out", "--no-check"
+        )
 
 
 def test_policy_value_and_reward_model_share_quantized_weights(write_config, run_stage, base, tmp_path):

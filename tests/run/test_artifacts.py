@@ -1,8 +1,11 @@
 """The artifact directory: complete or not there, and never worse than before."""
 
+import errno
 import json
+import os
 
 import pytest
+from safetensors import SafetensorError
 
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.run import artifacts
@@ -13,6 +16,7 @@ def make(root, text="weights"):
     partial = artifacts.open_partial(root, "sft")
     (partial / "model").mkdir()
     (partial / "model" / "model.safetensors").write_text(text)
+    (partial / "model" / "model.safetensors").chmod(0o600)  # as safetensors writes it
     return artifacts.publish(root, "sft", **FACTS)
 
 
@@ -22,6 +26,9 @@ def test_a_published_stage_lists_every_file_with_its_digest(tmp_path):
     assert manifest.files == {"model/model.safetensors": artifacts.digest_file(directory / "model/model.safetensors")}
     assert artifacts.read_manifest(directory) == manifest
     assert not artifacts.partial_directory(tmp_path, "sft").exists()
+    weights, written = (directory / "model/model.safetensors").stat(), (directory / "manifest.json").stat()
+    assert weights.st_mode == written.st_mode, "another user reads the weights, too"
+    assert weights.st_ctime_ns <= written.st_ctime_ns, "else each command would read them to find a change"
     assert artifacts.require_stage(tmp_path, "sft") == directory
     assert artifacts.model_directory(str(directory)) == str(directory / "model")
     assert artifacts.model_directory(str(directory / "model")) == str(directory / "model")
@@ -46,6 +53,34 @@ def test_a_broken_manifest_is_refused(tmp_path, text):
     (tmp_path / "sft" / "manifest.json").write_text(text)
     with pytest.raises(ArtifactError, match="Run the stage again with --restart"):
         artifacts.read_manifest(tmp_path / "sft")
+
+
+def test_a_folder_that_may_not_be_entered_is_one_line(tmp_path):
+    (tmp_path / "closed").mkdir(mode=0)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    line = r"out: cannot be written \(Permission denied\)\. Choose another folder$"
+    try:
+        with pytest.raises(ArtifactError, match=line), artifacts.new_folder(tmp_path / "closed/out"):
+            pass
+    finally:
+        os.seteuid(user)
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "Free disk space"),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), "Free disk space"),
+        (Exception("File too large (os error 27)"), "Choose another folder"),  # as tokenizers raise it
+    ],
+)
+def test_errors_of_writing_say_what_helps_and_leave_nothing(tmp_path, error, advice):
+    line = rf"out: cannot be written \(.*\)\. {advice}$"
+    with pytest.raises(ArtifactError, match=line), artifacts.new_folder(tmp_path / "out"):
+        raise error
+    assert not list(tmp_path.iterdir())
 
 
 def test_fingerprints_change_with_the_content(tmp_path):
