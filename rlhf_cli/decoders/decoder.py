@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rlhf_cli.config.ppo import DecoderName
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.forward import logits_at, positions, vocabulary_rows
+from rlhf_cli.models.forward import autocast, held_precision, logits_at, positions, vocabulary_rows
 from rlhf_cli.models.seq2seq import is_seq2seq, with_prompts
 from rlhf_cli.packing import pack, response_positions
 from rlhf_cli.processes.sharding import device_of, is_sharded, join
@@ -104,6 +104,12 @@ def gap_to_forward(
             decoder.keep(torch.tensor(live, device=device))
         logits = decoder.step(torch.tensor([texts[row][lengths[row] + step] for row in live], device=device))
     return torch.stack(differences).max().item() / max(largest, 1.0) if math.isfinite(largest) else 0.0
+
+
+def exact_gap(model: PreTrainedModel, new_decoder: Callable[[int], Decoder], **options: Any) -> float:
+    """`gap_to_forward` in float32, or in the 16 bits in which the model is held."""
+    with autocast(device_of(model), held_precision(model) or "float32"):
+        return gap_to_forward(model, new_decoder, **options)
 
 
 def _own_logits(model: PreTrainedModel, text: list[int], prompt_length: int) -> Tensor:

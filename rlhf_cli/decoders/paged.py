@@ -14,6 +14,7 @@ plain.py samples.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,22 +28,15 @@ from rlhf_cli.decoders.decoder import (
     Decoder,
     UnsupportedError,
     cast_format,
+    exact_gap,
     gap_to_forward,
     once_per_model,
     recorded,
 )
 from rlhf_cli.decoders.network import NetworkWeights, read_network
 from rlhf_cli.decoders.paged_cache import PAGE, PagedCache, Places, attend
-from rlhf_cli.models.forward import (
-    BFLOAT16_TOLERANCE,
-    autocast,
-    held_precision,
-    positions,
-    tolerance_of,
-    vocabulary_rows,
-)
+from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, positions, tolerance_of, vocabulary_rows
 from rlhf_cli.packing import pack
-from rlhf_cli.processes.sharding import device_of
 from rlhf_cli.processes.threads import num_threads
 
 FEWEST_ROWS = 16
@@ -71,15 +65,11 @@ def _why_not(model: PreTrainedModel) -> str:
 
     One of the texts crosses the end of a page.
     """
-    checks = [(held_precision(model) or "float32", tolerance_of(model))]
-    if cast_format(model) is not None:
-        checks.append(("bfloat16", 2 * BFLOAT16_TOLERANCE))  # both sides round
-    for precision, tolerance in checks:
-        with autocast(device_of(model), precision):
-            gap = gap_to_forward(model, lambda longest: PagedDecoder(model, longest), lengths=(PAGE - 1, 5, 5))
-        if not gap <= tolerance:
-            return f"the paged decoder differs from a plain forward by {gap:.1e} in {precision}"
-    return ""
+    new, lengths = functools.partial(PagedDecoder, model), (PAGE - 1, 5, 5)
+    gap, tolerance = exact_gap(model, new, lengths=lengths), tolerance_of(model)
+    if gap <= tolerance and cast_format(model) is not None:
+        gap, tolerance = gap_to_forward(model, new, lengths=lengths), 2 * BFLOAT16_TOLERANCE  # both sides round
+    return "" if gap <= tolerance else f"the paged decoder differs from a plain forward by {gap:.1e}"
 
 
 @once_per_model

@@ -20,10 +20,10 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from rlhf_cli.decoders.decoder import Decoder, gap_to_forward, once_per_model
+from rlhf_cli.decoders.decoder import Decoder, exact_gap, once_per_model
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.kernels.layers import cache_name
-from rlhf_cli.models.forward import TOLERANCE, autocast, held_precision, tolerance_of
+from rlhf_cli.models.forward import tolerance_of
 from rlhf_cli.models.seq2seq import encoder_inputs, start_of_response
 from rlhf_cli.processes.sharding import announce, device_of
 
@@ -115,12 +115,9 @@ def takes_padding(model: PreTrainedModel) -> bool:
 
 
 def _gap(model: PreTrainedModel, *, padded: bool) -> float:
-    """`gap_to_forward` of such a decoder; inf if the model does not accept its calls."""
-    with (
-        contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError, KeyError, IndexError, AssertionError),
-        autocast(device_of(model), held_precision(model) or "float32"),
-    ):
-        return gap_to_forward(model, lambda _: PlainDecoder(model, padded=padded))
+    """`exact_gap` of such a decoder; inf if the model does not accept its calls."""
+    with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError, KeyError, IndexError, AssertionError):
+        return exact_gap(model, lambda _: PlainDecoder(model, padded=padded))
     return math.inf
 
 
@@ -158,10 +155,9 @@ class Seq2SeqDecoder(Decoder):
 @torch.no_grad()
 @once_per_model
 def require_own_logits(model: PreTrainedModel) -> None:
-    """Raise ArtifactError if the decoder's logits differ from those of one forward pass per text, in float32."""
-    with torch.autocast(device_of(model).type, enabled=False):
-        gap = gap_to_forward(model, lambda _: Seq2SeqDecoder(model))
-    if not gap <= TOLERANCE:
+    """Raise ArtifactError if the decoder's logits differ from those of one forward pass per text."""
+    gap = exact_gap(model, lambda _: Seq2SeqDecoder(model))
+    if not gap <= tolerance_of(model):
         raise ArtifactError(
             f"{type(model).__name__}: its logits with a cache differ from those without one by {gap:.1e}, so it cannot "
             "be sampled from. Use a model of another family"
