@@ -21,6 +21,7 @@ from rlhf_cli.models.forward import autocast, held_precision, logits_at, positio
 from rlhf_cli.models.seq2seq import is_seq2seq, with_prompts
 from rlhf_cli.packing import pack, response_positions
 from rlhf_cli.processes.sharding import device_of, is_sharded, join
+from rlhf_cli.processes.threads import is_out_of_memory
 
 T = TypeVar("T")
 LEAVES_BELOW = 0.75
@@ -93,9 +94,9 @@ def gap_to_forward(
     steps, device = 4, device_of(model)
     lengths = [min(n, positions(model) - steps) for n in lengths]
     texts = [[((7 + row) * i + 3) % vocabulary_rows(model) for i in range(n + steps)] for row, n in enumerate(lengths)]
+    live, differences, decoder = [0, 1, 2], list[Tensor](), new_decoder(max(map(len, texts)))  # it may refuse the model
     alone = [_own_logits(model, text, n).float() for text, n in zip(texts, lengths, strict=True)]
     largest = max(logits.abs().max().item() for logits in alone)
-    live, differences, decoder = [0, 1, 2], list[Tensor](), new_decoder(max(map(len, texts)))
     logits = decoder.admit([text[:n] for text, n in zip(texts, lengths, strict=True)])
     for step in range(steps):
         differences += [(logits[i].float() - alone[row][step]).abs().max() for i, row in enumerate(live)]
@@ -229,7 +230,9 @@ def recorded(function: Callable[..., Any], *examples: tuple[Any, ...]) -> Callab
                 return graph(*inputs)
 
         same = all(_same(run(*example), function(*example)) for example in examples)
-    except (AttributeError, RuntimeError, TypeError, ValueError):
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
         return None
     return run if same else None
 

@@ -37,7 +37,7 @@ from rlhf_cli.decoders.network import NetworkWeights, read_network
 from rlhf_cli.decoders.paged_cache import PAGE, PagedCache, Places, attend
 from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, positions, tolerance_of, vocabulary_rows
 from rlhf_cli.packing import pack
-from rlhf_cli.processes.threads import num_threads
+from rlhf_cli.processes.threads import is_out_of_memory, num_threads
 
 FEWEST_ROWS = 16
 """Rows of a step when rows are decoded in threads. Products of fewer rows may have other last digits."""
@@ -56,6 +56,8 @@ def paged_decoder(model: PreTrainedModel, longest: int) -> PagedDecoder:
             raise UnsupportedError(reason)
         return PagedDecoder(model, longest, _recorded_step(model))
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
         raise UnsupportedError(f"its modules are not the ones this decoder expects ({type(error).__name__})") from error
 
 
