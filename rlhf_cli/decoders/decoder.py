@@ -54,9 +54,9 @@ class Decoder(ABC):
         """Whether its finished rows should leave now. That copies the cache; to stay wastes a row in every step."""
         return unfinished <= LEAVES_BELOW * rows
 
-    def apart(self, rows: int) -> Sequence[Decoder]:  # noqa: ARG002
-        """Decoders of the same weights for `rows` rows, in a thread each; one if that is slower or not exact."""
-        return [self]
+    def apart(self, rows: int) -> Sequence[Callable[[], Decoder]]:  # noqa: ARG002
+        """Makers of decoders of these weights for `rows` rows, in a thread each; one if that is slower or not exact."""
+        return [lambda: self]
 
 
 def cast_format(model: PreTrainedModel) -> torch.dtype | None:

@@ -144,13 +144,13 @@ class PagedDecoder(Decoder):
         network = self.network
         return PagedCache(len(network.layers), network.heads, network.kv_heads, network.head_dim)
 
-    def apart(self, rows: int) -> list[PagedDecoder]:
+    def apart(self, rows: int) -> Sequence[Callable[[], Decoder]]:
         if rows < 2 * FEWEST_ROWS:
-            return [self]
+            return super().apart(rows)
         width = self.network.heads * self.network.head_dim
         fewest = FEWEST_ROWS if self._recorded else max(FEWEST_ROWS, GROUP_NUMBERS // width)
         count = min(num_threads(), rows // fewest)
-        return [self.another() for _ in range(count if count > 1 and _rows_are_independent(self._model) else 1)]
+        return [self.another] * (count if count > 1 and _rows_are_independent(self._model) else 1)
 
     def another(self) -> PagedDecoder:
         """A decoder with the same weights and no rows, whose steps compute FEWEST_ROWS at least."""

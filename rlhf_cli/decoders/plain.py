@@ -105,7 +105,7 @@ def takes_padding(model: PreTrainedModel) -> bool:
     reason = ""
     for padded in (True, False):
         try:
-            gap = exact_gap(model, lambda _, padded=padded: PlainDecoder(model, padded=padded))
+            gap = _gap(model, padded=padded)
         except (AttributeError, TypeError, ValueError, RuntimeError, KeyError, IndexError, AssertionError) as error:
             if is_out_of_memory(error):
                 raise
@@ -117,6 +117,10 @@ def takes_padding(model: PreTrainedModel) -> bool:
     raise ArtifactError(
         f"{type(model).__name__}: {reason}, so it cannot be sampled from. Use a model of another family"
     )
+
+
+def _gap(model: PreTrainedModel, *, padded: bool) -> float:
+    return exact_gap(model, lambda _: PlainDecoder(model, padded=padded))
 
 
 class Seq2SeqDecoder(Decoder):

@@ -203,15 +203,15 @@ def sample(
     longest_text = max(len(prompt) + limit for prompt, limit in zip(prompts, each, strict=True))
     decoder = choose_decoder(model, longest_text, sampling.decoder)
     max_live_rows = max_live_rows or num_rows
-    decoders = decoder.apart(max_live_rows) if on_tokens is None and not is_large(model) else [decoder]
-    wide = len(decoders) == 1 and is_large(model, weights=SHARED_STEP)
+    groups = decoder.apart(max_live_rows) if on_tokens is None and not is_large(model) else [lambda: decoder]
+    wide = len(groups) == 1 and is_large(model, weights=SHARED_STEP)
     uniforms = uniforms.to(device)
-    ends = [num_rows * (number + 1) // len(decoders) for number in range(len(decoders))]
+    ends = [num_rows * (number + 1) // len(groups) for number in range(len(groups))]
     tasks = []
-    for one, first, last in zip(decoders, [0, *ends], ends, strict=False):
-        live = _LiveRows(uniforms[first:last], each[first:last], sampling, tokenizer)
-        room = max_live_rows // len(decoders)
-        tasks.append(partial(_decode, one, live, prompts[first:last], room, on_tokens))
+    for new, first, last in zip(groups, [0, *ends], ends, strict=False):
+        new_rows = partial(_LiveRows, uniforms[first:last], each[first:last], sampling, tokenizer)
+        room = max_live_rows // len(groups)
+        tasks.append(partial(_decode, new, new_rows, prompts[first:last], room, on_tokens))
     responses = list(chain.from_iterable(in_threads(tasks, wide=wide)))
     join_sampling(model)
     return responses
@@ -219,14 +219,14 @@ def sample(
 
 @torch.no_grad()
 def _decode(
-    decoder: Decoder,
-    live: _LiveRows,
+    new_decoder: Callable[[], Decoder],
+    new_rows: Callable[[], _LiveRows],
     prompts: Sequence[Sequence[int]],
     max_live_rows: int,
     on_tokens: Callable[[Tensor], None] | None,
 ) -> list[Response]:
-    """One response to each prompt; see `sample`."""
-    num_started = 0
+    """One response to each prompt; see `sample`. After a lack of memory `in_threads` calls it again."""
+    decoder, live, num_started = new_decoder(), new_rows(), 0
     while num_started < len(prompts) or len(live.rows) > 0:
         # 1. The next token's logits: of the live rows, then of the prompts that enter now.
         count = len(live.rows)

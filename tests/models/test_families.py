@@ -198,7 +198,7 @@ def test_sampled_logprobs_equal_those_of_one_forward_per_sequence(name, monkeypa
 
 
 def test_a_model_whose_results_depend_on_the_batch_is_refused(monkeypatch):
-    monkeypatch.setattr(plain_decoder, "exact_gap", lambda _, new: 2.0 if new(1).padded else 1e-3)
+    monkeypatch.setattr(plain_decoder, "_gap", lambda _, padded: 2.0 if padded else 1e-3)
     with pytest.raises(ArtifactError, match=r"LlamaForCausalLM: its logits for several texts differ .* by 1\.0e-03"):
         takes_padding(tiny("llama"))
     assert not takes_padding(tiny("llama").bfloat16()), "which is rounding in 16 bits"

@@ -1,5 +1,6 @@
 """Passes in threads: their order and errors, and that every stage has the same bytes on 1, 2, 3 and 4 of them."""
 
+import itertools
 import threading
 import time
 
@@ -248,8 +249,10 @@ def test_rows_are_decoded_in_threads_only_if_their_bytes_are_the_same(error, mak
     prepare(model, CPU)
     decoder = PagedDecoder(model, 40)
     use_threads(1)
-    assert [one.cache.fewest_rows for one in decoder.apart(48)] == [paged.FEWEST_ROWS], "steps as wide as of 3 threads"
-    assert decoder.apart(2 * paged.FEWEST_ROWS - 1) == [decoder]
+    assert [new().cache.fewest_rows for new in decoder.apart(48)] == [paged.FEWEST_ROWS], (
+        "steps as wide as of 3 threads"
+    )
+    assert [new() for new in decoder.apart(2 * paged.FEWEST_ROWS - 1)] == [decoder]
     use_threads(3)
     assert len(decoder.apart(48)) == 3
     forward = PagedDecoder.step
@@ -261,6 +264,31 @@ def test_rows_are_decoded_in_threads_only_if_their_bytes_are_the_same(error, mak
     prepare(other, CPU)
     monkeypatch.setattr(PagedDecoder, "step", depends_on_the_rows_beside)
     assert len(PagedDecoder(other, 40).apart(48)) == 1
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.8}, {"no_repeat_ngram_size": 1}], ids=str)
+def test_a_group_of_responses_without_memory_is_drawn_again_from_its_beginning(
+    settings,
+    make_model,
+    monkeypatch,
+    small_parts,  # noqa: ARG001
+):
+    model, calls, forward = load_policy(str(make_model("llama"))), itertools.count(1), PagedDecoder.step
+    prepare(model, CPU)
+    monkeypatch.setattr(paged, "_rows_are_independent", lambda _: True)
+    use_threads(2)
+
+    def step(self, ids):
+        logits = forward(self, ids)
+        if next(calls) == 9:
+            raise MemoryError
+        return logits
+
+    given = model, [[5, 6, 7]] * 40, draw_uniforms(0, "again", 0, 40, 12), Sampling(**settings)
+    wanted = sample(*given)
+    monkeypatch.setattr(PagedDecoder, "step", step)
+    assert sample(*given) == wanted
+    assert next(calls) > 23, "one of two groups began twice"
 
 
 OPTIONS = {
