@@ -202,7 +202,7 @@ def sample(
     each = limits or [longest] * num_rows
     longest_text = max(len(prompt) + limit for prompt, limit in zip(prompts, each, strict=True))
     decoder = choose_decoder(model, longest_text, sampling.decoder)
-    max_live_rows = max_live_rows or num_rows
+    max_live_rows = min(max_live_rows or num_rows, num_rows)
     groups = decoder.apart(max_live_rows) if on_tokens is None and not is_large(model) else [lambda: decoder]
     wide = len(groups) == 1 and is_large(model, weights=SHARED_STEP)
     uniforms = uniforms.to(device)
@@ -231,12 +231,12 @@ def _decode(
         # 1. The next token's logits: of the live rows, then of the prompts that enter now.
         count = len(live.rows)
         parts = [decoder.step(live.new_ids)] if count > 0 else []
-        room = min(max_live_rows - count, len(prompts) - num_started)
-        if count == 0 or (decoder.admits_beside_others and 0 < room >= REFILL * max_live_rows):
+        room, waits = max_live_rows - count, num_started < len(prompts)
+        if count == 0 or (waits and decoder.admits_beside_others and room >= REFILL * max_live_rows):
             entering = prompts[num_started : num_started + room]
             parts.append(decoder.admit(entering))
             live.enter(num_started, entering)
-            num_started += room
+            num_started += len(entering)
         logits = (parts[0] if len(parts) == 1 else torch.cat(parts)).float()  # [live rows, V]
 
         # 2. One token for each live row.

@@ -351,7 +351,7 @@ def test_all_cores_share_the_decoding_steps_of_few_responses_of_a_model_that_is_
     monkeypatch.setattr(paged, "_rows_are_independent", lambda _: True)  # as the processor's products decide otherwise
     for weights, rows, cores in ((10**9, 4, [1]), (1, 4, [2]), (1, 32, [1, 1])):
         monkeypatch.setattr(sampling, "SHARED_STEP", weights)
-        sample(model, [[1, 2]] * rows, draw_uniforms(0, "cores", 0, rows, 2), Sampling())
+        sample(model, [[1, 2]] * rows, draw_uniforms(0, "cores", 0, rows, 2), Sampling(), max_live_rows=64)
         assert seen == cores
         seen.clear()
 
