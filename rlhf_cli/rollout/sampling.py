@@ -183,7 +183,7 @@ def sample(
     its own prompts, also one that has none. Raises ConfigError if the model does not support `sampling.decoder`.
 
     Args:
-        model: a causal language model.
+        model: a causal language model or an encoder-decoder.
         prompts: B lists of token ids, none empty.
         uniforms: [B, R] in [0, 1); R is the maximum response length.
         sampling: temperature, filters and stops. `Sampling()` is the model's own distribution.
@@ -240,7 +240,7 @@ def _decode(
         logits = (parts[0] if len(parts) == 1 else torch.cat(parts)).float()  # [live rows, V]
 
         # 2. One token for each live row.
-        live.draw(live.allowed(logits))
+        live.draw(logits)
         if on_tokens is not None:
             on_tokens(live.new_ids)
 
@@ -255,25 +255,24 @@ def _decode(
 class _LiveRows:
     """The tokens drawn so far, and the state of the rows that the decoder is working on.
 
-    Buffers hold all B rows end to end, R + 1 places per row. The tokens of a finished row that stays beside the others
-    for some steps go to the extra place and are ignored.
+    Buffers hold all B rows end to end, R places per row. The tokens of a finished row that stays beside the others for
+    some steps go to the places behind its end and are ignored. A row at its last possible place leaves.
     """
 
     def __init__(
         self, uniforms: Tensor, limits: Sequence[int], sampling: Sampling, tokenizer: PreTrainedTokenizerBase | None
     ):
         self.sampling, self.tokenizer = sampling, tokenizer
-        self.num_rows, self.longest = uniforms.shape
-        self.width = self.longest + 1
+        self.num_rows, self.width = uniforms.shape
         self.limits = torch.tensor(limits, device=uniforms.device)
-        self.uniforms = F.pad(uniforms, (0, 1)).flatten()  # [B * (R + 1)], like the three buffers below
+        self.uniforms = uniforms.flatten()  # [B * R], like the three buffers below
         self.ids = torch.zeros(self.uniforms.shape, dtype=torch.int64, device=uniforms.device)
         self.logprobs = torch.zeros(self.uniforms.shape, device=uniforms.device)
         self.ended_mask = torch.zeros(self.uniforms.shape, dtype=torch.bool, device=uniforms.device)
         self.allowed_ids: list[list[list[int]]] = [[] for _ in range(self.num_rows)]
         self.forbidden_ids: list[list[list[int]]] = [[] for _ in range(self.num_rows)]
         self.ngrams: list[NGrams] = []  # of each row that has entered, for no_repeat_ngram_size
-        self.unread_ids: list[list[int]] = [[] for _ in range(self.num_rows)]  # for stop strings
+        self.drawn_ids: list[list[int]] = [[] for _ in range(self.num_rows)]  # for stop strings
         # Per live row: its number, the place of its next token, the place of its last possible token, its newest token.
         empty = torch.zeros(0, dtype=torch.int64, device=uniforms.device)
         self.rows, self.at, self.last, self.new_ids = empty, empty, empty, empty
@@ -295,15 +294,13 @@ class _LiveRows:
         if self.sampling.no_repeat_ngram_size is not None:
             self.ngrams += [NGrams(self.sampling.no_repeat_ngram_size, prompt) for prompt in prompts]
 
-    def allowed(self, logits: Tensor) -> Tensor:
+    def _allowed(self, logits: Tensor, stop_mask: Tensor) -> Tensor:
         """The logits [live rows, V] with -inf at tokens that may not be drawn now."""
         sampling = self.sampling
-        if self.stop_mask is None:
-            self.stop_mask = stop_token_mask(logits.shape[1], sampling.stop, logits.device)
         self.num_drawn += 1
         if self.num_drawn < sampling.min_new_tokens:
             early_mask = self.at % self.width + 1 < sampling.min_new_tokens
-            logits = logits.masked_fill(early_mask[:, None] & self.stop_mask, -math.inf)
+            logits = logits.masked_fill(early_mask[:, None] & stop_mask, -math.inf)
         if sampling.no_repeat_ngram_size is not None:
             logits = self._without_repeats(logits)
         if sampling.filters:
@@ -325,8 +322,10 @@ class _LiveRows:
         return torch.where(stuck_mask[:, None], logits, without)
 
     def draw(self, logits: Tensor) -> None:
-        """Draw the next token of each live row and note which rows it ends."""
-        assert self.stop_mask is not None
+        """Draw the next token of each live row from its logits [live rows, V] and note which rows it ends."""
+        if self.stop_mask is None:
+            self.stop_mask = stop_token_mask(logits.shape[1], self.sampling.stop, logits.device)
+        logits = self._allowed(logits, self.stop_mask)
         draw_next, note = _without_python(logits.shape[1], self.sampling.temperature, logits.device.type)
         self.new_ids, logprobs, stopped_mask = draw_next(logits, self.uniforms, self.at, self.stop_mask)
         if self.sampling.stop_strings:
@@ -344,7 +343,7 @@ class _LiveRows:
         assert self.tokenizer is not None
         strings, live = self.sampling.stop_strings, (~self.over_mask).nonzero()[:, 0]
         for i, row, token in zip(live.tolist(), self.rows[live].tolist(), self.new_ids[live].tolist(), strict=True):
-            ids = self.unread_ids[row]
+            ids = self.drawn_ids[row]
             ids.append(token)
             if len(ids) >= self.sampling.min_new_tokens and stop_string_start(self.tokenizer, ids, strings) is not None:
                 stopped_mask[i] = True
@@ -359,7 +358,7 @@ class _LiveRows:
     def responses(self) -> list[Response]:
         """The finished responses, in the order of the prompts."""
         shape = (self.num_rows, self.width)
-        ended_mask = self.ended_mask.view(shape)[:, : self.longest]  # [B, R]
+        ended_mask = self.ended_mask.view(shape)  # [B, R]
         ended = ended_mask.any(1)
         lengths = torch.where(ended, ended_mask.int().argmax(1) + 1, self.limits).tolist()
         filters = self.sampling.filters
@@ -373,15 +372,24 @@ class _LiveRows:
         ]
 
 
-def _note(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _note(
+    ids: Tensor,
+    logprobs: Tensor,
+    ended_mask: Tensor,
+    at: Tensor,
+    last: Tensor,
+    over_mask: Tensor,
+    new_ids: Tensor,
+    new_logprobs: Tensor,
+    stopped_mask: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Write the newest tokens into the buffers; return next places, which rows are over, and counts: over, full."""
-    ids, logprobs, ended_mask, at, last, over_mask, new_ids, new_logprobs, stopped_mask = tensors
     ids.scatter_(0, at, new_ids)
     logprobs.scatter_(0, at, new_logprobs)
     ended_mask.scatter_(0, at, stopped_mask)
     full_mask = at >= last
     over_mask = over_mask | stopped_mask | full_mask
-    return torch.minimum(at, last) + 1, over_mask, torch.stack([over_mask.sum(), full_mask.sum()])
+    return at + 1, over_mask, torch.stack([over_mask.sum(), full_mask.sum()])
 
 
 @functools.lru_cache(8)

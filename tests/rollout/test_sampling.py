@@ -308,10 +308,7 @@ def test_a_response_does_not_depend_on_the_split_into_batches(policy, uniforms, 
 def test_responses_do_not_depend_on_when_finished_rows_leave(
     policy, uniforms, tok, all_responses, monkeypatch, share, max_live_rows
 ):
-    """What is drawn for a finished row that stays is ignored, also if it is a stop token.
-
-    The uniform behind the last place of a row is 0, which draws the first token. It is a stop token in some models.
-    """
+    """What is drawn for a finished row that stays is ignored, also if it is a stop token."""
     for decoder in (PagedDecoder, PlainDecoder):
         monkeypatch.setattr(decoder, "leave", lambda _, rows, unfinished: unfinished <= share * rows)
     same(sample(policy, PROMPTS, uniforms, EVERYTHING, tok, max_live_rows=max_live_rows), all_responses)
