@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_cli.config.ppo import DecoderName, Rollout
 from rlhf_cli.decoders.decoder import Decoder, choose_decoder, join_sampling, recorded
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.packing import end_to_end
 from rlhf_cli.processes.sharding import device_of
 from rlhf_cli.processes.threads import in_threads, is_large
 from rlhf_cli.seeding import generator
@@ -91,8 +93,9 @@ class Response:
     """Log-probability of each token under the tempered and filtered distribution that it was drawn from."""
     ended: bool
     """True if a stop token or a stop string ended it, False if it reached `max_new_tokens`."""
-    allowed_ids: list[list[int]] | None = None
-    """With a filter: the ids that each token was drawn from, in ascending order. None without a filter."""
+    allowed_ids: Sequence[Sequence[int]] | None = None
+    """With a filter: the ids that each token was drawn from, in ascending order. None without a filter. The sampler
+    makes arrays, as a list takes ten times the memory."""
     forbidden_ids: list[list[int]] | None = None
     """With `no_repeat_ngram_size` and no filter: the ids that would have repeated an n-gram at each token."""
 
@@ -269,7 +272,7 @@ class _LiveRows:
         self.ids = torch.zeros(self.uniforms.shape, dtype=torch.int64, device=uniforms.device)
         self.logprobs = torch.zeros(self.uniforms.shape, device=uniforms.device)
         self.ended_mask = torch.zeros(self.uniforms.shape, dtype=torch.bool, device=uniforms.device)
-        self.allowed_ids: list[list[list[int]]] = [[] for _ in range(self.num_rows)]
+        self.allowed_ids: list[list[array[int]]] = [[] for _ in range(self.num_rows)]
         self.forbidden_ids: list[list[list[int]]] = [[] for _ in range(self.num_rows)]
         self.ngrams: list[NGrams] = []  # of each row that has entered, for no_repeat_ngram_size
         self.drawn_ids: list[list[int]] = [[] for _ in range(self.num_rows)]  # for stop strings
@@ -306,9 +309,9 @@ class _LiveRows:
         if sampling.filters:
             kept_mask = kept_tokens(logits / sampling.temperature, sampling)
             logits = logits.masked_fill(~kept_mask, -math.inf)
-            kept_ids = kept_mask.nonzero()[:, 1].cpu().split(kept_mask.sum(1).tolist())
+            kept_ids = kept_mask.nonzero()[:, 1].int().cpu().split(kept_mask.sum(1).tolist())
             for row, ids in zip(self.rows.tolist(), kept_ids, strict=True):
-                self.allowed_ids[row].append(ids.tolist())
+                self.allowed_ids[row].append(array("i", ids.numpy().tobytes()))
         return logits
 
     def _without_repeats(self, logits: Tensor) -> Tensor:
@@ -556,9 +559,8 @@ def ids_mask(rows: Sequence[Sequence[int]], like: Tensor) -> Tensor:
     """
     assert len(rows) == len(like), "every token has its ids"
     row = torch.arange(len(rows)).repeat_interleave(torch.tensor([len(ids) for ids in rows]))
-    column = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64)
     mask = torch.zeros(like.shape, dtype=torch.bool, device=like.device)
-    mask[row.to(like.device), column.to(like.device)] = True
+    mask[row.to(like.device), end_to_end(rows, like.device)] = True
     return mask
 
 

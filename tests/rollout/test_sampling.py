@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import sys
 
 import pytest
 import torch
@@ -147,7 +148,8 @@ def test_logprobs_and_kept_ids_equal_those_of_a_plain_forward_and_a_slow_filter(
             assert token in p
             close(response.logprobs[t], math.log(p[token]))
             if response.allowed_ids is not None:
-                assert response.allowed_ids[t] == kept
+                assert list(response.allowed_ids[t]) == kept
+                assert sys.getsizeof(response.allowed_ids[t]) < 100 + 5 * len(kept), "an id takes four bytes"
                 sizes.add(len(kept))
     if name in ("top_p", "min_p", "all"):
         assert len(sizes) > 3, "otherwise a filter with a fixed number of ids would pass"
