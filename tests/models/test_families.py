@@ -159,6 +159,7 @@ SAMPLED = {
     "mistral": (WINDOWED, True),
     "gemma2": ({"final_logit_softcapping": 2.0}, True),
     **{name: ({}, False) for name in ("bart", "rwkv")},
+    "roberta": ({"is_decoder": True}, False),  # its first position is 1 plus the id of the padding
 }
 """Changes of the config, and whether the family takes padding and a cache."""
 PROMPTS = [ids(n, n) for n in (20, 3, 1, 9, 3)]
@@ -219,7 +220,7 @@ def test_nan_weights_are_not_reported_as_an_unsupported_model():
     assert takes_padding(model)
 
 
-@pytest.mark.parametrize("name", ["mamba", "rwkv", "jamba", "bart"])
+@pytest.mark.parametrize("name", ["mamba", "rwkv", "jamba", "bart", "roberta"])
 def test_cost_and_logprobs_of_every_family(name):
     plain, model = pair(name)
     model = copy.deepcopy(model)
