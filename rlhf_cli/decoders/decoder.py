@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 
 from rlhf_cli.config.ppo import DecoderName
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.forward import logits_at, positions, vocabulary_rows
+from rlhf_cli.models.forward import autocast, held_precision, logits_at, positions, vocabulary_rows
 from rlhf_cli.models.seq2seq import is_seq2seq, with_prompts
 from rlhf_cli.packing import pack, response_positions
 from rlhf_cli.processes.sharding import device_of, is_sharded, join
+from rlhf_cli.processes.threads import is_out_of_memory
 
 T = TypeVar("T")
 LEAVES_BELOW = 0.75
@@ -53,9 +54,9 @@ class Decoder(ABC):
         """Whether its finished rows should leave now. That copies the cache; to stay wastes a row in every step."""
         return unfinished <= LEAVES_BELOW * rows
 
-    def apart(self, rows: int) -> Sequence[Decoder]:  # noqa: ARG002
-        """Decoders of the same weights for `rows` rows, in a thread each; one if that is slower or not exact."""
-        return [self]
+    def apart(self, rows: int) -> Sequence[Callable[[], Decoder]]:  # noqa: ARG002
+        """Makers of decoders of these weights for `rows` rows, in a thread each; one if that is slower or not exact."""
+        return [lambda: self]
 
 
 def cast_format(model: PreTrainedModel) -> torch.dtype | None:
@@ -93,9 +94,9 @@ def gap_to_forward(
     steps, device = 4, device_of(model)
     lengths = [min(n, positions(model) - steps) for n in lengths]
     texts = [[((7 + row) * i + 3) % vocabulary_rows(model) for i in range(n + steps)] for row, n in enumerate(lengths)]
+    live, differences, decoder = [0, 1, 2], list[Tensor](), new_decoder(max(map(len, texts)))  # it may refuse the model
     alone = [_own_logits(model, text, n).float() for text, n in zip(texts, lengths, strict=True)]
     largest = max(logits.abs().max().item() for logits in alone)
-    live, differences, decoder = [0, 1, 2], list[Tensor](), new_decoder(max(map(len, texts)))
     logits = decoder.admit([text[:n] for text, n in zip(texts, lengths, strict=True)])
     for step in range(steps):
         differences += [(logits[i].float() - alone[row][step]).abs().max() for i, row in enumerate(live)]
@@ -104,6 +105,12 @@ def gap_to_forward(
             decoder.keep(torch.tensor(live, device=device))
         logits = decoder.step(torch.tensor([texts[row][lengths[row] + step] for row in live], device=device))
     return torch.stack(differences).max().item() / max(largest, 1.0) if math.isfinite(largest) else 0.0
+
+
+def exact_gap(model: PreTrainedModel, new_decoder: Callable[[int], Decoder], **options: Any) -> float:
+    """`gap_to_forward` in float32, or in the 16 bits in which the model is held."""
+    with autocast(device_of(model), held_precision(model) or "float32"):
+        return gap_to_forward(model, new_decoder, **options)
 
 
 def _own_logits(model: PreTrainedModel, text: list[int], prompt_length: int) -> Tensor:
@@ -223,7 +230,9 @@ def recorded(function: Callable[..., Any], *examples: tuple[Any, ...]) -> Callab
                 return graph(*inputs)
 
         same = all(_same(run(*example), function(*example)) for example in examples)
-    except (AttributeError, RuntimeError, TypeError, ValueError):
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
         return None
     return run if same else None
 

@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from rlhf_cli.decoders.decoder import Decoder, UnsupportedError, cast_format, gap_to_forward, once_per_model
+from rlhf_cli.decoders.decoder import Decoder, UnsupportedError, cast_format, exact_gap, gap_to_forward, once_per_model
 from rlhf_cli.decoders.network import LINEAR, Map, NetworkWeights, read_network, side_by_side
 from rlhf_cli.models.cost import READ_TOKENS
-from rlhf_cli.models.forward import autocast, held_precision, tolerance_of
+from rlhf_cli.models.forward import tolerance_of
 from rlhf_cli.processes.sharding import device_of
 from rlhf_cli.processes.threads import is_out_of_memory
 
@@ -55,9 +55,7 @@ def _why_not(model: PreTrainedModel) -> str:
     """Why the decoder cannot be used, "" if it can: it is compared in float32, and runs once as it will be used."""
     new = functools.partial(GraphedDecoder, model)
     try:
-        with autocast(device_of(model), held_precision(model) or "float32"):
-            gap = gap_to_forward(model, new)
-        in_use = gap_to_forward(model, new)
+        gap, in_use = exact_gap(model, new), gap_to_forward(model, new)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         if is_out_of_memory(error):
             raise

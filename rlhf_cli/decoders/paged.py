@@ -14,6 +14,7 @@ plain.py samples.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,23 +28,16 @@ from rlhf_cli.decoders.decoder import (
     Decoder,
     UnsupportedError,
     cast_format,
+    exact_gap,
     gap_to_forward,
     once_per_model,
     recorded,
 )
 from rlhf_cli.decoders.network import NetworkWeights, read_network
 from rlhf_cli.decoders.paged_cache import PAGE, PagedCache, Places, attend
-from rlhf_cli.models.forward import (
-    BFLOAT16_TOLERANCE,
-    autocast,
-    held_precision,
-    positions,
-    tolerance_of,
-    vocabulary_rows,
-)
+from rlhf_cli.models.forward import BFLOAT16_TOLERANCE, positions, tolerance_of, vocabulary_rows
 from rlhf_cli.packing import pack
-from rlhf_cli.processes.sharding import device_of
-from rlhf_cli.processes.threads import num_threads
+from rlhf_cli.processes.threads import is_out_of_memory, num_threads
 
 FEWEST_ROWS = 16
 """Rows of a step when rows are decoded in threads. Products of fewer rows may have other last digits."""
@@ -62,6 +56,8 @@ def paged_decoder(model: PreTrainedModel, longest: int) -> PagedDecoder:
             raise UnsupportedError(reason)
         return PagedDecoder(model, longest, _recorded_step(model))
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
         raise UnsupportedError(f"its modules are not the ones this decoder expects ({type(error).__name__})") from error
 
 
@@ -71,15 +67,11 @@ def _why_not(model: PreTrainedModel) -> str:
 
     One of the texts crosses the end of a page.
     """
-    checks = [(held_precision(model) or "float32", tolerance_of(model))]
-    if cast_format(model) is not None:
-        checks.append(("bfloat16", 2 * BFLOAT16_TOLERANCE))  # both sides round
-    for precision, tolerance in checks:
-        with autocast(device_of(model), precision):
-            gap = gap_to_forward(model, lambda longest: PagedDecoder(model, longest), lengths=(PAGE - 1, 5, 5))
-        if not gap <= tolerance:
-            return f"the paged decoder differs from a plain forward by {gap:.1e} in {precision}"
-    return ""
+    new, lengths = functools.partial(PagedDecoder, model), (PAGE - 1, 5, 5)
+    gap, tolerance = exact_gap(model, new, lengths=lengths), tolerance_of(model)
+    if gap <= tolerance and cast_format(model) is not None:
+        gap, tolerance = gap_to_forward(model, new, lengths=lengths), 2 * BFLOAT16_TOLERANCE  # both sides round
+    return "" if gap <= tolerance else f"the paged decoder differs from a plain forward by {gap:.1e}"
 
 
 @once_per_model
@@ -109,10 +101,13 @@ def _recorded_step(model: PreTrainedModel) -> Callable[..., Tensor] | None:
 @once_per_model
 @torch.no_grad()
 def _rows_are_independent(model: PreTrainedModel) -> bool:
-    """Whether a row's logits are the same bytes whatever other rows are decoded with it. No library promises that."""
-    sizes = (FEWEST_ROWS, FEWEST_ROWS + 4, 2 * FEWEST_ROWS - 4)
+    """Whether a row's logits are the same bytes whatever other rows are decoded with it. No library promises that.
+
+    The prompts together have nearly READ_TOKENS tokens.
+    """
+    sizes = (FEWEST_ROWS, FEWEST_ROWS + 4, 220)
     vocabulary, longest = vocabulary_rows(model), min(PAGE + 3, positions(model))
-    lengths = [longest - 3, *(1 + row % 3 for row in range(1, sum(sizes)))]
+    lengths = [longest - 3, *(1 + row % 6 for row in range(1, sum(sizes)))]
     prompts = [[(7 * row + i) % vocabulary for i in range(length)] for row, length in enumerate(lengths)]
     decoder = PagedDecoder(model, longest)
 
@@ -149,13 +144,13 @@ class PagedDecoder(Decoder):
         network = self.network
         return PagedCache(len(network.layers), network.heads, network.kv_heads, network.head_dim)
 
-    def apart(self, rows: int) -> list[PagedDecoder]:
+    def apart(self, rows: int) -> Sequence[Callable[[], Decoder]]:
         if rows < 2 * FEWEST_ROWS:
-            return [self]
+            return super().apart(rows)
         width = self.network.heads * self.network.head_dim
         fewest = FEWEST_ROWS if self._recorded else max(FEWEST_ROWS, GROUP_NUMBERS // width)
         count = min(num_threads(), rows // fewest)
-        return [self.another() for _ in range(count if count > 1 and _rows_are_independent(self._model) else 1)]
+        return [self.another] * (count if count > 1 and _rows_are_independent(self._model) else 1)
 
     def another(self) -> PagedDecoder:
         """A decoder with the same weights and no rows, whose steps compute FEWEST_ROWS at least."""

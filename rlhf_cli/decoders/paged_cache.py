@@ -76,7 +76,7 @@ class PagedCache:
         # For each live row: its pages in order, and its number of tokens.
         self.pages: list[list[int]] = []
         self.lengths: list[int] = []
-        self.is_laid_out = False
+        self._places: Places | None = None
         self.fewest_rows = 1
         """A step computes at least this many rows; surplus rows are zeros."""
 
@@ -108,7 +108,7 @@ class PagedCache:
             places.append(torch.tensor(place).T)
         self.pages += [pages[row] for row in sorted(pages)]
         self.lengths += [lengths[row] for row in sorted(lengths)]
-        self.is_laid_out = False
+        self._places = None
         return places
 
     def write_prompts(self, layer: int, key: Tensor, value: Tensor, places: Tensor) -> None:
@@ -126,7 +126,7 @@ class PagedCache:
                 self.unused.append(page)
         self.pages = [self.pages[row] for row in rows]
         self.lengths = [self.lengths[row] for row in rows]
-        self.is_laid_out = False
+        self._places = None
 
     def _take(self, count: int, *, users: int = 1) -> list[int]:
         self._reserve(count)
@@ -167,16 +167,16 @@ class PagedCache:
         for pages, length in zip(self.pages, self.lengths, strict=True):
             if length == len(pages) * PAGE:
                 pages += self._take(1)
-                self.is_laid_out = False
-        if not self.is_laid_out:
-            self._lay_out()
+                self._places = None
+        if self._places is None:
+            self._places = self._laid_out()
         surplus = [0] * (self.rounded_up(len(self.lengths)) - len(self.lengths))
         positions = torch.tensor(self.lengths + surplus)
         self.lengths = [length + 1 for length in self.lengths]
         return positions, self._places
 
-    def _lay_out(self) -> None:
-        """Compute which rows of memory each weighted sum of `attend` reads (`Places`). Surplus rows have no pages."""
+    def _laid_out(self) -> Places:
+        """Which rows of memory each weighted sum of `attend` reads. Surplus rows have no pages."""
         width = max(map(len, self.pages))
         pages = [number for row in self.pages for number in (*row, *[-1] * (width - len(row)))]
         pages += [-1] * width * (self.rounded_up(len(self.pages)) - len(self.pages))
@@ -188,7 +188,7 @@ class PagedCache:
         ends = F.pad(exists_mask.cumsum(0), (1, 0))
         heads, size = self.kv_heads, self.head_dim
         last_page = torch.tensor([pages[-1] for pages in self.pages])[:, None]
-        self._places = Places(
+        return Places(
             new_keys=last_page * (heads * size * PAGE) + torch.arange(heads * size) * PAGE,
             new_values=last_page * (heads * PAGE) + torch.arange(heads) * PAGE,
             filled=filled,
@@ -199,7 +199,6 @@ class PagedCache:
             value_ends=ends[::width] * PAGE,
             token_number=torch.arange(width * PAGE),
         )
-        self.is_laid_out = True
 
 
 def attend(

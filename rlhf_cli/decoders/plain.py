@@ -9,9 +9,7 @@ none, makes passes over two tokens until all have ended (`join_sampling`).
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -20,12 +18,13 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from rlhf_cli.decoders.decoder import Decoder, gap_to_forward, once_per_model
+from rlhf_cli.decoders.decoder import Decoder, exact_gap, once_per_model
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.kernels.layers import cache_name
-from rlhf_cli.models.forward import TOLERANCE, autocast, held_precision, tolerance_of
+from rlhf_cli.models.forward import tolerance_of
 from rlhf_cli.models.seq2seq import encoder_inputs, start_of_response
 from rlhf_cli.processes.sharding import announce, device_of
+from rlhf_cli.processes.threads import is_out_of_memory
 
 
 class PlainDecoder(Decoder):
@@ -103,25 +102,25 @@ def takes_padding(model: PreTrainedModel) -> bool:
     If the model is held in 16 bits, to 3e-2. Raises ArtifactError if whole texts of one length in one pass do not,
     either.
     """
-    gaps = []
+    reason = ""
     for padded in (True, False):
-        gaps.append(_gap(model, padded=padded))
-        if gaps[-1] <= tolerance_of(model):
+        try:
+            gap = _gap(model, padded=padded)
+        except (AttributeError, TypeError, ValueError, RuntimeError, KeyError, IndexError, AssertionError) as error:
+            if is_out_of_memory(error):
+                raise
+            reason = reason or f"it does not take the calls ({type(error).__name__}: {str(error)[:100]})"
+            continue
+        if gap <= tolerance_of(model):
             return padded
+        reason = f"its logits for several texts differ from those for one text by {gap:.1e}"
     raise ArtifactError(
-        f"{type(model).__name__}: its logits for several texts differ from those for one text by {min(gaps):.1e}, so "
-        "it cannot be sampled from. Use a model of another family"
+        f"{type(model).__name__}: {reason}, so it cannot be sampled from. Use a model of another family"
     )
 
 
 def _gap(model: PreTrainedModel, *, padded: bool) -> float:
-    """`gap_to_forward` of such a decoder; inf if the model does not accept its calls."""
-    with (
-        contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError, KeyError, IndexError, AssertionError),
-        autocast(device_of(model), held_precision(model) or "float32"),
-    ):
-        return gap_to_forward(model, lambda _: PlainDecoder(model, padded=padded))
-    return math.inf
+    return exact_gap(model, lambda _: PlainDecoder(model, padded=padded))
 
 
 class Seq2SeqDecoder(Decoder):
@@ -158,10 +157,9 @@ class Seq2SeqDecoder(Decoder):
 @torch.no_grad()
 @once_per_model
 def require_own_logits(model: PreTrainedModel) -> None:
-    """Raise ArtifactError if the decoder's logits differ from those of one forward pass per text, in float32."""
-    with torch.autocast(device_of(model).type, enabled=False):
-        gap = gap_to_forward(model, lambda _: Seq2SeqDecoder(model))
-    if not gap <= TOLERANCE:
+    """Raise ArtifactError if the decoder's logits differ from those of one forward pass per text."""
+    gap = exact_gap(model, lambda _: Seq2SeqDecoder(model))
+    if not gap <= tolerance_of(model):
         raise ArtifactError(
             f"{type(model).__name__}: its logits with a cache differ from those without one by {gap:.1e}, so it cannot "
             "be sampled from. Use a model of another family"

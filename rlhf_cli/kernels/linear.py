@@ -53,12 +53,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def fixed_weight(weight: Tensor) -> Tensor:
     """The weight of a linear layer in the memory order that `fixed_linear` reads. No gradients.
 
-    oneDNN would reorder a weight in each call, which is a third of the time of few rows.
+    oneDNN would reorder a weight in each call, which is a third of the time of few rows. MKL rounds a product with a
+    transposed weight otherwise from 192 rows on.
     """
-    weight = weight.detach()
+    weight = weight.detach().contiguous()
     fixes = {torch.float32: prefers_onednn, torch.bfloat16: multiplies_bfloat16}.get(weight.dtype)
     if weight.device.type == "cpu" and fixes is not None and fixes():
-        ordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
+        ordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
         return ordered
     return weight
 

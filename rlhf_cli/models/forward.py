@@ -61,8 +61,8 @@ def logits_at(model: PreTrainedModel, batch: PackedBatch, positions: Tensor) -> 
 
 def _padded_logits(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
     """The logits at every token of a padded batch, end to end: [N, V]."""
-    ids, real_mask, position_ids = _padded_inputs(batch)
-    output = model(input_ids=ids, attention_mask=real_mask, position_ids=position_ids, use_cache=False)
+    ids, real_mask = _padded_inputs(batch)
+    output = model(input_ids=ids, attention_mask=real_mask, use_cache=False)
     logits: Tensor = output.logits[real_mask]
     return logits
 
@@ -161,7 +161,7 @@ def logits_and_hidden_at(model: PreTrainedModel, batch: PackedBatch, positions: 
         logits = logits_at(model, batch, positions)
     if is_packed(model):
         return logits, captured[-1][0][positions]
-    _, real_mask, _ = _padded_inputs(batch)
+    _, real_mask = _padded_inputs(batch)
     return logits, captured[-1][real_mask][positions]
 
 
@@ -176,8 +176,8 @@ def hidden_at(model: PreTrainedModel, batch: PackedBatch, positions: Tensor) -> 
         return hidden if batch.kept is not None and len(hidden) == len(positions) else hidden[positions]
     if is_seq2seq(model):
         return seq2seq.hidden_at(model, batch, positions)
-    ids, real_mask, position_ids = _padded_inputs(batch)
-    output = model.base_model(input_ids=ids, attention_mask=real_mask, position_ids=position_ids, use_cache=False)
+    ids, real_mask = _padded_inputs(batch)
+    output = model.base_model(input_ids=ids, attention_mask=real_mask, use_cache=False)
     return output.last_hidden_state[real_mask][positions]
 
 
@@ -198,13 +198,12 @@ def _packed_inputs(batch: PackedBatch) -> dict[str, Any]:
     return {"input_ids": batch.ids[None], "position_ids": batch.position_ids[None], "packed": batch}
 
 
-def _padded_inputs(batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, mask of real tokens, and positions, padded on the right: [B, T] each."""
+def _padded_inputs(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """Ids and mask of real tokens, padded on the right: [B, T] each. A model counts positions: RoBERTa from 2."""
     batch = _computed(batch)
     assert sum(batch.lengths) == len(batch.ids), "a padded batch cannot share prefixes"
     ids = pad_sequence(list(batch.ids.split(batch.lengths)), batch_first=True)
-    position_ids = pad_sequence(list(batch.position_ids.split(batch.lengths)), batch_first=True)
-    return ids, length_mask(torch.tensor(batch.lengths, device=ids.device), ids.shape[1]), position_ids
+    return ids, length_mask(torch.tensor(batch.lengths, device=ids.device), ids.shape[1])
 
 
 @torch.no_grad()

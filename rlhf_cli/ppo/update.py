@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -126,7 +127,7 @@ class Recent:
             merged = self._of_all_processes(iteration, batch.to("cpu"))
             tensors |= {f"{number}/{name}": getattr(merged, name) for name in TENSORS}
             responses = [
-                {"ids": r.ids, "ended": r.ended, "kept": r.allowed_ids, "forbidden": r.forbidden_ids}
+                {"ids": r.ids, "ended": r.ended, "kept": _each(list, r.allowed_ids), "forbidden": r.forbidden_ids}
                 for r in merged.responses
             ]
             rollouts.append({"iteration": iteration, "responses": responses})
@@ -136,11 +137,18 @@ class Recent:
         """Take over what `state` returned."""
         self.rollouts.clear()
         for number, saved in enumerate(rollouts):
-            responses = [Response(r["ids"], [], r["ended"], r["kept"], r.get("forbidden")) for r in saved["responses"]]
+            responses = [
+                Response(r["ids"], [], r["ended"], _each(partial(array, "i"), r["kept"]), r.get("forbidden"))
+                for r in saved["responses"]
+            ]
             own = {name: tensors[f"{number}/{name}"] for name in TENSORS}
             merged = UpdateBatch(prompts=self.setup.prompts_of(saved["iteration"]), responses=responses, **own)
             rows = self.setup.world.shard(range(len(responses)), self.setup.adjacent)
             self.rollouts.append((saved["iteration"], select(merged, rows)))
+
+
+def _each(kind: Callable[[Sequence[int]], Sequence[int]], ids: Sequence[Sequence[int]] | None) -> Any:
+    return ids and list(map(kind, ids))
 
 
 def current_scores(setup: Setup, batch: UpdateBatch) -> dict[str, Tensor]:

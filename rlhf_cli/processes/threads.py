@@ -89,7 +89,7 @@ def in_threads(tasks: Sequence[Callable[[], R]], most: int | None = None, *, wid
     """The result of each task, in order.
 
     A task sees the gradient mode of its caller. If one raises, those that have begun finish first. If one runs out of
-    memory, it is computed again alone.
+    memory, it is called again alone: it must not keep anything of the first call.
 
     Args:
         tasks: they must not depend on each other.

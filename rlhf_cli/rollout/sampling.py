@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_cli.config.ppo import DecoderName, Rollout
 from rlhf_cli.decoders.decoder import Decoder, choose_decoder, join_sampling, recorded
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.packing import end_to_end
 from rlhf_cli.processes.sharding import device_of
 from rlhf_cli.processes.threads import in_threads, is_large
 from rlhf_cli.seeding import generator
@@ -91,8 +93,9 @@ class Response:
     """Log-probability of each token under the tempered and filtered distribution that it was drawn from."""
     ended: bool
     """True if a stop token or a stop string ended it, False if it reached `max_new_tokens`."""
-    allowed_ids: list[list[int]] | None = None
-    """With a filter: the ids that each token was drawn from, in ascending order. None without a filter."""
+    allowed_ids: Sequence[Sequence[int]] | None = None
+    """With a filter: the ids that each token was drawn from, in ascending order. None without a filter. The sampler
+    makes arrays, as a list takes ten times the memory."""
     forbidden_ids: list[list[int]] | None = None
     """With `no_repeat_ngram_size` and no filter: the ids that would have repeated an n-gram at each token."""
 
@@ -183,7 +186,7 @@ def sample(
     its own prompts, also one that has none. Raises ConfigError if the model does not support `sampling.decoder`.
 
     Args:
-        model: a causal language model.
+        model: a causal language model or an encoder-decoder.
         prompts: B lists of token ids, none empty.
         uniforms: [B, R] in [0, 1); R is the maximum response length.
         sampling: temperature, filters and stops. `Sampling()` is the model's own distribution.
@@ -202,16 +205,16 @@ def sample(
     each = limits or [longest] * num_rows
     longest_text = max(len(prompt) + limit for prompt, limit in zip(prompts, each, strict=True))
     decoder = choose_decoder(model, longest_text, sampling.decoder)
-    max_live_rows = max_live_rows or num_rows
-    decoders = decoder.apart(max_live_rows) if on_tokens is None and not is_large(model) else [decoder]
-    wide = len(decoders) == 1 and is_large(model, weights=SHARED_STEP)
+    max_live_rows = min(max_live_rows or num_rows, num_rows)
+    groups = decoder.apart(max_live_rows) if on_tokens is None and not is_large(model) else [lambda: decoder]
+    wide = len(groups) == 1 and is_large(model, weights=SHARED_STEP)
     uniforms = uniforms.to(device)
-    ends = [num_rows * (number + 1) // len(decoders) for number in range(len(decoders))]
+    ends = [num_rows * (number + 1) // len(groups) for number in range(len(groups))]
     tasks = []
-    for one, first, last in zip(decoders, [0, *ends], ends, strict=False):
-        live = _LiveRows(uniforms[first:last], each[first:last], sampling, tokenizer)
-        room = max_live_rows // len(decoders)
-        tasks.append(partial(_decode, one, live, prompts[first:last], room, on_tokens))
+    for new, first, last in zip(groups, [0, *ends], ends, strict=False):
+        new_rows = partial(_LiveRows, uniforms[first:last], each[first:last], sampling, tokenizer)
+        room = max_live_rows // len(groups)
+        tasks.append(partial(_decode, new, new_rows, prompts[first:last], room, on_tokens))
     responses = list(chain.from_iterable(in_threads(tasks, wide=wide)))
     join_sampling(model)
     return responses
@@ -219,28 +222,28 @@ def sample(
 
 @torch.no_grad()
 def _decode(
-    decoder: Decoder,
-    live: _LiveRows,
+    new_decoder: Callable[[], Decoder],
+    new_rows: Callable[[], _LiveRows],
     prompts: Sequence[Sequence[int]],
     max_live_rows: int,
     on_tokens: Callable[[Tensor], None] | None,
 ) -> list[Response]:
-    """One response to each prompt; see `sample`."""
-    num_started = 0
+    """One response to each prompt; see `sample`. After a lack of memory `in_threads` calls it again."""
+    decoder, live, num_started = new_decoder(), new_rows(), 0
     while num_started < len(prompts) or len(live.rows) > 0:
         # 1. The next token's logits: of the live rows, then of the prompts that enter now.
         count = len(live.rows)
         parts = [decoder.step(live.new_ids)] if count > 0 else []
-        room = min(max_live_rows - count, len(prompts) - num_started)
-        if count == 0 or (decoder.admits_beside_others and 0 < room >= REFILL * max_live_rows):
+        room, waits = max_live_rows - count, num_started < len(prompts)
+        if count == 0 or (waits and decoder.admits_beside_others and room >= REFILL * max_live_rows):
             entering = prompts[num_started : num_started + room]
             parts.append(decoder.admit(entering))
             live.enter(num_started, entering)
-            num_started += room
+            num_started += len(entering)
         logits = (parts[0] if len(parts) == 1 else torch.cat(parts)).float()  # [live rows, V]
 
         # 2. One token for each live row.
-        live.draw(live.allowed(logits))
+        live.draw(logits)
         if on_tokens is not None:
             on_tokens(live.new_ids)
 
@@ -255,25 +258,24 @@ def _decode(
 class _LiveRows:
     """The tokens drawn so far, and the state of the rows that the decoder is working on.
 
-    Buffers hold all B rows end to end, R + 1 places per row. The tokens of a finished row that stays beside the others
-    for some steps go to the extra place and are ignored.
+    Buffers hold all B rows end to end, R places per row. The tokens of a finished row that stays beside the others for
+    some steps go to the places behind its end and are ignored. A row at its last possible place leaves.
     """
 
     def __init__(
         self, uniforms: Tensor, limits: Sequence[int], sampling: Sampling, tokenizer: PreTrainedTokenizerBase | None
     ):
         self.sampling, self.tokenizer = sampling, tokenizer
-        self.num_rows, self.longest = uniforms.shape
-        self.width = self.longest + 1
+        self.num_rows, self.width = uniforms.shape
         self.limits = torch.tensor(limits, device=uniforms.device)
-        self.uniforms = F.pad(uniforms, (0, 1)).flatten()  # [B * (R + 1)], like the three buffers below
+        self.uniforms = uniforms.flatten()  # [B * R], like the three buffers below
         self.ids = torch.zeros(self.uniforms.shape, dtype=torch.int64, device=uniforms.device)
         self.logprobs = torch.zeros(self.uniforms.shape, device=uniforms.device)
         self.ended_mask = torch.zeros(self.uniforms.shape, dtype=torch.bool, device=uniforms.device)
-        self.allowed_ids: list[list[list[int]]] = [[] for _ in range(self.num_rows)]
+        self.allowed_ids: list[list[array[int]]] = [[] for _ in range(self.num_rows)]
         self.forbidden_ids: list[list[list[int]]] = [[] for _ in range(self.num_rows)]
         self.ngrams: list[NGrams] = []  # of each row that has entered, for no_repeat_ngram_size
-        self.unread_ids: list[list[int]] = [[] for _ in range(self.num_rows)]  # for stop strings
+        self.drawn_ids: list[list[int]] = [[] for _ in range(self.num_rows)]  # for stop strings
         # Per live row: its number, the place of its next token, the place of its last possible token, its newest token.
         empty = torch.zeros(0, dtype=torch.int64, device=uniforms.device)
         self.rows, self.at, self.last, self.new_ids = empty, empty, empty, empty
@@ -295,23 +297,21 @@ class _LiveRows:
         if self.sampling.no_repeat_ngram_size is not None:
             self.ngrams += [NGrams(self.sampling.no_repeat_ngram_size, prompt) for prompt in prompts]
 
-    def allowed(self, logits: Tensor) -> Tensor:
+    def _allowed(self, logits: Tensor, stop_mask: Tensor) -> Tensor:
         """The logits [live rows, V] with -inf at tokens that may not be drawn now."""
         sampling = self.sampling
-        if self.stop_mask is None:
-            self.stop_mask = stop_token_mask(logits.shape[1], sampling.stop, logits.device)
         self.num_drawn += 1
         if self.num_drawn < sampling.min_new_tokens:
             early_mask = self.at % self.width + 1 < sampling.min_new_tokens
-            logits = logits.masked_fill(early_mask[:, None] & self.stop_mask, -math.inf)
+            logits = logits.masked_fill(early_mask[:, None] & stop_mask, -math.inf)
         if sampling.no_repeat_ngram_size is not None:
             logits = self._without_repeats(logits)
         if sampling.filters:
             kept_mask = kept_tokens(logits / sampling.temperature, sampling)
             logits = logits.masked_fill(~kept_mask, -math.inf)
-            kept_ids = kept_mask.nonzero()[:, 1].cpu().split(kept_mask.sum(1).tolist())
+            kept_ids = kept_mask.nonzero()[:, 1].int().cpu().split(kept_mask.sum(1).tolist())
             for row, ids in zip(self.rows.tolist(), kept_ids, strict=True):
-                self.allowed_ids[row].append(ids.tolist())
+                self.allowed_ids[row].append(array("i", ids.numpy().tobytes()))
         return logits
 
     def _without_repeats(self, logits: Tensor) -> Tensor:
@@ -325,8 +325,10 @@ class _LiveRows:
         return torch.where(stuck_mask[:, None], logits, without)
 
     def draw(self, logits: Tensor) -> None:
-        """Draw the next token of each live row and note which rows it ends."""
-        assert self.stop_mask is not None
+        """Draw the next token of each live row from its logits [live rows, V] and note which rows it ends."""
+        if self.stop_mask is None:
+            self.stop_mask = stop_token_mask(logits.shape[1], self.sampling.stop, logits.device)
+        logits = self._allowed(logits, self.stop_mask)
         draw_next, note = _without_python(logits.shape[1], self.sampling.temperature, logits.device.type)
         self.new_ids, logprobs, stopped_mask = draw_next(logits, self.uniforms, self.at, self.stop_mask)
         if self.sampling.stop_strings:
@@ -344,7 +346,7 @@ class _LiveRows:
         assert self.tokenizer is not None
         strings, live = self.sampling.stop_strings, (~self.over_mask).nonzero()[:, 0]
         for i, row, token in zip(live.tolist(), self.rows[live].tolist(), self.new_ids[live].tolist(), strict=True):
-            ids = self.unread_ids[row]
+            ids = self.drawn_ids[row]
             ids.append(token)
             if len(ids) >= self.sampling.min_new_tokens and stop_string_start(self.tokenizer, ids, strings) is not None:
                 stopped_mask[i] = True
@@ -359,7 +361,7 @@ class _LiveRows:
     def responses(self) -> list[Response]:
         """The finished responses, in the order of the prompts."""
         shape = (self.num_rows, self.width)
-        ended_mask = self.ended_mask.view(shape)[:, : self.longest]  # [B, R]
+        ended_mask = self.ended_mask.view(shape)  # [B, R]
         ended = ended_mask.any(1)
         lengths = torch.where(ended, ended_mask.int().argmax(1) + 1, self.limits).tolist()
         filters = self.sampling.filters
@@ -373,15 +375,24 @@ class _LiveRows:
         ]
 
 
-def _note(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _note(
+    ids: Tensor,
+    logprobs: Tensor,
+    ended_mask: Tensor,
+    at: Tensor,
+    last: Tensor,
+    over_mask: Tensor,
+    new_ids: Tensor,
+    new_logprobs: Tensor,
+    stopped_mask: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Write the newest tokens into the buffers; return next places, which rows are over, and counts: over, full."""
-    ids, logprobs, ended_mask, at, last, over_mask, new_ids, new_logprobs, stopped_mask = tensors
     ids.scatter_(0, at, new_ids)
     logprobs.scatter_(0, at, new_logprobs)
     ended_mask.scatter_(0, at, stopped_mask)
     full_mask = at >= last
     over_mask = over_mask | stopped_mask | full_mask
-    return torch.minimum(at, last) + 1, over_mask, torch.stack([over_mask.sum(), full_mask.sum()])
+    return at + 1, over_mask, torch.stack([over_mask.sum(), full_mask.sum()])
 
 
 @functools.lru_cache(8)
@@ -548,9 +559,8 @@ def ids_mask(rows: Sequence[Sequence[int]], like: Tensor) -> Tensor:
     """
     assert len(rows) == len(like), "every token has its ids"
     row = torch.arange(len(rows)).repeat_interleave(torch.tensor([len(ids) for ids in rows]))
-    column = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64)
     mask = torch.zeros(like.shape, dtype=torch.bool, device=like.device)
-    mask[row.to(like.device), column.to(like.device)] = True
+    mask[row.to(like.device), end_to_end(rows, like.device)] = True
     return mask
 
 

@@ -18,7 +18,7 @@ from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.errors import DataError
 from rlhf_cli.models.forward import autocast, positions
 from rlhf_cli.processes.sharding import device_of
-from rlhf_cli.rollout.sampling import Response, Sampling, response_text, sample, sampling_of
+from rlhf_cli.rollout.sampling import Response, Sampling, response_text, sample, sampling_of, stop_string_start
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class PromptForm:
     lead: str = ""
     """The beginning of a transcript: HH-RLHF has an empty line before its first turn."""
     keep_special: bool = False
+    """Whether a row's text that spells a special token becomes that token (`data.special_tokens: keep`)."""
 
     def rows(self, tokenizer: PreTrainedTokenizerBase) -> RowText:
         """The reader of rows. A prompt without messages is a user's message for a chat model."""
@@ -63,24 +64,23 @@ class PromptForm:
         """A template that writes a transcript as this form does, for programs that have the model alone; else None."""
         if self.kind != "transcript":
             return None
-        around = self.template if self.template not in (None, "chat") else "{prompt}"
-        before, _, after = str(around).partition("{prompt}")
+        before, _, after = (self.template or "{prompt}").partition("{prompt}")
         # A rendered template gets no special tokens, so the one that begins each text is written into it.
         begin = str(tokenizer.decode(tokenizer("")["input_ids"]))
         refusal = "raise_exception('a role must be system, user or assistant')"
         return (
-            f"{{{{ {json.dumps(begin + before + self.lead)} }}}}"
+            f"{{{{ {json.dumps(begin + before + self.lead, ensure_ascii=False)} }}}}"
             "{% for m in messages %}"
             '{% if not loop.first %}{{ "\\n\\n" }}{% endif %}'
             f"{{{{ {json.dumps(SPEAKERS)}[m['role']] or {refusal} }}}}: "
             "{{ m['content'] | trim if m['role'] == 'assistant' else m['content'] }}"
             "{% endfor %}"
-            f"{{{{ {json.dumps(ASSISTANT + after)} }}}}"
+            f"{{{{ {json.dumps(ASSISTANT + after, ensure_ascii=False)} }}}}"
         )
 
     @property
     def sentence(self) -> str:
-        around = "" if self.template in (None, "chat") else f", in data.prompt_template {json.dumps(self.template)}"
+        around = "" if self.template is None else f", in data.prompt_template {json.dumps(self.template)}"
         match self.kind:
             case "chat":
                 return "the tokenizer's chat template"
@@ -102,7 +102,7 @@ def prompt_form(
     Without a prompt template the logged prompts decide whether rows were messages, transcripts or plain text. Without
     these a model uses its chat template if it has one.
     """
-    before, _, after = (template if template not in (None, "chat") else "{prompt}").partition("{prompt}")
+    before, _, after = (template or "{prompt}").partition("{prompt}")
     special = special_tokens_of(tokenizer)
 
     def bare(text: str) -> str:
@@ -262,13 +262,12 @@ class Speaker:
         def show(new_ids: Tensor) -> None:
             nonlocal shown
             drawn.append(int(new_ids[0]))
-            text = str(self.tokenizer.decode(drawn, skip_special_tokens=True))
-            text = text.lstrip() if as_message else text
-            for string in self.sampling.stop_strings:
-                text = text.partition(string)[0]
-                begun = next((n for n in range(len(string) - 1, 0, -1) if text.endswith(string[:n])), 0)
-                text = text[: len(text) - begun]
-            shown = text.rstrip().rstrip(NOT_YET_TEXT)
+            text, strings = str(self.tokenizer.decode(drawn, skip_special_tokens=True)), self.sampling.stop_strings
+            if strings and len(drawn) >= self.sampling.min_new_tokens:
+                text = text[: stop_string_start(self.tokenizer, drawn, strings)]
+            begun = (n for string in strings for n in range(1, len(string)) if text.endswith(string[:n]))
+            text = text[: len(text) - max(begun, default=0)]
+            shown = (text.lstrip() if as_message else text).rstrip().rstrip(NOT_YET_TEXT)
             on_text(shown)
 
         try:

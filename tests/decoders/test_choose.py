@@ -1,15 +1,17 @@
 """Which decoder `rollout.decoder` chooses, and what it refuses."""
 
+import copy
 from dataclasses import replace
 from typing import get_args
 
 import pytest
+import torch
 
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import DecoderName, PPOConfig
-from rlhf_cli.decoders.decoder import choose_decoder, decoder_notes
-from rlhf_cli.decoders.paged import PagedDecoder
-from rlhf_cli.decoders.plain import PlainDecoder
+from rlhf_cli.decoders.decoder import UnsupportedError, choose_decoder, decoder_notes, recorded
+from rlhf_cli.decoders.paged import PagedDecoder, paged_decoder
+from rlhf_cli.decoders.plain import PlainDecoder, takes_padding
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.rollout import sampling as sampling_module
 from rlhf_cli.rollout.sampling import sample
@@ -27,6 +29,31 @@ def test_auto_takes_the_paged_decoder_where_it_can_and_a_named_one_is_taken():
 def test_a_named_decoder_that_cannot_sample_is_one_line(call):
     with pytest.raises(ConfigError, match=r"^rollout.decoder: paged cannot .* GPTNeoXForCausalLM: .*Set it to auto or"):
         call(made("gpt_neox"), 50, "paged")
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "dynamic"])
+def test_a_model_that_is_refused_is_refused_without_a_pass(name, monkeypatch):
+    model = copy.deepcopy(made(name))
+    monkeypatch.setattr(model, "forward", lambda **_: pytest.fail("a forward pass"))
+    for _ in range(2):
+        with pytest.raises(UnsupportedError):
+            paged_decoder(model, 50)
+
+
+def no_memory(*_):
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+
+@pytest.mark.parametrize("choose", [takes_padding, lambda model: paged_decoder(model, 50)])
+def test_a_lack_of_memory_says_nothing_about_the_model(choose, monkeypatch):
+    model = copy.deepcopy(made("llama"))
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.nn.functional.linear", no_memory)
+        with pytest.raises(RuntimeError, match="allocate"):
+            choose(model)
+    assert choose(model)
+    with pytest.raises(RuntimeError, match="allocate"):
+        recorded(no_memory, (torch.ones(2),))
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from rlhf_cli.kernels import linear
 from rlhf_cli.models.adapters import adapters_off, add_lora
 from rlhf_cli.models.frozen import give_float32, hold_frozen
 from rlhf_cli.rollout import sampling as sampling_module
-from rlhf_cli.rollout.sampling import Sampling, draw, sample
+from rlhf_cli.rollout.sampling import Sampling, draw, draw_uniforms, sample
 from support.compare import adapt
 from support.decoders import (
     FAST,
@@ -149,6 +149,18 @@ def test_a_limit_on_live_rows_changes_no_response(name, kind, max_live_rows, mon
     if tier == "paged" and max_live_rows == 3:
         waves = -(-len(PROMPTS) // 3) * max(len(r.ids) for r in whole)
         assert len(most) < waves, "rows enter while others continue"
+
+
+def test_the_last_prompts_do_not_wait_for_the_end_of_all_others(monkeypatch):
+    """They are fewer than the share of the live rows from which waiting prompts enter."""
+    model, live, step = made("llama"), [], PagedDecoder.step
+    assert why_not(model) is None, "the check has run"
+    monkeypatch.setattr(PagedDecoder, "step", lambda self, ids: live.append(len(ids)) or step(self, ids))
+    prompts, uniforms = random_ids(*[3] * 17, seed=8), draw_uniforms(0, "last", 0, 17, 20)
+    limits = [5] * 8 + [20] * 9
+    responses = sample(model, prompts, uniforms, Sampling(), limits=limits, max_live_rows=16)
+    assert [len(r.ids) for r in responses] == limits
+    assert len(live) == 5 + 19, "the last one enters when the first eight have ended"
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])

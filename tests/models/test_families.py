@@ -159,6 +159,7 @@ SAMPLED = {
     "mistral": (WINDOWED, True),
     "gemma2": ({"final_logit_softcapping": 2.0}, True),
     **{name: ({}, False) for name in ("bart", "rwkv")},
+    "roberta": ({"is_decoder": True}, False),  # its first position is 1 plus the id of the padding
 }
 """Changes of the config, and whether the family takes padding and a cache."""
 PROMPTS = [ids(n, n) for n in (20, 3, 1, 9, 3)]
@@ -204,13 +205,22 @@ def test_a_model_whose_results_depend_on_the_batch_is_refused(monkeypatch):
     assert not takes_padding(tiny("llama").bfloat16()), "which is rounding in 16 bits"
 
 
+def test_a_model_that_cannot_be_called_is_refused_with_the_error(monkeypatch):
+    model = tiny("llama")
+    monkeypatch.setattr(model, "forward", lambda **_: {}["logits"])
+    with pytest.raises(
+        ArtifactError, match=r"^LlamaForCausalLM: it does not take the calls \(KeyError: 'logits'\), so"
+    ):
+        takes_padding(model)
+
+
 def test_nan_weights_are_not_reported_as_an_unsupported_model():
     model = tiny("llama")
     torch.nn.init.constant_(model.lm_head.weight, torch.nan)
     assert takes_padding(model)
 
 
-@pytest.mark.parametrize("name", ["mamba", "rwkv", "jamba", "bart"])
+@pytest.mark.parametrize("name", ["mamba", "rwkv", "jamba", "bart", "roberta"])
 def test_cost_and_logprobs_of_every_family(name):
     plain, model = pair(name)
     model = copy.deepcopy(model)

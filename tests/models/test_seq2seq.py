@@ -14,8 +14,8 @@ from rlhf_cli.data.records import Record
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
 from rlhf_cli.models import load
 from rlhf_cli.models.deferred import read_deferred
-from rlhf_cli.models.forward import target_logprobs
-from rlhf_cli.models.frozen import frozen_policy
+from rlhf_cli.models.forward import autocast, target_logprobs
+from rlhf_cli.models.frozen import frozen_policy, hold_frozen
 from rlhf_cli.models.load import load_policy, load_value_model, new_reward_model, new_value_model, prepare
 from rlhf_cli.models.save import save
 from rlhf_cli.rewards.models import sequence_scores
@@ -92,12 +92,16 @@ def test_logprobs_and_gradients_are_those_of_one_forward_pass_per_text(policy):
         torch.testing.assert_close(gradients[name], p.grad, atol=1e-4, rtol=1e-4, msg=name)
 
 
-def test_samples_have_the_logprobs_of_the_forward_pass(policy):
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.2)])
+def test_samples_have_the_logprobs_of_the_forward_pass(policy, precision, tolerance):
+    """Also of weights that are held in 16 bits."""
+    hold_frozen(policy.requires_grad_(False), CPU, precision, exact=False)
     sampling = Sampling(stop=frozenset(range(0, 300, 4)))
-    responses = sample(policy, PROMPTS, draw_uniforms(0, "test", 0, 3, 12), sampling)
-    assert len({len(r.ids) for r in responses}) > 1, "rows leave at different steps"
-    for prompt, response in zip(PROMPTS, responses, strict=True):
-        close(torch.tensor(response.logprobs), plain_logprobs(policy, prompt, response.ids), 1e-4)
+    with autocast(CPU, precision):
+        responses = sample(policy, PROMPTS, draw_uniforms(0, "test", 0, 3, 12), sampling)
+        assert len({len(r.ids) for r in responses}) > 1, "rows leave at different steps"
+        for prompt, response in zip(PROMPTS, responses, strict=True):
+            close(torch.tensor(response.logprobs), plain_logprobs(policy, prompt, response.ids), tolerance)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

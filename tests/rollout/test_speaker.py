@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from rlhf_cli.config.ppo import Rollout
-from rlhf_cli.data.records import Record
+from rlhf_cli.data.records import Message, Record
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare
 from rlhf_cli.rollout.sampling import Response, draw_uniforms
-from rlhf_cli.rollout.speaker import PromptRefused, Speaker
+from rlhf_cli.rollout.speaker import PromptForm, PromptRefused, Speaker
 from support.tiny import CPU
 
 POSITIONS = 128
@@ -58,6 +58,13 @@ def test_temperature_0_takes_the_likeliest_token_and_none_changes_nothing(speake
     assert greedy[0] == greedy[1] != speaker.respond([[5, 6, 7]], draw_uniforms(1, "x", 0, 1, 9))[0].ids
 
 
+def test_the_chat_template_of_a_transcript_writes_the_prompt_of_its_rows(speaker: Speaker) -> None:
+    form = PromptForm("transcript", "🙂 é\n{prompt}\t🙂", "\n\n")
+    template, talk = form.chat_template(speaker.tokenizer), [Message("user", "a 🙂"), Message("assistant", "b")] * 2
+    text = speaker.tokenizer.apply_chat_template([vars(m) for m in talk[:3]], chat_template=template, tokenize=False)
+    assert text == "<bos>🙂 é\n\n\nHuman: a 🙂\n\nAssistant: b\n\nHuman: a 🙂\n\nAssistant:\t🙂"
+
+
 @pytest.mark.parametrize("as_message", [True, False])
 def test_what_is_streamed_is_the_response_and_an_error_in_it_ends_it(speaker: Speaker, as_message: bool) -> None:
     uniforms, shown = draw_uniforms(0, "x", 0, 1, 12), list[str]()
@@ -78,20 +85,35 @@ def test_what_is_streamed_is_the_response_and_an_error_in_it_ends_it(speaker: Sp
     assert part is None or (part.text, part.response.ids, part.response.ended) == (shown[0], response.ids[:1], False)
 
 
-def test_half_a_character_and_half_a_stop_string_are_not_shown(
-    speaker: Speaker, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("text", "stop_strings", "fewest", "ended", "expected"),
+    [
+        ("a 🙂 xyz", ("xyq",), 0, False, ["a", "a ", "a 🙂", "a 🙂 xyz"]),
+        ("\n\nxyz:", ("\n\nxyz:",), 0, True, [""]),
+        ("a xyz q z", ("xyz", "q z"), 7, True, ["a", "a xyz"]),  # the first one comes too early
+        ("a xyz q", ("xyz",), 99, False, ["a", "a xyz", "a xyz q"]),
+    ],
+)
+def test_half_a_character_and_a_stop_string_are_not_shown(
+    text: str,
+    stop_strings: tuple[str, ...],
+    fewest: int,
+    ended: bool,
+    expected: list[str],
+    speaker: Speaker,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each byte of the face is a token. The tokens are given; only what is shown of them is tested."""
-    ids = speaker.tokenizer("a 🙂 xyz", add_special_tokens=False)["input_ids"]
+    """Each byte is a token. The tokens are given; only what is shown of them is tested."""
+    ids = [token for letter in text for token in speaker.tokenizer(letter, add_special_tokens=False)["input_ids"]]
 
     def respond(_: Speaker, _prompts: Any, _uniforms: Any, on_tokens: Any) -> list[Response]:
         for token in ids:
             on_tokens(torch.tensor([token]))
-        return [Response(ids, [], ended=False)]
+        return [Response(ids, [], ended=ended)]
 
     monkeypatch.setattr(Speaker, "respond", respond)
     shown: list[str] = []
-    stopping = replace(speaker, sampling=replace(speaker.sampling, stop_strings=("xyq",)))
-    assert stopping.stream([5], torch.zeros(1, len(ids)), shown.append).text == "a 🙂 xyz"
-    assert len(ids) > len("a 🙂 xyz")
-    assert list(dict.fromkeys(shown)) == ["a", "a ", "a 🙂", "a 🙂 xyz"]
+    sampling = replace(speaker.sampling, stop_strings=stop_strings, min_new_tokens=fewest)
+    reply = replace(speaker, sampling=sampling).stream([5], torch.zeros(1, len(ids)), shown.append)
+    assert reply.text == expected[-1]
+    assert list(dict.fromkeys(shown)) == expected

@@ -36,7 +36,7 @@ def plain_copy(model):
 def allowed_ids(response, t, sampling, vocabulary):
     """The ids that the sampler could draw for token t of a response."""
     if response.allowed_ids is not None:
-        return response.allowed_ids[t]
+        return list(response.allowed_ids[t])
     early = t + 1 < sampling.min_new_tokens
     forbidden = response.forbidden_ids[t] if response.forbidden_ids is not None else []
     return [i for i in range(vocabulary) if i not in forbidden and not (early and i in sampling.stop)]
