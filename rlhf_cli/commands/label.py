@@ -102,10 +102,10 @@ def label(
     with Output(out, settings, restart=restart) as output:
         labelling = Labelling(pairs, output, seed, labeller, num)
         serve(labelling, port)
-        for line in labelling.summary():
+        for line in labelling.summary() if output.is_started else [f"no answer, {out} is as it was before"]:
             say(f"label: {line}", error=True)
         if labelling.done < labelling.total:
-            say("label: run the same command to resume", error=True)
+            say(f"label: run {output.to_resume} to resume", error=True)
         elif output.num_rows:
             train = command("rm", "YOUR_rm.yaml", "--set", f"data.train={out}")
             say(f"label: to train a reward model on them: {train}", error=True)

@@ -281,7 +281,8 @@ class Output:
         self.settings = json.loads(json.dumps(settings))
         self.num_rows = self.num_dropped = 0
         self._files: list[BinaryIO] = []
-        self._is_started = False
+        self.is_started = False
+        """Are the lines in the files those of this run?"""
 
     def __enter__(self) -> Output:
         try:
@@ -289,7 +290,7 @@ class Output:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._open(self.path)
                 self._open(self.dropped_path)
-                self._is_started = self._resumes()
+                self.is_started = self._resumes()
                 self.cut_from()
         except BaseException:
             self._close()
@@ -297,12 +298,15 @@ class Output:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self._start()
         self._close()
         if isinstance(error, KeyboardInterrupt):
-            found = f"interrupted: {self.num_rows} rows are in {self.path}"
-            raise Interrupted(f"{found}. Run the same command to resume", 130) from None
+            found = f": {self.num_rows} rows are in {self.path}" if self.is_started else " before the first row"
+            raise Interrupted(f"interrupted{found}. Run {self.to_resume} to resume", 130) from None
+
+    @property
+    def to_resume(self) -> str:
+        """The command that resumes this run. With --restart it would discard what is written."""
+        return "the same command" + (" without --restart" if self.restart and self.is_started else "")
 
     def _open(self, path: Path) -> None:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644), "r+b")
@@ -336,7 +340,7 @@ class Output:
 
     def _start(self) -> None:
         """Discard the rows of an earlier run, and write the settings, unless rows are being resumed."""
-        if self._is_started:
+        if self.is_started:
             return
         with self._writing():
             # Settings first: without them, rows that a kill leaves behind are never taken for rows of this run.
@@ -344,7 +348,7 @@ class Output:
             for file in self._files:
                 file.truncate(0)
             write_text(self.settings_path, json_line(self.settings, indent=2).decode())
-        self._is_started = True
+        self.is_started = True
 
     def write(self, outcome: Outcome, about: dict[str, Any]) -> None:
         """Write a row, or why there is none and what identifies the item; raises RunError for a fatal Failure."""
@@ -370,15 +374,15 @@ class Output:
             raise RunError(f"{self.path}: none of the first {len(failures)} rows was answered: {failures[0].reason}")
 
     def rows(self) -> Iterator[Line]:
-        return read_lines(self.path) if self._is_started else iter(())
+        return read_lines(self.path) if self.is_started else iter(())
 
     def drops(self) -> Iterator[Line]:
-        return read_lines(self.dropped_path) if self._is_started else iter(())
+        return read_lines(self.dropped_path) if self.is_started else iter(())
 
     def cut_from(self, key: str | None = None, value: int = 0) -> None:
         """Remove an incomplete last line, which a killed run may leave, and the lines from the first one whose `key`
         is at least `value`. The values never decrease."""
-        if not self._is_started:
+        if not self.is_started:
             return
         counts = []
         for path, file in zip((self.path, self.dropped_path), self._files, strict=True):

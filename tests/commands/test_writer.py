@@ -177,7 +177,7 @@ def test_bad_answers_are_retried_and_then_reported(body):
     assert failure.fatal
     assert failure.reason.startswith(f"{server.url}/chat/completions answered 200, but the answer {BAD_ANSWERS[body]}")
     assert re.search(
-        r", after 3 attempts in \d+ s\. Rows written so far are kept; run the same command to resume$", failure.reason
+        r", after 3 attempts in \d+ s\. Rows written so far are kept; run the same command without --restart to resume$", failure.reason
     )
     assert len(server.requests) == 6
     assert server.requests[0] == server.requests[5]
@@ -238,7 +238,7 @@ def test_a_refused_request_fails_alone(status):
         (401, "Check the key in $MY_KEY"),
         (403, "Check the key in $MY_KEY"),
         (404, "Check that --server is the base URL (often it ends in /v1) and serves a model named some-model"),
-        (405, "run the same command to resume"),
+        (405, "run the same command without --restart to resume"),
     ],
 )
 def test_a_permanent_error_stops_further_requests(status, hint, monkeypatch):
