@@ -126,7 +126,6 @@ def each_item(
     if done >= total:
         return
     model = open_model()
-    display.begin(total, "row", done)
 
     def answered(numbered: Sequence[tuple[int, Record | Dropped]]) -> list[Outcome]:
         first = done if only_missing else 0
@@ -135,22 +134,22 @@ def each_item(
         return [item if isinstance(item, Dropped) else found[n] for n, item in numbered if n >= done]
 
     unfinished = (some for some in batched(enumerate(read()), chunk) if some[-1][0] >= done)
-    for together in batched(unfinished, size):  # a chunk for each process; at the end there may be fewer
-        outcomes = answered(together[rank]) if rank < len(together) else []
+    with display.counting(total, "row", done):
+        for together in batched(unfinished, size):  # a chunk for each process; at the end there may be fewer
+            outcomes = answered(together[rank]) if rank < len(together) else []
+            if world is not None:
+                world.barrier("the responses")  # one chunk may take much longer than another
+            everyone = [outcomes] if world is None else world.gather(outcomes)
+            for numbered, outcomes in zip(together, everyone, strict=False):
+                if output is None:
+                    continue
+                pairs = list(zip([item for n, item in numbered if n >= done], outcomes, strict=True))
+                output.refuse_all_failed([outcome for item, outcome in pairs if not isinstance(item, Dropped)])
+                for item, outcome in pairs:
+                    output.write(outcome, {} if isinstance(item, Dropped) else {"where": item.where})
+                display.step(output.num_rows + output.num_dropped, [f"dropped {output.num_dropped}"])
         if world is not None:
-            world.barrier("the responses")  # one chunk may take much longer than another
-        everyone = [outcomes] if world is None else world.gather(outcomes)
-        for numbered, outcomes in zip(together, everyone, strict=False):
-            if output is None:
-                continue
-            pairs = list(zip([item for n, item in numbered if n >= done], outcomes, strict=True))
-            output.refuse_all_failed([outcome for item, outcome in pairs if not isinstance(item, Dropped)])
-            for item, outcome in pairs:
-                output.write(outcome, {} if isinstance(item, Dropped) else {"where": item.where})
-            display.step(output.num_rows + output.num_dropped, [f"dropped {output.num_dropped}"])
-    if world is not None:
-        world.barrier("the last rows")
-    display.end()
+            world.barrier("the last rows")
 
 
 def data_digest(source: DataSource) -> dict[str, Any]:

@@ -309,7 +309,9 @@ def test_a_finished_file_is_unchanged_and_more_rows_are_appended(make_model, pro
 def test_a_server_that_dies_and_comes_back_gives_every_row_once(prompts, tmp_path):
     out = tmp_path / "out.jsonl"
     with ChatServer(lambda call: (200, {}, completion(f"x {call.text}")) if call.number < 11 else None) as server:
-        with pytest.raises(RunError, match=r"prompts.jsonl:\d+: http\S+ sent no valid .* same command without --restart to resume"):
+        with pytest.raises(
+            RunError, match=r"prompts.jsonl:\d+: http\S+ sent no valid .* same command without --restart to resume"
+        ):
             run(prompts, "demonstrations", out, remote(server))
     written = read_jsonl(out)
     assert 8 <= len(written) <= 11
@@ -511,6 +513,15 @@ def test_the_command_reports_its_result(prompts, tmp_path, monkeypatch):
     assert refused.output.startswith("error: ")
     everything = done.output + refused.output + "".join(p.read_text() for p in tmp_path.iterdir())
     assert KEY not in everything
+
+
+@pytest.mark.parametrize("task", ["demonstrations", "prompts"])
+def test_a_terminal_has_its_cursor_again_after_an_error(task, prompts, tmp_path, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with ChatServer(lambda _: (401, {}, b"")) as server:
+        arguments = ["--task", task, "--out", str(tmp_path / "out.jsonl"), "--num", "5", "--server", server.url]
+        shown = rlhf("data", "generate", prompts, *arguments, "--model", "some", code=1).stdout
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1
 
 
 @pytest.mark.parametrize(
