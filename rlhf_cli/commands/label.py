@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from rlhf_cli.algorithms.counts import cohen_kappa, wilson_interval
@@ -36,7 +36,7 @@ from rlhf_cli.commands.output import (
     refuse_own_output,
     text_of,
 )
-from rlhf_cli.commands.serving import Server, bind
+from rlhf_cli.commands.serving import Server, bind, json_line
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.paths import COMPRESSIONS, find_files
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
@@ -342,7 +342,7 @@ class Page(Server):
             Route(f"{place}state", self.show),
             Route(f"{place}answer", self.answer, methods=["POST"]),
         ]
-        super().__init__(bind(None, port), routes, None, lambda text: {"error": text})
+        super().__init__(bind(None, port), routes, None, lambda text, _: {"error": text})
 
     async def show(self, _request: Request) -> Response:
         return self.state()
@@ -363,14 +363,14 @@ class Page(Server):
         except ArtifactError as error:
             self.error = error
             self.ended.set()
-            return JSONResponse({"error": str(error), "ended": True}, 507, HEADERS)
+            return json_line({"error": str(error), "ended": True}, 507, HEADERS)
         return self.state() if taken else self.state(400, error="no such answer here")
 
     def state(self, status: int = 200, **more: Any) -> Response:
         labelling = self.labelling
         pair = labelling.current or {"number": None, "prompt": "", "replies": ["", ""]}
         state = {**pair, "done": labelling.done, "total": labelling.total, "counts": labelling.counts()}
-        return JSONResponse({"state": state, **more}, status, HEADERS)
+        return json_line({"state": state, **more}, status, HEADERS)
 
 
 async def page(_request: Request) -> Response:
