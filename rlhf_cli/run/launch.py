@@ -199,6 +199,9 @@ def explained(config_path: str | Path, root: str, overrides: Sequence[str] = ())
             raise
         rebuild = _command_for(error.stage, error.root, config_path, overrides)
         raise ArtifactError(f"{error}. To rebuild: {rebuild} --restart") from None
+    except KeyboardInterrupt as stop:
+        stop.args = ("interrupted; finished stages and the last checkpoint are intact",)
+        raise
     except OSError as error:
         if error.errno in FULL_OR_UNWRITABLE:
             raise ArtifactError(
