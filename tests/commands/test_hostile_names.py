@@ -159,6 +159,22 @@ def test_the_pipe_of_a_shell_is_a_config(project):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("config show sft.yaml >&-", 0),
+        ("status nowhere 2>&-", 2),
+        ("rm score run pref.jsonl --quiet >&- <&-", 0),
+        ("chat run <&- >&-", 0),
+    ],
+)
+def test_closed_standard_streams_are_like_dev_null(arguments, code, finished, tmp_path):
+    shell = f"cd {finished} && {sys.executable} -m rlhf_cli {arguments}"
+    with (tmp_path / "output").open("w+") as output:
+        done = subprocess.run(["bash", "-c", shell], stdout=output, stderr=output, check=False)
+        assert (done.returncode, "Traceback" in (tmp_path / "output").read_text()) == (code, False)
+
+
 # ------------------------------------------------------------------------------------------ configs
 
 
