@@ -147,6 +147,9 @@ def test_the_blank_template_is_valid_in_any_folder(folder):
     assert init(folder, "blank").exit_code == 0
     rlhf("config", "check", folder)
     assert load_stage_config("ppo", f"{folder}/ppo.yaml").sources["train"].path == f"{folder}/data/prompts.jsonl"
+    first = Path(f"{folder}/sft.yaml").read_text(encoding="utf-8").splitlines()[0]
+    command = shlex.split(first.removeprefix("# ").partition("(")[0])
+    assert command == ["rlhf", "sft", f"{folder}/sft.yaml"], "it can be pasted"
 
 
 @pytest.fixture(scope="module")
