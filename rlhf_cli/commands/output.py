@@ -10,6 +10,7 @@ Every input item becomes one line of the first two files, in order, so their len
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import fnmatch
 import hashlib
@@ -166,7 +167,7 @@ def refuse_own_output(source: DataSource, out: Path) -> None:
         raise ConfigError(f"--out: {out}: must end in .jsonl, the rows are written as JSON Lines")
     target, source_path = out.absolute(), Path(source.path).absolute()
     inside = target.parent == source_path or fnmatch.fnmatch(str(target), str(source_path))
-    if inside or target.resolve() == source_path.resolve():
+    if inside or os.path.realpath(target) == os.path.realpath(source_path):
         raise ConfigError(f"--out: {out}: would be one of the files of {source.path}. Write it to another folder")
 
 
@@ -407,9 +408,11 @@ class Output:
         counts = ", ".join(f"{number} {reason}" for reason, number in reasons)
         return f"; {self.num_dropped} dropped ({counts}), see {self.dropped_path.name}" if reasons else ""
 
-    def require_rows(self) -> None:
-        """Raise RunError if every item was dropped: a run that wrote nothing has failed."""
-        if not self.num_rows:
+    def require_rows(self, *, may_be_none: bool = False) -> None:
+        """Raise RunError if every item was dropped: a run that wrote nothing has failed. A shard may have no items."""
+        if may_be_none and not self.num_dropped:
+            self._start()  # the empty files of a shard without items
+        elif not self.num_rows:
             again = "start over with --restart" if self.keep_dropped else "run it again"
             found = f"{self.path}: no row was written{self.summary_of_dropped()}"
             raise RunError(f"{found}. Change the model, the template or the data, and {again}")
@@ -425,6 +428,8 @@ class Output:
         try:
             yield
         except OSError as error:
+            if error.errno == errno.ELOOP:  # of O_NOFOLLOW
+                raise ArtifactError(f"{error.filename}: is a link. Give the file itself") from None
             found = f"{error.filename or self.path}: cannot be written ({error.strerror or error})"
             raise ArtifactError(f"{found}. Free disk space, remove the obstacle, or give another --out") from None
 

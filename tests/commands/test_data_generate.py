@@ -386,8 +386,10 @@ def test_files_of_other_programs_are_never_overwritten(make_model, prompts, tmp_
     assert mine.read_text() == '{"precious": 1}\n'
     link = tmp_path / "link.jsonl"
     link.symlink_to(mine)
-    with pytest.raises(ArtifactError, match="cannot be written"):
-        run(prompts, "demonstrations", link, writer, restart=True)
+    (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
+    for one in (link, tmp_path / "loop.jsonl"):
+        with pytest.raises(ArtifactError, match=f"{one}: is a link. Give the file itself$"):
+            run(prompts, "demonstrations", one, writer, restart=True)
     assert mine.read_text() == '{"precious": 1}\n'
     (tmp_path / "folder.jsonl").mkdir()
     refused = [
