@@ -231,10 +231,9 @@ def typed() -> Iterator[str | None]:
         import readline  # noqa: F401 (input() uses it)
     while True:
         try:
-            is_shown = sys.stdout.isatty()
-            if not is_shown:
+            if not sys.stdout.isatty():
                 say("> ", error=True, end="", flush=True)
-            yield input("> " if is_shown else "")
+            yield input("> " if sys.stdout.isatty() else "")
         except KeyboardInterrupt:
             say("\nCtrl-D ends the conversation", error=True)
             yield None

@@ -76,15 +76,8 @@ def label(
 ) -> None:
     """Say which of two replies is better, with one key; writes preference rows for `rlhf rm`."""
     if agreement is not None:
-        given = {
-            "--out": out,
-            "--labeller": labeller,
-            "--port": port,
-            "--num": num,
-            "--seed": seed,
-            "--restart": restart,
-        }
-        given |= {"--set": bool(reading.overrides), "--format": reading.format, "--key": bool(reading.keys)}
+        given: dict[str, object] = {"--out": out, "--labeller": labeller, "--port": port, "--num": num, "--seed": seed}
+        given |= {"--restart": restart, "--set": reading.overrides, "--format": reading.format, "--key": reading.keys}
         given |= {"--on-bad-row": reading.on_bad_row != "error"}
         if option := next((name for name, value in given.items() if value), None):
             raise ConfigError(f"{option}: does nothing with --agreement, which only reads. Remove it")

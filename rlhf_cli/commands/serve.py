@@ -52,8 +52,8 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "suffix": ("",),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
     "logit_bias": ({},),
     "tools": ([],),
     "tool_choice": ("none",),
@@ -117,13 +117,11 @@ class _Part(_Strict):
     text: str
 
 
-def _as_parts(content: Any) -> Any:
-    return content if isinstance(content, list) else [{"type": "text", "text": content}]
-
-
 class _Turn(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[_Part], BeforeValidator(_as_parts)]
+    content: Annotated[
+        list[_Part], BeforeValidator(lambda x: x if isinstance(x, list) else [{"type": "text", "text": x}])
+    ]
 
     @model_validator(mode="before")
     @classmethod
@@ -158,14 +156,11 @@ class _Ask(_Strict):
     stream_options: _StreamOptions = _StreamOptions()
 
     def drawn(self, speaker: Speaker) -> Speaker:
-        from rlhf_cli.rollout.sampling import LEAST_TEMPERATURE
-
-        is_greedy = self.temperature is not None and self.temperature < LEAST_TEMPERATURE
-        given = {} if is_greedy else {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        given = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        speaker = speaker.at(self.temperature)
         stops = (*speaker.sampling.stop_strings, *self.stop)
-        return replace(speaker, sampling=replace(speaker.sampling, stop_strings=stops, **changes))
+        speaker = replace(speaker, sampling=replace(speaker.sampling, stop_strings=stops, **changes))
+        return speaker.at(self.temperature)  # at last: greedy replaces top_k
 
 
 class _ChatAsk(_Ask):
@@ -210,13 +205,8 @@ def parse(body: bytes, kind: type[Ask], name: str) -> Ask:
         raise HTTPException(400, "the body must be a JSON object")
     for field, given in list(value.items()):
         says_nothing = given is None and field not in ("prompt", "messages")
-        same = [value for value in WITHOUT_EFFECT.get(field, ()) if value == given]
-        # Python's 0 equals False, but `logprobs: 0` asks for one.
-        if (
-            says_nothing
-            or field in ABOUT_THE_CALLER
-            or any(isinstance(x, bool) is isinstance(given, bool) for x in same)
-        ):
+        without_effect = map(repr, WITHOUT_EFFECT.get(field, ()))  # repr, because Python's 0 equals False
+        if says_nothing or field in ABOUT_THE_CALLER or repr(given) in without_effect:
             del value[field]
     try:
         ask = kind.model_validate(value)
@@ -315,14 +305,9 @@ class ChatAPI(Server):
 def _choice(ask: Ask, text: str, reply: Reply | None) -> dict[str, Any]:
     """The text of an answer or of an event. The last event has the reply."""
     end = None if reply is None else "stop" if reply.response.ended else "length"
-    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": end}
-    if not isinstance(ask, _ChatAsk):
-        choice["text"] = text
-    elif ask.stream:
-        choice["delta"] = {"content": text}
-    else:
-        choice["message"] = {"role": "assistant", "content": text}
-    return {"choices": [choice]}
+    message = {"content": text} if ask.stream else {"role": "assistant", "content": text}
+    own = {"delta" if ask.stream else "message": message} if isinstance(ask, _ChatAsk) else {"text": text}
+    return {"choices": [{"index": 0, "logprobs": None, "finish_reason": end, **own}]}
 
 
 def _error(text: str, status: int) -> dict[str, Any]:

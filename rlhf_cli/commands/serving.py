@@ -64,8 +64,7 @@ class Server:
         *,
         max_waiting: int = 0,
     ):
-        """error: the JSON that tells a client what is wrong, from a text and the status. max_waiting: the requests that
-        may wait for the model."""
+        """error: the JSON for a client, of text and status. max_waiting: the requests that may wait for the model."""
         self.listener, self.port = listener, listener.getsockname()[1]
         self.model = ModelThread(max_waiting)
         self._error, self._expected = error, None if token is None else f"Bearer {token}".encode()
@@ -108,10 +107,8 @@ class Server:
         self._uvicorn.should_exit = True
 
     def run_until_signal(self, line: str, ended: threading.Event | None = None) -> None:
-        """Print the line and serve until SIGTERM, SIGINT or `ended`, then finish the running requests.
-
-        A signal while they are finished ends the server at once.
-        """
+        """Print the line, serve until SIGTERM, SIGINT or `ended`, and finish the running requests, unless another
+        signal comes."""
         stop = ended or threading.Event()
 
         def end(*_: object) -> None:
@@ -194,20 +191,11 @@ class Server:
 
 
 class _Connection(H11Protocol):
-    """A connection that is closed after IDLE_S without a whole request. uvicorn does so only between two requests."""
+    """A connection that is closed after IDLE_S without a first request. uvicorn does so only between two requests."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._limit()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._limit()
-
-    def _limit(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:
-            self._unset_keepalive_if_required()
-            self.timeout_keep_alive_task = self.loop.call_later(IDLE_S, self.timeout_keep_alive_handler)
+        self.loop.call_later(IDLE_S, lambda: None if self.cycle else transport.close())
 
 
 class Left(Exception):

@@ -405,10 +405,6 @@ def dump_config(config: BaseModel) -> str:
 
 
 def as_override(key: str, text: str) -> str:
-    """The override that sets a key to this text, in quotes if YAML would read something else.
-
-    >>> as_override("artifacts", "runs/a b"), as_override("artifacts", "2024"), as_override("artifacts", "run #1")
-    ('artifacts=runs/a b', "artifacts='2024'", "artifacts='run #1'")
-    """
+    """The override that sets a key to this text, in quotes if YAML would read something else."""
     written = yaml.dump(text, Dumper=Dumper, allow_unicode=True, width=math.inf)
     return f"{key}={written.strip().removesuffix('...').rstrip()}"

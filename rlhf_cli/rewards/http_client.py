@@ -76,10 +76,7 @@ class JSONClient:
     """The end of the last pause that was printed, on the monotonic clock."""
 
     def for_each(self, items: Iterable[S], work: Callable[[S], Awaitable[T]], concurrency: int) -> list[T]:
-        """The results of `work(item)` for every item, in order; see `rlhf_cli.rewards.concurrency`.
-
-        Raises ConfigError for a proxy or certificates of the environment that cannot be used.
-        """
+        """The results of `work(item)` for every item, in order; see `rlhf_cli.rewards.concurrency`."""
         headers = {"Content-Type": "application/json"}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
