@@ -185,7 +185,6 @@ def test_the_bilingual_prompts_are_answered_and_labelled_as_the_template_says(ra
     """By the two commands in the comments of sft.yaml."""
     comments = (ran / "with space/sft.yaml").read_text(encoding="utf-8").replace("\\\n# ", "")
     generate, label = re.findall(r"#   rlhf ((?:data generate|label) .*?)  +#", comments)
-    generate, label = (line.replace("with space", "'with space'") for line in (generate, label))
     rlhf(*shlex.split(generate))
     text = (ran / "with space/samples.jsonl").read_text(encoding="utf-8")
     prompts = [row["prompt"] for row in read_jsonl(ran / "with space/data/prompts.jsonl")]
