@@ -18,7 +18,9 @@ from starlette.exceptions import HTTPException
 
 from rlhf_cli.commands.serve import ChatAPI, _TextAsk, name_of, parse
 from rlhf_cli.commands.serving import ModelThread, bind
+from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.data.records import Message
+from rlhf_cli.rollout.sampling import sampling_of
 from rlhf_cli.rollout.speaker import PromptForm
 from rlhf_cli.trained.locate import StageModel, locate
 from support import crash
@@ -79,6 +81,8 @@ def test_replies_are_those_of_the_chat_and_end_where_its_settings_say(model, mon
     def greedy(longest):
         return shown(chat_reply(model, [Message("user", "the tent")], temperature=0, max_new_tokens=longest).text)
 
+    lowest = sampling_of(Rollout(temperature=1e-45), model.model, model.tokenizer).temperature
+    assert lowest == 1e-6, "its inverse is a float32"
     found = re.search("[!-~]{2}", greedy(40)[3:])
     stop = found.group()
 
