@@ -17,11 +17,12 @@ from rlhf_cli.commands.options import Device, Quantized, TemperatureOfRun, Writi
 from rlhf_cli.config.base import expand_home
 from rlhf_cli.data.records import Message, turns_of
 from rlhf_cli.errors import ConfigError, DataError, RunError, UserError
-from rlhf_cli.printing import say
+from rlhf_cli.printing import say, shown
 
 if TYPE_CHECKING:
     from rlhf_cli.rollout.speaker import Reply, Speaker
 
+MAX_DIGITS = 18  # of a number that is typed
 HELP = """\
 /regenerate         another reply to the last message
 /clear              start over; the system message stays
@@ -63,12 +64,12 @@ def chat(
     say(f"{model.name}: {type(model.model).__name__}", error=True)
     say(f"prompts: {model.form.sentence}", error=True)
     session.show_settings()
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(encoding=None if session.interactive else "utf-8", errors="replace")
     if session.interactive:
         say("/help lists the commands, Ctrl-D ends.", error=True)
         lines: Iterator[str | None] = typed()
     else:
-        if hasattr(sys.stdin, "reconfigure"):
-            sys.stdin.reconfigure(encoding="utf-8", errors="replace")
         lines = (line.rstrip("\n") for line in sys.stdin)
     failed = sum(not session.take(message) for message in messages(lines))
     if failed and not session.interactive:
@@ -154,7 +155,7 @@ class Session:
         model, settings = self.model, self.settings
         ids = model.form.encode(model.tokenizer, messages)
         room = model.room(ids, "Shorten the message, or start over with /clear")
-        uniforms = draw_uniforms(settings.seed, "chat", self.num_replies, 1, self.longest)[:, :room]
+        uniforms = draw_uniforms(settings.seed, "chat", self.num_replies, 1, min(self.longest, room))
         return model.at(settings.temperature).stream(ids, uniforms, on_text, keep_partial=self.interactive)
 
     # ------------------------------------------------------------------------------------- commands
@@ -194,7 +195,7 @@ class Session:
 
     def show_history(self, _: str) -> None:
         for message in [*self.system, *self.history]:
-            say(f"{message.role}: {message.content}")
+            say(f"{message.role}: {message.content}", error=True)
 
     def save(self, argument: str) -> None:
         """Write the conversation as a row of `messages`, which the stages read. Overwrites nothing."""
@@ -230,7 +231,9 @@ def typed() -> Iterator[str | None]:
         import readline  # noqa: F401 (input() uses it)
     while True:
         try:
-            yield input("> ")
+            if not sys.stdout.isatty():
+                say("> ", error=True, end="", flush=True)
+            yield input("> " if sys.stdout.isatty() else "")
         except KeyboardInterrupt:
             say("\nCtrl-D ends the conversation", error=True)
             yield None
@@ -275,6 +278,8 @@ def check_temperature(value: object) -> float:
 
 
 def _whole_number(name: str, value: str, *, least: int) -> int:
-    if not value.isdecimal() or int(value) < least:
-        raise ConfigError(f"/set {name}: {value!r} is not a whole number of at least {least}")
+    value = value.strip()
+    if not value.isdecimal() or len(value) > MAX_DIGITS or int(value) < least:
+        rule = f"a whole number of at least {least} and at most {MAX_DIGITS} digits"
+        raise ConfigError(f"/set {name}: {shown(value)} is not {rule}")
     return int(value)

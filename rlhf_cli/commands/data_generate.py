@@ -223,35 +223,34 @@ def write_prompts(
     known = [(words(text), text) for text in (*seeds, *(row["prompt"] for row in output.rows()))]
     writer = options.open()
     fruitless = 0
-    display.begin(num, "prompt", output.num_rows)
-    while output.num_rows < num:
-        rounds, before = range(start, start + options.chunk), output.num_rows
-        answers = writer.write([request(n) for n in rounds])
-        output.refuse_all_failed(answers)
-        for n, answer in zip(rounds, answers, strict=True):
-            if isinstance(answer, Failure):
-                output.write(answer, {"round": n})
-                continue
-            texts = prompts_in(answer.text, ended=answer.ended)
-            if not texts:
-                output.write(Dropped("no prompt in the answer"), {"round": n})
-            for text in texts:
-                if output.num_rows == num:
-                    break
-                if (other := near_duplicate(text, known, similarity)) is not None:
-                    output.write(Dropped("too similar to another"), {"round": n, "prompt": text, "other": other})
+    with display.counting(num, "prompt", output.num_rows):
+        while output.num_rows < num:
+            rounds, before = range(start, start + options.chunk), output.num_rows
+            answers = writer.write([request(n) for n in rounds])
+            output.refuse_all_failed(answers)
+            for n, answer in zip(rounds, answers, strict=True):
+                if isinstance(answer, Failure):
+                    output.write(answer, {"round": n})
                     continue
-                known.append((words(text), text))
-                output.write({"prompt": text, **options.origin, "round": n}, {})
-        fruitless = 0 if output.num_rows > before else fruitless + 1
-        if fruitless == MAX_FRUITLESS:
-            found = f"{output.path}: no new prompt in the last {MAX_FRUITLESS * options.chunk} answers"
-            so_far = f"{output.num_rows} of {num} are written, and {output.dropped_path.name} lists the dropped ones"
-            advice = "Raise --temperature or --similarity, give more seeds, or change --template"
-            raise RunError(f"{found}; {so_far}. {advice}")
-        display.step(output.num_rows, [f"dropped {output.num_dropped}"])
-        start = rounds.stop
-    display.end()
+                texts = prompts_in(answer.text, ended=answer.ended)
+                if not texts:
+                    output.write(Dropped("no prompt in the answer"), {"round": n})
+                for text in texts:
+                    if output.num_rows == num:
+                        break
+                    if (other := near_duplicate(text, known, similarity)) is not None:
+                        output.write(Dropped("too similar to another"), {"round": n, "prompt": text, "other": other})
+                        continue
+                    known.append((words(text), text))
+                    output.write({"prompt": text, **options.origin, "round": n}, {})
+            fruitless = 0 if output.num_rows > before else fruitless + 1
+            if fruitless == MAX_FRUITLESS:
+                found = f"{output.path}: no new prompt in the last {MAX_FRUITLESS * options.chunk} answers"
+                so_far = f"{output.num_rows} of {num} are written, {output.dropped_path.name} lists the dropped ones"
+                advice = "Raise --temperature or --similarity, give more seeds, or change --template"
+                raise RunError(f"{found}; {so_far}. {advice}")
+            display.step(output.num_rows, [f"dropped {output.num_dropped}"])
+            start = rounds.stop
 
 
 def prompts_in(answer: str, *, ended: bool = True) -> list[str]:

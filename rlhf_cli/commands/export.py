@@ -92,7 +92,7 @@ class ModelGiven:
 
         root, stage = self.located.root, self.located.stage
         file = stage_directory(root, stage) / "config.yaml"
-        config: Any = load_stage_config(stage, file, [f"artifacts={root}"])
+        config: Any = load_stage_config(stage, file)
         return base_model(config, root)
 
     def dtype(self, options: ExportOptions) -> tuple[Dtype, str]:

@@ -6,7 +6,6 @@ a reply does not depend on the other rows, and `--shard` divides a file among pr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -41,7 +40,7 @@ from rlhf_cli.commands.output import (
     with_columns,
 )
 from rlhf_cli.config.rewards import ModelReward, NamedReward
-from rlhf_cli.errors import ConfigError, RunError
+from rlhf_cli.errors import ConfigError
 from rlhf_cli.processes.launcher import is_first_worker, is_worker, run_again
 from rlhf_cli.report.progress import Display
 from rlhf_cli.run.artifacts import reward_model_stage
@@ -132,12 +131,14 @@ class Generator:
         speaker = source.speaker(device, options.quantization, options.rollout(source))
         self.speaker = speaker.at(0) if options.temperature == 0 else speaker
         self.rewards: list[RewardSource] = []
+        self.notes: list[str] = []
+        """What the rewards tell the user."""
         if rewards is not None:
-            self.rewards, _ = rewards.load(speaker.tokenizer, device, source.precision)
+            self.rewards, self.notes = rewards.load(speaker.tokenizer, device, source.precision)
 
     def respond(self, numbered: Sequence[tuple[int, Record]]) -> list[Outcome]:
         """For each prompt `response`, `ended` and, with rewards, `score` of the (first) sample with the highest score,
-        or why it has none. The numbers identify draws. Raises RunError if a score is NaN.
+        or why it has none. The numbers identify draws.
         """
         from rlhf_cli.data.encoders import PromptRow
         from rlhf_cli.rollout.speaker import PromptRefused
@@ -155,8 +156,6 @@ class Generator:
             rows += [PromptRow(speaker.form.rows(speaker.tokenizer).prompt(prompt), ids, prompt)] * count
             counters += [(number, k) for k in range(count)]
         found = self._drawn(rows, counters) if rows else []
-        if count > 1 and any(math.isnan(response["score"]) for response in found):
-            raise RunError("a score is NaN, so there is no best response. Check the rewards")
         samples = (found[first : first + count] for first in range(0, len(found), count))
         best = (max(some, key=lambda response: response.get("score", 0.0)) for some in samples)
         return [refused[number] if number in refused else next(best) for number, _ in numbered]
@@ -222,6 +221,7 @@ def generate(
         models[f"{compared}_"] = model.compared(compared)
     rewards = options.rewards(model, directory)
     prompt_words = model.config.data.prompt_words if model.config is not None else 0
+    opened: dict[str, Generator] = {}
 
     def read() -> Iterator[Record | Dropped]:
         rows = items(source, "ppo", reading.on_bad_row, prompt, prompt_words=prompt_words)
@@ -231,7 +231,9 @@ def generate(
         from rlhf_cli.processes import distributed
 
         device = distributed.start(options.device).device
-        return {prefix: Generator(model, options, rewards, device) for prefix, model in models.items()}
+        opened.update({prefix: Generator(model, options, rewards, device) for prefix, model in models.items()})
+        display.notes(*(note for generator in opened.values() for note in generator.notes))
+        return opened
 
     def answer(generators: dict[str, Generator], numbered: Sequence[tuple[int, Record]]) -> list[Outcome]:
         prompts = [(n * count + number, prompt(record)) for n, record in numbered]
@@ -251,13 +253,16 @@ def generate(
             from rlhf_cli.processes import distributed
 
             distributed.stop()
+        for report in [source.report() for generator in opened.values() for source in generator.rewards]:
+            if report:
+                display.warn(report)
         if rows is not None:
             num_cut = sum(row["ended"] is False for row in rows.rows())
             where = f"{options.rollout(model).max_new_tokens} tokens"
             where += " or at the model's last position" if options.takes_what_fits(model) else ""
             cut = f", {num_cut} responses cut at {where} (their `ended` is false)" if num_cut else ""
             display.note(f"{rows.path}: {rows.num_rows} rows{cut}{rows.summary_of_dropped()}")
-            rows.require_rows()
+            rows.require_rows(may_be_none=count > 1)
 
 
 def _settings(

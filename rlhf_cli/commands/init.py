@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -129,11 +130,11 @@ def _lines(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def _fill(text: str, directory: Path, name: str) -> str:
-    """Replace __DIR__ and __NAME__. A path that YAML would read as something else puts its whole value in quotes."""
+    """Replace __DIR__ and __NAME__. A path that YAML would read as something else puts its whole value in quotes, one
+    that the shell would is quoted in the commands of comments."""
     place = directory.as_posix()
-    lines = []
-    for line in text.replace("__NAME__", name).splitlines():
-        if not re.fullmatch(r"[\w./+=-]+", place) and not line.lstrip().startswith("#"):
-            line = re.sub(r"__DIR__[^\s,}\]]*", lambda path: json.dumps(path[0], ensure_ascii=False), line)
-        lines.append(line.replace("__DIR__", place))
-    return "\n".join(lines) + "\n"
+    text = text.replace("__NAME__", name)
+    if not re.fullmatch(r"[\w./+=-]+", place):
+        text = re.sub(r"(?<=: )__DIR__[^\s,}\]]*", lambda path: json.dumps(path[0], ensure_ascii=False), text)
+        text = re.sub(r"(?<=[^:] )__DIR__", lambda _: shlex.quote(place), text)
+    return text.replace("__DIR__", place)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from rlhf_cli.algorithms.counts import cohen_kappa, wilson_interval
@@ -36,7 +36,7 @@ from rlhf_cli.commands.output import (
     refuse_own_output,
     text_of,
 )
-from rlhf_cli.commands.serving import Server, bind
+from rlhf_cli.commands.serving import Server, bind, json_line
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.paths import COMPRESSIONS, find_files
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError
@@ -76,15 +76,8 @@ def label(
 ) -> None:
     """Say which of two replies is better, with one key; writes preference rows for `rlhf rm`."""
     if agreement is not None:
-        given = {
-            "--out": out,
-            "--labeller": labeller,
-            "--port": port,
-            "--num": num,
-            "--seed": seed,
-            "--restart": restart,
-        }
-        given |= {"--set": bool(reading.overrides), "--format": reading.format, "--key": bool(reading.keys)}
+        given: dict[str, object] = {"--out": out, "--labeller": labeller, "--port": port, "--num": num, "--seed": seed}
+        given |= {"--restart": restart, "--set": reading.overrides, "--format": reading.format, "--key": reading.keys}
         given |= {"--on-bad-row": reading.on_bad_row != "error"}
         if option := next((name for name, value in given.items() if value), None):
             raise ConfigError(f"{option}: does nothing with --agreement, which only reads. Remove it")
@@ -102,10 +95,10 @@ def label(
     with Output(out, settings, restart=restart) as output:
         labelling = Labelling(pairs, output, seed, labeller, num)
         serve(labelling, port)
-        for line in labelling.summary():
+        for line in labelling.summary() if output.is_started else [f"no answer, {out} is as it was before"]:
             say(f"label: {line}", error=True)
         if labelling.done < labelling.total:
-            say("label: run the same command to resume", error=True)
+            say(f"label: run {output.to_resume} to resume", error=True)
         elif output.num_rows:
             train = command("rm", "YOUR_rm.yaml", "--set", f"data.train={out}")
             say(f"label: to train a reward model on them: {train}", error=True)
@@ -342,7 +335,7 @@ class Page(Server):
             Route(f"{place}state", self.show),
             Route(f"{place}answer", self.answer, methods=["POST"]),
         ]
-        super().__init__(bind(None, port), routes, None, lambda text: {"error": text})
+        super().__init__(bind(None, port), routes, None, lambda text, _: {"error": text})
 
     async def show(self, _request: Request) -> Response:
         return self.state()
@@ -363,14 +356,14 @@ class Page(Server):
         except ArtifactError as error:
             self.error = error
             self.ended.set()
-            return JSONResponse({"error": str(error), "ended": True}, 507, HEADERS)
+            return json_line({"error": str(error), "ended": True}, 507, HEADERS)
         return self.state() if taken else self.state(400, error="no such answer here")
 
     def state(self, status: int = 200, **more: Any) -> Response:
         labelling = self.labelling
         pair = labelling.current or {"number": None, "prompt": "", "replies": ["", ""]}
         state = {**pair, "done": labelling.done, "total": labelling.total, "counts": labelling.counts()}
-        return JSONResponse({"state": state, **more}, status, HEADERS)
+        return json_line({"state": state, **more}, status, HEADERS)
 
 
 async def page(_request: Request) -> Response:

@@ -10,6 +10,7 @@ Every input item becomes one line of the first two files, in order, so their len
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import fnmatch
 import hashlib
@@ -126,7 +127,6 @@ def each_item(
     if done >= total:
         return
     model = open_model()
-    display.begin(total, "row", done)
 
     def answered(numbered: Sequence[tuple[int, Record | Dropped]]) -> list[Outcome]:
         first = done if only_missing else 0
@@ -135,22 +135,22 @@ def each_item(
         return [item if isinstance(item, Dropped) else found[n] for n, item in numbered if n >= done]
 
     unfinished = (some for some in batched(enumerate(read()), chunk) if some[-1][0] >= done)
-    for together in batched(unfinished, size):  # a chunk for each process; at the end there may be fewer
-        outcomes = answered(together[rank]) if rank < len(together) else []
+    with display.counting(total, "row", done):
+        for together in batched(unfinished, size):  # a chunk for each process; at the end there may be fewer
+            outcomes = answered(together[rank]) if rank < len(together) else []
+            if world is not None:
+                world.barrier("the responses")  # one chunk may take much longer than another
+            everyone = [outcomes] if world is None else world.gather(outcomes)
+            for numbered, outcomes in zip(together, everyone, strict=False):
+                if output is None:
+                    continue
+                pairs = list(zip([item for n, item in numbered if n >= done], outcomes, strict=True))
+                output.refuse_all_failed([outcome for item, outcome in pairs if not isinstance(item, Dropped)])
+                for item, outcome in pairs:
+                    output.write(outcome, {} if isinstance(item, Dropped) else {"where": item.where})
+                display.step(output.num_rows + output.num_dropped, [f"dropped {output.num_dropped}"])
         if world is not None:
-            world.barrier("the responses")  # one chunk may take much longer than another
-        everyone = [outcomes] if world is None else world.gather(outcomes)
-        for numbered, outcomes in zip(together, everyone, strict=False):
-            if output is None:
-                continue
-            pairs = list(zip([item for n, item in numbered if n >= done], outcomes, strict=True))
-            output.refuse_all_failed([outcome for item, outcome in pairs if not isinstance(item, Dropped)])
-            for item, outcome in pairs:
-                output.write(outcome, {} if isinstance(item, Dropped) else {"where": item.where})
-            display.step(output.num_rows + output.num_dropped, [f"dropped {output.num_dropped}"])
-    if world is not None:
-        world.barrier("the last rows")
-    display.end()
+            world.barrier("the last rows")
 
 
 def data_digest(source: DataSource) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def refuse_own_output(source: DataSource, out: Path) -> None:
         raise ConfigError(f"--out: {out}: must end in .jsonl, the rows are written as JSON Lines")
     target, source_path = out.absolute(), Path(source.path).absolute()
     inside = target.parent == source_path or fnmatch.fnmatch(str(target), str(source_path))
-    if inside or target.resolve() == source_path.resolve():
+    if inside or os.path.realpath(target) == os.path.realpath(source_path):
         raise ConfigError(f"--out: {out}: would be one of the files of {source.path}. Write it to another folder")
 
 
@@ -281,7 +281,8 @@ class Output:
         self.settings = json.loads(json.dumps(settings))
         self.num_rows = self.num_dropped = 0
         self._files: list[BinaryIO] = []
-        self._is_started = False
+        self.is_started = False
+        """Are the lines in the files those of this run?"""
 
     def __enter__(self) -> Output:
         try:
@@ -289,7 +290,7 @@ class Output:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._open(self.path)
                 self._open(self.dropped_path)
-                self._is_started = self._resumes()
+                self.is_started = self._resumes()
                 self.cut_from()
         except BaseException:
             self._close()
@@ -297,12 +298,15 @@ class Output:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self._start()
         self._close()
         if isinstance(error, KeyboardInterrupt):
-            found = f"interrupted: {self.num_rows} rows are in {self.path}"
-            raise Interrupted(f"{found}. Run the same command to resume", 130) from None
+            found = f": {self.num_rows} rows are in {self.path}" if self.is_started else " before the first row"
+            raise Interrupted(f"interrupted{found}. Run {self.to_resume} to resume", 130) from None
+
+    @property
+    def to_resume(self) -> str:
+        """The command that resumes this run. With --restart it would discard what is written."""
+        return "the same command" + (" without --restart" if self.restart and self.is_started else "")
 
     def _open(self, path: Path) -> None:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644), "r+b")
@@ -336,7 +340,7 @@ class Output:
 
     def _start(self) -> None:
         """Discard the rows of an earlier run, and write the settings, unless rows are being resumed."""
-        if self._is_started:
+        if self.is_started:
             return
         with self._writing():
             # Settings first: without them, rows that a kill leaves behind are never taken for rows of this run.
@@ -344,7 +348,7 @@ class Output:
             for file in self._files:
                 file.truncate(0)
             write_text(self.settings_path, json_line(self.settings, indent=2).decode())
-        self._is_started = True
+        self.is_started = True
 
     def write(self, outcome: Outcome, about: dict[str, Any]) -> None:
         """Write a row, or why there is none and what identifies the item; raises RunError for a fatal Failure."""
@@ -370,15 +374,15 @@ class Output:
             raise RunError(f"{self.path}: none of the first {len(failures)} rows was answered: {failures[0].reason}")
 
     def rows(self) -> Iterator[Line]:
-        return read_lines(self.path) if self._is_started else iter(())
+        return read_lines(self.path) if self.is_started else iter(())
 
     def drops(self) -> Iterator[Line]:
-        return read_lines(self.dropped_path) if self._is_started else iter(())
+        return read_lines(self.dropped_path) if self.is_started else iter(())
 
     def cut_from(self, key: str | None = None, value: int = 0) -> None:
         """Remove an incomplete last line, which a killed run may leave, and the lines from the first one whose `key`
         is at least `value`. The values never decrease."""
-        if not self._is_started:
+        if not self.is_started:
             return
         counts = []
         for path, file in zip((self.path, self.dropped_path), self._files, strict=True):
@@ -404,9 +408,11 @@ class Output:
         counts = ", ".join(f"{number} {reason}" for reason, number in reasons)
         return f"; {self.num_dropped} dropped ({counts}), see {self.dropped_path.name}" if reasons else ""
 
-    def require_rows(self) -> None:
-        """Raise RunError if every item was dropped: a run that wrote nothing has failed."""
-        if not self.num_rows:
+    def require_rows(self, *, may_be_none: bool = False) -> None:
+        """Raise RunError if every item was dropped: a run that wrote nothing has failed. A shard may have no items."""
+        if may_be_none and not self.num_dropped:
+            self._start()  # the empty files of a shard without items
+        elif not self.num_rows:
             again = "start over with --restart" if self.keep_dropped else "run it again"
             found = f"{self.path}: no row was written{self.summary_of_dropped()}"
             raise RunError(f"{found}. Change the model, the template or the data, and {again}")
@@ -422,6 +428,8 @@ class Output:
         try:
             yield
         except OSError as error:
+            if error.errno == errno.ELOOP:  # of O_NOFOLLOW
+                raise ArtifactError(f"{error.filename}: is a link. Give the file itself") from None
             found = f"{error.filename or self.path}: cannot be written ({error.strerror or error})"
             raise ArtifactError(f"{found}. Free disk space, remove the obstacle, or give another --out") from None
 

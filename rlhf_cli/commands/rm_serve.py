@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -80,9 +81,11 @@ class RewardModelOptions:
         except ValidationError as error:
             raise ConfigError(f"--template: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
         device = distributed.start(self.device).device
-        source, notes = load_reward_source(
-            reward, path, tokenizer, device, "auto", name=self.model, key="--model", keep_special=keep_special
-        )
+        load = partial(load_reward_source, reward, path, tokenizer, device, "auto", name=self.model, key="--model")
+        try:
+            source, notes = load(keep_special=keep_special)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("--model.", "--")) from None
         source.budget = forward_budget(source.model, device, "auto")
         return source, notes
 
@@ -109,14 +112,15 @@ class RewardServer(Server):
         for note in notes:
             say(note, error=True)
         routes = [Route(path, self.get_reward, methods=["POST"]) for path in ("/", "/get_reward")]
-        super().__init__(listener, routes, token, lambda text: {"error": text}, max_waiting=MAX_WAITING)
+        super().__init__(listener, routes, token, lambda text, _: {"error": text}, max_waiting=MAX_WAITING)
 
     async def get_reward(self, request: Request) -> Response:
         texts = parse_request(await self.read(request, MAX_BODY_BYTES), self.max_batch)
         try:
             rewards = await self.until_left(request, self.model.run(lambda _: self.rewards(*texts)))
         except RewardError as error:
-            raise HTTPException(500, str(error)) from None
+            # The chat template refuses a text: another try would not help.
+            raise HTTPException(422 if error.__cause__ is not None else 500, str(error)) from None
         return json_line({"rewards": rewards})
 
     def rewards(self, queries: list[str], prompts: list[str], ended: list[bool]) -> list[float]:

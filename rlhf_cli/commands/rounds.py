@@ -28,6 +28,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import FunctionReward, ModelReward, Reward, named_rewards
 from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.config.stage import Stage
+from rlhf_cli.config.yaml_text import as_override
 from rlhf_cli.data.records import Record
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.files import read_object
@@ -103,7 +104,7 @@ class Rounds:
         """The settings of a round's stages that differ from the first: their directory, and all labels so far."""
         rm = configs["rm"]
         assert isinstance(rm, RMConfig)
-        place = f"artifacts={root}/rounds/{number}"
+        place = as_override("artifacts", f"{root}/rounds/{number}")
         sources = [source.model_dump(mode="json", exclude_defaults=True) for source in rm.data.train]
         sources += [{"path": f"{root}/rounds/{one}/labels.jsonl"} for one in range(2, number + 1)]
         return {"rm": [place, f"data.train={json.dumps(sources)}"], "ppo": [place]}

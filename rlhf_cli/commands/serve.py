@@ -49,11 +49,11 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
-    "logprobs": (False, 0),
+    "logprobs": (False,),
     "top_logprobs": (0,),
     "suffix": ("",),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
     "logit_bias": ({},),
     "tools": ([],),
     "tool_choice": ("none",),
@@ -119,7 +119,9 @@ class _Part(_Strict):
 
 class _Turn(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[_Part]
+    content: Annotated[
+        list[_Part], BeforeValidator(lambda x: x if isinstance(x, list) else [{"type": "text", "text": x}])
+    ]
 
     @model_validator(mode="before")
     @classmethod
@@ -128,7 +130,7 @@ class _Turn(_Strict):
         return {k: v for k, v in value.items() if v is not None or k == "content"} if isinstance(value, dict) else value
 
     def message(self) -> Message:
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        text = "\n".join(part.text for part in self.content)
         return Message("system" if self.role == "developer" else self.role, text)
 
 
@@ -140,7 +142,7 @@ class _Ask(_Strict):
     """The fields that both routes read. None leaves a value to the run."""
 
     model: str | None = None
-    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)  # 0 takes the likeliest token
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=1)
     min_p: float | None = Field(None, gt=0, le=1)
@@ -154,11 +156,11 @@ class _Ask(_Strict):
     stream_options: _StreamOptions = _StreamOptions()
 
     def drawn(self, speaker: Speaker) -> Speaker:
-        given = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p} if self.temperature != 0 else {}
+        given = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        speaker = speaker.at(self.temperature)
         stops = (*speaker.sampling.stop_strings, *self.stop)
-        return replace(speaker, sampling=replace(speaker.sampling, stop_strings=stops, **changes))
+        speaker = replace(speaker, sampling=replace(speaker.sampling, stop_strings=stops, **changes))
+        return speaker.at(self.temperature)  # at last: greedy replaces top_k
 
 
 class _ChatAsk(_Ask):
@@ -203,13 +205,14 @@ def parse(body: bytes, kind: type[Ask], name: str) -> Ask:
         raise HTTPException(400, "the body must be a JSON object")
     for field, given in list(value.items()):
         says_nothing = given is None and field not in ("prompt", "messages")
-        if says_nothing or field in ABOUT_THE_CALLER or given in WITHOUT_EFFECT.get(field, ()):
+        without_effect = map(repr, WITHOUT_EFFECT.get(field, ()))  # repr, because Python's 0 equals False
+        if says_nothing or field in ABOUT_THE_CALLER or repr(given) in without_effect:
             del value[field]
     try:
         ask = kind.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part not in ("str", "list[_Part]"))
+        where = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
             raise HTTPException(400, f"{where[:200]} is not supported by this server. Remove the field") from None
         raise HTTPException(400, f"{where[:200]}: {first['msg']}") from None
@@ -229,12 +232,16 @@ class ChatAPI(Server):
             Route("/v1/chat/completions", partial(self.answer, kind=_ChatAsk), methods=["POST"]),
             Route("/v1/completions", partial(self.answer, kind=_TextAsk), methods=["POST"]),
             Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.models),
         ]
         super().__init__(listener, routes, token, _error, max_waiting=MAX_WAITING)
 
-    async def models(self, _request: Request) -> Response:
+    async def models(self, request: Request) -> Response:
         model = {"id": self.name, "object": "model", "created": self.started, "owned_by": "rlhf"}
-        return json_line({"object": "list", "data": [model]})
+        asked = request.path_params.get("name")
+        if asked not in (None, self.name):
+            raise HTTPException(404, f"model: this server has {self.name} and no other")
+        return json_line({"object": "list", "data": [model]} if asked is None else model)
 
     async def answer(self, request: Request, *, kind: type[Ask]) -> Response:
         """The reply to a conversation, or the text that follows a prompt."""
@@ -249,7 +256,7 @@ class ChatAPI(Server):
             return StreamingResponse(self._events(ask, pieces), media_type="text/event-stream")
         answer = self.model.run(lambda put: self.speak(ask, number, put))
         length, reply = await self.until_left(request, answer)
-        return json_line({**self._choice(ask, reply.text, reply), "usage": _usage(length, reply)})
+        return json_line({**self._about(ask), **_choice(ask, reply.text, reply), "usage": _usage(length, reply)})
 
     def speak(self, ask: Ask, number: int, put: Put) -> tuple[int, Reply]:
         """Put "" once the prompt is read, then the growing text; returns the prompt's length and the reply."""
@@ -269,43 +276,42 @@ class ChatAPI(Server):
     # ---------------------------------------------------------------------------------------- answers
 
     async def _events(self, ask: Ask, pieces: AsyncIterator[Any]) -> AsyncIterator[str]:
-        made = self._choice(ask, "", None)
+        about, first, sent = self._about(ask), _choice(ask, "", None), 0
         if isinstance(ask, _ChatAsk):
-            made["choices"][0]["delta"]["role"] = "assistant"
-        yield _event(made)
-        sent = 0
+            first["choices"][0]["delta"]["role"] = "assistant"
+        yield _event({**about, **first})
         try:
             async for item in pieces:
                 text, reply = (item, None) if isinstance(item, str) else (item[1].text, item[1])
                 if len(text) > sent or reply is not None:
-                    yield _event({**self._choice(ask, text[sent:], reply), "id": made["id"]})
+                    yield _event({**about, **_choice(ask, text[sent:], reply)})
                     sent = len(text)
                 if reply is not None and ask.stream_options.include_usage:
-                    yield _event({**made, "choices": [], "usage": _usage(item[0], reply)})
+                    yield _event({**about, "choices": [], "usage": _usage(item[0], reply)})
             yield "data: [DONE]\n\n"
         except Exception as error:
             traceback.print_exception(error)
             # The head is sent, so the error is an event.
-            yield _event(_error(f"the model failed ({type(error).__name__})", "server_error"))
+            yield _event(_error(f"the model failed ({type(error).__name__})", 500))
         finally:
             await pieces.aclose()  # type: ignore[attr-defined]
 
-    def _choice(self, ask: Ask, text: str, reply: Reply | None) -> dict[str, Any]:
-        """An answer with a text. The last one has the reply."""
-        end = None if reply is None else "stop" if reply.response.ended else "length"
-        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": end}
-        if not isinstance(ask, _ChatAsk):
-            kind, choice["text"] = "text_completion", text
-        elif ask.stream:
-            kind, choice["delta"] = "chat.completion.chunk", {"content": text}
-        else:
-            kind, choice["message"] = "chat.completion", {"role": "assistant", "content": text}
-        about = {"id": f"rlhf-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": self.name}
-        return {**about, "choices": [choice]}
+    def _about(self, ask: Ask) -> dict[str, Any]:
+        """What all events of an answer have in common."""
+        kind = "chat.completion" + ".chunk" * ask.stream if isinstance(ask, _ChatAsk) else "text_completion"
+        return {"id": f"rlhf-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": self.name}
 
 
-def _error(text: str, kind: str = "invalid_request_error") -> dict[str, Any]:
-    return {"error": {"message": text, "type": kind}}
+def _choice(ask: Ask, text: str, reply: Reply | None) -> dict[str, Any]:
+    """The text of an answer or of an event. The last event has the reply."""
+    end = None if reply is None else "stop" if reply.response.ended else "length"
+    message = {"content": text} if ask.stream else {"role": "assistant", "content": text}
+    own = {"delta" if ask.stream else "message": message} if isinstance(ask, _ChatAsk) else {"text": text}
+    return {"choices": [{"index": 0, "logprobs": None, "finish_reason": end, **own}]}
+
+
+def _error(text: str, status: int) -> dict[str, Any]:
+    return {"error": {"message": text, "type": "server_error" if status >= 500 else "invalid_request_error"}}
 
 
 def _usage(prompt_tokens: int, reply: Reply) -> dict[str, int]:

@@ -27,13 +27,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.printing import say
 from rlhf_cli.rewards.http_client import is_loopback
 
 MAX_CONNECTIONS = 512  # a request that comes while so many connections are open is answered 503
-IDLE_S = 60.0  # seconds between two requests of a connection after which it is closed
+IDLE_S = 60.0  # seconds without a request after which a connection is closed
 BODY_S = 20.0  # seconds in which a body must arrive
 LAST_REQUESTS_S = 10.0  # seconds that running requests may take to finish when the server stops
 SIGNAL_S = 0.5  # seconds after which a signal is noticed at the latest
@@ -59,11 +60,11 @@ class Server:
         listener: socket.socket,
         routes: Sequence[Route],
         token: str | None,
-        error: Callable[[str], Any],
+        error: Callable[[str, int], Any],
         *,
         max_waiting: int = 0,
     ):
-        """error: the JSON that tells a client what is wrong. max_waiting: the requests that may wait for the model."""
+        """error: the JSON for a client, of text and status. max_waiting: the requests that may wait for the model."""
         self.listener, self.port = listener, listener.getsockname()[1]
         self.model = ModelThread(max_waiting)
         self._error, self._expected = error, None if token is None else f"Bearer {token}".encode()
@@ -78,7 +79,7 @@ class Server:
         config = uvicorn.Config(
             self.app,
             interface="asgi3",
-            http="h11",
+            http=_Connection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -106,11 +107,17 @@ class Server:
         self._uvicorn.should_exit = True
 
     def run_until_signal(self, line: str, ended: threading.Event | None = None) -> None:
-        """Print the line and serve until SIGTERM, SIGINT or `ended`, then finish the running requests."""
+        """Print the line, serve until SIGTERM, SIGINT or `ended`, and finish the running requests, unless another
+        signal comes."""
         stop = ended or threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
+
+        def end(*_: object) -> None:
+            self._uvicorn.force_exit = stop.is_set()
             # Not in the handler itself: it may interrupt `wait` below while that holds the lock that `set` waits for.
-            signal.signal(number, lambda *_: _thread.start_new_thread(stop.set, ()))
+            _thread.start_new_thread(stop.set, ())
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, end)
         # In a thread, because uvicorn in the main thread ends with the signal's own exit code instead of 0.
         thread = threading.Thread(target=self.run, daemon=True)
         thread.start()
@@ -128,12 +135,15 @@ class Server:
             host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
             if not _is_here(f"//{host}") or (b"origin" in headers and not _is_here(origin)):
                 problem = "the Host or the Origin header names another machine. Start the server with --token-env"
-                answer = json_line(self._error(problem), 403)
+                answer = json_line(self._error(problem, 403), 403)
         elif scope["path"] != "/health" and not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
             message = "the token is missing or wrong. Send it as Authorization: Bearer TOKEN"
             error = {"message": message, "type": "invalid_request_error", "code": "invalid_api_key"}
             answer = json_line({"error": error}, 401, {"WWW-Authenticate": "Bearer"})
-        await answer(scope, receive, send)
+        try:
+            await answer(scope, receive, send)
+        except asyncio.CancelledError:  # uvicorn's, when LAST_REQUESTS_S are over. Raises if the answer has begun
+            await json_line(self._error("the server has stopped", 503), 503)(scope, receive, send)
 
     async def read(self, request: Request, most: int) -> bytes:
         """The body of a request, of at most this many bytes. Raises HTTPException."""
@@ -172,12 +182,20 @@ class Server:
     async def _refused(self, _request: Request, error: Exception) -> Response:
         if not isinstance(error, HTTPException):  # the client left
             return Response(status_code=400)
-        return json_line(self._error(error.detail), error.status_code, error.headers)
+        return json_line(self._error(error.detail, error.status_code), error.status_code, error.headers)
 
     async def _failed(self, _request: Request, error: Exception) -> Response:
         # For example out of memory: the next request may be smaller, so the server continues.
         traceback.print_exception(error)
-        return json_line(self._error(f"the model failed ({type(error).__name__}); see the server's log"), 500)
+        return json_line(self._error(f"the model failed ({type(error).__name__}); see the server's log", 500), 500)
+
+
+class _Connection(H11Protocol):
+    """A connection that is closed after IDLE_S without a first request. uvicorn does so only between two requests."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(IDLE_S, lambda: None if self.cycle else transport.close())
 
 
 class Left(Exception):
@@ -224,7 +242,9 @@ class ModelThread:
             result.cancel()
 
     async def run(self, work: Callable[[Put], T]) -> T:
-        result: T = [piece async for piece in self.stream(work)][-1]
+        async for piece in self.stream(work):
+            last = piece  # the others are not kept: a reply puts its whole text after each token
+        result: T = last
         return result
 
     def _work(self) -> None:

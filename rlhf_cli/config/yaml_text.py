@@ -402,3 +402,9 @@ def dump_config(config: BaseModel) -> str:
     """``config`` as YAML text: every field in schema order. :func:`load_config` reads it back as equal."""
     values = config.model_dump(mode="json", round_trip=True)
     return yaml.dump(values, Dumper=Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=100)
+
+
+def as_override(key: str, text: str) -> str:
+    """The override that sets a key to this text, in quotes if YAML would read something else."""
+    written = yaml.dump(text, Dumper=Dumper, allow_unicode=True, width=math.inf)
+    return f"{key}={written.strip().removesuffix('...').rstrip()}"

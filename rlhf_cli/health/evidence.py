@@ -120,7 +120,7 @@ def read_evidence(root: Path) -> Evidence:
     figures: dict[str, float] = {}
     settings: dict[str, Any] = {}
     for stage, data in run.stages.items():
-        config = load_stage_config(stage, data.directory / "config.yaml", [f"artifacts={root}"])
+        config = load_stage_config(stage, data.directory / "config.yaml")
         settings |= flat(config.model_dump(mode="json"), stage)
         rows = list(rows_of(data.directory / "metrics.jsonl"))
         figures |= _of_manifest(stage, data)

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -35,6 +36,9 @@ CGROUP = Path("/sys/fs/cgroup/cpu.max")
 
 
 def set_up_process() -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # the shell closed it, as in `rlhf status >&-`
+            setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     # OMP_WAIT_POLICY is the other way to choose how threads wait; a spin count would override it.

@@ -32,9 +32,9 @@ def exit_code(work: Callable[[], object]) -> int:
         if error.errno != errno.ENAMETOOLONG:
             raise
         return _end(2, f"error: {str(error.filename)[:80]}...: the name is too long. Shorten it")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         if is_first:
-            say("interrupted; finished stages and the last checkpoint are intact", error=True)
+            say(str(stop) or "interrupted", error=True)
         return 130
     except Exception:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import rich.console
@@ -154,6 +155,15 @@ class Display:
             message = one.message.partition(". ")[0].removesuffix(".")
             lines += [f"  {one.name}, {one.when(unit_of(self.stage))}: {message}.", f"    To try: {one.advice}"]
         self._print("\n".join(lines), "yellow")
+
+    @contextmanager
+    def counting(self, total: int, unit: str, done: int = 0) -> Iterator[None]:
+        """`begin`, and `end` also after an error or Ctrl-C, so that the terminal has its cursor again."""
+        self.begin(total, unit, done)
+        try:
+            yield
+        finally:
+            self.end()
 
     def end(self) -> None:
         if self._live is not None:

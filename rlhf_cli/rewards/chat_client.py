@@ -18,7 +18,7 @@ class OptionNames:
 
     server: str = "--server"
     key: str = "--api-key-env"
-    after_failure: str = "Rows written so far are kept; run the same command to resume"
+    after_failure: str = "Rows written so far are kept; run the same command without --restart to resume"
     """The advice after the server failed."""
 
 

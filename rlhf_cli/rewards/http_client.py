@@ -19,6 +19,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
+from datetime import UTC
 from typing import Any, TypeVar
 from urllib.parse import quote, quote_plus, urlsplit
 
@@ -79,13 +80,17 @@ class JSONClient:
         headers = {"Content-Type": "application/json"}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
-        http = httpx2.AsyncClient(
-            headers=headers,
-            timeout=None,  # `_attempt` limits the whole request
-            limits=httpx2.Limits(max_connections=None),  # `concurrency` limits them
-            follow_redirects=False,
-            trust_env=not is_loopback(urlsplit(self.url).hostname or ""),
-        )
+        try:
+            http = httpx2.AsyncClient(
+                headers=headers,
+                timeout=None,  # `_attempt` limits the whole request
+                limits=httpx2.Limits(max_connections=None),  # `concurrency` limits them
+                follow_redirects=False,
+                trust_env=not is_loopback(urlsplit(self.url).hostname or ""),
+            )
+        except (OSError, ValueError, ImportError, httpx2.InvalidURL) as error:
+            found = "a proxy (ALL_PROXY, HTTPS_PROXY, HTTP_PROXY) or SSL_CERT_FILE of the environment cannot be used"
+            raise ConfigError(f"{found}: {str(error).partition('. ')[0]}. Change or unset it") from None
 
         async def run() -> list[T]:
             async with http as self._http:
@@ -219,7 +224,8 @@ def retry_after(value: str | None) -> float:
     if text.isascii() and text.isdigit():
         return float(text[:9])
     try:
-        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+        date = email.utils.parsedate_to_datetime(text)
+        return max(0.0, date.replace(tzinfo=date.tzinfo or UTC).timestamp() - time.time())
     except (ValueError, OverflowError):
         return 0.0
 

@@ -34,6 +34,8 @@ from rlhf_cli.processes.sharding import device_of
 from rlhf_cli.processes.threads import in_threads, is_large
 from rlhf_cli.seeding import generator
 
+LEAST_TEMPERATURE = 1e-6
+"""The inverse of a much lower one overflows float32, and every probability would be NaN."""
 REFILL = 0.25
 """Waiting prompts enter once this share of max_live_rows is free: reading many together costs less per prompt."""
 BLOCK = 64  # tokens per block of the two-level cumulative sum in `draw`
@@ -122,7 +124,7 @@ def sampling_of(rollout: Rollout, policy: PreTrainedModel, tokenizer: PreTrained
                 "rollout.stop_strings"
             )
     return Sampling(
-        temperature=rollout.temperature,
+        temperature=max(rollout.temperature, LEAST_TEMPERATURE),
         top_k=rollout.top_k,
         top_p=rollout.top_p,
         min_p=rollout.min_p,

@@ -18,7 +18,15 @@ from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.errors import DataError
 from rlhf_cli.models.forward import autocast, positions
 from rlhf_cli.processes.sharding import device_of
-from rlhf_cli.rollout.sampling import Response, Sampling, response_text, sample, sampling_of, stop_string_start
+from rlhf_cli.rollout.sampling import (
+    LEAST_TEMPERATURE,
+    Response,
+    Sampling,
+    response_text,
+    sample,
+    sampling_of,
+    stop_string_start,
+)
 
 
 @dataclass(frozen=True)
@@ -179,10 +187,11 @@ class Speaker:
         return cls.of(rollout, model, tokenizer, config.precision, form)
 
     def at(self, temperature: float | None) -> Speaker:
-        """The speaker at another temperature; 0 is greedy, None its own."""
+        """The speaker at another temperature; 0, or one too low to divide by, is greedy, None its own."""
         if temperature is None:
             return self
-        changes = {"temperature": temperature} if temperature else {"temperature": 1.0, "top_k": 1}
+        is_greedy = temperature < LEAST_TEMPERATURE
+        changes = {"temperature": 1.0, "top_k": 1} if is_greedy else {"temperature": temperature}
         return replace(self, sampling=replace(self.sampling, **changes))  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------------------------------- prompts

@@ -19,6 +19,7 @@ from typing import NoReturn
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.ppo import ENDS, PPOConfig, Requirement
 from rlhf_cli.config.stage import Stage
+from rlhf_cli.config.yaml_text import as_override
 from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrupted, RunError
 from rlhf_cli.files import KNOWN_FILE, known_digests, learn_digests
 from rlhf_cli.printing import say
@@ -159,7 +160,7 @@ def _reason_to_run(stage: str, config: Stage, *, restart: bool) -> str | None:
     if "config.seed" in changed and not restart and not is_unfinished:
         others = [key.removeprefix("config.") for key in changed if key != "config.seed"]
         differs = f"; {', '.join(others[:4])} {'differ' if len(others) > 1 else 'differs'} too" if others else ""
-        own = shlex.quote(f"artifacts={config.artifacts}-{{seed}}")
+        own = shlex.quote(as_override("artifacts", f"{config.artifacts}-{{seed}}"))
         raise ConfigError(
             f"seed: {directory} is finished with seed {manifest.seed}, and a run with seed {config.seed} would replace "
             f"it{differs}. To keep both, give each seed its own directory: --set {own}. To replace the finished one, "
@@ -198,6 +199,9 @@ def explained(config_path: str | Path, root: str, overrides: Sequence[str] = ())
             raise
         rebuild = _command_for(error.stage, error.root, config_path, overrides)
         raise ArtifactError(f"{error}. To rebuild: {rebuild} --restart") from None
+    except KeyboardInterrupt as stop:
+        stop.args = ("interrupted; finished stages and the last checkpoint are intact",)
+        raise
     except OSError as error:
         if error.errno in FULL_OR_UNWRITABLE:
             raise ArtifactError(
@@ -211,12 +215,12 @@ def _command_for(stage: str, root: str, config_path: str | Path, given: Sequence
     """The command that builds a missing stage at `root`, where the stage of `config_path` will look for it."""
     path = Path(config_path).parent / f"{stage}.yaml"
     if not path.is_file():
-        return command(stage, "--config", f"YOUR_{stage.upper()}.yaml", "--set", f"artifacts={root}")
+        return command(stage, "--config", f"YOUR_{stage.upper()}.yaml", "--set", as_override("artifacts", root))
     keys = {text: text.partition("=")[0].strip() for text in given}
     overrides = [text for text in given if keys[text] in SHARED_KEYS]
     with contextlib.suppress(ConfigError):
         if Path(load_stage_config(stage, path, overrides).artifacts) != Path(root):
-            overrides = [*(text for text in overrides if keys[text] != "artifacts"), f"artifacts={root}"]
+            overrides = [*(text for text in overrides if keys[text] != "artifacts"), as_override("artifacts", root)]
     return command(stage, "--config", str(path), *set_options(overrides))
 
 

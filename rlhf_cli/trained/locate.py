@@ -69,8 +69,8 @@ def locate(
     else:
         if is_model(path):
             return None
-    finished = finished_stages(root, stage)
-    stage = stage or next((name for name in default if name in finished), default[-1])
+    finished = (name for name in default if read_manifest(stage_directory(root, name)) is not None)
+    stage = stage or next(finished, default[-1])
     finished_stages(root, stage)
     return StageModel(root, stage)
 

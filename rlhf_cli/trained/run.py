@@ -101,7 +101,8 @@ def open_run(root: Path, *, stage: str | None, device: torch.device, seed: int) 
     configs = {}
     for name in finished_stages(root, stage):
         path = stage_directory(root, name) / "config.yaml"
-        base = working_directory(load_stage_config(name, path).artifacts, root)
-        config = load_stage_config(name, path, [f"artifacts={root}"])  # the directory may have been moved since
+        config = load_stage_config(name, path)
+        base = working_directory(config.artifacts, root)
+        config = config.model_copy(update={"artifacts": str(root)})  # the directory may have been moved since
         configs[name] = config if base is None else _seen_from(base, config)
     return Run(root, device, seed, configs.get("sft"), configs.get("rm"), configs.get("ppo"))  # type: ignore[arg-type]

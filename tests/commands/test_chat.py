@@ -3,7 +3,10 @@
 import errno
 import json
 import os
+import pty
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -180,6 +183,7 @@ def test_a_conversation_survives_bad_input(finished, tmp_path):
         "/set temperature warm",
         "/set temperature -1",
         "/set max_new_tokens 0",
+        "/set seed " + "1" * 5000,
         "/set top 1",
         "/system be kind",
         "/save",
@@ -232,6 +236,25 @@ def test_bytes_that_are_no_text_and_long_lines_are_messages(chat_model, read_pro
     assert len(texts) == 3
     assert texts[1].endswith("<user>/x\n<assistant>")
     assert texts[2].endswith("<user>one\ntwo\n<assistant>")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_may_send_bytes_that_are_no_text(chat_model, is_terminal):
+    """Only replies go to stdout."""
+    keyboard, terminal = pty.openpty()
+    arguments = [sys.executable, "-m", "rlhf_cli", "chat", str(chat_model), "--max-new-tokens", "2"]
+    out = terminal if is_terminal else subprocess.PIPE
+    with subprocess.Popen(arguments, stdin=terminal, stdout=out, stderr=subprocess.PIPE) as process:
+        os.close(terminal)
+        os.write(keyboard, b"\xff tent\n/set max_new_tokens 1000000000000\nthe lamp\n/history\n/exit\n")
+        try:
+            stdout, stderr = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    os.close(keyboard)
+    assert (process.returncode, b"Traceback" in stderr) == (0, False)
+    assert "user: \ufffd tent".encode() in stderr
+    assert is_terminal or (stderr.count(b"> ") >= 4 and b"> " not in stdout and b"user: " not in stdout)
 
 
 def test_what_is_not_there_gets_one_line(finished, chat_model, tmp_path):

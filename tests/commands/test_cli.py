@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import termios
+from unittest import mock
 
 import pytest
 
+from rlhf_cli.commands import init
 from rlhf_cli.commands import pipeline as pipeline_module
 from rlhf_cli.printing import say
 from rlhf_cli.program import program
@@ -206,6 +208,11 @@ def test_interrupted(project):
     assert digests(project) == before
     shown = " ".join(rlhf("status", str(project / "run")).stdout.split())
     assert "a new run of it is interrupted" in " ".join(shown.split())
+
+
+def test_an_interrupted_command_without_a_stage_speaks_of_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(init, "_files", mock.Mock(side_effect=KeyboardInterrupt))
+    assert rlhf("init", tmp_path / "new", code=130).stderr == "interrupted\n"
 
 
 def test_a_foreign_stages_package_is_refused(tmp_path):

@@ -309,7 +309,9 @@ def test_a_finished_file_is_unchanged_and_more_rows_are_appended(make_model, pro
 def test_a_server_that_dies_and_comes_back_gives_every_row_once(prompts, tmp_path):
     out = tmp_path / "out.jsonl"
     with ChatServer(lambda call: (200, {}, completion(f"x {call.text}")) if call.number < 11 else None) as server:
-        with pytest.raises(RunError, match=r"prompts.jsonl:\d+: http\S+ sent no valid .* same command to resume"):
+        with pytest.raises(
+            RunError, match=r"prompts.jsonl:\d+: http\S+ sent no valid .* same command without --restart to resume"
+        ):
             run(prompts, "demonstrations", out, remote(server))
     written = read_jsonl(out)
     assert 8 <= len(written) <= 11
@@ -384,8 +386,10 @@ def test_files_of_other_programs_are_never_overwritten(make_model, prompts, tmp_
     assert mine.read_text() == '{"precious": 1}\n'
     link = tmp_path / "link.jsonl"
     link.symlink_to(mine)
-    with pytest.raises(ArtifactError, match="cannot be written"):
-        run(prompts, "demonstrations", link, writer, restart=True)
+    (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
+    for one in (link, tmp_path / "loop.jsonl"):
+        with pytest.raises(ArtifactError, match=f"{one}: is a link. Give the file itself$"):
+            run(prompts, "demonstrations", one, writer, restart=True)
     assert mine.read_text() == '{"precious": 1}\n'
     (tmp_path / "folder.jsonl").mkdir()
     refused = [
@@ -432,25 +436,37 @@ def test_two_writers_of_one_file_are_refused(prompts, tmp_path):
     assert len(read_jsonl(out)) == 21
 
 
-def test_ctrl_c_says_how_to_resume(prompts, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "restart", "said"),
+    [
+        (10, False, "interrupted: 8 rows are in OUT. Run the same command to resume"),
+        (10, True, "interrupted: 8 rows are in OUT. Run the same command without --restart to resume"),
+        (1, True, "interrupted before the first row. Run the same command to resume"),
+    ],
+)
+def test_ctrl_c_says_how_to_resume(number, restart, said, prompts, tmp_path):
+    """With --restart the same command would discard the rows. Before its first row, earlier ones are kept."""
     test_is_over = threading.Event()
 
     def interrupt(call):
-        if call.number == 10:
+        if call.number == number:
             os.kill(os.getpid(), signal.SIGINT)
             test_is_over.wait(120)
         return 200, {}, completion("x")
 
     out = tmp_path / "out.jsonl"
+    if restart:
+        with ChatServer(lambda _: (200, {}, completion("old"))) as server:
+            run(prompts, "demonstrations", out, remote(server), num=3)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # Background jobs are started without.
     try:
-        with ChatServer(interrupt) as server, pytest.raises(Interrupted, match=r"interrupted: 8 rows are in") as stop:
-            run(prompts, "demonstrations", out, remote(server))
+        with ChatServer(interrupt) as server, pytest.raises(Interrupted) as stop:
+            run(prompts, "demonstrations", out, remote(server), restart=restart)
     finally:
         test_is_over.set()
         signal.signal(signal.SIGINT, before)
-    assert stop.value.exit_code == 130
-    assert len(read_jsonl(out)) == 8
+    assert (stop.value.exit_code, str(stop.value)) == (130, said.replace("OUT", str(out)))
+    assert [row["response"] for row in read_jsonl(out)] == (["x"] * 8 if number == 10 else ["old"] * 3)
 
 
 def test_an_interrupted_restart_leaves_no_settings(make_model, prompts, tmp_path, monkeypatch):
@@ -490,6 +506,15 @@ def test_the_command_reports_its_result(prompts, tmp_path, monkeypatch):
     assert refused.output.startswith("error: ")
     everything = done.output + refused.output + "".join(p.read_text() for p in tmp_path.iterdir())
     assert KEY not in everything
+
+
+@pytest.mark.parametrize("task", ["demonstrations", "prompts"])
+def test_a_terminal_has_its_cursor_again_after_an_error(task, prompts, tmp_path, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with ChatServer(lambda _: (401, {}, b"")) as server:
+        arguments = ["--task", task, "--out", str(tmp_path / "out.jsonl"), "--num", "5", "--server", server.url]
+        shown = rlhf("data", "generate", prompts, *arguments, "--model", "some", code=1).stdout
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,13 @@ from typer.testing import CliRunner
 from rlhf_cli.cli import app
 from rlhf_cli.commands import generate as module
 from rlhf_cli.commands.generate import Generator, ResponseOptions, generate
+from rlhf_cli.config.rewards import FunctionReward, NamedReward
 from rlhf_cli.data.records import Record
 from rlhf_cli.errors import ArtifactError, ConfigError, RunError, UserError
 from rlhf_cli.models.load import load_tokenizer
 from rlhf_cli.processes import distributed, launcher
-from rlhf_cli.trained.model import find_model
+from rlhf_cli.rewards.sources import load_rewards
+from rlhf_cli.trained.model import RewardSet, find_model
 from support.paths import ROOT
 from support.projects import rlhf
 from support.tiny import CPU, read_jsonl, write_jsonl
@@ -217,6 +219,26 @@ def test_wrong_options_are_one_line_and_write_nothing(run, prompts, tmp_path, ma
         write(directory, prompts, tmp_path / "out.jsonl", **settings)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_shard_without_rows_is_an_empty_file(run, prompts, tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert len(write(run, prompts, out, num=3, shard="3/4")) == 1
+    assert write(run, prompts, out, num=3, shard="4/4", restart=True) == []
+    assert contents(out) == (b"", b"")
+    with pytest.raises(RunError, match="no row was written; 1 dropped"):
+        write(run, prompts, tmp_path / "dropped.jsonl", num=5, shard="5/5")
+
+
+def test_notes_and_failures_of_the_rewards_are_shown(run, prompts, tmp_path, monkeypatch):
+    (tmp_path / "f.py").write_text("def f(prompts, responses, rows):\n    return [1.0] * (len(rows) - 1) + [None]\n")
+    own = FunctionReward(type="function", function=f"{tmp_path}/f.py:f", on_error="zero")
+    rewards = RewardSet([NamedReward("rewards.0", "f", own)])
+    monkeypatch.setattr(RewardSet, "load", lambda self, *a: (load_rewards(self.rewards, "", *a)[0], ["a note"]))
+    monkeypatch.setattr(ResponseOptions, "rewards", lambda *_: rewards)
+    shown = " ".join(rlhf("generate", run, "--prompts", prompts, "--out", tmp_path / "out.jsonl").stdout.split())
+    assert "generate: a note" in shown
+    assert "generate: warning: f: 1 scores failed and counted as 0.0. First failure: " in shown
 
 
 def test_the_command_says_what_it_wrote(run, prompts, tmp_path):

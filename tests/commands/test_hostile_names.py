@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -13,12 +14,14 @@ from pydantic import BaseModel, TypeAdapter
 
 from rlhf_cli.config.by_stage import CONFIGS, load_stage_config
 from rlhf_cli.config.explain import alternatives
+from rlhf_cli.config.yaml_text import as_override
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.printing import printable, say
 from rlhf_cli.report.progress import Console, Display
+from rlhf_cli.trained.run import open_run
 from support.paths import ROOT
 from support.projects import rlhf
-from support.tiny import write_jsonl
+from support.tiny import CPU, write_jsonl
 
 ESCAPE = "\x1b[2J\x1b]0;title\x07\x9b31m\r"
 """Clears the screen, sets the title, rings, colours, and returns to the start of the line."""
@@ -109,6 +112,19 @@ def test_a_name_that_is_too_long_is_one_line(line, tmp_path, monkeypatch):
     assert LONG[:40] in result.stderr
 
 
+@pytest.mark.parametrize("name", ["2024", "run #1", "r-{seed}", "r-{x}", "a: b", "true", " lead"])
+def test_the_directory_of_a_run_may_have_any_name(name, finished, tmp_path, monkeypatch):
+    """Also one that YAML would read as a number, a mapping or a comment."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).symlink_to(finished / "run")
+    run = open_run(Path(name), stage=None, device=CPU, seed=0)
+    assert {config.artifacts for config in (run.sft, run.rm, run.ppo)} == {name}
+    rlhf("export", name, "--out", "exported", "--no-check", "--quiet")
+    assert "Try: " in rlhf("diagnose", name, code=2).stdout
+    if "{" not in name:  # braces in a config name other keys
+        assert load_stage_config("sft", finished / "sft.yaml", [as_override("artifacts", name)]).artifacts == name
+
+
 def test_named_pipes_do_not_block(project, tmp_path):
     """Nothing ever writes into these pipes, so opening one the usual way would never return."""
     run = project / "run"
@@ -141,6 +157,22 @@ def test_the_pipe_of_a_shell_is_a_config(project):
     shell = f"{sys.executable} -m rlhf_cli config check --stage sft <(cat {project}/sft.yaml)"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("config show sft.yaml >&-", 0),
+        ("status nowhere 2>&-", 2),
+        ("rm score run pref.jsonl --quiet >&- <&-", 0),
+        ("chat run <&- >&-", 0),
+    ],
+)
+def test_closed_standard_streams_are_like_dev_null(arguments, code, finished, tmp_path):
+    shell = f"cd {finished} && {sys.executable} -m rlhf_cli {arguments}"
+    with (tmp_path / "output").open("w+") as output:
+        done = subprocess.run(["bash", "-c", shell], stdout=output, stderr=output, check=False)
+        assert (done.returncode, "Traceback" in (tmp_path / "output").read_text()) == (code, False)
 
 
 # ------------------------------------------------------------------------------------------ configs

@@ -147,6 +147,9 @@ def test_the_blank_template_is_valid_in_any_folder(folder):
     assert init(folder, "blank").exit_code == 0
     rlhf("config", "check", folder)
     assert load_stage_config("ppo", f"{folder}/ppo.yaml").sources["train"].path == f"{folder}/data/prompts.jsonl"
+    first = Path(f"{folder}/sft.yaml").read_text(encoding="utf-8").splitlines()[0]
+    command = shlex.split(first.removeprefix("# ").partition("(")[0])
+    assert command == ["rlhf", "sft", f"{folder}/sft.yaml"], "it can be pasted"
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +185,6 @@ def test_the_bilingual_prompts_are_answered_and_labelled_as_the_template_says(ra
     """By the two commands in the comments of sft.yaml."""
     comments = (ran / "with space/sft.yaml").read_text(encoding="utf-8").replace("\\\n# ", "")
     generate, label = re.findall(r"#   rlhf ((?:data generate|label) .*?)  +#", comments)
-    generate, label = (line.replace("with space", "'with space'") for line in (generate, label))
     rlhf(*shlex.split(generate))
     text = (ran / "with space/samples.jsonl").read_text(encoding="utf-8")
     prompts = [row["prompt"] for row in read_jsonl(ran / "with space/data/prompts.jsonl")]

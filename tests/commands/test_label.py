@@ -149,6 +149,9 @@ def test_a_run_that_is_killed_in_a_line_resumes_with_the_same_pair(source, ask, 
         assert shown == every[lines:]
         assert contents(out) == contents(expected)
         ask("", source, out, num=10, restart=True)
+        assert contents(out) == contents(expected), "a restart that is ended before its first answer discards nothing"
+        for path in tmp_path.glob("out.*"):
+            path.unlink()
     [first, *_] = ask("q", source, out)
     assert first == every[0]
 
@@ -254,6 +257,11 @@ def test_the_summary_says_who_won_once_all_pairs_have_an_answer(source, ask, tmp
     reading = capsys.readouterr().err
     assert "2 of 5 pairs: preferences 2, ties 0, skipped 0" in reading
     assert "was better than" not in reading, "the labeller may resume, so the result stays hidden"
+    assert "run the same command without --restart to resume" in reading
+    ask("", source, out, num=5, restart=True)
+    reading = capsys.readouterr().err
+    assert f"no answer, {out} is as it was before" in reading
+    assert "run the same command to resume" in reading
     ask(keys[2:], source, out, num=5)
     reading = capsys.readouterr().err
     assert "`response` was better than `sft_response` in 4.5 of 5 (90.0 %" in reading

@@ -3,7 +3,9 @@
 import http.client
 import json
 import math
+import os
 import re
+import shutil
 import signal
 import socket
 import threading
@@ -269,6 +271,14 @@ def test_a_request_beyond_the_open_connections_gets_503(reward_model, monkeypatc
         assert at.server.listener.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), "vanished clients are noticed"
 
 
+@pytest.mark.parametrize("sent", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+def test_a_connection_without_a_whole_request_is_closed(reward_model, monkeypatch, sent):
+    monkeypatch.setattr(serving, "IDLE_S", 1)
+    with served(reward_model) as at, socket.create_connection(("127.0.0.1", at.port), timeout=GUARD_S) as idle:
+        idle.sendall(sent)
+        assert (b'{"status": "ok"}' in b"".join(iter(lambda: idle.recv(65536), b""))) == (len(sent) > 9)
+
+
 @pytest.mark.parametrize("key", ["query", "prompts"])
 def test_a_text_that_is_too_long_is_refused_before_it_is_tokenised(small, monkeypatch, key):
     monkeypatch.setattr(rm_serve, "MAX_TEXT_LENGTH", 1000)
@@ -286,13 +296,40 @@ def test_stopping_waits_for_the_model_only_for_a_limited_time(reward_model, monk
     monkeypatch.setattr(serving, "LAST_REQUESTS_S", 1)
     with served(reward_model) as at, busy_model(at.server):
         data = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 16\r\n\r\n" + json.dumps(QUERY).encode()
-        asks = threading.Thread(target=talk, args=(at.port, data))
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(talk, at.port, data)
+            until(lambda: at.server.model.num_waiting == 1)
+            at.server.stop()
+            at.thread.join(GUARD_S)
+            assert not at.thread.is_alive()
+            assert asked.result() == (503, '{"error": "the server has stopped"}\n')
+
+
+def test_a_second_signal_ends_the_server_at_once(reward_model, monkeypatch):
+    monkeypatch.setattr(serving, "LAST_REQUESTS_S", 10 * GUARD_S)
+    server = rm_serve.RewardServer(RewardServerOptions(str(reward_model), port=0))
+
+    def ask_and_interrupt():
+        data = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 16\r\n\r\n" + json.dumps(QUERY).encode()
+        asks = threading.Thread(target=talk, args=(server.port, data))
         asks.start()
-        until(lambda: at.server.model.num_waiting == 1)
-        at.server.stop()
-        at.thread.join(GUARD_S)
-        assert not at.thread.is_alive()
+        until(lambda: server.model.num_waiting == 1)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            until(lambda: server._uvicorn.should_exit)
         asks.join(GUARD_S)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with busy_model(server), ThreadPoolExecutor(1) as pool:
+            done = pool.submit(ask_and_interrupt)
+            started = time.monotonic()
+            server.run_until_signal("serving")
+            assert time.monotonic() - started < GUARD_S
+            done.result()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def test_a_failing_model_is_status_500_and_the_server_continues(reward_model, capfd):
@@ -309,6 +346,17 @@ def test_a_failing_model_is_status_500_and_the_server_continues(reward_model, ca
         status, answer, _ = ask(at.port, QUERY)
         assert status == 500
         assert "response 1: returned nan" in answer["error"]
+
+
+def test_a_text_that_the_template_refuses_is_status_422(reward_model, tmp_path):
+    """A client would send it again after a status 500."""
+    model = shutil.copytree(reward_model / "model", tmp_path / "model")
+    template = "{% for m in messages %}{{ raise_exception('no') if 'bad' in m.content else m.content }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    with served(model, template="chat") as at:
+        assert ask(at.port, QUERY)[0] == 200
+        status, answer, _ = ask(at.port, {"query": ["good", "bad"]})
+    assert (status, "response 2: its chat template failed: no" in answer["error"]) == (422, True)
 
 
 def test_concurrent_requests_get_their_own_scores(reward_model):
@@ -386,7 +434,8 @@ REFUSED = {
     "no such token": (["--token-env", "RLHF_NO_TOKEN"], "the environment variable RLHF_NO_TOKEN is not set"),
     "no such address": (["--host", "127.0.0.1.2", "--token-env", "HOME"], "cannot be bound"),
     "bad template": (["--template", "x"], "--template: must be `chat` or contain"),
-    "label": (["--label", "good"], "the model has a single score"),
+    "label": (["--label", "good"], "error: --label: the model has a single score"),
+    "no chat template": (["--template", "chat"], "error: --template: is chat, but the tokenizer"),
     "device": (["--device", "cuda"], "torch finds no GPU"),
 }
 

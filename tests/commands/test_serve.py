@@ -1,20 +1,26 @@
 """`rlhf serve`: a model of ours by OpenAI's client."""
 
 import asyncio
+import itertools
 import json
 import re
 import socket
 import threading
+import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import httpx2
 import openai
 import pytest
+from starlette.exceptions import HTTPException
 
 from rlhf_cli.commands.serve import ChatAPI, _TextAsk, name_of, parse
-from rlhf_cli.commands.serving import bind
+from rlhf_cli.commands.serving import ModelThread, bind
+from rlhf_cli.config.ppo import Rollout
 from rlhf_cli.data.records import Message
+from rlhf_cli.rollout.sampling import sampling_of
 from rlhf_cli.rollout.speaker import PromptForm
 from rlhf_cli.trained.locate import StageModel, locate
 from support import crash
@@ -60,7 +66,13 @@ async def text_of(chunks):
     return "".join(pieces)
 
 
-def test_replies_are_those_of_the_chat_and_end_where_its_settings_say(model):
+def test_replies_are_those_of_the_chat_and_end_where_its_settings_say(model, monkeypatch):
+    clock = itertools.count(1)
+    monkeypatch.setattr(time, "time", lambda: float(next(clock)))
+
+    def failing(*_):
+        raise HTTPException(503, "128 requests are waiting")
+
     messages = [{"role": "user", "content": "the tent"}]
 
     def shown(text):
@@ -69,6 +81,8 @@ def test_replies_are_those_of_the_chat_and_end_where_its_settings_say(model):
     def greedy(longest):
         return shown(chat_reply(model, [Message("user", "the tent")], temperature=0, max_new_tokens=longest).text)
 
+    lowest = sampling_of(Rollout(temperature=1e-45), model.model, model.tokenizer).temperature
+    assert lowest == 1e-6, "its inverse is a float32"
     found = re.search("[!-~]{2}", greedy(40)[3:])
     stop = found.group()
 
@@ -80,11 +94,21 @@ def test_replies_are_those_of_the_chat_and_end_where_its_settings_say(model):
         answer = await client.chat.completions.create(model="mine", messages=messages, temperature=0)
         assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 12)
         for stream in (False, True):
-            assert await reply(temperature=0, stream=stream) == greedy(12)
+            for temperature in (0, 1e-45, 1e-7):
+                assert await reply(temperature=temperature, stream=stream, top_p=0.9) == greedy(12)
             cut = await reply(temperature=0, stream=stream, max_tokens=40, stop=stop)
             assert cut == shown(greedy(40).partition(stop)[0])
         assert await reply(seed=1) == await reply(seed=1) != await reply(seed=2)
+        stream = await client.chat.completions.create(model="mine", messages=messages, stream=True)
+        assert len({(chunk.id, chunk.created) async for chunk in stream}) == 1
         assert [one.id for one in (await client.models.list()).data] == ["mine"]
+        assert (await client.models.retrieve("mine")).id == "mine"
+        with pytest.raises(openai.NotFoundError, match="this server has mine and no other"):
+            await client.models.retrieve("owner/other")
+        monkeypatch.setattr(ModelThread, "stream", failing)
+        with pytest.raises(openai.InternalServerError) as caught:
+            await reply()
+        assert caught.value.type == "server_error"
 
     requests(model, ask)
 
@@ -97,6 +121,7 @@ def test_a_request_that_cannot_be_answered_is_status_400_in_one_line(model):
         ({"prompt": "x" * 8193}, "the prompt has 8193 characters, at most 8192 are read"),
         ({"n": 2}, "n is not supported by this server. Remove the field"),
         ({"logprobs": 3}, "logprobs is not supported"),
+        ({"logprobs": 0}, "logprobs is not supported"),
         ({"tools": [{"type": "function"}]}, "tools is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
         ({"top_p": 2}, "top_p: Input should be less than or equal to 1"),
@@ -115,8 +140,8 @@ def test_a_request_that_cannot_be_answered_is_status_400_in_one_line(model):
     wrong_chats = [
         ([], "messages: List should have at least 1 item"),
         (None, "messages: Input should be a valid list"),
-        ([user, {"role": "user", "content": None}], "messages.1.content: Input should be a valid string"),
-        ([{"role": "user", "content": [picture]}], "messages.0.content: "),
+        ([user, {"role": "user", "content": None}], "messages.1.content.0.text: Input should be a valid string"),
+        ([{"role": "user", "content": [picture]}], "messages.0.content.0.type: Input should be 'text'"),
         ([{"role": "tool", "content": "hi"}], "messages.0.role: Input should be 'system', 'developer', 'user' or"),
         ([user, {"role": "assistant", "content": "hi"}], "the last one is the assistant's"),
         ([{"role": "user", "content": "x" * 5000}] * 2, "the prompt has 10000 characters"),
@@ -144,7 +169,14 @@ def test_a_request_that_cannot_be_answered_is_status_400_in_one_line(model):
         assert (huge.status_code, "at most 4194304 are read" in huge.text) == (413, True)
         long = await client.completions.create(model="mine", prompt="the tent " * 250, max_tokens=100)
         assert long.usage.total_tokens <= 512
-        ignored = {"user": "me", "n": 1, "tools": [], "logprobs": None, "response_format": {"type": "text"}}
+        ignored = {
+            "user": "me",
+            "n": 1,
+            "tools": [],
+            "logprobs": False,
+            "presence_penalty": 0.0,
+            "response_format": {"type": "text"},
+        }
         parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}], "refusal": None}]
         body = {"model": "mine", "messages": parts, "max_tokens": 1, **ignored}
         await client.post("/chat/completions", body=body, cast_to=object)
@@ -177,6 +209,21 @@ def test_the_server_answers_others_while_the_tokenizer_works(model, monkeypatch)
         assert (await first).choices[0].message.content
 
     requests(model, ask)
+
+
+def test_a_reply_that_grows_is_held_once():
+    class Text:
+        pass
+
+    def work(put):
+        text, gone = Text(), threading.Event()
+        weakref.finalize(text, gone.set)
+        put(text)
+        del text
+        put("longer")
+        return gone.wait(30)
+
+    assert asyncio.run(ModelThread(1).run(work))
 
 
 def test_a_client_that_leaves_ends_its_response(model):

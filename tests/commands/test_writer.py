@@ -177,7 +177,8 @@ def test_bad_answers_are_retried_and_then_reported(body):
     assert failure.fatal
     assert failure.reason.startswith(f"{server.url}/chat/completions answered 200, but the answer {BAD_ANSWERS[body]}")
     assert re.search(
-        r", after 3 attempts in \d+ s\. Rows written so far are kept; run the same command to resume$", failure.reason
+        r", after 3 attempts in \d+ s\. Rows written so far are kept; run the same command without --restart",
+        failure.reason,
     )
     assert len(server.requests) == 6
     assert server.requests[0] == server.requests[5]
@@ -213,9 +214,15 @@ def test_a_very_long_retry_after_ends_the_run():
     assert len(server.requests) == 1
 
 
-def test_a_date_in_retry_after_is_waited_for_and_an_odd_one_is_not():
+def test_a_date_in_retry_after_is_waited_for_and_an_odd_one_is_not(monkeypatch):
     """A number is the function's example."""
-    assert 20 < retry_after(formatdate(time.time() + 30, usegmt=True)) <= 30
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    date = formatdate(time.time() + 30, usegmt=True)
+    assert 20 < retry_after(date) <= 30
+    assert 20 < retry_after(date.removesuffix(" GMT")) <= 30, "a date without a zone is in UTC"
+    monkeypatch.undo()
+    time.tzset()
     past, late = "Wed, 21 Oct 2015 07:28:00 GMT", "Fri, 31 Dec 9999 23:59:59 -2359"
     for odd in ("", "-5", "1e3", "nan", past, past.replace("21", "99")):
         assert retry_after(odd) == 0.0, odd
@@ -238,7 +245,7 @@ def test_a_refused_request_fails_alone(status):
         (401, "Check the key in $MY_KEY"),
         (403, "Check the key in $MY_KEY"),
         (404, "Check that --server is the base URL (often it ends in /v1) and serves a model named some-model"),
-        (405, "run the same command to resume"),
+        (405, "run the same command without --restart to resume"),
     ],
 )
 def test_a_permanent_error_stops_further_requests(status, hint, monkeypatch):

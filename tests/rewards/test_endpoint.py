@@ -347,6 +347,21 @@ def test_proxies_are_not_used_for_this_machine(scripted, monkeypatch):
     assert proxy.requests == []
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("ALL_PROXY", "socks5://127.0.0.1:1", "Using SOCKS proxy, but the 'socksio' package is not installed"),
+        ("ALL_PROXY", "ftp://127.0.0.1", "Unknown scheme for proxy URL"),
+        ("SSL_CERT_FILE", "/missing", "No such file or directory"),
+    ],
+)
+def test_an_environment_that_no_client_can_use_is_one_line(name, value, found, monkeypatch):
+    monkeypatch.setenv(name, value)
+    source = source_of({"type": "http", "url": "https://example.org/get_reward"})
+    with pytest.raises(ConfigError, match=rf"of the environment cannot be used: .*{found}[^\n]*\. Change or unset it$"):
+        source.score(batch(["x"]))
+
+
 def test_a_row_without_the_label_is_named_before_training(scripted):
     source = asks(scripted(lengths), label_column="answer")
     with pytest.raises(DataError, match="x:2: reward http: its row has no column 'answer'; it has n"):
