@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -43,6 +44,7 @@ class Lock:
         self.path = lock_path(root, stage)
         self.stage = stage
         self._file: IO[str] | None = None
+        _locks.add(self)
 
     def acquire(self) -> str:
         """Take the lock, and return a warning for the user, or "". Raises ArtifactError if another process holds it.
@@ -102,6 +104,20 @@ class Lock:
             self._file = None
 
 
+_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _in_a_child() -> None:
+    """Let go of the locks in a child process of the user's code, which may live longer than a run that is killed."""
+    for lock in _locks:
+        if lock._file is not None:
+            lock._file.close()
+            lock._file = None
+
+
+os.register_at_fork(after_in_child=_in_a_child)
+
+
 def lock_path(root: str | Path, stage: str) -> Path:
     return Path(root) / f".{stage}.lock"
 
@@ -140,14 +156,14 @@ def _is_alive(owner: Owner | None) -> bool:
 def _try_lock(file: IO[str]) -> bool:
     """Whether the lock was free, and is taken now. Raises OSError if the file system has no locks."""
     # Several attempts, because `owner_of` in another process holds a shared lock for an instant.
-    for attempts_left in (4, 3, 2, 1, 0):
+    for pause in (0.1, 0.1, 0.1, 0.1, 0):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except OSError as error:
             if error.errno not in HELD:
                 raise
-            time.sleep(0.1 if attempts_left else 0)
+            time.sleep(pause)
     return False
 
 

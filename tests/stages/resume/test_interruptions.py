@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -115,6 +116,20 @@ def test_a_second_start_of_a_running_stage_is_refused(config_in, finish, tmp_pat
     assert re.search("interrupted saved after step [24] of .; run the same command to resume", words(status(tmp_path)))
     assert re.search("resuming after step [24]", finish(arguments))
     assert "finished" in status(tmp_path)
+
+
+def test_a_process_of_the_users_code_does_not_hold_the_lock(tmp_path):
+    """One of a pool in a reward function lives on if the run is killed."""
+    lock = Lock(tmp_path, "ppo")
+    lock.acquire()
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    child.start()
+    try:
+        assert owner_of(tmp_path, "ppo").pid == os.getpid()
+        lock._file.close()  # as the end of this process does
+        crash.wait_for(lambda: owner_of(tmp_path, "ppo") is None, 30)
+    finally:
+        child.kill()
 
 
 def test_status_never_takes_the_lock(tmp_path, monkeypatch):
