@@ -60,7 +60,7 @@ from rlhf_cli.data.answers import (
     labelled_pairs,
     require_labels,
 )
-from rlhf_cli.data.batches import Budget, deal
+from rlhf_cli.data.batches import Budget, own_share
 from rlhf_cli.data.cache import tokenise
 from rlhf_cli.data.encode import require_eos
 from rlhf_cli.data.splits import Drawn, HeldOutRows, held_out_rows
@@ -388,8 +388,7 @@ def _num_tokens(item: Item, model: PreTrainedModel) -> int:
 
 
 def _share(batch: list[Item], world: World) -> list[Item]:
-    """This process's share of a batch. The shares have about the same number of tokens."""
-    return [batch[i] for i in deal([sum(map(len, item.sequences)) for item in batch], world.size)[world.rank]]
+    return own_share(batch, [sum(map(len, item.sequences)) for item in batch], world)
 
 
 def _loss(

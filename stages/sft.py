@@ -34,7 +34,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.losses import lm_loss
 from rlhf_cli.config.sft_rm import SFTConfig
-from rlhf_cli.data.batches import Budget, deal
+from rlhf_cli.data.batches import Budget, own_share
 from rlhf_cli.data.cache import Table, tokenise
 from rlhf_cli.data.encode import Example, RowText, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder
@@ -157,8 +157,7 @@ def _accumulate(model: PreTrainedModel, batch: list[Example], budget: Budget, pr
 
 
 def _share(batch: list[Example], world: World) -> list[Example]:
-    """This process's share of a batch. The shares have about the same number of tokens."""
-    return [batch[i] for i in deal([len(example.ids) for example in batch], world.size)[world.rank]]
+    return own_share(batch, [len(example.ids) for example in batch], world)
 
 
 def _readable(tokenizer: PreTrainedTokenizerBase, batch: list[Example]) -> list[dict[str, Any]]:
