@@ -13,7 +13,6 @@ import json
 import os
 import socket
 import time
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -44,7 +43,6 @@ class Lock:
         self.path = lock_path(root, stage)
         self.stage = stage
         self._file: IO[str] | None = None
-        _locks.add(self)
 
     def acquire(self) -> str:
         """Take the lock, and return a warning for the user, or "". Raises ArtifactError if another process holds it.
@@ -89,6 +87,8 @@ class Lock:
         now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": now}, file)
         file.flush()
+        # A child process of the user's code may live longer than a run that is killed.
+        os.register_at_fork(after_in_child=file.close)
         return warning
 
     def is_held(self) -> bool:
@@ -102,20 +102,6 @@ class Lock:
                 self.path.unlink()
             self._file.close()
             self._file = None
-
-
-_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
-
-
-def _in_a_child() -> None:
-    """Let go of the locks in a child process of the user's code, which may live longer than a run that is killed."""
-    for lock in _locks:
-        if lock._file is not None:
-            lock._file.close()
-            lock._file = None
-
-
-os.register_at_fork(after_in_child=_in_a_child)
 
 
 def lock_path(root: str | Path, stage: str) -> Path:
@@ -170,7 +156,7 @@ def _try_lock(file: IO[str]) -> bool:
 def _same_file(file: IO[str], path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except OSError:
+    except (OSError, ValueError):  # a closed file
         return False
 
 
