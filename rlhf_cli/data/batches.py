@@ -202,9 +202,9 @@ def deal(lengths: Sequence[int], num_processes: int) -> list[list[int]]:
     return hands
 
 
-def own_share(items: Sequence[T], lengths: Sequence[int], world: World) -> list[T]:
+def own_share(items: Sequence[T], length_of: Callable[[T], int], world: World) -> list[T]:
     """This process's share of a batch. The shares have about the same number of tokens."""
-    return [items[i] for i in deal(lengths, world.size)[world.rank]]
+    return [items[i] for i in deal(list(map(length_of, items)), world.size)[world.rank]]
 
 
 def ahead(make: Callable[[int], T], first: int, last: int, device: torch.device) -> Iterator[tuple[int, T]]:

@@ -109,8 +109,7 @@ def setting_of(config: AnyConfig, machine: Machine) -> Setting:
     device = machine.device if config.device == "auto" else config.device
     if (device == "cuda") != (machine.device == "cuda"):
         raise ConfigError(
-            f"device: {device}, but the plan is for {machine.name}. Set device: auto, or plan for another machine "
-            "(--gpus, --gpu-memory)"
+            f"device: {device}, but the plan is for {machine.name}. Set device: auto, or plan for another machine"
         )
     is_auto = config.precision == "auto"
     threads = config.threads or max(1, num_threads() // machine.processes)

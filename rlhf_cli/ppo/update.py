@@ -245,7 +245,7 @@ def backward_ptx(setup: Setup, step: int, gradients: GradientSum) -> dict[str, f
     size = ptx.minibatch_size or config.ppo.minibatch_size
     examples = [setup.ptx[i] for i in stream(len(setup.ptx), size, step - 1, config.seed, "ppo ptx")]
     num_tokens = sum(sum(example.loss_mask) for example in examples)  # of all processes
-    own = own_share(examples, [len(example.ids) for example in examples], setup.world)
+    own = own_share(examples, lambda example: len(example.ids), setup.world)
 
     def loss_of(rows: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
         with autocast(setup.world.device, config.precision):

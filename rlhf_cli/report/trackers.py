@@ -35,8 +35,7 @@ SECONDS_TO_CLOSE = 60.0
 LONGEST_REASON = 1000
 
 Place = tuple[int, int]
-"""The step of a row, and its number among the rows of this step in its file, from 1. A run that is resumed with another
-frequency of evaluations has other numbers of rows in a step."""
+"""The step of a row, and its number among those of the step in its file: a resume may change how many a step has."""
 Row = tuple[str, Place, dict[str, Any]]
 """Name of the file without .jsonl, place in it, and the rest of the row."""
 
@@ -73,10 +72,7 @@ class Trackers:
                 follower.rows.put((name, place, values))
 
     def close(self, status: str, seconds: float | None = None) -> None:
-        """Send the last rows and end: `status` is finished, stopped or failed. A second call does nothing.
-
-        Wait at most `seconds`, by default SECONDS_TO_CLOSE.
-        """
+        """Send the last rows and end within `seconds`, as finished, stopped or failed. A second call does nothing."""
         seconds = SECONDS_TO_CLOSE if seconds is None else seconds
         followers, self._followers = self._followers, []
         for follower in followers:
