@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from rlhf_cli.errors import EndedElsewhere, RunError
 from rlhf_cli.printing import say
+from rlhf_cli.processes.exits import INTERRUPTED
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -141,8 +142,13 @@ def connect(timeout_s: float) -> Ending:
             except RuntimeError as error:
                 return error
 
-        # It waits in C++, where this thread would not notice Ctrl-C.
-        store = in_time(find, RuntimeError("no answer"), threading.TIMEOUT_MAX)
+        try:
+            # It waits in C++, where this thread would not notice Ctrl-C.
+            store = in_time(find, RuntimeError("no answer"), threading.TIMEOUT_MAX)
+        except KeyboardInterrupt:
+            if rank == 0:
+                say(INTERRUPTED, error=True, flush=True)
+            os._exit(130)  # finalization would abort
         if isinstance(store, RuntimeError):
             _is_alone = True
             address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
