@@ -430,6 +430,7 @@ class StageRun:
 
     def publish(self, metrics: dict[str, float]) -> None:
         """Turn the directory into the finished stage; `metrics` are its final figures."""
+        self.world.barrier()  # another process may still read a model in the directory
         self.world.of_main(partial(self._publish, metrics))  # no process may start the next stage before
 
     def _publish(self, metrics: dict[str, float]) -> None:
