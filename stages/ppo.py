@@ -443,7 +443,7 @@ def _backward(
                 config.precision,
                 with_values=value_model is None,
                 with_entropy=ppo.entropy_coef != 0,
-                with_full_kl=ppo.kl_in == "loss" and ppo.kl_estimator_used == "full",
+                with_full_kl=ppo.has_full_kl_loss,
                 detach_backbone=not learns_policy,
             )
         new_logprobs = mb.pad(new.logprobs)  # [b, r]
@@ -470,7 +470,7 @@ def _backward(
         *[stepper.model for stepper in steppers if stepper is not None],
         beside=setup.models.with_weights,
         # Each pass switches the adapters off and on.
-        in_turn=ppo.kl_estimator_used == "full" and setup.models.ref_policy is None,
+        in_turn=ppo.has_full_kl_loss and setup.models.ref_policy is None,
     )
     losses = (of_policy,) if value_model is None else (of_policy, of_value_model)
     microbatches = cut_responses(setup.budget, setup.models.policy, minibatch.prompts, minibatch.responses)

@@ -60,7 +60,7 @@ from rlhf_cli.data.answers import (
     labelled_pairs,
     require_labels,
 )
-from rlhf_cli.data.batches import Budget, deal
+from rlhf_cli.data.batches import Budget, own_share
 from rlhf_cli.data.cache import tokenise
 from rlhf_cli.data.encode import require_eos
 from rlhf_cli.data.splits import Drawn, HeldOutRows, held_out_rows
@@ -223,7 +223,7 @@ def _train(
         with stage.speed.phase("step"):
             stats = _accumulate(model, batch, rows.scale, passes.budget, config, stage)
             figures = loop.update(step, stats, partial(list, map(asdict, batch)))
-        answers = [item.sequences for item in _share(batch, world)]
+        answers = [item.sequences for item in own_share(batch, _size, world)]
         lengths = [len(ids) for row in answers for ids in row]
         once = [n for row in answers for n in (0, *[common_prefix(row)] * (len(row) - 1))]  # a common prefix
         stage.speed.count("step", tokens=sum(lengths), flops=passes.work.training(lengths, 0, once))
@@ -363,7 +363,7 @@ def _accumulate(
     model: PreTrainedModel, batch: list[Item], scale: TargetScale, budget: Budget, config: RMConfig, stage: StageRun
 ) -> dict[str, float]:
     """The gradient of this process's share of a batch. Returns the statistics of the whole batch."""
-    mine = _share(batch, stage.world)
+    mine = own_share(batch, _size, stage.world)
 
     def loss_of(rows: Sequence[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         with autocast(stage.world.device, config.precision):
@@ -387,9 +387,8 @@ def _num_tokens(item: Item, model: PreTrainedModel) -> int:
     return sum(map(len, sequences)) - (len(sequences) - 1) * shared
 
 
-def _share(batch: list[Item], world: World) -> list[Item]:
-    """This process's share of a batch. The shares have about the same number of tokens."""
-    return [batch[i] for i in deal([sum(map(len, item.sequences)) for item in batch], world.size)[world.rank]]
+def _size(item: Item) -> int:
+    return sum(map(len, item.sequences))
 
 
 def _loss(

@@ -34,7 +34,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.losses import lm_loss
 from rlhf_cli.config.sft_rm import SFTConfig
-from rlhf_cli.data.batches import Budget, deal
+from rlhf_cli.data.batches import Budget, own_share
 from rlhf_cli.data.cache import Table, tokenise
 from rlhf_cli.data.encode import Example, RowText, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder
@@ -116,7 +116,7 @@ def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> Non
             with stage.speed.phase("step"):
                 loss = _accumulate(model, batch, passes.budget, config.precision, stage)
                 figures = loop.update(step, {"loss/sft": loss}, partial(_readable, tokenizer, batch))
-            mine = _share(batch, world)
+            mine = own_share(batch, lambda example: len(example.ids), world)
             lengths, targets = [len(example.ids) for example in mine], sum(sum(example.loss_mask) for example in mine)
             stage.speed.count("step", tokens=sum(lengths), flops=passes.work.training(lengths, targets))
             stage.log(step + 1, {**figures, **stage.speed.row()}, loop.shown)
@@ -140,7 +140,7 @@ def _accumulate(model: PreTrainedModel, batch: list[Example], budget: Budget, pr
     """The gradient of this process's share of a batch. Returns the loss of the whole batch."""
     world = stage.world
     num_tokens = sum(sum(example.loss_mask) for example in batch)
-    mine = _share(batch, world)
+    mine = own_share(batch, lambda example: len(example.ids), world)
 
     def loss_of(rows: Sequence[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         examples = [mine[i] for i in rows]
@@ -154,11 +154,6 @@ def _accumulate(model: PreTrainedModel, batch: list[Example], budget: Budget, pr
     stats = gradients.add(budget.cut([len(example.ids) for example in mine]), loss_of)
     gradients.receive()
     return world.sum_floats({"loss": 0.0, **totals(stats)})["loss"]
-
-
-def _share(batch: list[Example], world: World) -> list[Example]:
-    """This process's share of a batch. The shares have about the same number of tokens."""
-    return [batch[i] for i in deal([len(example.ids) for example in batch], world.size)[world.rank]]
 
 
 def _readable(tokenizer: PreTrainedTokenizerBase, batch: list[Example]) -> list[dict[str, Any]]:

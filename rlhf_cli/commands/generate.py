@@ -41,7 +41,8 @@ from rlhf_cli.commands.output import (
 )
 from rlhf_cli.config.rewards import ModelReward, NamedReward
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.processes.launcher import is_first_worker, is_worker, run_again
+from rlhf_cli.processes.environment import is_first_worker
+from rlhf_cli.processes.launcher import is_worker, run_again
 from rlhf_cli.report.progress import Display
 from rlhf_cli.run.artifacts import reward_model_stage
 

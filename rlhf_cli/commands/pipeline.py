@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from rlhf_cli.commands.rounds import Rounds, show
 from rlhf_cli.config.by_stage import AnyConfig, load_stage_config, overrides_for, split_prefix, stage_files
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.files import read_object
+from rlhf_cli.processes.environment import is_first_worker
 from rlhf_cli.program import command, set_options
 from rlhf_cli.report.page import write_report
 from rlhf_cli.report.progress import Display
@@ -65,7 +65,7 @@ def pipeline(
         option = "--pairs" if labels is None else "--labels"
         raise ConfigError(f"{option}: does nothing without --rounds. Add --rounds 2, or remove it")
     plan = Rounds.of(labels, pairs, loaded) if rounds > 1 else None
-    is_main = os.environ.get("RANK", "0") == "0"  # under torchrun every process runs this
+    is_main = is_first_worker()  # under torchrun every process runs this
     display = Display("pipeline", quiet=quiet, silent=not is_main)
     given = {"--nproc": nproc, "--rounds": rounds, "--labels": labels, "--pairs": pairs}
     again = [str(word) for option, value in given.items() if value not in (None, 1) for word in (option, value)]

@@ -179,6 +179,11 @@ class PPO(Section):
         return self.kl_estimator or ("k1" if self.kl_in == "reward" else "k2_sequence")
 
     @property
+    def has_full_kl_loss(self) -> bool:
+        """Whether each update computes the KL over the whole vocabulary."""
+        return self.kl_in == "loss" and self.kl_estimator_used == "full"
+
+    @property
     def whitens_advantages(self) -> bool:
         """`whiten_advantages`, with null replaced by the value that it stands for."""
         if self.whiten_advantages is not None:

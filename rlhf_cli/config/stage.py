@@ -167,6 +167,8 @@ class Stage(Section):
     """How the processes of a run work together (`--nproc`, `torchrun`)."""
 
     if TYPE_CHECKING:
+        from rlhf_cli.config.ppo import PPO
+
         optimizer: Optimizer  # a field of each stage: the fields of this class come first in config.yaml
 
     def rules(self) -> Iterator[str]:
@@ -195,6 +197,12 @@ class Stage(Section):
     def trained(self) -> tuple[str, TrainedModel]:
         """The key and the section of the model that the stage trains: `policy` in PPO."""
         key = "policy" if "policy" in type(self).model_fields else "model"
+        return key, getattr(self, key)
+
+    @property
+    def batches(self) -> tuple[str, Training | PPO]:
+        """The key and the section with the sizes of the batches: `ppo` in PPO."""
+        key = "ppo" if "ppo" in type(self).model_fields else "training"
         return key, getattr(self, key)
 
     @property

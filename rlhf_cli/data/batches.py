@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from rlhf_cli.processes.distributed import World
 from rlhf_cli.seeding import generator
 
 T = TypeVar("T")
@@ -199,6 +200,11 @@ def deal(lengths: Sequence[int], num_processes: int) -> list[list[int]]:
         there, at = divmod(place, num_processes)
         hands[at if there % 2 == 0 else num_processes - 1 - at].append(row)
     return hands
+
+
+def own_share(items: Sequence[T], length_of: Callable[[T], int], world: World) -> list[T]:
+    """This process's share of a batch. The shares have about the same number of tokens."""
+    return [items[i] for i in deal(list(map(length_of, items)), world.size)[world.rank]]
 
 
 def ahead(make: Callable[[int], T], first: int, last: int, device: torch.device) -> Iterator[tuple[int, T]]:

@@ -53,6 +53,15 @@ def set_up_training(model: PreTrainedModel, config: SFTConfig | RMConfig, device
     return Passes(budget, work, peak_flops(device, config.precision), lines, compile_s)
 
 
+def require_bfloat16(device: str, *, is_half: bool) -> None:
+    """Raise ConfigError for `optimizer.precision: bfloat16` unless the passes are in 16 bits."""
+    if not is_half:
+        raise ConfigError(
+            f"optimizer.precision: bfloat16 needs bfloat16 passes, and precision: auto is float32 on this {device}. "
+            "Set precision: bfloat16"
+        )
+
+
 def set_up_passes(models: Sequence[PreTrainedModel], config: Stage, device: torch.device) -> tuple[list[str], float]:
     """Apply `gradient_checkpointing`, `compile` and both `precision` keys to the models that are trained.
 
@@ -61,11 +70,7 @@ def set_up_passes(models: Sequence[PreTrainedModel], config: Stage, device: torc
     lines, seconds = [], 0.0
     in_bfloat16 = compute_dtype(device, config.precision) == torch.bfloat16
     if config.optimizer.precision == "bfloat16":
-        if not in_bfloat16:
-            raise ConfigError(
-                f"optimizer.precision: bfloat16 needs bfloat16 passes, and precision: auto is float32 on this "
-                f"{device.type}. Set precision: bfloat16"
-            )
+        require_bfloat16(device.type, is_half=in_bfloat16)
         for model in models:
             hold_trained(model)
     if in_bfloat16 and not has_bfloat16(device):

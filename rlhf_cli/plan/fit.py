@@ -107,7 +107,7 @@ def _planned(
     plan = plan_stage(stage, config, ModelOrigins(configs), machine)
     if plan.peak.total <= room:
         return PlannedStage(plan, length, True, [], None, None)
-    same_tokens = f"{_section(config)}.tokens_per_microbatch={plan.tokens_per_microbatch}"
+    same_tokens = f"{config.batches[0]}.tokens_per_microbatch={plan.tokens_per_microbatch}"
     found = [Change(texts, costs, peak([same_tokens, *texts])) for texts, costs in _candidates(config, plan, machine)]
     changes = [change for change in found if change.peak < 0.99 * plan.peak.total]
     enough = enough_changes(changes, room, peak)
@@ -119,7 +119,8 @@ def machine_of(gpus: int | None, gpu_memory: float | None, processes: int | None
     if gpus is not None or gpu_memory is not None:
         if processes is not None:
             raise ConfigError(
-                "--nproc: has no effect beside --gpus, which runs one process per GPU. Remove one of them"
+                f"--nproc: has no effect beside {'--gpu-memory' if gpus is None else '--gpus'}, which plans for one "
+                "process per GPU. Remove one of them"
             )
         if gpu_memory is None and not torch.cuda.is_available():
             raise ConfigError("--gpus: this machine has no GPU to take the memory from. Add --gpu-memory, such as 80GB")
@@ -164,17 +165,12 @@ def _without(texts: dict[str, str], key: str) -> dict[str, str]:
     return {name: text for name, text in texts.items() if name != key}
 
 
-def _section(config: AnyConfig) -> str:
-    """The section with the microbatches."""
-    return "ppo" if isinstance(config, PPOConfig) else "training"
-
-
 def _candidates(config: AnyConfig, plan: StagePlan, machine: Machine) -> Iterator[tuple[list[str], str]]:
     """(overrides, what they cost), the cheapest first."""
     is_several = machine.processes > 1
     for tokens in (plan.batch.tokens // 2, plan.batch.tokens // 8):
         if tokens >= FEWEST_TOKENS:
-            yield [f"{_section(config)}.tokens_per_microbatch={tokens}"], "smaller passes; the same result"
+            yield [f"{config.batches[0]}.tokens_per_microbatch={tokens}"], "smaller passes; the same result"
     if not isinstance(config, SFTConfig):
         section = "rollout" if isinstance(config, PPOConfig) else "evaluation"
         live = live_rows(config, machine.processes)
@@ -189,7 +185,8 @@ def _candidates(config: AnyConfig, plan: StagePlan, machine: Machine) -> Iterato
     if isinstance(config, PPOConfig) and is_several:
         yield [*shard, "rollout.decoder=sharded"], "all weights cross the network for each token"
     yield ["optimizer.precision=8bit"], "moments in 8 bits"
-    yield ["optimizer.precision=bfloat16"], "weights and moments rounded to 16 bits"
+    passes = [] if plan.setting.half else ["precision=bfloat16"]
+    yield [*passes, "optimizer.precision=bfloat16"], "weights and moments rounded to 16 bits"
     if isinstance(config, PPOConfig):
         yield ["offload=[optimizer, frozen]"], "copies between GPU and host in each iteration"
     if is_several:

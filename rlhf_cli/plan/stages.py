@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedModel
 
 from rlhf_cli.config.by_stage import AnyConfig
-from rlhf_cli.config.ppo import PPO, PPOConfig
+from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
-from rlhf_cli.config.stage import Training
 from rlhf_cli.data.batches import num_parts, part_tokens
+from rlhf_cli.errors import ConfigError
+from rlhf_cli.models.passes import require_bfloat16
 from rlhf_cli.plan.budget import BY_TOKENS, auto_tokens, machine_of_run
 from rlhf_cli.plan.memory import Batch, Held, Machine, Phase, Setting, fullest, join
 from rlhf_cli.plan.origins import ModelOrigins
@@ -50,7 +51,9 @@ class StagePlan:
 
 def plan_stage(stage: str, config: AnyConfig, origins: ModelOrigins, machine: Machine) -> StagePlan:
     """The plan of one stage. Raises ConfigError or ArtifactError if a model cannot be found or built."""
-    setting, training = setting_of(config, machine), _training(config)
+    setting, training = setting_of(config, machine), config.batches[1]
+    if setting.states == "bfloat16":
+        require_bfloat16(setting.device, is_half=setting.half)
     models = models_of(config, origins, setting)
     tokens = planned_tokens(config, models, machine)
     batch = _batch(config, models, training.minibatch_size, tokens)
@@ -90,7 +93,7 @@ def microbatch_tokens(config: AnyConfig, models: Mapping[str, PreTrainedModel], 
 
 def planned_tokens(config: AnyConfig, models: list[Held], machine: Machine) -> int:
     """The `tokens_per_microbatch` of a stage. `auto` is computed."""
-    training = _training(config)
+    _, training = config.batches
     if training.tokens_per_microbatch != "auto":
         return training.tokens_per_microbatch
     mixed = replace(_batch(config, models, training.minibatch_size, 1), num=FULL, later=None)
@@ -104,6 +107,10 @@ def planned_tokens(config: AnyConfig, models: list[Held], machine: Machine) -> i
 def setting_of(config: AnyConfig, machine: Machine) -> Setting:
     """How a process of this machine computes the stage."""
     device = machine.device if config.device == "auto" else config.device
+    if (device == "cuda") != (machine.device == "cuda"):
+        raise ConfigError(
+            f"device: {device}, but the plan is for {machine.name}. Set device: auto, or plan for another machine"
+        )
     is_auto = config.precision == "auto"
     threads = config.threads or max(1, num_threads() // machine.processes)
     shard = config.distributed.shard
@@ -160,11 +167,6 @@ def models_of(config: AnyConfig, origins: ModelOrigins, setting: Setting) -> lis
 # ------------------------------------------------------------------------------------------------ microbatches
 
 
-def _training(config: AnyConfig) -> Training | PPO:
-    """The section with the sizes of the batches."""
-    return config.ppo if isinstance(config, PPOConfig) else config.training
-
-
 def _batch(config: AnyConfig, models: list[Held], num_rows: int, tokens: int) -> Batch:
     """The microbatches of `num_rows` rows of the maximum length over all processes. Shorter rows fill them as well.
 
@@ -172,7 +174,7 @@ def _batch(config: AnyConfig, models: list[Held], num_rows: int, tokens: int) ->
     token is a target, in PPO every token of a response.
     """
     rows = -(-num_rows // models[0].setting.processes)
-    at_once = min(rows, _training(config).microbatch_size or rows)
+    at_once = min(rows, config.batches[1].microbatch_size or rows)
     if isinstance(config, PPOConfig):
         prompt, response = _longest_prompt(config, models), config.rollout.max_new_tokens
         together = min(config.rollout.samples_per_prompt, at_once)
@@ -202,17 +204,12 @@ def _longest_prompt(config: PPOConfig, models: list[Held]) -> int:
 
 def _copies_of_logits(config: PPOConfig) -> float:
     rollout = config.rollout
-    if config.ppo.entropy_coef != 0 or _has_full_kl(config):
+    if config.ppo.entropy_coef != 0 or config.ppo.has_full_kl_loss:
         return COPIES_OF_WHOLE_DISTRIBUTIONS
     filters = (rollout.top_k, rollout.top_p, rollout.min_p, rollout.no_repeat_ngram_size)
     if any(value is not None for value in filters) or rollout.min_new_tokens:
         return COPIES_OF_FILTERED_LOGITS
     return Batch.logits_copies
-
-
-def _has_full_kl(config: PPOConfig) -> bool:
-    """Whether the update computes the KL over the whole vocabulary, with the reference policy."""
-    return config.ppo.kl_in == "loss" and config.ppo.kl_estimator_used == "full"
 
 
 # ------------------------------------------------------------------------------------------------------ phases
@@ -227,7 +224,7 @@ def _at_rest(config: AnyConfig, models: list[Held], phase: str) -> dict[str, flo
         return join(policy.setting.libraries, {"weights": weights, "optimizer": moments if phase != "save" else 0.0})
     offload = [] if on_cpu else config.offload
     moved = [model for model in models if not model.is_trained] if "frozen" in offload else []
-    needs_moved = phase in ("scoring", "save") or (phase == "update" and _has_full_kl(config))
+    needs_moved = phase in ("scoring", "save") or (phase == "update" and config.ppo.has_full_kl_loss)
     needs_moments = phase in ("update", "save") or "optimizer" not in offload
     is_copied = policy.among > 1 and config.rollout.decoder != "sharded"
     parts = {
@@ -236,7 +233,7 @@ def _at_rest(config: AnyConfig, models: list[Held], phase: str) -> dict[str, flo
         "frozen models": sum(model.weight_bytes for model in moved if model.among == 1) if needs_moved else 0.0,
         "rollout copy": policy.shape.weights * float(policy.setting.number) if is_copied else 0.0,
         "optimizer": moments if needs_moments else 0.0,
-        "moving average": 4.0 * policy.shape.trained if config.ppo.ema_decay is not None and on_cpu else 0.0,
+        "moving average": 4.0 * policy.shape.trained / policy.among * (on_cpu and config.ppo.ema_decay is not None),
     }
     return join(policy.setting.libraries, parts)
 

@@ -316,7 +316,7 @@ def _offload(
         whole if "frozen" in config.offload else [],
         [stepper.optimizer for stepper in steppers] if "optimizer" in config.offload else [],
         shared=trained,
-        update_needs_frozen=config.ppo.kl_in == "loss" and config.ppo.kl_estimator_used == "full",
+        update_needs_frozen=config.ppo.has_full_kl_loss,
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf_cli.algorithms.kl import adaptive_kl_coef, adaptive_policy_kl_coef, kl_estimate
 from rlhf_cli.algorithms.losses import lm_loss, mixed_loss, truncated_importance
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.data.batches import deal, stream
+from rlhf_cli.data.batches import deal, own_share, stream
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.records import batched
 from rlhf_cli.models.forward import autocast, target_logprobs
@@ -253,8 +253,7 @@ def backward_ptx(setup: Setup, step: int, gradients: GradientSum) -> dict[str, f
     size = ptx.minibatch_size or config.ppo.minibatch_size
     examples = [setup.ptx[i] for i in stream(len(setup.ptx), size, step - 1, config.seed, "ppo ptx")]
     num_tokens = sum(sum(example.loss_mask) for example in examples)  # of all processes
-    hands = deal([len(example.ids) for example in examples], setup.world.size)
-    own = [examples[i] for i in hands[setup.world.rank]]
+    own = own_share(examples, lambda example: len(example.ids), setup.world)
 
     def loss_of(rows: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
         with autocast(setup.world.device, config.precision):

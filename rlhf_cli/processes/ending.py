@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from rlhf_cli.errors import EndedElsewhere, RunError
 from rlhf_cli.printing import say
+from rlhf_cli.processes.exits import INTERRUPTED
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -134,12 +135,24 @@ def connect(timeout_s: float) -> Ending:
     global _ending, _is_alone
     if _ending is None:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+        def find() -> dist.Store | RuntimeError:
+            try:
+                return next(rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))[0]
+            except RuntimeError as error:
+                return error
+
         try:
-            store, _, _ = next(rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))
-        except RuntimeError as error:
+            # It waits in C++, where this thread would not notice Ctrl-C.
+            store = in_time(find, RuntimeError("no answer"), threading.TIMEOUT_MAX)
+        except KeyboardInterrupt:
+            if rank == 0:
+                say(INTERRUPTED, error=True, flush=True)
+            os._exit(130)  # finalization would abort
+        if isinstance(store, RuntimeError):
             _is_alone = True
             address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise _missing(rank, timeout_s, f"all {size} processes at {address}", str(error)) from None
+            raise _missing(rank, timeout_s, f"all {size} processes at {address}", str(store))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
             # After a restart torchrun gives the processes the same store, with addresses of those that have ended.
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -50,6 +50,11 @@ def set_up_process() -> None:
     os.environ.update(torchrun_variables(os.environ))
 
 
+def is_first_worker() -> bool:
+    """Whether this is the first of several processes, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def num_cores() -> int:
     """The CPU cores that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

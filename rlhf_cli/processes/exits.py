@@ -12,31 +12,30 @@ from collections.abc import Callable
 
 from rlhf_cli.errors import EndedElsewhere, Interrupted, RunError, UserError
 from rlhf_cli.printing import say
+from rlhf_cli.processes.environment import is_first_worker
 
 LOST = 87
 """The exit code of a process that ends because it lost the connection to another one, which reports the error."""
+INTERRUPTED = "interrupted; finished stages and the last checkpoint are intact"
 
 
 def exit_code(work: Callable[[], object]) -> int:
     """Call `work`; expected errors become one line on stderr and an exit code, bugs keep their traceback."""
-    is_first = os.environ.get("RANK", "0") == "0"
     try:
         work()
     except (UserError, RunError) as error:
         return _end(error.exit_code, f"error: {error}")
     except Interrupted as stop:  # every process raises it
-        return _end(stop.exit_code, str(stop) if is_first else None)
+        return _end(stop.exit_code, str(stop) if is_first_worker() else None)
     except EndedElsewhere as end:
         return _end(end.exit_code)
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
-        return _end(2, f"error: {str(error.filename)[:80]}...: the name is too long. Shorten it")
     except KeyboardInterrupt as stop:
-        if is_first:
+        if is_first_worker():
             say(str(stop) or "interrupted", error=True)
         return 130
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            return _end(2, f"error: {str(error.filename)[:80]}...: the name is too long. Shorten it")
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             raise
         return _end(1, traceback.format_exc().rstrip())

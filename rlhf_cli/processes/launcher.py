@@ -25,12 +25,14 @@ from rlhf_cli.errors import EndedElsewhere
 from rlhf_cli.files import KNOWN_FILE, known_digests
 from rlhf_cli.printing import say
 from rlhf_cli.processes.environment import num_cores
-from rlhf_cli.processes.exits import LOST
+from rlhf_cli.processes.exits import INTERRUPTED, LOST
 from rlhf_cli.processes.signals import LAUNCHED, stop_signals
 from rlhf_cli.program import command
 
 GRACE_S = 20.0
 """How long the others may take to end by themselves after one has failed, before they are killed."""
+AT_ONCE_S = 5.0
+"""The same after a second signal."""
 POLL_S = 0.05
 
 
@@ -45,7 +47,8 @@ def run_processes(
     """Run a command in `count` processes that find each other through the variables of `torchrun`.
 
     Returns 0 if all processes return 0, else the code of the first one that failed and said why. If a signal killed one
-    and the others could not say so, print the line, with `checkpoint_in_words`, and return 1.
+    and the others could not say so, print the line, with `checkpoint_in_words`, and return 1. After a stop signal it is
+    never 0, also if the processes had ended.
     """
     environment = {
         **os.environ,
@@ -71,14 +74,19 @@ def run_processes(
             failed += [rank for rank, w in enumerate(workers) if w.returncode and rank not in failed]
             if failed and deadline == math.inf:
                 deadline = time.monotonic() + grace_s
-            if not received and time.monotonic() > deadline:  # a process that hangs reacts to nothing else
+            if len(received) != 1 and time.monotonic() > deadline:  # a process that hangs reacts to nothing else
                 _signal(running, signal.SIGKILL)
             # Here, not in the handler: it may interrupt the start of a worker, which would then miss the signal.
             for number in received[num_passed_on:]:
                 _signal(workers, number)
                 num_passed_on += 1
+                if num_passed_on == 2:
+                    deadline = time.monotonic() + AT_ONCE_S
             time.sleep(POLL_S)
         failed += [rank for rank, w in enumerate(workers) if w.returncode and rank not in failed]
+    if received and workers[0].returncode in (0, -signal.SIGKILL):  # too late for it, or it did not react
+        say(INTERRUPTED, error=True)
+        return 130 if received[0] == signal.SIGINT else 143
     # One that lost the connection to another process is not the cause.
     codes = {rank: workers[rank].returncode for rank in failed if workers[rank].returncode != LOST}
     if received or not failed:  # after a signal the first process has said where the run stopped
@@ -146,11 +154,6 @@ def free_port() -> int:
 
 def is_worker() -> bool:
     return LAUNCHED in os.environ
-
-
-def is_first_worker() -> bool:
-    """Whether this is the first of several processes, or the only one."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def run_again(arguments: Sequence[str], count: int) -> None:

@@ -60,7 +60,9 @@ def _can_thread(models: Sequence[nn.Module | None]) -> bool:
         if is_sharded(model) or weight is None or weight.device.type != "cpu":
             return False
         # Some rotary embeddings write their frequencies for the longest text that they have read.
-        rope = getattr(getattr(model, "config", None), "rope_parameters", None) or {}
+        config = getattr(model, "config", None)
+        text = getattr(config, "get_text_config", lambda config=config: config)()
+        rope = getattr(text, "rope_parameters", None) or {}
         if "dynamic" in str(rope) or "longrope" in str(rope):
             return False
     return True

@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from rlhf_cli.errors import ConfigError
 from rlhf_cli.processes.environment import num_cores
 
 R = TypeVar("R")
@@ -58,7 +59,10 @@ def num_threads() -> int:
     if getattr(_worker, "yes", False):
         return 1
     if _count is None:
-        _count = int(os.environ.get("OMP_NUM_THREADS", "").split(",")[0] or 0) or num_cores()
+        given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+        if given and not given.isdecimal():
+            raise ConfigError(f"OMP_NUM_THREADS: found {given}, must be a number of threads. Correct it, or unset it")
+        _count = int(given or 0) or num_cores()
     return _count
 
 

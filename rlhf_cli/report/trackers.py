@@ -1,9 +1,9 @@
 """Sends a stage's rows to TensorBoard or Weights & Biases (the config key `trackers`).
 
 Each tracker has a thread with a queue of the rows that the stage writes, so the stage never waits for it, and an error
-ends the thread with one warning. The number of rows that were sent is saved beside the checkpoints, so a resumed run
-continues in the same place and does not send the rows again that it repeats. Each service imports its package when it
-is created, and has environment variables for where it writes (docs/training.md).
+ends the thread with one warning. The place of the last row that was sent is saved beside the checkpoints, so a resumed
+run does not send the rows again that it repeats. Each service imports its package when it is created, and has
+environment variables for where it writes (docs/training.md).
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ SECONDS_TO_CLOSE = 60.0
 """The end of a stage waits so long for all trackers together: to import their packages, and for the last rows."""
 LONGEST_REASON = 1000
 
-Row = tuple[str, int, int, dict[str, Any]]
-"""Name of the file without .jsonl, the row's number in it (from 1), its step, and the rest of the row."""
+Place = tuple[int, int]
+"""The step of a row, and its number among those of the step in its file: a resume may change how many a step has."""
+Row = tuple[str, Place, dict[str, Any]]
+"""Name of the file without .jsonl, place in it, and the rest of the row."""
 
 
 class Trackers:
@@ -46,7 +48,8 @@ class Trackers:
         self.root = Path(config.artifacts)
         self.name = self.root.resolve().name
         self._followers: list[_Follower] = []
-        self._num_rows = dict.fromkeys(FILES, 0)
+        self._last: dict[str, Place] = dict.fromkeys(FILES, (-1, 0))
+        self._num_rows = 0
 
     def start(self) -> None:
         """Start to send, first the rows of a resumed run. Call it when the rows that it repeats are removed."""
@@ -61,38 +64,41 @@ class Trackers:
     def send(self, name: str, row: dict[str, Any]) -> None:
         """Queue a row of the file <name>.jsonl, if trackers take such rows."""
         if name in FILES:
-            self._num_rows[name] += 1
+            self._num_rows += 1
+            step, (last, count) = int(row.get("step", 0)), self._last[name]
+            self._last[name] = place = (step, count + 1 if step == last else 1)
             values = {key: value for key, value in row.items() if key != "step"}
             for follower in (one for one in self._followers if one.is_alive()):
-                follower.rows.put((name, self._num_rows[name], int(row.get("step", 0)), values))
+                follower.rows.put((name, place, values))
 
-    def close(self, status: str) -> None:
-        """Send the last rows and end: `status` is finished, stopped or failed. A second call does nothing."""
+    def close(self, status: str, seconds: float | None = None) -> None:
+        """Send the last rows and end within `seconds`, as finished, stopped or failed. A second call does nothing."""
+        seconds = SECONDS_TO_CLOSE if seconds is None else seconds
         followers, self._followers = self._followers, []
         for follower in followers:
             follower.status = status
             follower.rows.put(None)
-        deadline = time.monotonic() + SECONDS_TO_CLOSE
+        deadline = time.monotonic() + seconds
         for follower in followers:
             follower.join(max(0.0, deadline - time.monotonic()))
             if follower.is_alive():
                 self.display.warn(
-                    f"tracker {follower.tracker}: did not answer for {SECONDS_TO_CLOSE:g} s; {follower.num_arrived:,} "
-                    f"of {sum(self._num_rows.values()):,} rows arrived there. The files of the stage have all of them"
+                    f"tracker {follower.tracker}: did not answer for {seconds:g} s; {follower.num_arrived:,} "
+                    f"of {self._num_rows:,} rows arrived there. The files of the stage have all of them"
                 )
 
 
 class _Follower(threading.Thread):
     """Sends the rows of one stage to one tracker."""
 
-    def __init__(self, tracker: str, stage_run: Trackers):
+    def __init__(self, tracker: str, trackers: Trackers):
         super().__init__(name=f"tracker {tracker}", daemon=True)
-        self.tracker, self.stage_run, self.display = tracker, stage_run, stage_run.display
+        self.tracker, self.trackers, self.display = tracker, trackers, trackers.display
         self.rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()  # the rows to send, then None
         self.status = "failed"
         self.num_arrived = 0
-        self._state = checkpoints_directory(stage_run.root, stage_run.stage) / f"tracker-{tracker}.json"
-        self._sent = dict.fromkeys(FILES, 0)
+        self._state = checkpoints_directory(trackers.root, trackers.stage) / f"tracker-{tracker}.json"
+        self._sent: dict[str, Place] = dict.fromkeys(FILES, (-1, 0))
 
     def run(self) -> None:
         try:
@@ -105,10 +111,10 @@ class _Follower(threading.Thread):
             self.display.warn(f"tracker {self.tracker}: is off, the run continues without it ({reason})")
 
     def _follow(self) -> None:
-        saved = read_object(self._state)  # the id of an unfinished run, and the number of rows sent, by file
-        service = TRACKERS[self.tracker](self.stage_run, saved.get("id"))
-        self._sent |= saved.get("rows", {})
-        self.num_arrived = sum(self._sent.values())
+        saved = read_object(self._state)  # the id of an unfinished run, and the place of the last row sent, by file
+        service = TRACKERS[self.tracker](self.trackers, saved.get("id"))
+        self._sent |= {file: (step, number) for file, (step, number) in saved.get("sent", {}).items()}
+        before = dict(self._sent)
         self._save(service)
         self.display.note(f"tracker {self.tracker}: {service.url}")
         is_last = False
@@ -117,13 +123,14 @@ class _Follower(threading.Thread):
             while not self.rows.empty():
                 rows.append(self.rows.get())
             is_last = None in rows
-            new = [row for row in rows if row is not None and row[1] > self._sent[row[0]]]
-            for (file, step), group in groupby(new, key=lambda row: (row[0], row[2])):
+            new = [row for row in rows if row is not None and row[1] > before[row[0]]]
+            self.num_arrived += len(rows) - is_last - len(new)
+            for (file, step), group in groupby(new, key=lambda row: (row[0], row[1][0])):
                 some = list(group)
                 self._sent[file] = some[-1][1]
                 # Before they are sent: after a kill, a missing point is better than one that is drawn twice.
                 self._save(service)
-                self._send(service, file, step, [values for *_, values in some])
+                self._send(service, file, step, [values for _, _, values in some])
                 self.num_arrived += len(some)
         service.close(self.status)
 
@@ -142,7 +149,7 @@ class _Follower(threading.Thread):
 
     def _save(self, service: TensorBoard | WandB) -> None:
         temporary = self._state.with_name(f".{self._state.name}.writing")
-        temporary.write_text(json.dumps({"id": service.id, "rows": self._sent}), encoding="utf-8")
+        temporary.write_text(json.dumps({"id": service.id, "sent": self._sent}), encoding="utf-8")
         temporary.replace(self._state)
 
 

@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 from rlhf_cli.config.base import REMOVED
 from rlhf_cli.errors import ArtifactError, UserError
 from rlhf_cli.files import digest_file, digest_once, read_text, stored_dtype
+from rlhf_cli.run.lock import owner_of
 
 MANIFEST = "manifest.json"
 ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "model_config.json"
@@ -285,7 +286,8 @@ class MissingStageError(ArtifactError):
 
 def require_stage(root: str | Path, stage: str) -> Path:
     """The directory of a finished stage; raises MissingStageError if there is none."""
-    recover(root, stage)
+    if owner_of(root, stage) is None:  # else that process may be between the two renames of `publish`
+        recover(root, stage)
     directory = stage_directory(root, stage)
     if read_manifest(directory) is None:
         raise MissingStageError(root, stage)

@@ -4,11 +4,13 @@
                                         /total.json        {"total": its number of steps}
                                         /normalization_samples.json   rm: samples of the SFT model
                                         /grades/0.jsonl    ppo: what judges answered process 0
+                                        /tracker-wandb.json    id of the run there, and what was sent
                                         /members/1/    rm: the same of a member (rlhf rm --members)
                                         /step-00000300/    state.safetensors, numbers.json, manifest.json
                                                            (sharded: state-00001-of-00004.safetensors, ...)
                    /.<stage>.partial/                      what the stage has written so far
                                     /end.json              why it ended before it was finished
+                   /.<stage>.end.<pid>                     the same, until it is complete
                    /.<stage>.lock                          the process that is building the stage
 
 A checkpoint is written to a temporary folder, flushed to disk, and renamed. It is used only if each file still has the
@@ -160,7 +162,8 @@ def resumable_checkpoints(root: str | Path, stage: str) -> list[Path]:
     directory = checkpoints_directory(root, stage)
     if not partial_directory(root, stage).is_dir():  # leftovers of a published stage
         return []
-    members = sorted(directory.glob(f"{MEMBERS}/*"), key=lambda path: int(path.name))
+    named = (path for path in directory.glob(f"{MEMBERS}/*") if path.name.isdecimal())
+    members = sorted(named, key=lambda path: int(path.name))
     return [path for part in (*members, directory) for path in list_checkpoints(part)]
 
 

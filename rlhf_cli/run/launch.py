@@ -23,7 +23,8 @@ from rlhf_cli.config.yaml_text import as_override
 from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrupted, RunError
 from rlhf_cli.files import KNOWN_FILE, known_digests, learn_digests
 from rlhf_cli.printing import say
-from rlhf_cli.processes.exits import exit_code
+from rlhf_cli.processes.environment import is_first_worker
+from rlhf_cli.processes.exits import INTERRUPTED, exit_code
 from rlhf_cli.processes.launcher import run_processes
 from rlhf_cli.processes.signals import LAUNCHED
 from rlhf_cli.program import command, set_options, torchrun
@@ -65,7 +66,7 @@ def run_stage(
         num_processes: start this many processes, after the checks.
     """
     config = load_stage_config(stage, config_path, overrides)
-    silent = quiet or os.environ.get("RANK", "0") != "0" or LAUNCHED in os.environ
+    silent = quiet or not is_first_worker() or LAUNCHED in os.environ
     with explained(config_path, config.artifacts, overrides):
         reason, lines = _check(stage, config, restart=restart, thorough=num_processes > 1)
         directory = artifacts.stage_directory(config.artifacts, stage)
@@ -200,7 +201,7 @@ def explained(config_path: str | Path, root: str, overrides: Sequence[str] = ())
         rebuild = _command_for(error.stage, error.root, config_path, overrides)
         raise ArtifactError(f"{error}. To rebuild: {rebuild} --restart") from None
     except KeyboardInterrupt as stop:
-        stop.args = ("interrupted; finished stages and the last checkpoint are intact",)
+        stop.args = (INTERRUPTED,)
         raise
     except OSError as error:
         if error.errno in FULL_OR_UNWRITABLE:

@@ -87,6 +87,8 @@ class Lock:
         now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": now}, file)
         file.flush()
+        # A child process of the user's code may live longer than a run that is killed.
+        os.register_at_fork(after_in_child=file.close)
         return warning
 
     def is_held(self) -> bool:
@@ -140,21 +142,21 @@ def _is_alive(owner: Owner | None) -> bool:
 def _try_lock(file: IO[str]) -> bool:
     """Whether the lock was free, and is taken now. Raises OSError if the file system has no locks."""
     # Several attempts, because `owner_of` in another process holds a shared lock for an instant.
-    for attempts_left in (4, 3, 2, 1, 0):
+    for pause in (0.1, 0.1, 0.1, 0.1, 0):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except OSError as error:
             if error.errno not in HELD:
                 raise
-            time.sleep(0.1 if attempts_left else 0)
+            time.sleep(pause)
     return False
 
 
 def _same_file(file: IO[str], path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except OSError:
+    except (OSError, ValueError):  # a closed file
         return False
 
 

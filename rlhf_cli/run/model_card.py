@@ -71,18 +71,17 @@ def write_cards(
     stage: str, config: AnyConfig, metrics: Mapping[str, float], versions: Mapping[str, str], root: Path
 ) -> None:
     """Write README.md into every model directory of a stage that is built in `root`."""
-    earlier = [name for name in STAGES[: STAGES.index(stage)] if (root.parent / name / MANIFEST).is_file()]
+    stages = [*(name for name in STAGES[: STAGES.index(stage)] if (root.parent / name / MANIFEST).is_file()), stage]
     base = base_model(config, root.parent)
     for folder in sorted(root.iterdir()):
-        has_adapter = is_adapter(folder)
-        file = folder / (MODEL_CONFIG if has_adapter else "config.json")
+        adapter = is_adapter(folder)
+        file = folder / (MODEL_CONFIG if adapter else "config.json")
         if not file.is_file():
             continue
         values = json.loads(file.read_text(encoding="utf-8"))
         mean, std = values.get("score_mean"), values.get("score_std")
         scale = (mean, std) if isinstance(mean, int | float) and isinstance(std, int | float) else None
-        facts = stage, folder.name, config, metrics, versions, scale
-        text = card(*facts, base=base, stages=[*earlier, stage], is_adapter=has_adapter)
+        text = card(stage, folder.name, config, metrics, versions, scale, base=base, stages=stages, is_adapter=adapter)
         (folder / CARD).write_text(text, encoding="utf-8")
 
 

@@ -16,15 +16,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from rlhf_cli.config.ppo import PPO, PPOConfig
+from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig
-from rlhf_cli.config.stage import Training
 from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrupted, RewardError, RunError, UserError
+from rlhf_cli.files import read_object
 from rlhf_cli.health.findings import Finding
 from rlhf_cli.health.recap import at, findings_of, unit_of
 from rlhf_cli.processes import distributed
-from rlhf_cli.processes.signals import StopRequests
+from rlhf_cli.processes.signals import SecondSignal, StopRequests
 from rlhf_cli.processes.threads import is_out_of_memory, lacks_thread, use_threads
 from rlhf_cli.report.progress import Display, figures
 from rlhf_cli.run import artifacts, checkpoint_files
@@ -99,7 +99,8 @@ class StageRun:
         shown = self._shown(error, failure)
         self.display.end()
         if self.trackers is not None:
-            self.trackers.close("stopped" if self.stop_requests.received is not None else "failed")
+            status = "stopped" if self.stop_requests.received is not None else "failed"
+            self.trackers.close(status, 1.0 if isinstance(error, SecondSignal) else None)
         if shown is not None and not isinstance(shown, EndedElsewhere):
             self._keep_end(shown)
         if self.world.is_main:
@@ -152,12 +153,11 @@ class StageRun:
 
     def microbatch_tokens(self, models: Mapping[str, PreTrainedModel]) -> int:
         """Maximum tokens of a microbatch: as configured, or what `auto` chooses for the models (by name)."""
-        config = self.config
-        given = (config.ppo if isinstance(config, PPOConfig) else config.training).tokens_per_microbatch
+        given = self.config.batches[1].tokens_per_microbatch
         if given == "auto":
             from rlhf_cli.plan.stages import microbatch_tokens
 
-            given = microbatch_tokens(config, models, self.world)
+            given = microbatch_tokens(self.config, models, self.world)
         self.tokens_per_microbatch = given
         return given
 
@@ -189,7 +189,9 @@ class StageRun:
         root = self.config.artifacts
         checkpoints = checkpoint_files.resumable_checkpoints(root, self.stage)
         if not checkpoints:
-            return False
+            # What the same run has paid for is kept: a judge's grades, samples, replies of ref_policy.
+            began = read_object(self.checkpoints_directory / checkpoint_files.RUN)
+            return self.directory.is_dir() and not self.restart and began == self.identity
         if self.restart:
             self.display.note(
                 f"--restart: discarding an unfinished run ({len(checkpoints)} checkpoints, the last {checkpoints[-1]})"
@@ -315,8 +317,7 @@ class StageRun:
             self._last_checkpoint = time.monotonic()
             self.speed.count("checkpoint", seconds=self._last_checkpoint - began)
         if stop is not None:
-            if self.world.is_main:
-                self.checkpoints.wait()
+            self.checkpoints.wait()
             # A launcher ends the other processes as soon as one has ended, and the first one writes the checkpoint.
             self.world.barrier()
             raise self._interrupted(stop, f"stopped after step {step} of {total}, and saved")
@@ -326,8 +327,7 @@ class StageRun:
         if step > 0 and step != self._saved_step and not self.bad_steps.in_a_row:
             self.checkpoints.save(step)
             self._saved_step = step
-        if self.world.is_main:
-            self.checkpoints.wait()
+        self.checkpoints.wait()
 
     def set_aside(self, name: str, *, copy: bool = False) -> None:
         """Call before a model that the stage has saved is replaced, or changed (`copy`): a checkpoint may have it."""
@@ -430,20 +430,21 @@ class StageRun:
 
     def publish(self, metrics: dict[str, float]) -> None:
         """Turn the directory into the finished stage; `metrics` are its final figures."""
-        self.world.barrier()
-        if self.world.is_main:
-            self._publish(metrics)
-        self.world.barrier()  # no process may start the next stage before
+        self.world.barrier()  # another process may still read a model in the directory
+        self.world.of_main(partial(self._publish, metrics))  # no process may start the next stage before
 
     def _publish(self, metrics: dict[str, float]) -> None:
         from rlhf_cli.run.model_card import library_versions, write_cards
 
         self._require_files()
-        self.checkpoints.wait()
+        try:
+            self.checkpoints.wait()
+        except ArtifactError as error:
+            if not self.checkpoints_directory.is_dir():
+                raise
+            self.display.warn(f"{str(error).partition('; ')[0]}; the finished stage does not need it")
         if self.bad_steps.total:
             self.display.warn(f"{self.bad_steps.total} steps were skipped: their loss or gradient was NaN or infinite")
-        if self.trackers is not None:
-            self.trackers.close("finished")
         self.files.close()
         for path in self.directory.glob(f"*{BEFORE}"):
             shutil.rmtree(path)
@@ -466,6 +467,8 @@ class StageRun:
             raise  # something was removed meanwhile, and `_shown` says which file
         except OSError as error:
             raise ArtifactError(f"{self.directory}: cannot be published ({error.strerror or error})") from None
+        if self.trackers is not None:
+            self.trackers.close("finished")
         shutil.rmtree(self.checkpoints_directory, ignore_errors=True)
         directory = artifacts.stage_directory(self.config.artifacts, self.stage)
         self.display.recap(findings_of(directory))
@@ -481,15 +484,14 @@ def what_to_lower(config: AnyConfig, num_processes: int, tokens_per_microbatch: 
 
     `tokens_per_microbatch` is None if the model was not yet loaded.
     """
-    part: PPO | Training
+    section, part = config.batches
     if isinstance(config, PPOConfig):
-        section, part, what = "ppo", config.ppo, "responses"
+        what = "responses"
         longest = config.data.max_prompt_length + config.rollout.max_new_tokens
         length_keys = "data.max_prompt_length or rollout.max_new_tokens"
         sampling, num_samples, live = "rollout", config.ppo.rollout_batch_size, config.rollout.max_live_rows
     else:
-        section, part, what = "training", config.training, "rows"
-        longest, length_keys = config.data.max_length, "data.max_length"
+        what, longest, length_keys = "rows", config.data.max_length, "data.max_length"
         sampling, num_samples, live = "evaluation", 0, None
         if isinstance(config, RMConfig):
             num_samples, live = config.evaluation.num_normalization_samples, config.evaluation.max_live_rows

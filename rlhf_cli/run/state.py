@@ -15,6 +15,7 @@ from rlhf_cli.data.paths import data_fingerprint
 from rlhf_cli.files import last_row, read_object
 from rlhf_cli.health.recap import unit_of
 from rlhf_cli.run.artifacts import (
+    MANIFEST,
     DamagedStageError,
     Manifest,
     damage_of_models,
@@ -78,7 +79,7 @@ def state_of(root: str | Path, stage: str) -> StageState:
     """The state of a stage. An unfinished run counts even if an earlier one is finished."""
     if (unfinished := unfinished_state(root, stage)) is not None:
         return unfinished
-    return StageState("finished") if stage_directory(root, stage).is_dir() else NOT_RUN
+    return StageState("finished") if (stage_directory(root, stage) / MANIFEST).is_file() else NOT_RUN
 
 
 def unfinished_stages(root: str | Path) -> list[tuple[StageState, str]]:

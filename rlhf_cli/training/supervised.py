@@ -206,15 +206,15 @@ def warnings(config: SFTConfig | RMConfig, num_steps: int, num_rows: int) -> lis
     found = []
     if config.optimizer.warmup_ratio is None and config.optimizer.warmup_steps >= num_steps:
         found.append(warmup_warning(config.optimizer.warmup_steps, num_steps))
-    epochs = num_steps * config.training.minibatch_size / num_rows
-    if epochs > MANY_EPOCHS:
+    passes = num_steps * config.training.minibatch_size / num_rows
+    if passes > MANY_EPOCHS:
         key = "num_steps" if config.training.num_steps is not None else "num_epochs"
         several = "the 1 training row" if num_rows == 1 else f"the {num_rows:,} training rows"
         lower = f"training.{key}"
         if num_rows < config.training.minibatch_size:  # repeats rows within a step
             lower += " or training.minibatch_size"
         found.append(
-            f"the run passes {epochs:.1f} times over {several}; after more than {MANY_EPOCHS} epochs a model memorises "
+            f"the run passes {passes:.1f} times over {several}; after more than {MANY_EPOCHS} epochs a model memorises "
             f"its rows. Add rows to data.train, or lower {lower}"
         )
     return found
@@ -238,8 +238,9 @@ def memorises(held_out: Sequence[tuple[int, float]], training: Sequence[tuple[in
     rises = now > max(HELD_OUT_RISE * best, best + LEAST_RISE)
     if not (rises and before and last and fmean(last) < fmean(before)):
         return None
+    rise = f"{now / best - 1:.0%} " if best else ""
     return (
-        f"The held-out loss is {now:.3g}, {now / best - 1:.0%} above the {best:.3g} of step {best_step}, and the "
+        f"The held-out loss is {now:.3g}, {rise}above the {best:.3g} of step {best_step}, and the "
         f"training loss fell from {fmean(before):.3g} to {fmean(last):.3g} since then (means of {window} steps). The "
         "model memorises its training rows."
     )

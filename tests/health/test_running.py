@@ -625,6 +625,7 @@ def test_a_held_out_loss_that_rises_is_found_only_while_the_training_loss_falls(
         "The held-out loss is 1.06, 6% above the 1 of step 10, and the training loss fell from 1.73 to 0.725 since "
         "then (means of 10 steps). The model memorises its training rows."
     )
+    assert memorises([(20, 0.0), (30, 1.0)], falls).startswith("The held-out loss is 1, above the 0 of step 20, and")
     assert memorises([(10, 1.0), (20, 1.2), (30, 1.04)], falls) is None
     assert memorises([(10, 1.0), (20, 1.2), (30, 1.3)], stays) is None
     assert memorises([(10, 1.3), (20, 1.2), (30, 1.0)], falls) is None

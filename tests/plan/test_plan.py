@@ -138,6 +138,13 @@ def test_changes_are_compared_at_the_same_microbatches(shapes):
     assert states[0] - states[1] == pytest.approx(4 * 8.03e9, rel=0.05)
 
 
+def test_weights_in_16_bits_are_offered_with_passes_in_16_bits(shapes):
+    """The passes of `precision: auto` are in float32 on a CPU."""
+    (sft,) = plan("configs/hh/sft.yaml", "--set", f"model.path={shapes / '8b'}")
+    (change,) = [change["set"] for change in sft["changes"] if "optimizer.precision=bfloat16" in change["set"]]
+    assert change == ["precision=bfloat16", "optimizer.precision=bfloat16"]
+
+
 def test_two_machines_may_share_within_each_or_among_all(shapes):
     options = ["--gpus", 16, "--gpu-memory", "80GB", "--set", f"model.path={shapes / '8b'}"]
     peaks = {
@@ -199,15 +206,12 @@ def test_a_gpu_holds_a_copy_of_float32_weights_in_16_bits_while_it_samples(parts
         assert "rollout copy" not in parts(1, override)["rollout"]
 
 
-def test_a_number_of_processes_beside_a_number_of_gpus_is_refused():
-    result = run("configs/support", "--gpus", 2, "--gpu-memory", "80GB", "--nproc", 7, code=2)
-    assert "--nproc: has no effect beside --gpus" in result.stderr
-
-
-def test_every_phase_holds_the_moving_average():
-    without, averaged = (
-        phases_of(plan("configs/support", *sets(*more))[2]) for more in ([], ["ppo:ppo.ema_decay=0.9"])
+def test_every_phase_holds_the_moving_average_or_its_share():
+    ema, shard = "ppo:ppo.ema_decay=0.9", "ppo:distributed.shard=true"
+    without, averaged, sharded = (
+        phases_of(plan("configs/support", "--nproc", 2, *sets(*more))[2]) for more in ([], [ema], [ema, shard])
     )
+    assert sharded["update"]["moving average"] == averaged["update"]["moving average"] / 2
     for phase in ("rollout", "scoring", "update"):
         assert not without[phase].get("moving average")
         assert averaged[phase]["moving average"] == averaged["update"]["moving average"] > 1e6
@@ -345,6 +349,19 @@ def test_an_override_without_a_prefix_is_for_the_stages_that_are_planned():
     [
         (["configs/support", "--gpu-memory", "much"], "--gpu-memory: found much, must be a size such as 80GB or 24GiB"),
         (["configs/support", "--gpu-memory", "0GB"], "--gpu-memory: found 0GB, must be a size such as 80GB or 24GiB"),
+        (
+            ["configs/support", "--gpus", "2", "--gpu-memory", "80GB", "--nproc", "7"],
+            "--nproc: has no effect beside --gpus, which",
+        ),
+        (["configs/support", "--gpu-memory", "80GB", "--nproc", "7"], "--nproc: has no effect beside --gpu-memory"),
+        (
+            ["configs/support/sft.yaml", "--gpu-memory", "24GB", "--set", "device=cpu"],
+            "device: cpu, but the plan is for 1 x 24 GB GPU. Set device: auto, or plan for another machine",
+        ),
+        (
+            ["configs/support/sft.yaml", "--set", "optimizer.precision=bfloat16"],
+            "optimizer.precision: bfloat16 needs bfloat16 passes, and precision: auto is float32 on this cpu",
+        ),
         (["--config", "missing/sft.yaml"], "missing/sft.yaml: no such file"),
         (["configs"], "configs: has no sft.yaml, rm.yaml or ppo.yaml"),
         ([], "give one config: rlhf plan FILE, or rlhf plan --config FILE"),

@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.processes.microbatches import GradientSum
 from rlhf_cli.rollout import rollout as rollout_module
 from rlhf_cli.rollout.sampling import draw_uniforms, sample
 from support.compare import close
@@ -118,14 +119,22 @@ def mean_full_kl(policy, ref_policy, rollout, sampling):
 
 
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
-def test_the_full_kl_of_a_lora_policy_is_measured_to_its_base_model(watch, make_model, kl_in):
+def test_the_full_kl_of_a_lora_policy_is_measured_to_its_base_model(watch, make_model, kl_in, monkeypatch):
     """ref_policy is the base model with the adapters off, both in the rollout and in the loss."""
+    one_at_a_time = set()
+
+    def watched(*models, in_turn, **more):
+        one_at_a_time.add(in_turn)
+        return GradientSum(*models, in_turn=in_turn, **more)
+
+    monkeypatch.setattr("stages.ppo.GradientSum", watched)
     path = make_model("llama")
     run = watch(
         policy={"path": str(path), "lora": {"r": 2}},
         ppo={"minibatch_size": 8, "kl_in": kl_in, "kl_estimator": "full", "kl_coef": 0.5},
         optimizer={"learning_rate": 3e-2},
     )
+    assert one_at_a_time == {kl_in == "loss"}, "only there a pass of the update switches the adapters off"
     rollout = run.rollouts[1]
     expected = mean_full_kl(run.models[1].policy, causal(path), rollout, run.setup.sampling)
     assert expected > 1e-3

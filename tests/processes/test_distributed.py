@@ -159,16 +159,27 @@ def test_a_process_is_missing_only_if_another_one_waits_for_it(table, found):
     assert missing(seen, now - 2, limit) == ([], []), "not yet"
 
 
-@pytest.mark.parametrize("work", ["world.of_main(work)", "work()"], ids=["of the first", "of all"])
-def test_an_error_ends_all_and_is_printed_once(start, work):
+@pytest.mark.parametrize(
+    ("work", "error", "says"),
+    [
+        ("world.of_main(work)", 'RunError("no room")', "error: no room"),
+        ("work()", 'RunError("no room")', "error: no room"),
+        ("work()", 'ConnectionResetError(104, "reset")', "ConnectionResetError: [Errno 104] reset"),
+    ],
+    ids=["of the first", "of all", "unexpected"],
+)
+def test_an_error_ends_all_and_is_printed_once(start, work, error, says):
     body = f"""
     def work():
-        raise RunError("no room")
+        raise {error}
     {work}
     """
     ended = [process.wait() for process in start(body, 2)]
     assert [code for code, _ in ended] == [1, 1]
-    assert "".join(output for _, output in ended) == "error: no room\n"
+    output = "".join(output for _, output in ended)
+    assert output.endswith(f"{says}\n")
+    assert output.count(says) == 1
+    assert says.startswith("error") is (output == f"{says}\n"), "the traceback of a bug"
 
 
 def test_tensors_of_different_lengths_are_gathered_in_order_of_rank(start):
@@ -295,6 +306,16 @@ def test_process_0_keeps_the_store_until_the_others_know_the_exit_code():
     process.join(120)
     assert codes == [2]
     assert first._store.check(["known 1"])
+
+
+def test_ctrl_c_ends_a_process_that_waits_for_the_others_to_start(tmp_path):
+    code = PROGRAM.partition("world =")[0].format(patience_s=0.5)
+    code += f"open('{tmp_path}/begins', 'w')\nsys.exit(launch.exit_code(lambda: distributed.start('cpu', 600.0)))"
+    (process,) = start_forked(variables(2)[:1], code, log=tmp_path / "alone")
+    wait_for((tmp_path / "begins").exists)
+    time.sleep(1)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(60) == (130, "interrupted; finished stages and the last checkpoint are intact\n")
 
 
 def test_a_process_that_never_starts_is_waited_for_until_the_timeout(tmp_path):

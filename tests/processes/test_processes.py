@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from rlhf_cli.processes.exits import LOST
+from rlhf_cli.processes import launcher
+from rlhf_cli.processes.exits import INTERRUPTED, LOST
 from rlhf_cli.processes.launcher import run_processes
 from support.crash import wait_for
 from support.paths import ROOT
@@ -111,6 +113,34 @@ def test_a_signal_reaches_every_process_and_leaves_it_time_to_save(name, tmp_pat
     number = str(int(getattr(signal, name)))
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [number, number]
     assert error == b""
+
+
+@pytest.mark.parametrize(
+    ("number", "times", "code"), [(signal.SIGINT, 1, 130), (signal.SIGTERM, 1, 143), (signal.SIGINT, 2, 130)]
+)
+def test_a_signal_to_processes_that_do_not_react_is_not_forgotten(number, times, code, tmp_path, monkeypatch, capfd):
+    """They may have ended already, and the next stage of a pipeline must not begin. A second signal ends them."""
+    monkeypatch.setattr(launcher, "AT_ONCE_S", 0.2)
+    body = f"""
+    signal.signal({int(number)}, signal.SIG_IGN)
+    open(f'{tmp_path}/{{rank}}', 'w')
+    while not os.path.exists('{tmp_path}/end'):
+        time.sleep(0.01)
+    """
+
+    def send():
+        wait_for(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
+        for _ in range(times):
+            os.kill(os.getpid(), number)
+            time.sleep(0.1)
+        if times == 1:
+            (tmp_path / "end").touch()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert run(body) == code
+    thread.join()
+    assert capfd.readouterr().err == f"{INTERRUPTED}\n"
 
 
 def test_a_signal_during_the_start_of_a_process_reaches_it_too(tmp_path, monkeypatch):

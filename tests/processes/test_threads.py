@@ -12,6 +12,7 @@ from rlhf_cli.data import batches
 from rlhf_cli.data.batches import Budget
 from rlhf_cli.decoders import paged
 from rlhf_cli.decoders.paged import PagedDecoder
+from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.forward import autocast
 from rlhf_cli.models.load import load_policy, prepare
 from rlhf_cli.processes import environment, microbatches, threads
@@ -210,13 +211,24 @@ def test_the_sum_of_gradients_has_the_bytes_of_one_thread():
         assert stats == sums[0][1]
 
 
+def test_a_number_of_threads_that_is_none_is_one_line(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "two")
+    use_threads(None)
+    with pytest.raises(ConfigError, match="OMP_NUM_THREADS: found two, must be a number of threads"):
+        threads.num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
+    assert threads.num_threads() == 3
+
+
 def test_models_with_state_in_their_passes_are_computed_in_turn():
     use_threads(2)
     model = nn.Linear(2, 2)
-    model.config = type("Config", (), {"rope_parameters": {"rope_type": "dynamic"}})
-    assert set(over_microbatches([[1], [2]], lambda _: threading.current_thread(), model)) == {
-        threading.current_thread()
-    }
+    text = type("Config", (), {"rope_parameters": {"rope_type": "dynamic"}})
+    of_text_and_images = type("Config", (), {"get_text_config": lambda: text})
+    for model.config in (text, of_text_and_images):
+        assert set(over_microbatches([[1], [2]], lambda _: threading.current_thread(), model)) == {
+            threading.current_thread()
+        }
     del model.config
     assert threading.current_thread() not in over_microbatches([[1], [2]], lambda _: threading.current_thread(), model)
     assert not microbatches._can_thread([nn.Linear(2, 2, device="meta")])

@@ -11,11 +11,13 @@ from typing import Any, ClassVar
 import pytest
 
 from rlhf_cli.config.by_stage import load_stage_config
-from rlhf_cli.errors import Interrupted
+from rlhf_cli.errors import ArtifactError, Interrupted
 from rlhf_cli.files import JsonLines
+from rlhf_cli.processes.signals import SecondSignal
 from rlhf_cli.report import trackers as module
 from rlhf_cli.report.progress import Display
 from rlhf_cli.report.trackers import FILES, TRACKERS, Trackers
+from rlhf_cli.run import artifacts
 from rlhf_cli.run.stage_run import StageRun
 from support.crash import wait_for
 from support.paths import ROOT
@@ -155,6 +157,41 @@ def test_a_tracker_that_fails_or_hangs_is_one_warning(root, monkeypatch, capsys,
     assert output.count("warning") == 1
 
 
+def test_a_second_signal_does_not_wait_for_a_tracker(tmp_path, monkeypatch, make_model, run_stage):
+    monkeypatch.setitem(TRACKERS, "wandb", Hangs)
+    monkeypatch.setattr(module, "SECONDS_TO_CLOSE", 120)
+    began = []
+
+    def stop(*_):
+        began.append(time.monotonic())
+        raise SecondSignal
+
+    monkeypatch.setattr(StageRun, "finish_step", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run_stage("sft", tmp_path, model={"path": str(make_model("llama"))}, trackers=["wandb"])
+    assert time.monotonic() - began[0] < 60
+
+
+def test_a_run_that_is_resumed_with_fewer_evaluations_misses_no_step(root, monkeypatch):
+    """Rows have other numbers in the file then. After a crash in step 5 it continues from the checkpoint of step 3."""
+    Recorder.calls.clear()
+    for first, last, resumes in ((1, 5, False), (4, 8, True)):
+        path = root / ".sft.partial" / "metrics.jsonl"
+        if resumes:
+            path.write_text("".join(path.read_text().splitlines(keepends=True)[:6]))
+        trackers = trackers_of(root, "wandb", monkeypatch, Recorder)
+        trackers.start()
+        file = JsonLines(path)
+        for step in range(first, last + 1):
+            for row in [{"loss/sft": 1.0}, *[{"eval/loss": 1.0}] * (not resumes)]:
+                trackers.send("metrics", file.write({"step": step, **row}))
+        file.close()
+        trackers.close("finished")
+    sent = [(step, *row) for kind, step, row in [call for call in Recorder.calls if call[0] == "metrics"]]
+    evaluated = [(step, name) for step in range(1, 6) for name in ("loss/sft", "eval/loss")]
+    assert sent == [*evaluated, *((step, "loss/sft") for step in range(6, 9))]
+
+
 def test_a_missing_package_is_one_warning_with_the_install_line(root, monkeypatch, capsys):
     def missing(*_):
         raise ModuleNotFoundError("No module named 'wandb'", name="wandb")
@@ -181,9 +218,13 @@ def test_a_stage_sends_what_it_writes_and_resumes_its_run(tmp_path, monkeypatch,
         patch.setattr(StageRun, "publish", lambda *_: ask_to_stop(None))
         with pytest.raises(Interrupted):
             run_stage("sft", tmp_path, **settings, checkpoints={"every_steps": 3})
+    with monkeypatch.context() as patch:
+        patch.setattr(artifacts, "publish", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(ArtifactError):
+            run_stage("sft", tmp_path, **settings)
     directory = run_stage("sft", tmp_path, **settings)
     assert [call for call in Recorder.calls if call[0] == "open"][1][2] == "run-1"
-    assert [call[1] for call in Recorder.calls if call[0] == "close"] == ["stopped", "finished"]
+    assert [call[1] for call in Recorder.calls if call[0] == "close"] == ["stopped", "failed", "finished"]
     rows = [(row.pop("step"), row) for row in read_jsonl(directory / "metrics.jsonl")]
     sent = [call[1:] for call in Recorder.calls if call[0] == "metrics"]
     assert [(step, row.keys()) for step, row in sent] == [(step, row.keys()) for step, row in rows]

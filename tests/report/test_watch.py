@@ -14,6 +14,7 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands.watch import ASCII_BLOCKS, Watched, _screen, sparkline, watch
 from rlhf_cli.files import Tail
 from rlhf_cli.run.lock import Lock
+from rlhf_cli.run.state import state_of
 from support.projects import rlhf
 from support.tiny import write_jsonl as write
 
@@ -23,6 +24,7 @@ def run(tmp_path):
     """A finished SFT stage, and a PPO stage that is running."""
     lock = Lock(tmp_path / "run", "ppo")
     lock.acquire()
+    write(tmp_path / "run" / "sft" / "manifest.json", [{}])
     write(tmp_path / "run" / "sft" / "metrics.jsonl", [{"step": 1, "loss/sft": 2.0}, {"step": 2, "loss/sft": 1.0}])
     ppo = tmp_path / "run" / ".ppo.partial"
     write(
@@ -39,6 +41,7 @@ def run(tmp_path):
 def finish(run):
     (run / ".ppo.partial").rename(run / "ppo")
     (run / ".ppo.lock").unlink()
+    (run / "ppo" / "manifest.json").touch()
 
 
 def shown(run, width=80, **options):
@@ -149,5 +152,6 @@ def test_the_command_prints_once_into_a_pipe(run, tmp_path):
     result = rlhf("watch", run)
     assert "12/50" in result.output
     rlhf("watch", tmp_path / "missing", code=2)
-    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "sft").mkdir(parents=True)
+    assert state_of(tmp_path / "empty", "sft").name == "not run", "it has no manifest"
     assert "no stage has metrics yet" in CliRunner().invoke(app, ["watch", str(tmp_path / "empty")]).output

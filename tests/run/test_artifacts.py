@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.run import artifacts
+from rlhf_cli.run.lock import Lock
 from support.projects import FACTS
 
 
@@ -43,6 +44,11 @@ def test_a_stage_is_built_in_an_empty_folder_unless_it_is_resumed(tmp_path):
 def test_a_publication_cut_off_between_its_renames_is_undone(tmp_path):
     make(tmp_path, "old")
     (tmp_path / "sft").rename(tmp_path / ".sft.old")
+    lock = Lock(tmp_path, "sft")
+    lock.acquire()  # as a process does that publishes, whose next rename must not fail
+    with pytest.raises(artifacts.MissingStageError):
+        artifacts.require_stage(tmp_path, "sft")
+    lock.release()
     assert artifacts.require_stage(tmp_path, "sft") == tmp_path / "sft"
     assert (tmp_path / "sft" / "model" / "model.safetensors").read_text() == "old"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhf_cli.run import artifacts
+from rlhf_cli.run import artifacts, checkpoint
 from rlhf_cli.run.artifacts import digest_file
 from rlhf_cli.run.checkpoint import CheckpointStore, StageFiles
 from rlhf_cli.run.lock import Lock, Owner, lock_path, owner_of
@@ -117,6 +118,20 @@ def test_a_second_start_of_a_running_stage_is_refused(config_in, finish, tmp_pat
     assert "finished" in status(tmp_path)
 
 
+def test_a_process_of_the_users_code_does_not_hold_the_lock(tmp_path):
+    """One of a pool in a reward function lives on if the run is killed."""
+    lock = Lock(tmp_path, "ppo")
+    lock.acquire()
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    child.start()
+    try:
+        assert owner_of(tmp_path, "ppo").pid == os.getpid()
+        lock._file.close()  # as the end of this process does
+        crash.wait_for(lambda: owner_of(tmp_path, "ppo") is None, 30)
+    finally:
+        child.kill()
+
+
 def test_status_never_takes_the_lock(tmp_path, monkeypatch):
     """A stage that starts while `rlhf status` looks must not be refused. Here it looks until the stage has tried."""
     lock = Lock(tmp_path, "sft")
@@ -178,6 +193,25 @@ def test_status_before_the_first_checkpoint(config_in, at_step, tmp_path):
     assert "failed nothing saved; the next run starts over" in shown
 
 
+def test_what_a_run_has_paid_for_outlives_an_end_before_the_first_checkpoint(config_in, at_step, finish, tmp_path):
+    """A judge's answers, for the same run alone."""
+    arguments, grades = config_in("sft", tmp_path), tmp_path / ".sft.checkpoints/grades/0.jsonl"
+    found = []
+
+    def fail(_):
+        found.append(grades.exists())
+        grades.parent.mkdir(exist_ok=True)
+        grades.write_text("{}")
+        raise ZeroDivisionError
+
+    at_step(1, fail)
+    for more in ([], [], ["--restart"], ["--set", "optimizer.weight_decay=0.2"]):
+        assert isinstance(rlhf(arguments, *more).exception, ZeroDivisionError)
+    assert found == [False, True, False, False]
+    at_step(1, lambda _: None)
+    finish(arguments)
+
+
 # --------------------------------------------------------------------------------------------- disk
 
 
@@ -213,6 +247,22 @@ def test_a_disk_that_is_full_at_any_point_gives_one_line_and_can_be_resumed(size
     assert not (root / "sft").exists()
     subprocess.run(["mount", "-o", "remount,size=9m", str(disk)], check=True)
     finish(arguments)
+
+
+def test_a_checkpoint_that_could_not_be_written_does_not_discard_a_finished_training(config_in, finish, tmp_path):
+    """The disk was full for a moment, after which the model itself was saved."""
+    written, save_file = [], checkpoint.save_file
+
+    def full_at_last(*given):
+        written.append(given)
+        if len(written) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", full_at_last)
+        output = words(finish(config_in("sft", tmp_path)))
+    assert "could not write a checkpoint (No space left on device); the finished stage does not need it" in output
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def test_members_resume_where_they_were(config_in, undisturbed, monkeypatch, tmp
     monkeypatch.setattr(StageRun, "finish_step", finish)
     for step in (4, 6, 3, 3):
         assert resume.rlhf(arguments, "--quiet").exit_code == 143
+        (tmp_path / ".rm.checkpoints/members/.DS_Store").touch()
         assert f"saved after step {step} of 6" in status(tmp_path)
     assert "members/accuracy_mean" in succeed(arguments)
     assert taken == [1, 2, 3, 4, 5, 6] * 3
