@@ -130,8 +130,8 @@ def _lines(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def _fill(text: str, directory: Path, name: str) -> str:
-    """Replace __DIR__ and __NAME__. A path that YAML would read as something else puts its whole value in quotes, one
-    that the shell would is quoted in the commands of comments."""
+    """Replace __DIR__ and __NAME__. A path with special characters is quoted: as YAML in values, and for the shell in
+    the commands of comments."""
     place = directory.as_posix()
     text = text.replace("__NAME__", name)
     if not re.fullmatch(r"[\w./+=-]+", place):

@@ -282,7 +282,7 @@ class Output:
         self.num_rows = self.num_dropped = 0
         self._files: list[BinaryIO] = []
         self.is_started = False
-        """Are the lines in the files those of this run?"""
+        """Whether the files hold the rows of this run, not those of an earlier one."""
 
     def __enter__(self) -> Output:
         try:

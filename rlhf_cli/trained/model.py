@@ -141,7 +141,7 @@ class TrainedLanguageModel:
 
 
 def find_model(directory: str, stage: str | None = None) -> TrainedLanguageModel:
-    """The language model that a directory stands for: of a run that of `stage`, or PPO's, or SFT's before PPO finishes.
+    """The language model in a directory. A run has several: that of `stage`, by default PPO's, or SFT's without one.
 
     Raises ArtifactError for a stage that is not finished or writes no text, ConfigError for a stage without a run.
     """
