@@ -228,6 +228,7 @@ def sft_config(data: Path, model: Path, steps: int, rate: float, artifacts: Path
         "artifacts": str(artifacts),
         "seed": SEED,
         "device": "cpu",
+        "precision": "float32",
         "model": {"path": str(model)},
         "data": {"train": str(data / "sft.jsonl"), "test_fraction": 0, "max_length": MAX_LENGTH},
         "training": {"num_steps": steps, "minibatch_size": 16},
@@ -250,6 +251,7 @@ def ppo_config(inputs: Inputs, epochs: int, iterations: int, artifacts: Path) ->
         "artifacts": str(artifacts),
         "seed": SEED,
         "device": "cpu",
+        "precision": "float32",
         "policy": {"path": str(inputs.policy)},
         "rewards": [{"type": "reward_model", "path": str(inputs.reward_model)}],
         # With its head, so that the compared values are not all zero.

@@ -30,6 +30,7 @@ import stages.sft  # noqa: E402
 from rlhf_cli.config.loader import load_config  # noqa: E402
 from rlhf_cli.config.ppo import PPOConfig  # noqa: E402
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig  # noqa: E402
+from rlhf_cli.models.forward import autocast  # noqa: E402
 from rlhf_cli.models.load import load_policy, load_tokenizer, prepare  # noqa: E402
 from rlhf_cli.processes.threads import use_threads  # noqa: E402
 from rlhf_cli.rollout.sampling import (  # noqa: E402
@@ -128,7 +129,7 @@ def rollout() -> None:
     GATE.arrive()
     for step, prompts in enumerate(TASK["batches"]):
         table = draw_uniforms(0, "benchmark", step, len(prompts), TASK["max_new_tokens"])
-        with torch.no_grad():
+        with torch.no_grad(), autocast(torch.device("cpu"), "bfloat16" if TASK["bfloat16"] else "float32"):
             responses = sample(policy, prompts, table, sampling, tokenizer)
         lengths = [len(response.ids) for response in responses]
         given = {

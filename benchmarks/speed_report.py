@@ -391,10 +391,11 @@ RATIO_TEXT = """\
 Each side is a process on the same cores. They take turns: one training step (SFT, RM: 16 rows or pairs), one PPO
 iteration or one batch of rollouts at a time. The ratio is taken pair by pair: median and quartiles. Wall seconds count;
 processor seconds are less disturbed by other processes. The first two steps of both (PPO and rollouts: one) are
-skipped. TRL runs without bf16, gradient checkpointing, logging, progress bars and checkpoints, and with its fastest
-microbatch; ours is the stage with its defaults, metrics, samples and health lines. `TRL packing` is TRL's
-`packing=True` with 3 rows of 512 tokens per step, against our usual step of 16 rows. `rollouts` compares HF `generate`,
-tokens only, with our sampler, which keeps log-probabilities too; a useful token is one up to the first EOS."""
+skipped. TRL runs without bf16 (unless the command says --bfloat16), gradient checkpointing, logging, progress bars and
+checkpoints, and with its fastest microbatch; ours is the stage with its defaults, metrics, samples and health lines.
+`TRL packing` is TRL's `packing=True` with 3 rows of 512 tokens per step, against our usual step of 16 rows. `rollouts`
+compares HF `generate`, tokens only, with our sampler, which keeps log-probabilities too; a useful token is one up to
+the first EOS."""
 
 CHECK_TEXT = """\
 Both read the same files. The first loss must agree to 1e-4 (relative, float32), the last to 1e-2, and the digests of

@@ -133,7 +133,7 @@ def run(config: PPOConfig, *, quiet: bool = False, restart: bool = False) -> Non
     """Run the stage."""
     with StageRun("ppo", config, quiet=quiet, restart=restart) as stage:
         num_iterations = config.ppo.num_iterations
-        setup = load_setup(config, stage)
+        setup = load_setup(stage.settled(config), stage)
         stage.display.block("plan", plan(setup))
         state = RunState(setup)  # measures SFT on the held-out prompts
         if config.ppo.uses_reference_scores:

@@ -142,7 +142,7 @@ class TokenRows:
 def run(config: RMConfig, *, quiet: bool = False, restart: bool = False) -> None:
     """Run the stage: the steps of the module's docstring, in their order."""
     with StageRun("rm", config, quiet=quiet, restart=restart) as stage:
-        world = stage.world
+        world, config = stage.world, stage.settled(config)
         if not shards(config):
             require_rows_for_all(world, config.training.minibatch_size, "training.minibatch_size")
 

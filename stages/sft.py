@@ -72,7 +72,7 @@ HIGH_LOSS = "high_loss"  # the name of the finding about a training loss that is
 def run(config: SFTConfig, *, quiet: bool = False, restart: bool = False) -> None:
     """Run the stage: the steps of the module's docstring, in their order."""
     with StageRun("sft", config, quiet=quiet, restart=restart) as stage:
-        world, display = stage.world, stage.display
+        world, display, config = stage.world, stage.display, stage.settled(config)
 
         # 1. The model. A new tokenizer is trained on the rows.
         model, tokenizer, lines = _model_and_tokenizer(config, world.device)

@@ -144,8 +144,9 @@ class Stage(Section):
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the products in forward and backward passes, that of the language-model head included. Scalar
     heads, log-probabilities and losses are float32 and, unless `optimizer.precision` says otherwise, trained weights
-    too. `auto` uses bfloat16 on a GPU that supports it and float32 elsewhere, never float16, in which large activations
-    overflow. `float16` is for a GPU without bfloat16; the loss is then scaled (docs/training.md)."""
+    too. `auto` uses bfloat16 on a GPU that supports it, and on a CPU with AMX for a model of at least 10 million
+    weights; float32 elsewhere; never float16, in which large activations overflow. The manifest says what it was.
+    `float16` is for a GPU without bfloat16; the loss is then scaled (docs/training.md)."""
     save_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of the saved weights. `auto` is bfloat16 for a model that starts from bfloat16 weights, and float32
     for every other. Adapters and scalar heads are always float32."""

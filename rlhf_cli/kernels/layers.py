@@ -56,6 +56,8 @@ class FastRMSNorm(nn.Module):
 
     weight: Tensor
     variance_epsilon: float
+    narrows = False
+    """Whether only linear layers read the output. Under autocast it is then cast here, once for all of them."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states
@@ -63,7 +65,9 @@ class FastRMSNorm(nn.Module):
             if x.device.type == "cuda":  # one operation where the formula has six, and a dozen more backward
                 return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
             if x.device.type == "cpu" and not torch.compiler.is_compiling():
-                return rms_norm(x, self.weight, self.variance_epsilon)
+                normed = rms_norm(x, self.weight, self.variance_epsilon)
+                casts = self.narrows and torch.is_autocast_enabled("cpu")
+                return normed.to(torch.get_autocast_dtype("cpu")) if casts else normed
         wide = x.float()
         unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
         return self.weight * unit.to(x.dtype)
@@ -119,13 +123,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def use_fast_attention(model: PreTrainedModel) -> str | None:
-    """Let the model's attention layers rotate by `rotate`. Returns a line for the user as `swap_class` does."""
+    """Let the model's attention layers rotate by `rotate`, and read norms that are cast once for all projections.
+
+    Returns a line for the user as `swap_class` does.
+    """
     layers: list[Any] = [module for module in model.modules() if type(module).__name__ in ATTENTIONS]
     if not layers or model.device.type != "cpu":
         return None
     plain = type(layers[0])
     members = {"is_mistral": plain.__name__ == "MistralAttention", "cache_name": cache_name(plain)}
-    return swap_class(layers, type(f"Fast{plain.__name__}", (FastAttention, plain), members), _probe_attention)
+    line = swap_class(layers, type(f"Fast{plain.__name__}", (FastAttention, plain), members), _probe_attention)
+    blocks: list[Any] = [module for module in model.modules() if line is None and type(module).__name__ in LAYERS]
+    for block in blocks:
+        block.input_layernorm.narrows = block.post_attention_layernorm.narrows = True
+    return line
 
 
 def cache_name(module: nn.Module | type[nn.Module]) -> str:
@@ -177,10 +188,10 @@ class FastAttention(nn.Module):
         """See transformers' layer. `kept` are the indices [n] of the tokens whose output is wanted, None for all."""
         x, (cos, sin) = hidden_states, position_embeddings
         attend = AttentionInterface().get(self.config._attn_implementation)
-        is_plain = x.dtype == cos.dtype == torch.float32 and x.device.type == "cpu"
         packed: PackedBatch | None = kwargs.get("packed")
         casts = torch.is_autocast_enabled("cpu")
-        is_plain &= packed is not None or not casts
+        is_plain = cos.dtype == torch.float32 and x.device.type == "cpu"
+        is_plain &= packed is not None if casts else x.dtype == torch.float32
         if not is_plain or attend is None or torch.compiler.is_compiling():
             output, weights = super().forward(x, position_embeddings, attention_mask=attention_mask, **kwargs)
             return output if kept is None else output[:, kept], weights

@@ -18,7 +18,7 @@ from rlhf_cli.config.stage import Stage
 from rlhf_cli.data.batches import Budget, part_tokens
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.kernels import attention
-from rlhf_cli.kernels.linear import maker
+from rlhf_cli.kernels.linear import maker, multiplies_bfloat16
 from rlhf_cli.models.cost import Work, peak_flops, work_of
 from rlhf_cli.models.deferred import blocks
 from rlhf_cli.models.forward import autocast, compute_dtype, hidden_at, is_packed
@@ -79,7 +79,7 @@ def set_up_passes(models: Sequence[PreTrainedModel], config: Stage, device: torc
         )
     is_slow = config.precision == "auto" and device.type == "cpu" and is_large(*models, weights=FASTER_WEIGHTS)
     if is_slow and has_bfloat16(device):
-        lines.append("precision: auto is float32 on a CPU. With precision: bfloat16 a step is faster on this one")
+        lines.append("precision: auto is float32 here. With precision: bfloat16 a step is faster on this CPU")
     for model in models:
         if config.gradient_checkpointing:
             recompute_layers(model)
@@ -99,6 +99,11 @@ def has_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return True
+
+
+def has_amx() -> bool:
+    """Whether this CPU has Intel's instructions for products of bfloat16 matrices, and oneDNN computes right there."""
+    return bool(torch.cpu.get_capabilities().get("amx_bf16")) and multiplies_bfloat16()
 
 
 def recompute_layers(model: PreTrainedModel) -> None:

@@ -17,8 +17,9 @@ from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.hub import is_local
 from rlhf_cli.models.adapter_files import read_adapter
 from rlhf_cli.models.load import reason_of
+from rlhf_cli.models.passes import FASTER_WEIGHTS, has_amx
 from rlhf_cli.plan.memory import Held, Setting
-from rlhf_cli.plan.shapes import shape_of, shape_of_loaded
+from rlhf_cli.plan.shapes import built, shape_of, shape_of_loaded
 from rlhf_cli.run.artifacts import is_adapter, model_directory
 
 
@@ -134,6 +135,17 @@ class ModelOrigins:
         assert adapter is not None
         is_same = Path(adapter.base.path).resolve() == Path(path).resolve()
         return is_same and adapter.quantization == lora.quantize
+
+
+def settled_precision(config: AnyConfig, origins: ModelOrigins) -> str:
+    """`precision` of a run on this CPU. For `auto` it is bfloat16 if the CPU has AMX and the trained model is large."""
+    if config.precision != "auto" or config.device not in ("auto", "cpu") or not has_amx():
+        return config.precision
+    try:
+        model = built(origins.start(config).config, isinstance(config, RMConfig), "model")
+    except (ConfigError, ArtifactError):
+        return "auto"  # whatever reads the model says what is wrong; an encoder-decoder stays in float32
+    return "bfloat16" if model.num_parameters() >= FASTER_WEIGHTS else "auto"
 
 
 def _is_own(config: PPOConfig, reward: ModelReward) -> bool:

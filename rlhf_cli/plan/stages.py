@@ -15,7 +15,7 @@ from rlhf_cli.errors import ConfigError
 from rlhf_cli.models.passes import require_bfloat16
 from rlhf_cli.plan.budget import BY_TOKENS, auto_tokens, machine_of_run
 from rlhf_cli.plan.memory import Batch, Held, Machine, Phase, Setting, fullest, join
-from rlhf_cli.plan.origins import ModelOrigins
+from rlhf_cli.plan.origins import ModelOrigins, settled_precision
 from rlhf_cli.processes.distributed import World
 from rlhf_cli.processes.microbatches import COPIES_BYTES
 from rlhf_cli.processes.threads import num_threads
@@ -51,6 +51,8 @@ class StagePlan:
 
 def plan_stage(stage: str, config: AnyConfig, origins: ModelOrigins, machine: Machine) -> StagePlan:
     """The plan of one stage. Raises ConfigError or ArtifactError if a model cannot be found or built."""
+    if machine.device == "cpu":
+        config = config.model_copy(update={"precision": settled_precision(config, origins)})
     setting, training = setting_of(config, machine), config.batches[1]
     if setting.states == "bfloat16":
         require_bfloat16(setting.device, is_half=setting.half)

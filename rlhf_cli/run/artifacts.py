@@ -64,6 +64,8 @@ class Manifest(BaseModel, frozen=True, extra="forbid", strict=True):
     """UTC, ISO 8601."""
     dtypes: dict[str, str] = {}
     """Folder of a model -> the number format of its weights, such as `bfloat16`."""
+    precision: str = ""
+    """The number format of the passes. `precision: auto` chooses it."""
     contract: Literal[1] = 1
     """The version of this contract."""
 

@@ -14,10 +14,11 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig
+from rlhf_cli.config.stage import Stage
 from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.errors import ArtifactError, ConfigError, EndedElsewhere, Interrupted, RewardError, RunError, UserError
 from rlhf_cli.files import read_object
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from rlhf_cli.config.by_stage import AnyConfig
     from rlhf_cli.report.trackers import Trackers
 
+C = TypeVar("C", bound=Stage)
 ADVICE_ON_BAD_STEPS = (
     "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or look in the batch for values that are not "
     "finite or are outliers"
@@ -71,6 +73,8 @@ class StageRun:
         self.lock = Lock(config.artifacts, stage)
         self.stop_requests = StopRequests()
         self.speed = Speed(stage, self.world)
+        self.precision: str = config.precision
+        """`precision` of the config, or what `settled` takes for `auto`."""
         self.tokens_per_microbatch: int | None = None
         """Set by `microbatch_tokens`; named in the message when memory runs out."""
         self._last_checkpoint = time.monotonic()
@@ -151,13 +155,24 @@ class StageRun:
 
             require_adapters(self.config)
 
+    def settled(self, config: C) -> C:
+        """The config with the precision that `precision: auto` means. The first process decides: CPUs may differ."""
+        if config.precision == "auto" and self.world.device.type == "cpu":
+            from rlhf_cli.plan.origins import ModelOrigins, settled_precision
+
+            self.precision = self.world.of_main(lambda: settled_precision(self.config, ModelOrigins({})))
+            if self.precision != "auto":
+                self.display.note("precision: auto is bfloat16 for a model of this size on this CPU, which has AMX")
+        return config.model_copy(update={"precision": self.precision})
+
     def microbatch_tokens(self, models: Mapping[str, PreTrainedModel]) -> int:
         """Maximum tokens of a microbatch: as configured, or what `auto` chooses for the models (by name)."""
         given = self.config.batches[1].tokens_per_microbatch
         if given == "auto":
             from rlhf_cli.plan.stages import microbatch_tokens
 
-            given = microbatch_tokens(self.config, models, self.world)
+            config = self.config.model_copy(update={"precision": self.precision})
+            given = microbatch_tokens(config, models, self.world)
         self.tokens_per_microbatch = given
         return given
 
@@ -434,6 +449,7 @@ class StageRun:
         self.world.of_main(partial(self._publish, metrics))  # no process may start the next stage before
 
     def _publish(self, metrics: dict[str, float]) -> None:
+        from rlhf_cli.models.forward import compute_dtype
         from rlhf_cli.run.model_card import library_versions, write_cards
 
         self._require_files()
@@ -459,6 +475,7 @@ class StageRun:
                 seed=self.config.seed,
                 versions=versions,
                 device=str(self.world.device),
+                precision=str(compute_dtype(self.world.device, self.precision)).removeprefix("torch."),
                 num_processes=self.world.size,
                 seconds=round(self.files.seconds(), 1),
                 finished=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -215,6 +215,22 @@ def test_packed_rows_under_autocast_round_less_than_transformers_layer(family, s
         assert 0 < ours < 1.2 * theirs
 
 
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_norm_that_only_products_read_is_cast_once_under_autocast(family):
+    _, fast = two(family)
+    seen = {}
+    for name, module in fast.named_modules():
+        if isinstance(module, FastRMSNorm):
+            module.register_forward_hook(lambda _module, _input, output, name=name: seen.update({name: output.dtype}))
+    packed(fast)
+    assert set(seen.values()) == {torch.float32}
+    with torch.autocast("cpu", torch.bfloat16):
+        packed(fast)
+    narrow = {name for name, dtype in seen.items() if dtype == torch.bfloat16}
+    assert narrow == {name for name in seen if name.endswith(("input_layernorm", "post_attention_layernorm"))}
+    assert narrow < set(seen)
+
+
 @pytest.mark.parametrize(("length", "is_half"), [(9, False), (12, True)])
 def test_only_long_texts_attend_in_bfloat16(length, is_half, monkeypatch):
     monkeypatch.setattr(fast_layers, "BFLOAT16_KEYS", 12)

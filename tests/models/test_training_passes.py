@@ -6,16 +6,18 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, T5Config
 
 from rlhf_cli.algorithms.losses import lm_loss
 from rlhf_cli.config.models import Lora
-from rlhf_cli.config.sft_rm import SFTConfig
+from rlhf_cli.config.sft_rm import SFTConfig, SFTModel
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.models import passes
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.forward import check_head, target_logprobs
 from rlhf_cli.models.load import load_policy, new_value_model, prepare
 from rlhf_cli.models.passes import has_bfloat16, recomputing, set_up_passes
+from rlhf_cli.plan import origins
 from rlhf_cli.rewards.models import sequence_scores
 from support.compare import adapt, same_weights
 from support.tiny import CPU
@@ -162,4 +164,34 @@ def test_auto_says_when_bfloat16_would_be_faster(precision, weights, has, says, 
     monkeypatch.setattr(passes, "FASTER_WEIGHTS", weights)
     monkeypatch.setattr(passes, "has_bfloat16", lambda _device: has)
     lines, _ = set_up_passes([torch.nn.Linear(99, 1)], config(precision=precision), CPU)
-    assert [line.startswith("precision: auto is float32 on a CPU.") for line in lines] == [True] * says
+    assert [line.startswith("precision: auto is float32 here.") for line in lines] == [True] * says
+
+
+@pytest.mark.parametrize(
+    ("weights", "amx", "taken"), [(1, True, "bfloat16"), (10**6, True, "float32"), (1, False, "float32")]
+)
+def test_auto_is_bfloat16_for_a_large_model_with_amx(weights, amx, taken, tmp_path, make_model, run_stage, monkeypatch):
+    monkeypatch.setattr(origins, "has_amx", lambda: amx)
+    monkeypatch.setattr(origins, "FASTER_WEIGHTS", weights)
+    model = {"path": str(make_model("llama"))}
+    auto = run_stage("sft", tmp_path / "auto", model=model, precision="auto")
+    same = run_stage("sft", tmp_path / "same", model=model, precision=taken)
+    same_weights(auto, same, 0.0)
+    assert [json.loads((run / "manifest.json").read_text())["precision"] for run in (auto, same)] == [taken, taken]
+    assert "precision: auto" in (auto / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "expected"),
+    [
+        (LlamaConfig(), {}, "bfloat16"),
+        (LlamaConfig(), {"precision": "float32"}, "float32"),
+        (LlamaConfig(), {"device": "cuda"}, "auto"),
+        (T5Config(), {}, "auto"),
+    ],
+)
+def test_auto_stays_for_encoder_decoders_and_gpus(model, settings, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(origins, "has_amx", lambda: True)
+    model.save_pretrained(tmp_path)
+    given = config(**settings).model_copy(update={"model": SFTModel(path=str(tmp_path))})
+    assert origins.settled_precision(given, origins.ModelOrigins({})) == expected

@@ -138,11 +138,13 @@ def test_changes_are_compared_at_the_same_microbatches(shapes):
     assert states[0] - states[1] == pytest.approx(4 * 8.03e9, rel=0.05)
 
 
-def test_weights_in_16_bits_are_offered_with_passes_in_16_bits(shapes):
-    """The passes of `precision: auto` are in float32 on a CPU."""
+@pytest.mark.parametrize("amx", [False, True])
+def test_weights_in_16_bits_are_offered_with_passes_in_16_bits(amx, shapes, monkeypatch):
+    """The passes of `precision: auto` are in float32 on a CPU without AMX."""
+    monkeypatch.setattr("rlhf_cli.plan.origins.has_amx", lambda: amx)
     (sft,) = plan("configs/hh/sft.yaml", "--set", f"model.path={shapes / '8b'}")
     (change,) = [change["set"] for change in sft["changes"] if "optimizer.precision=bfloat16" in change["set"]]
-    assert change == ["precision=bfloat16", "optimizer.precision=bfloat16"]
+    assert change == [*["precision=bfloat16"] * (not amx), "optimizer.precision=bfloat16"]
 
 
 def test_two_machines_may_share_within_each_or_among_all(shapes):
