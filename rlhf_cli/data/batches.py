@@ -43,10 +43,16 @@ cores, whose threads wait for each other's Python, eight microbatches of 620 tak
 PART_TOKENS_OF_LARGE = 256
 """The same for a model of MANY_WEIGHTS, whose operations are larger."""
 MANY_WEIGHTS = 8_000_000
+PART_TOKENS_IN_HALF = 768
+"""The same for passes in 16 bits. There products take less time, and what each microbatch does once takes more, such as
+casting weights and gradients: a token of a microbatch of 750 takes 1.3 to 1.5 times as long as of 1,500, of 370 up to
+2.6 times as long (benchmarks/COSTS.md)."""
 
 
-def part_tokens(num_weights: int) -> int:
+def part_tokens(num_weights: int, *, is_half: bool) -> int:
     """The fewest tokens of a microbatch of a model for the threads of a CPU."""
+    if is_half:
+        return PART_TOKENS_IN_HALF
     return PART_TOKENS if num_weights < MANY_WEIGHTS else PART_TOKENS_OF_LARGE
 
 

@@ -46,7 +46,8 @@ class Passes:
 def set_up_training(model: PreTrainedModel, config: SFTConfig | RMConfig, device: torch.device, tokens: int) -> Passes:
     """Set up the passes of a model that is trained alone, of at most `tokens` tokens in a microbatch."""
     parts = 2 if device.type == "cpu" else 0
-    fewest = part_tokens(sum(weight.numel() for weight in model.parameters()))
+    is_half = compute_dtype(device, config.precision) != torch.float32
+    fewest = part_tokens(sum(weight.numel() for weight in model.parameters()), is_half=is_half)
     budget = Budget(tokens, config.training.microbatch_size, not is_packed(model), parts, fewest)
     work = work_of(model)
     lines, compile_s = set_up_passes([model], config, device)

@@ -191,7 +191,7 @@ def _batch(config: AnyConfig, models: list[Held], num_rows: int, tokens: int) ->
     if first.setting.device == "cpu" and first.shape.is_packed and at_once == rows:
         # The largest of the equal parts for the threads, of this minibatch or a smaller one.
         parts = 1 if isinstance(config, PPOConfig) and any(model.name == "value model" for model in models) else 2
-        row, fewest = total / rows, part_tokens(first.shape.base)
+        row, fewest = total / rows, part_tokens(first.shape.base, is_half=first.setting.half)
         size = min(size, round(row * max(-(-n // num_parts(n * row, parts, fewest)) for n in range(1, rows + 1))))
     num = -(-rows * total // (at_once * size))
     # The first microbatch may be almost one row short of its limit; that row goes into a later one.

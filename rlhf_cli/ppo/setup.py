@@ -289,7 +289,8 @@ def _budget(config: PPOConfig, stage: StageRun, models: Models, rewards: Sequenc
     # With a value model each microbatch has two passes, enough for two threads: it is not cut further for them.
     parts = 1 if models.value_model is not None else 2
     parts = parts if stage.world.device.type == "cpu" else 0
-    fewest = part_tokens(sum(weight.numel() for weight in models.policy.parameters()))
+    is_half = compute_dtype(stage.world.device, config.precision) != torch.float32
+    fewest = part_tokens(sum(weight.numel() for weight in models.policy.parameters()), is_half=is_half)
     budget = Budget(stage.microbatch_tokens(loaded), config.ppo.microbatch_size, padded, parts, fewest)
     for _, source in reward_models:
         source.budget = replace(budget, padded=not is_packed(source.model))
