@@ -293,9 +293,9 @@ class Side:
             found["answers_of_a_row"] = {str(n): self.num_answers[n] for n in sorted(self.num_answers)}
         if scores := self.scores:
             found["scores"] = {"number": len(scores), "mean": statistics.fmean(scores), "std": float(np.std(scores))}
-            labels = Counter(scores)
-            if len(labels) <= FEW_SCORES:
-                found["scores"]["counts"] = {f"{value:g}": labels[value] for value in sorted(labels)}
+            # In the digits that are printed: 1/3 and 0.33333333 are one label.
+            if len(labels := Counter(f"{value:g}" for value in sorted(scores))) <= FEW_SCORES:
+                found["scores"]["counts"] = dict(labels)
             else:
                 found["scores"] |= {"min": min(scores), "median": statistics.median_low(scores), "max": max(scores)}
         return found

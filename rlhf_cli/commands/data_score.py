@@ -5,6 +5,7 @@ The judge is a language model that is asked with a template. `rlhf_cli.commands.
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections import Counter
@@ -190,7 +191,7 @@ class _Scoring:
         for row in output.rows():
             values += row["scores"] if "scores" in row else [row["score"]]
             before = row.get("score_before")
-            if "score" in row and isinstance(before, int | float):
+            if "score" in row and isinstance(before, int | float) and math.isfinite(before):
                 new.append(row["score"])
                 own.append(before)
         scores = [value for value in values if value is not None]

@@ -168,8 +168,9 @@ class Screen:
                     target_mask = [n >= len(kept) - last_run(target_mask) for n in range(len(kept))]
                 elif part.learn_all:
                     target_mask = [n > 0 for n in range(len(kept))]
-                about = _tokens(ids, kept, fitting)
-                yield kept, target_mask, f"{about}, {sum(target_mask)} trained on" if part.purpose == "sft" else about
+                is_trained = part.purpose == "sft" and not isinstance(fitting, Skipped)
+                trained = f", {sum(target_mask)} trained on" if is_trained else ""
+                yield kept, target_mask, _tokens(ids, kept, fitting) + trained
 
     def body(self, parts: Sequence[Piece]) -> None:
         text = Text("  ")

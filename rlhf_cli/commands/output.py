@@ -165,10 +165,18 @@ def refuse_own_output(source: DataSource, out: Path) -> None:
     """Raise ConfigError if the output would be a file of the source, or is not a .jsonl file."""
     if not out.name.endswith(".jsonl"):
         raise ConfigError(f"--out: {out}: must end in .jsonl, the rows are written as JSON Lines")
-    target, source_path = out.absolute(), Path(source.path).absolute()
-    inside = target.parent == source_path or fnmatch.fnmatch(str(target), str(source_path))
-    if inside or os.path.realpath(target) == os.path.realpath(source_path):
+    target, named = Path(os.path.realpath(out)), Path(os.path.realpath(source.path))
+    if named in (target, target.parent) or _is_matched(target.parts, named.parts):
         raise ConfigError(f"--out: {out}: would be one of the files of {source.path}. Write it to another folder")
+
+
+def _is_matched(path: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
+    """Does a glob match a path, both given in parts? (PurePath has `full_match` from Python 3.13 on.)"""
+    if not path or not pattern:
+        return path == pattern
+    if pattern[0] == "**":
+        return _is_matched(path, pattern[1:]) or _is_matched(path[1:], pattern)
+    return fnmatch.fnmatchcase(path[0], pattern[0]) and _is_matched(path[1:], pattern[1:])
 
 
 def prompt_column(record: Record) -> str | list[dict[str, str]]:

@@ -101,11 +101,11 @@ class AnswerEncoder(RowEncoder[T], Generic[T]):
     def cut(self, row: Record, tokens: Tokens) -> list[int] | Skipped:
         ids, answer_mask = tokens
         limits = self.limits
+        if limits.min_response_length and self.answer_length(row, tokens) < limits.min_response_length:
+            return limits.too_short
         if self.reads_last_token:
             fitting = fit(ids, answer_mask, limits, self.tokenizer.bos_token_id)
             return fitting if isinstance(fitting, Skipped) else fitting[0]
-        if limits.min_response_length and self.answer_length(row, tokens) < limits.min_response_length:
-            return limits.too_short
         if len(ids) <= limits.max_length:
             return ids
         if limits.truncation == "drop":

@@ -103,8 +103,8 @@ def _build(entry: Path, encoder: RowEncoder[T], longest: int | None) -> Report:
     report = Report()
     partial = entry.with_name(f"{entry.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
     try:
+        partial.mkdir()
         _write_tables(partial, encoder, report, longest)
         digests = {side: digest_file(partial / f"{side}.arrow") for side in SIDES}
         facts = {"report": TypeAdapter(Report).dump_python(report), "digests": digests}
@@ -149,7 +149,8 @@ def _write_tables(folder: Path, encoder: RowEncoder[T], report: Report, longest:
 def _entry(key: str) -> Iterator[Path]:
     """The folder of a cache entry, locked for this process.
 
-    Without a cache that is ours and writable it is a temporary folder, deleted once the process has mapped the tables.
+    It is a temporary folder, deleted once the process has mapped the tables, if the cache is not ours or not writable,
+    or if its file system has no locks.
     """
     root = cache_directory()
     try:
@@ -159,12 +160,12 @@ def _entry(key: str) -> Iterator[Path]:
             raise FileExistsError(f"{root}: holds files, but no {MARKER}")
         (root / MARKER).touch()
         lock = (root / f"{key}.lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError:
         with tempfile.TemporaryDirectory(prefix="rlhf-tokens-") as folder:
             yield Path(folder) / key
         return
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         _remove_old(root)
         yield root / key
 

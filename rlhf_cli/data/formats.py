@@ -768,7 +768,7 @@ def read_record(row: Row, format: Format, source: DataSource, *, prompt_words: i
     except DataError as error:
         # In the names that the columns have in the file.
         message = str(error).replace(found_keys(ours.values), found_keys(row.values))
-        renamed = re.sub(r"`(\w+)`", lambda match: f"`{shown_name(source.keys.get(match[1], match[1]))}`", message)
+        renamed = re.sub(r"`(\w+)", lambda match: f"`{shown_name(source.keys.get(match[1], match[1]))}", message)
         raise DataError(renamed) from None
 
 

@@ -163,6 +163,9 @@ def test_labels_are_counted_and_many_scores_are_summarised(tmp_path):
     path = write_jsonl(tmp_path / "b.jsonl", kto)
     assert checked(path, "--for", "rm")["sides"]["train"]["scores"]["counts"] == {"0": 1, "1": 3}
     assert checked(path, "--for", "sft")["sides"]["train"]["skipped"] == {"no answer to learn from": 1}
+    thirds = [{"text": f"text {n}", "label": label} for n, label in enumerate((1, 1 / 3, 0.33333333, 0.33333333))]
+    path = write_jsonl(tmp_path / "d.jsonl", thirds)
+    assert checked(path, "--for", "rm")["sides"]["train"]["scores"]["counts"] == {"0.333333": 3, "1": 1}
     scored = [{"prompt": "p", "response": f"{n}", "score": n / 2 if n < 11 else None} for n in range(12)]
     side = checked(write_jsonl(tmp_path / "c.jsonl", scored), "--for", "rm")["sides"]["train"]
     assert side["skipped"] == {"no answer with a score": 1}
@@ -545,7 +548,7 @@ def test_overlong_rows_are_cut_or_shown_as_skipped(tmp_path, make_model):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent lamp radio map", "response": " is late"}])
     model = make_model("llama")
     left_out = rlhf("show", path, "--for", "sft", "--tokenizer", model, "--max-length", 5).stdout
-    assert "skipped: longer than 5 tokens" in left_out
+    assert re.search(r"skipped: longer than 5 tokens, \d+ tokens\n", left_out), "nothing of it is trained on"
     data = {"train": str(path), "max_length": 5, "truncation": "left", "test_fraction": 0}
     config = written(tmp_path, sft_config(data, model={"path": str(model)}))
     cut = rlhf("show", "--config", config).stdout

@@ -1,5 +1,6 @@
 """`rlhf data score`: from the judge's answers to rows, and runs that resume."""
 
+import math
 from collections import Counter
 
 import numpy as np
@@ -284,6 +285,7 @@ score: 7 scores by judge-7b, mean 2.414
 def test_scores_are_compared_with_the_input_scores(tmp_path):
     judged, own = [0, 1, 3, 5], [1.0, -1.0, 2.0, 4.0]
     rows = [{"prompt": f"p{n}.", "response": "r", "score": own[n]} for n in range(4)]
+    rows += [{"prompt": "p0.", "response": "r", "score": score} for score in (math.nan, math.inf, None)]
     source = write_jsonl(tmp_path / "rows.jsonl", rows)
     with ChatServer(says(lambda text: str(judged[int(text.split("\np")[1][0])]))) as server:
         output = command(source, tmp_path / "out" / "out.jsonl", server)

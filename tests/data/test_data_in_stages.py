@@ -110,6 +110,17 @@ def test_short_answers_are_skipped_if_the_config_says_so(encoder, tmp_path):
     assert "data.train: 1 of 3 rows skipped: answers of fewer than 5 tokens" in rows.lines
 
 
+@pytest.mark.parametrize("reads_last_token", [True, False])
+def test_a_short_answer_behind_a_long_one_is_skipped(encoder, tokenizer, reads_last_token):
+    """A reward model judges the last answer of a conversation, whatever was said before."""
+    chat = copy.deepcopy(tokenizer)
+    chat.chat_template = CHAT
+    before = (Message("user", "hello"), Message("assistant", "the tent is late " * 9), Message("user", "thank you"))
+    row = Record("", "row", (Answer(" yes"), Answer(" no")), ranked=True, messages=before)
+    (item,) = encoder(tokenizer=chat, reads_last_token=reads_last_token, min_response_length=20).encode([row])
+    assert item == Skipped("answers of fewer than 20 tokens")
+
+
 def test_sft_and_ppo_cut_the_same_side(write_config, make_model, tmp_path):
     """A judge of PPO's texts reads the prompt as it was cut."""
     model = {"path": str(make_model("llama"))}

@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections import Counter
+from decimal import Decimal
 from pathlib import Path
 from typing import get_args
 
@@ -471,6 +472,8 @@ def test_a_score_of_zero_is_not_a_missing_score():
 def test_invalid_scores_are_refused_and_missing_ones_are_none(score):
     with pytest.raises(DataError, match=r"^file:3: `score` is .{1,50}, it must be a number$"):
         read({"prompt": "a", "response": "b", "score": score}, "scored")
+    for number in (2.5, " 2.5 ", Decimal("2.50")):
+        assert read({"prompt": "a", "response": "b", "score": number}, "scored").scores == (2.5,)
     for missing in (None, "", " "):
         assert scored(read({"prompt": "a", "response": "b", "score": missing}, "scored")) is None
 
@@ -790,10 +793,12 @@ def test_texts_with_scores_are_labelled_texts():
         ({"q": "1+1=", "out": {"text": 3}}, "prompt_response", "`out.text` is a number, it must be text"),
         ({"q": None, "out": {"text": "a"}}, "prompt_response", "`q` is null, it must be text"),
         ({"q": "a", "out": {"text": "b"}}, "preference", "found the keys q, out, every row needs `rejected`"),
+        ({"q": "a", "out": {"text": ["b", " "]}}, "ranking", "`out.text 2` is empty"),
     ],
 )
 def test_a_message_about_mapped_columns_names_those_of_the_file(values, name, message):
-    given = source(keys={"prompt": "q", "chosen" if name == "preference" else "response": "out.text"})
+    answers = {"preference": "chosen", "ranking": "answers"}.get(name, "response")
+    given = source(keys={"prompt": "q", answers: "out.text"})
     with pytest.raises(DataError, match=message):
         read(values, name, given)
 

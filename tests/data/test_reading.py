@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -366,6 +369,22 @@ def test_a_change_of_data_settings_or_code_makes_a_new_cache_entry(tmp_path, cac
     assert cached(data)[1] == 21
 
 
+def test_a_cache_without_room_for_a_folder_is_one_line(tmp_path, cached, monkeypatch):
+    data = Rows(train=write(tmp_path / "a.jsonl", numbered(5)), test_fraction=0)
+    make = Path.mkdir
+
+    def full(self, *arguments, **options):
+        if self.suffix == ".partial":
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        make(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(
+        DataError, match=r"could not write the tokenised rows \(Disk quota exceeded\)\. Free disk space"
+    ):
+        cached(data)
+
+
 def test_a_bad_row_leaves_no_cache_entry(tmp_path, cached):
     data = Rows(train=write(tmp_path / "a.jsonl", BAD), test_fraction=0)
     with pytest.raises(DataError):
@@ -373,9 +392,13 @@ def test_a_bad_row_leaves_no_cache_entry(tmp_path, cached):
     assert not entries(tmp_path)
 
 
-def test_an_unwritable_cache_does_not_stop_the_run(tmp_path, cached, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "file" / "cache"))
+@pytest.mark.parametrize("fault", ["not writable", "no locks"])
+def test_a_cache_that_cannot_be_used_does_not_stop_the_run(tmp_path, cached, monkeypatch, fault):
+    if fault == "no locks":  # Lustre without them
+        monkeypatch.setattr(cache.fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOSYS, "not implemented")))
+    else:
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "file" / "cache"))
     rows, num_encoded = cached(Rows(train=write(tmp_path / "a.jsonl", numbered(50)), test_fraction=0))
     assert num_encoded == 50 == len(rows.train)
     assert rows.train[0].where.endswith(":1")
