@@ -12,11 +12,11 @@ from rich.text import Text
 from rlhf_cli.commands.data_check import RowsOptions, encoders_of, new_console
 from rlhf_cli.data.encode import Skipped, encode_for_classifier, fit, fit_prompt, last_run
 from rlhf_cli.data.encoders import RowEncoder
-from rlhf_cli.data.formats import read_record, recognise
+from rlhf_cli.data.formats import read_record
 from rlhf_cli.data.read import read_rows
-from rlhf_cli.data.records import BadRow, Record, Row, shown_name
+from rlhf_cli.data.records import BadRow, Record, shown_name
 from rlhf_cli.data.row_counts import Report
-from rlhf_cli.data.stage_rows import StageRows, records
+from rlhf_cli.data.stage_rows import StageRows, first_format, records
 from rlhf_cli.errors import DataError
 from rlhf_cli.printing import printable
 from rlhf_cli.report.progress import Console
@@ -68,15 +68,12 @@ def _show_bad(screen: Screen, report: Report) -> None:
 def _numbered(screen: Screen, part: StageRows, number: int) -> Record:
     """The row whose place ends in `number`, from the first file that has one. A bad row is printed unparsed."""
     for source in chain(*part.rows.by_side.values()):
-        format_ = None
         for row in read_rows(source):
-            if format_ is None and isinstance(row, Row):
-                format_ = recognise(row, source, part.purpose)
             if row.where[len(row.where.rstrip("0123456789")) :] != str(number):
                 continue
             if isinstance(row, BadRow):
                 raise DataError(f"{row.where}: {row.reason}")
-            assert format_ is not None
+            format_ = first_format(source, part.purpose)
             try:
                 return read_record(row, format_, source, prompt_words=part.prompt_words)
             except DataError:

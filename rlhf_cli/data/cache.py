@@ -95,10 +95,6 @@ def tokenise(encoder: RowEncoder[T], *, longest: int | None = None) -> Tokenised
     return Tokenised(train, validation, test, [*lines, *report.lines(spec.role)], warnings, skipped)
 
 
-def cache_directory() -> Path:
-    return cache_root() / FOLDER
-
-
 def _build(entry: Path, encoder: RowEncoder[T], longest: int | None) -> Report:
     report = Report()
     partial = entry.with_name(f"{entry.name}.partial")
@@ -152,7 +148,7 @@ def _entry(key: str) -> Iterator[Path]:
     It is a temporary folder, deleted once the process has mapped the tables, if the cache is not ours or not writable,
     or if its file system has no locks.
     """
-    root = cache_directory()
+    root = cache_root() / FOLDER
     try:
         root.mkdir(parents=True, exist_ok=True)
         names = {path.name for path in root.iterdir()}  # one listing: another process may be creating the folder

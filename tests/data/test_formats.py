@@ -89,6 +89,8 @@ EXPECTED = {
         sees("", "A warm and funny film.", [("A warm and funny film.", 1.0)]),
         sees("", "Two long dull hours.", [("Two long dull hours.", 0.0)]),
         sees("", "I would see it again.", [("I would see it again.", 1.0)]),
+        sees("", "A slow film.", [("A slow film.", 0.25)]),
+        sees("", "A slow film.", [("A slow film.", 1.0)]),
     ],
     "messages": [
         sees(
@@ -123,6 +125,10 @@ EXPECTED = {
             (" What has keys but no doors?", " No."),
         ),
         sees("\n\nHuman: Add one and two.\n\nAssistant:", (" Three.", " Four.")),
+        # ColossalChat's `context`; a question beside it is the prompt.
+        sees("1+1=", (" 2", " 3")),
+        sees("\n\nHuman: 1+1?\n\nAssistant:", (" 2", " 3")),
+        sees("1+1=", (" 2", " 3")),
     ],
     "hh": [
         # The answers share " Kno", which stays with the answers.
@@ -270,6 +276,9 @@ NEEDED = {
         ({"prompt": "a", "response": "b", "label": 3}, "sft", "prompt_response"),
         ({"prompt": "a", "response": "b", "label": "False"}, "sft", "kto"),
         ({"text": "a", "label": "positive"}, "sft", "text"),
+        ({"text": "a", "score": 0.25}, "sft", "text"),
+        ({"text": "a", "score": 0.25}, "rm pairs", "labelled"),
+        ({"context": "a", "chosen": "b", "rejected": "c"}, "rm pairs", "preference"),
         ({"question": "a", "answers": {"text": ["b"]}}, "ppo", "prompt"),
         ({"text": "a", "prompt": "b"}, "ppo", "text"),
     ],
@@ -537,7 +546,7 @@ def test_a_renamed_column_is_not_read_under_its_old_name():
 
 
 @pytest.mark.parametrize(
-    "path", ["reply", "out.reply", "out.text.more", "out.text.b", "out.none.b", "out.list.b", "prompt.", ""]
+    "path", ["reply", "out.reply", "out.text.b", "out.none.b", "out.list.b", "out.list.1", "out.list.-1", "prompt.", ""]
 )
 def test_a_mapped_column_that_is_missing_is_named(path):
     given = source(keys={"response": path})
@@ -627,7 +636,7 @@ REFUSED = [
     ("prompt_response", {"prompt": [USER, REPLY], "response": "a"}, "`prompt` ends with the assistant's message"),
     ("prompt", {"prompt": "\n"}, "`prompt` is empty"),
     ("text", {"text": ""}, "`text` is empty"),
-    ("labelled", {"text": "a", "label": "good"}, "`label` is 'good', it must be a number"),
+    ("labelled", {"text": "a", "score": "good"}, "`score` is 'good', it must be a number"),
     ("messages", {"messages": []}, "`messages` must be a non-empty list of messages"),
     ("messages", {"messages": [{"role": "user"}]}, "message 1 of `messages` needs a text `role`"),
     ("messages", {"messages": [USER, {"role": "tool", "content": "a"}]}, "message 2 of `messages` has role 'tool'"),
@@ -732,59 +741,6 @@ def test_published_data(path, purpose, name, counts):
     assert all(prompt(record).prompt == record.prompt for record in records)
     views = [demonstration, ranking, scored]
     assert tuple(sum(bool(view(record)) for record in records) for view in views) == counts
-
-
-# ------------------------------------------------------------------------------- paths and names of columns
-
-
-def test_a_column_inside_a_list():
-    """Miracl's passages. A number goes into a list, a name into a mapping."""
-    values = {
-        "query": "q?",
-        "positive_passages": [{"text": "good"}, {"text": "x"}],
-        "negative_passages": [{"text": "bad"}],
-    }
-    keys = {"prompt": "query", "chosen": "positive_passages.0.text", "rejected": "negative_passages.0.text"}
-    given = source(keys=keys)
-    assert recognise(Row(values, "file:3"), given, "rm pairs").name == "preference"
-    assert seen(read(values, "preference", given))[2] == ("good", "bad")
-    for path in ("positive_passages.2.text", "positive_passages.-1.text", "positive_passages.x.text", "query.0.text"):
-        with pytest.raises(
-            DataError, match=rf"file:3: found the keys .*, but not `{path}`, which `keys` maps to `chosen`"
-        ):
-            read(values, "preference", source(keys={**keys, "chosen": path}))
-
-
-@pytest.mark.parametrize(
-    ("values", "prompt_text"),
-    [
-        ({"context": "1+1=", "chosen": " 2", "rejected": " 3"}, "1+1="),
-        (
-            {
-                "context": [{"from": "user", "content": "1+1?"}],
-                "chosen": [{"from": "assistant", "content": "2"}],
-                "rejected": [{"from": "assistant", "content": "3"}],
-            },
-            transcript((Message("user", "1+1?"),)),
-        ),
-        ({"context": "a passage", "question": "1+1=", "chosen": " 2", "rejected": " 3"}, "1+1="),
-    ],
-)
-def test_preferences_may_have_their_prompt_in_context(values, prompt_text):
-    """ColossalChat's rows. A question beside it is the prompt."""
-    assert recognise(Row(values, "file:3"), SOURCE, "rm pairs").name == "preference"
-    assert seen(read(values, "preference"))[::2] == (prompt_text, (" 2", " 3"))
-
-
-def test_texts_with_scores_are_labelled_texts():
-    values = {"text": "a slow film", "score": 0.25}
-    for purpose in ("rm pairs", "rm scores"):
-        assert recognise(Row(values, "file:1"), SOURCE, purpose).name == "labelled"
-    assert recognise(Row(values, "file:1"), SOURCE, "sft").name == "text"
-    assert seen(read(values, "labelled"))[3] == [("a slow film", 0.25)]
-    assert seen(read({**values, "label": 1}, "labelled"))[3] == [("a slow film", 1.0)]
-    with pytest.raises(DataError, match="`score` is 'x', it must be a number"):
-        read({"text": "a", "score": "x"}, "labelled")
 
 
 @pytest.mark.parametrize(
