@@ -223,6 +223,7 @@ class Side:
     def add(self, seen: Record, measured: Measured) -> None:
         """Count the lengths of a row, and what is remarkable about its texts."""
         spec, answers = self.spec, measured.answers
+        self.counts["read"] += 1
         if measured.special_token is not None:
             self.remarkable["special_tokens"].add(seen.where, measured.special_token)
         if not seen.messages and spec.template != "chat":  # a chat template separates prompt and answer
@@ -301,7 +302,7 @@ class Side:
         return found
 
 
-def in_words(rows: Sequence[Record]) -> list[Measured]:
+def in_words(rows: Sequence[Record]) -> list[Measured | DataError]:
     """Lengths in words, separated by blanks. Length limits are in tokens, so no row is skipped for its length."""
     return [
         Measured(len(seen.prompt.split()), [len(text.split()) for text in seen.texts], kept=len(seen.scores) or 1)
@@ -309,12 +310,15 @@ def in_words(rows: Sequence[Record]) -> list[Measured]:
     ]
 
 
-def in_tokens(encoder: RowEncoder, rows: Sequence[Record]) -> list[Measured]:
-    """Lengths in tokens, EOS included, of the sequences that the stage's encoder makes."""
+def in_tokens(encoder: RowEncoder, rows: Sequence[Record]) -> list[Measured | DataError]:
+    """Lengths in tokens, EOS included, of the sequences that the stage's encoder makes; or why it makes none."""
     from rlhf_cli.data.answers import AnswerEncoder
 
-    found = []
-    for seen, sequences in zip(rows, encoder.sequences(rows), strict=True):
+    found: list[Measured | DataError] = []
+    for seen, sequences in zip(rows, encoder.tried(rows), strict=True):
+        if isinstance(sequences, DataError):
+            found.append(sequences)
+            continue
         answers = [sum(mask) for _, mask in sequences if mask]  # SFT learns every assistant turn, a prompt has no mask
         if isinstance(encoder, AnswerEncoder):
             answers = [encoder.answer_length(*each) for each in zip(seen.each(), sequences, strict=True)]
@@ -383,7 +387,9 @@ class Check(Report):
             self.sides[name] = Side(self._spec)
         return name, self.sides[name]
 
-    def count(self, spec: StageRows, measure: Callable[[Sequence[Record]], list[Measured]]) -> Iterator[int]:
+    def count(
+        self, spec: StageRows, measure: Callable[[Sequence[Record]], list[Measured | DataError]]
+    ) -> Iterator[int]:
         """Read the rows of a stage and count them. Yields the number of rows so far now and then.
 
         Raises DataError for a source that cannot be read at all.
@@ -391,6 +397,9 @@ class Check(Report):
         self._spec = spec
         for chunk in batched(self._views(spec), CHUNK):
             for (name, seen), measured in zip(chunk, measure([seen for _, seen in chunk]), strict=True):
+                if isinstance(measured, DataError):
+                    self.bad_row(spec.rows, name, measured)
+                    continue
                 self.sides[name].add(seen, measured)
                 self.kept[name] += measured.kept
                 for skipped in measured.skipped:
@@ -409,13 +418,12 @@ class Check(Report):
             except DataError as error:
                 self.bad_row(spec.rows, side, error)
                 continue
-            counted.counts["read"] += 1
             if not isinstance(seen, Skipped):
                 counted.register(record, is_new=is_new, is_held_out=name in ("validation", "test"))
-            if spec.rows.deduplicate and not is_new:
-                self.skip(name, DUPLICATE)
-            elif isinstance(seen, Skipped):
-                self.skip(name, seen.reason)
+            is_repeated = spec.rows.deduplicate and not is_new
+            if is_repeated or isinstance(seen, Skipped):
+                counted.counts["read"] += 1
+                self.skip(name, seen.reason if isinstance(seen, Skipped) and not is_repeated else DUPLICATE)
             else:
                 yield name, seen
 

@@ -108,8 +108,10 @@ class Screen:
     def show(self, record: Record) -> None:
         """Print a row's prompt, or each of its answers behind its prompt, which is written out once."""
         where, purpose = printable(record.where), self.part.purpose
+        encoder = self.encoder
         try:
             seen = self.part.view(record, "train")
+            encoded = [] if encoder is None or isinstance(seen, Skipped) else [*self._encoded(seen, encoder)]
         except DataError as error:
             self.line(f"\n{error}", "red")
             return
@@ -122,17 +124,16 @@ class Screen:
         if purpose == "rm pairs":
             ranks = [f"rank {n}" for n in range(1, 1 + len(seen.answers))]
             names = ["chosen", "rejected"] if len(ranks) == 2 else ranks
-        if self.encoder is None:
+        if encoder is None:
             for number, (name, answer) in enumerate(zip(names, seen.texts or ("",), strict=True)):
                 self.line("  ".join(filter(None, (f"\n{where}", name))), "bold")
                 self.body([("" if number else record.prompt, False, False), (answer, True, False)])
             return
         first: list[int] = []
-        encoded = self._encoded(seen, self.encoder)
         for number, (name, (ids, target_mask, about)) in enumerate(zip(names, encoded, strict=True)):
             before = len(ids) - last_run(target_mask)
             self.line(f"\n{where}  {', '.join(filter(None, (name, about)))}", "bold")
-            found = pieces(self.encoder.tokenizer, ids, target_mask)
+            found = pieces(encoder.tokenizer, ids, target_mask)
             if number == 0:
                 first = ids[:before]
             elif ids[:before] == first and before:
@@ -146,7 +147,9 @@ class Screen:
         from rlhf_cli.packing import common_prefix
 
         part, bos = self.part, encoder.tokenizer.bos_token_id
-        (sequences,) = encoder.sequences([seen])
+        (sequences,) = encoder.tried([seen])
+        if isinstance(sequences, DataError):
+            raise sequences
         for one, (ids, answer) in zip(seen.each() or [seen], sequences, strict=True):
             if part.purpose == "ppo":
                 cut = fit_prompt(ids, encoder.limits, bos)

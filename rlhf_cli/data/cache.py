@@ -129,7 +129,9 @@ def _write_tables(folder: Path, encoder: RowEncoder[T], report: Report, longest:
             report.special.update({side: len(found)} if found else {})
             report.special_token = report.special_token or next(iter(found), "")
         for item in encoder.encode([replace(row, key="") for row in rows]):  # the prompt again, in most rows
-            if isinstance(item, Skipped):
+            if isinstance(item, DataError):
+                report.bad_row(spec.rows, side, item)
+            elif isinstance(item, Skipped):
                 report.skip(side, item.reason, item.needs)
             else:
                 items.append(item)

@@ -134,6 +134,11 @@ class RowText:
     keep_special: bool = False
     """Special tokens in the rows' own text stay special (`data.special_tokens: keep`)."""
 
+    def __post_init__(self) -> None:
+        if self.template == "chat" and not self.tokenizer.chat_template:
+            found = "data.prompt_template: chat, but the tokenizer has no chat template"
+            raise DataError(f"{found}. Write one with {{prompt}}")
+
     @property
     def marks(self) -> SpecialTokens | None:
         """Marks special tokens in the rows' own text, for `SpecialTokens.encode`. None if they stay special."""
@@ -177,7 +182,7 @@ class RowText:
         found = []
         for n, row in enumerate(rows):
             if n not in texts:
-                found.append(self._turns(row.messages, row.where)[0])
+                found.append(self._turns(row.messages)[0])
                 continue
             ids = ids_of[texts[n]]
             bare = ids[:-1] if len(ids) > 1 and ids[-1] == eos else [*ids]
@@ -200,7 +205,7 @@ class RowText:
         found = []
         for row in rows:
             if self.is_chat(row):
-                found.append(self._turns(row.turns, row.where, ended=row.answers[0].ended))
+                found.append(self._turns(row.turns, ended=row.answers[0].ended))
                 continue
             prompt, whole = next(prompts), next(wholes)
             answer = (whole[:-1] if whole[-1:] == [eos] else whole)[len(prompt) :]
@@ -211,7 +216,7 @@ class RowText:
             found.append((prompt + answer, [False] * len(prompt) + [True] * len(answer)))
         return found
 
-    def _turns(self, messages: Sequence[Message], where: str, *, ended: bool = True) -> tuple[list[int], list[bool]]:
+    def _turns(self, messages: Sequence[Message], *, ended: bool = True) -> tuple[list[int], list[bool]]:
         """(ids, answer mask) of a conversation in the chat template, encoded turn by turn.
 
         The mask covers every assistant turn and the tokens that end it. A last one ends with EOS, or with its text if
@@ -229,7 +234,7 @@ class RowText:
             longer = chat_text(self.tokenizer, messages[: end + is_answer], marks, generation=not is_answer)
             if not longer.startswith(text):
                 found = "the chat template rewrites earlier turns, so the tokens of each turn are unknown"
-                raise DataError(f"{where}: {found}. Split the conversation into rows with one answer each")
+                raise DataError(f"{found}. Split the conversation into rows with one answer each")
             parts.append(longer[len(text) :])
             text = longer
         if not ended:
@@ -276,8 +281,6 @@ def chat_text(
     `generation` adds the beginning of the assistant's next message. With `special`, the special tokens of the
     messages' own text are marked.
     """
-    if not tokenizer.chat_template:
-        raise DataError("data.prompt_template: chat, but the tokenizer has no chat template. Write one with {prompt}")
     protect = str if special is None else special.protect
     plain = [{"role": m.role, "content": protect(m.content)} for m in messages]
     template = str(tokenizer.chat_template)
@@ -293,7 +296,7 @@ def chat_text(
     except Exception as error:
         # The template is a program that comes with the tokenizer. It runs in a sandbox and may raise anything.
         found = f"the tokenizer's chat template fails: {reason(error)}"
-        raise DataError(f"{found}. Give data.prompt_template instead") from None
+        raise DataError(f"{found}. Correct the conversation, or give data.prompt_template") from None
     finally:
         if not is_known:
             sys.settrace(before)

@@ -585,6 +585,23 @@ def test_only_the_scored_answer_of_a_conversation_is_marked(tmp_path, make_model
     assert "<assistant>⟦is late<eos>\n  ⟧<user>please\n  <assistant>⟦thank you<eos>" in output
 
 
+def test_a_conversation_that_the_chat_template_refuses_is_bad_in_check_and_show(tmp_path, make_model):
+    tokenizer = AutoTokenizer.from_pretrained(make_model("llama"))
+    tokenizer.chat_template = (
+        CHAT_TEMPLATE + "{% if messages | length > 2 %}{{ raise_exception('too long') }}{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    rows = [{"messages": TALK[:2]}, {"messages": [*TALK, TALK[1]]}, {"messages": TALK[:2]}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    said = f"{path}:2: the tokenizer's chat template fails: too long. Correct the conversation"
+    side = (found := checked(path, "--for", "sft", "--tokenizer", tmp_path / "model", code=1))["sides"]["train"]
+    assert (side["read"], side["bad"], side["used"]) == (3, 1, 2)
+    assert found["bad_rows"]["first"][0].startswith(said)
+    shown = rlhf("show", path, "--for", "sft", "--tokenizer", tmp_path / "model").stdout
+    assert shown.index(f"{path}:1") < shown.index(said) < shown.index(f"{path}:3")
+
+
 def test_a_terminal_gets_colours_and_no_marks(tmp_path, make_model, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent", "response": " is late"}])
     monkeypatch.setenv("FORCE_COLOR", "1")

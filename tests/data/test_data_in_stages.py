@@ -193,6 +193,37 @@ def test_the_chat_template_that_a_config_names_must_exist(tokenizer):
         RowText(tokenizer, "chat").prompt_ids([Record("please help", "row")])
 
 
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHAT
+)
+
+
+@pytest.mark.parametrize("purpose", ["sft", "rm pairs", "ppo"])
+def test_a_conversation_that_the_chat_template_refuses_is_a_bad_row(tokenizer, tmp_path, purpose):
+    """As Gemma's and Mistral's templates do, here with one row of a thousand."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = ALTERNATING
+    user, reply = {"role": "user", "content": "please help"}, {"role": "assistant", "content": "we will"}
+    turns = [[user] if n != 700 else [user, user] for n in range(1000)]
+    rows = [{"prompt": prompt, "chosen": "thank you", "rejected": reply["content"]} for prompt in turns]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+
+    def encoder(on_bad_row):
+        spec = StageRows(Rows(train=[str(path)], test_fraction=0, on_bad_row=on_bad_row), purpose)
+        if purpose == "rm pairs":
+            return answer_encoder(tokenizer, spec, reads_last_token=True)
+        return (DemonstrationEncoder if purpose == "sft" else PromptEncoder)(tokenizer, spec)
+
+    said = f"{path}:701: the tokenizer's chat template fails: roles must alternate. Correct the conversation"
+    with pytest.raises(DataError, match=f"^{said}"):
+        tokenise(encoder("error"))
+    found = tokenise(encoder("skip"))
+    assert len(found.train) == 999
+    assert "data.train: 1 of 1,000 rows skipped: can't be read" in found.lines
+    assert any(line.startswith(f"skipped: {said}") for line in found.lines)
+
+
 @pytest.fixture
 def word_start_tokenizer():
     """Like Llama 2's: ▁ marks each space and the start of a text, so a text alone has one ▁ more."""
