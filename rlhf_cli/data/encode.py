@@ -265,8 +265,7 @@ def encode_for_classifier(
     A text longer than `max_length` loses its beginning, because the response to judge is at the end, or with side
     "right" its end. Special tokens that `SpecialTokens.protect` marked are read as text.
     """
-    limit = max_length if max_length is not None and max_length < 10**9 else None
-    return special_tokens_of(tokenizer).encode(texts, add_special_tokens=True, max_length=limit, side=side)
+    return special_tokens_of(tokenizer).encode(texts, add_special_tokens=True, max_length=max_length, side=side)
 
 
 def chat_text(

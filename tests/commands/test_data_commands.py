@@ -528,11 +528,6 @@ def test_trained_tokens_are_between_marks(tmp_path, make_model):
     assert "<bos>⟦the tent is\n  late<eos>⟧\n" in rlhf("show", "--config", config, "-n", 1).stdout
 
 
-def test_a_bad_row_behind_the_last_good_one_is_shown(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "response": " r"}, {"prompt": "p", "response": 3}])
-    assert f"{path}:2" in rlhf("show", path, "--for", "sft").stdout
-
-
 def test_an_encoder_model_without_eos_shows_its_own_special_tokens(tmp_path, word_piece):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a b", "chosen": " c d", "rejected": " c e"}])
     word_piece.save_pretrained(tmp_path / "model")
@@ -629,10 +624,10 @@ def test_a_row_is_found_by_its_number_in_messages(tmp_path):
 
 
 def test_bad_and_skipped_rows_are_shown_in_order(tmp_path):
-    rows = [pair("a", 1, 2), {"prompt": "b"}, {"prompt": "c", "chosen": "x", "rejected": "x"}, pair("d", 2, 1)]
-    output = rlhf("show", write_jsonl(tmp_path / "a.jsonl", rows), "--for", "rm").stdout
-    places = [output.index(text) for text in ("a⟦yes", "a.jsonl:2: found the keys", "its answers are equal", "d⟦yes")]
-    assert places == sorted(places)
+    rows = [pair("a", 1, 2), {"prompt": "b"}, {"prompt": "c", "chosen": "x", "rejected": "x"}, pair("d", 2, 1), {}]
+    output = rlhf("show", write_jsonl(tmp_path / "a.jsonl", rows), "--for", "rm", "-n", 9).stdout
+    texts = ("a⟦yes", "a.jsonl:2: found the keys", "its answers are equal", "d⟦yes", "a.jsonl:5: found the keys")
+    assert [output.index(text) for text in texts] == sorted(output.index(text) for text in texts)
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "eos_only_tokenizer", "metaspace_tokenizer"])
@@ -768,13 +763,6 @@ def test_compressed_files_are_reproducible(tmp_path):
     packed = out.read_bytes()
     assert packed[3:8] == bytes(5), "its header has no name and no time"
     assert gzip.decompress(packed).count(b"\n") > 1
-
-
-def test_a_parquet_of_several_batches(tmp_path):
-    rows = [{"prompt": f"{n}", "response": "é"} for n in range(2300)]
-    out = tmp_path / "out.parquet"
-    rlhf("convert", write_jsonl(tmp_path / "a.jsonl", rows), "--for", "sft", "--out", out)
-    assert [row[0] for row in meanings(out, "sft")] == [f"{n}" for n in range(2300)]
 
 
 def test_a_parquet_keeps_a_column_that_the_first_row_lacks_and_names_one_that_comes_too_late(tmp_path):

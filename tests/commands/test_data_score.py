@@ -8,7 +8,6 @@ import pytest
 
 from rlhf_cli.commands import data_score
 from rlhf_cli.commands.data_score import letter_in, number_in
-from rlhf_cli.commands.writer import WriterOptions
 from rlhf_cli.data.stage_rows import ranking
 from rlhf_cli.errors import ConfigError, DataError
 from support.projects import rlhf
@@ -48,6 +47,7 @@ def says(answer):
 )
 def test_the_first_number_in_range_is_the_score(answer, number):
     assert repr(number_in(answer, 0, 5)) == repr(number)
+    assert [number_in(str(n), -1, 1) for n in (-2, -1, 0, 1, 2)] == [None, -1.0, 0.0, 1.0, None]
 
 
 @pytest.mark.parametrize(
@@ -56,11 +56,6 @@ def test_the_first_number_in_range_is_the_score(answer, number):
 )
 def test_an_answer_without_a_number_in_range_has_no_score(answer):
     assert number_in(answer, 0, 5) is None
-
-
-def test_the_range_includes_both_ends():
-    assert number_in("-1.5", -2, -1) == -1.5
-    assert [number_in(str(n), 1, 3) for n in range(5)] == [None, 1.0, 2.0, 3.0, None]
 
 
 @pytest.mark.parametrize(
@@ -333,8 +328,6 @@ def test_other_settings_are_refused(tmp_path):
         for said, settings in refused.items():
             with pytest.raises(ConfigError, match=said):
                 run(source, out, remote(server), **settings)
-        with pytest.raises(ConfigError, match=r"model.name \(\"judge-7b\", now \"other\"\)"):
-            run(source, out, WriterOptions("other", server.url))
         run(source, out, remote(server))
     assert len(read_jsonl(out)) == 2
 
