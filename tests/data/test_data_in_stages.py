@@ -27,6 +27,7 @@ from rlhf_cli.models.load import load_tokenizer
 from rlhf_cli.seeding import generator
 from rlhf_cli.training.best import Best
 from support.rewards import CHAT
+from support.tiny import encoder as distilbert
 from support.tiny import read_jsonl, seen_of, training_examples, write_jsonl
 
 
@@ -417,3 +418,15 @@ def test_the_best_figure_survives_a_checkpoint():
     assert not after.is_better(4, {"x": 0.5})
     assert (after.step, after.value) == (3, 1.0)
     assert after.is_better(5, {"x": 2.0})
+
+
+def test_a_saved_tokenizer_cuts_nothing_whether_the_tokens_were_cached_or_not(run_stage, word_piece, tmp_path):
+    """Of an encoder model the tokenizer cuts rows, and would keep that setting in its file."""
+    distilbert(tmp_path / "encoder", word_piece)
+    rows = write_jsonl(tmp_path / "rows.jsonl", [row for row in PAIRS for _ in range(3)])
+    data = {"train": str(rows), "test": None, "test_fraction": 0, "max_length": 24, "truncation": "left"}
+    for name in ("one", "two"):  # the second one reads the cache
+        run_stage("rm", tmp_path / name, model={"path": str(tmp_path / "encoder")}, data=data)
+    one, two = ((tmp_path / name / "rm/model/tokenizer.json").read_text() for name in ("one", "two"))
+    assert one == two
+    assert json.loads(one)["truncation"] is None
