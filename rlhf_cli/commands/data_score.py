@@ -1,6 +1,6 @@
-"""`rlhf data score`: a judge scores each answer, or says which of two answers is better.
+"""`rlhf data score`: a language model that is asked with a template scores each answer, or compares two.
 
-The judge is a language model that is asked with a template. `rlhf_cli.commands.output` describes the files.
+`rlhf_cli.commands.output` describes the files.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def data_score(
 
 
 def ask(writer: Writer, questions: Sequence[Request], parse: Callable[[str], Any], attempts: int) -> list[Any]:
-    """`parse` of the answer to each question. While it is None the question is asked again with another draw.
+    """`parse` of the answer to each question, which is asked again with another draw while that is None.
 
     The result is a Failure for a request that failed, and Unclear if the last attempt was None.
     """

@@ -107,12 +107,12 @@ def each_item(
 ) -> None:
     """Write a line for each item that has none yet, in chunks that begin at multiples of `chunk`.
 
-    `answer` turns records with their numbers into outcomes. A started chunk is answered as a whole, so that a local
-    model sees the same batches and gives the same bits; with `only_missing` just the rows without a line, because the
-    answers of a server cost and would differ anyway.
+    `answer` turns numbered records into outcomes. A started chunk is answered as a whole, so that a local model sees
+    the same batches and gives the same bits; with `only_missing` just the rows without a line, because the answers of a
+    server cost and would differ anyway.
 
-    With `shared_on`, a device, several processes share the work: each answers a chunk at the same time as the others,
-    and the first one, which alone has an `output`, writes them. So the lines do not depend on their number.
+    With `shared_on`, a device, each of several processes answers a chunk at the same time, and the first one, which
+    alone has an `output`, writes them all. So the lines do not depend on the number of processes.
     """
     total = sum(1 for _ in read())  # reads every row before the model is asked, so that a bad row costs nothing
     done = output.num_rows + output.num_dropped if output is not None else 0

@@ -309,7 +309,15 @@ class _JsonText:
             try:
                 value, end = DECODER.raw_decode(self.window, self.at)
             except json.JSONDecodeError as error:
-                self._grow_or_fail(error)
+                at_end = error.msg.startswith("Unterminated") or not self.window[error.pos :].strip()
+                # A literal or an escape that the window cuts in two fails a few characters before its end.
+                may_go_on = at_end or error.pos >= len(self.window) - 16
+                is_long = len(self.window) - self.at > MAX_ROW
+                fault = f"{json_fault(error)} in line {self.line(error.pos)}"
+                if may_go_on and is_long:
+                    raise Fault(f"longer than {MAX_ROW >> 20} MiB, the limit for a row ({fault})") from None
+                if not may_go_on or not self.grow():
+                    raise Fault(f"{'the file ends inside it' if at_end else 'not JSON'} ({fault})") from None
             except (ValueError, RecursionError) as error:
                 raise Fault(f"not JSON ({json_fault(error)} in line {self.line(self.at)})") from None
             else:
@@ -320,19 +328,6 @@ class _JsonText:
                     end, start = end - start, 0
                 self.at = end
                 return value, start, end
-
-    def _grow_or_fail(self, error: json.JSONDecodeError) -> None:
-        """Read on if the error may be due to the window's end, else raise Fault."""
-        fault = f"{json_fault(error)} in line {self.line(error.pos)}"
-        at_end = error.msg.startswith("Unterminated") or not self.window[error.pos :].strip()
-        # A literal or an escape that the window cuts in two fails a few characters before its end.
-        if not at_end and error.pos < len(self.window) - 16:
-            raise Fault(f"not JSON ({fault})") from None
-        if len(self.window) - self.at > MAX_ROW:
-            raise Fault(f"longer than {MAX_ROW >> 20} MiB, the limit for a row ({fault})") from None
-        if not self.grow():
-            found = "the file ends inside it" if at_end else "not JSON"
-            raise Fault(f"{found} ({fault})") from None
 
 
 def json_rows(name: str, file: io.BufferedReader) -> Iterator[Row | BadRow]:

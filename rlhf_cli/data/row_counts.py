@@ -19,7 +19,7 @@ DUPLICATE = "the same prompt and answers came before"
 
 @dataclass
 class Report:
-    """Counts of rows by side ("train", "validation" or "test"), filled while the rows are read and encoded."""
+    """Counts of rows by side ("train", "validation" or "test")."""
 
     kinds: dict[str, str] = field(default_factory=dict)
     """The format of each source's rows."""

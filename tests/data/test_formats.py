@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from rlhf_cli.config.data import DataSource, Format, Rows
 from rlhf_cli.data.encode import Skipped
-from rlhf_cli.data.formats import ALL, FORMATS, end_of_prompt, first_words, read_record, recognise
+from rlhf_cli.data.formats import ALL, FORMATS, GRADES, end_of_prompt, first_words, read_record, recognise
 from rlhf_cli.data.records import ASSISTANT, Answer, Message, Record, Row, transcript
 from rlhf_cli.data.stage_rows import StageRows, demonstration, pairs_of_labels, prompt, ranking, scored
 from rlhf_cli.errors import DataError
@@ -237,28 +237,14 @@ def test_every_format_of_the_config_is_read_and_has_a_fixture():
     assert set(EXPECTED) == set(FORMATS) == {path.stem for path in FIXTURES.iterdir()}
 
 
-NEEDED = {
-    "prompt_response": ("prompt", "response"),
-    "prompt": ("user_input",),
-    "text": ("text",),
-    "labelled": ("text", "label"),
-    "messages": ("messages",),
-    "alpaca": ("instruction",),
-    "instruction": ("instruction",),
-    "preference": ("prompt", "chosen", "rejected"),
-    "hh": ("chosen", "rejected"),
-    "shp": ("history", "human_ref_A", "human_ref_B", "labels"),
-    "summarize": ("info", "summaries", "choice"),
-    "webgpt": ("question", "answer_0", "answer_1", "score_0", "score_1"),
-    "stackexchange": ("question", "response_j", "response_k"),
-    "pandalm": ("instruction", "response1", "response2"),
-    "ultrafeedback": ("instruction", "completions"),
-    "helpsteer": ("prompt", "response", "helpfulness"),
-    "kto": ("prompt", "completion", "label"),
-    "ranking": ("prompt", "answers"),
-    "scored": ("prompt", "response", "score"),
-}
-"""The columns without which the first row of a fixture is refused."""
+SPARE = {"input", "output", "score_A", "score_B", "annotator1", "annotator2", "annotator3", "correctness", *GRADES}
+"""The columns that a row may lack."""
+NEEDED = [
+    (name, key)
+    for name, format_ in FORMATS.items()
+    for key in fixture(name)[0].values
+    if key in format_.columns and key not in SPARE
+]
 
 
 @pytest.mark.parametrize(
@@ -615,7 +601,7 @@ def without(values, *names):
     return {name: value for name, value in values.items() if name not in names}
 
 
-@pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in NEEDED.items() for key in keys])
+@pytest.mark.parametrize(("name", "key"), NEEDED)
 def test_a_row_without_a_column_is_named(name, key):
     values = without(fixture(name)[0].values, key)
     with pytest.raises(DataError, match=r"^file:3: ") as error:
