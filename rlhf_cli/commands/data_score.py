@@ -116,7 +116,6 @@ def data_score(
     source = reading.source(path)
     if not lowest < highest:
         raise ConfigError(f"--min {lowest:g} --max {highest:g}: --min must be below --max")
-    lowest, highest = float(lowest), float(highest)
     needed = ["prompt", "a", "b"] if compare else ["prompt", "response"]
     text = read_template(template, needed) or (COMPARE_TEMPLATE if compare else SCORE_TEMPLATE)
     refuse_own_output(source, output.out)

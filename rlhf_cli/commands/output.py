@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import fnmatch
 import hashlib
 import json
 import os
@@ -166,17 +165,10 @@ def refuse_own_output(source: DataSource, out: Path) -> None:
     if not out.name.endswith(".jsonl"):
         raise ConfigError(f"--out: {out}: must end in .jsonl, the rows are written as JSON Lines")
     target, named = Path(os.path.realpath(out)), Path(os.path.realpath(source.path))
-    if named in (target, target.parent) or _is_matched(target.parts, named.parts):
+    # PurePath's `match` knows no `**`: try each number of folders.
+    globs = (str(named).replace("**/", "*/" * depth) for depth in range(len(target.parts)))
+    if named in (target, target.parent) or any(map(target.match, globs)):
         raise ConfigError(f"--out: {out}: would be one of the files of {source.path}. Write it to another folder")
-
-
-def _is_matched(path: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
-    """Does a glob match a path, both given in parts? (PurePath has `full_match` from Python 3.13 on.)"""
-    if not path or not pattern:
-        return path == pattern
-    if pattern[0] == "**":
-        return _is_matched(path, pattern[1:]) or _is_matched(path[1:], pattern)
-    return fnmatch.fnmatchcase(path[0], pattern[0]) and _is_matched(path[1:], pattern[1:])
 
 
 def prompt_column(record: Record) -> str | list[dict[str, str]]:

@@ -17,7 +17,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 import time
 from bisect import bisect_right
@@ -205,7 +204,7 @@ def _key(encoder: RowEncoder[T]) -> str:
         "settings": {field.name: getattr(spec, field.name) for field in fields(spec) if field.name != "rows"},
         "reads last token": encoder.reads_last_token,
         "tokenizer": _digest_tokenizer(encoder.tokenizer),
-        "code": _digest_code(encoder.kind),
+        "code": _digest_code(),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=asdict).encode()).hexdigest()[:32]
 
@@ -223,7 +222,7 @@ def _digest_source(source: DataSource) -> str:
 
 
 def _digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of everything that decides a tokenizer's ids. Its last truncation and padding settings do not count."""
+    """A hash of everything that decides a tokenizer's ids, without its last truncation and padding."""
     state: Any = tokenizer.init_kwargs | {"vocabulary": tokenizer.get_vocab()}
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         state = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
@@ -231,11 +230,9 @@ def _digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _digest_code(kind: type) -> str:
-    """Hashes of this package's files and of the module that defines `kind`, and the versions of the libraries."""
-    package = sorted(Path(__file__).parent.glob("*.py"))
-    module = sys.modules[kind.__module__].__file__
-    files = [digest_file(path) for path in [*package, *([Path(module)] if module else [])]]
+def _digest_code() -> str:
+    """Hashes of this package's files, and the versions of the libraries."""
+    files = map(digest_file, sorted(Path(__file__).parent.glob("*.py")))
     libraries = map(importlib.metadata.version, ("tokenizers", "transformers", "datasets", "pyarrow"))
     return " ".join([*files, *libraries])
 
@@ -326,7 +323,7 @@ class TableWriter(Generic[T]):
 
 
 def _column(values: list, type_: pa.DataType) -> pa.Array:
-    """The same as `pa.array(values, type_)`, for the types of a table and without nulls."""
+    """`pa.array(values, type_)` for the types of a table, without nulls."""
     if pa.types.is_list(type_):
         starts = _memory(np.cumsum([0, *map(len, values)]), np.int32)
         flat = [item for row in values for item in row]

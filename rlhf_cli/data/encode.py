@@ -262,8 +262,8 @@ def encode_for_classifier(
 ) -> list[list[int]]:
     """Encode whole texts with the special tokens that an encoder model expects.
 
-    A text longer than `max_length` loses its beginning, because the response to judge is at the end, or with side
-    "right" its end. Special tokens that `SpecialTokens.protect` marked are read as text.
+    A text longer than `max_length` is cut at `side`: the response to judge is at its end. Special tokens that
+    `SpecialTokens.protect` marked are read as text.
     """
     return special_tokens_of(tokenizer).encode(texts, add_special_tokens=True, max_length=max_length, side=side)
 

@@ -350,7 +350,7 @@ def test_a_change_of_data_settings_or_code_makes_a_new_cache_entry(tmp_path, cac
     assert cached(data, prompt_words=2)[1] == 20
     assert cached(Rows(train=path, test_fraction=0.2))[1] == 20
     with monkeypatch.context() as changed:
-        changed.setattr(cache, "_digest_code", lambda _: "other code")
+        changed.setattr(cache, "_digest_code", lambda: "other code")
         assert cached(data)[1] == 20
     assert cached(data)[1] == 0
     write(tmp_path / "a.jsonl", numbered(21))
