@@ -171,12 +171,13 @@ class RowText:
     def prompt_ids(self, rows: Sequence[Record], *, start: bool = True) -> list[list[int]]:
         """The ids that a response to each row follows, the same that SFT has before the row's last answer.
 
-        Prompts have no EOS, which some tokenizers append by themselves (T5, some Llamas). With `start`, an empty prompt
+        They lack the EOS that some tokenizers append to every text (T5, some Llamas). With `start`, an empty prompt
         becomes BOS (or EOS if there is no BOS), so that a token predicts the first one.
         """
         texts = {n: self.prompt(row, marked=True) for n, row in enumerate(rows) if not self.is_chat(row)}
         different = list(dict.fromkeys(texts.values()))  # the answers of a ranking share their prompt
-        encoded = special_tokens_of(self.tokenizer).encode(different, add_special_tokens=self.template != "chat")
+        special, is_whole = special_tokens_of(self.tokenizer), self.template != "chat"
+        encoded = special.encode(different, add_special_tokens=is_whole)
         ids_of = dict(zip(different, encoded, strict=True))
         eos, bos = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
         found = []
@@ -185,7 +186,7 @@ class RowText:
                 found.append(self._turns(row.messages)[0])
                 continue
             ids = ids_of[texts[n]]
-            bare = ids[:-1] if len(ids) > 1 and ids[-1] == eos else [*ids]
+            bare = ids[:-1] if is_whole and len(ids) > 1 and special.appends_eos else [*ids]
             found.append(bare or ([int(eos if bos is None else bos)] if start else []))
         return found
 

@@ -64,6 +64,11 @@ class SpecialTokens:
         assert tokenizer is not None
         return tokenizer
 
+    @functools.cached_property
+    def appends_eos(self) -> bool:
+        """Does the tokenizer end every text with EOS?"""
+        return self.encode(["a"], add_special_tokens=True)[0][-1:] == [self.tokenizer.eos_token_id]
+
     def first_in(self, texts: Iterable[str]) -> str | None:
         """The first special token that occurs in the texts, or None."""
         matches = (self._pattern.search(text) for text in texts)

@@ -178,6 +178,19 @@ def test_split_tokens_are_read_back_as_they_were(tokenizers, name):
     assert tokenizer.decode(ids[:-1], skip_special_tokens=True).strip() == f"late{eos}and more{eos}"
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "word_piece"])
+def test_an_eos_at_the_end_of_a_template_stays_with_the_prompt(tokenizers, name):
+    """As DialoGPT separates turns. SFT would learn to answer with EOS, which the prompts of PPO would lack."""
+    tokenizer = tokenizers[name]
+    row = Record("please help", "", (Answer(" the lamp"),))
+    plain, ended = RowText(tokenizer), RowText(tokenizer, "{prompt}" + tokenizer.eos_token)
+    (ids,) = ended.prompt_ids([row])
+    assert ids == [*plain.prompt_ids([row])[0], tokenizer.eos_token_id]
+    ((whole, answer_mask),) = ended.answer_ids([row])
+    assert (whole[: len(ids)], sum(answer_mask)) == (ids, len(whole) - len(ids))
+    assert whole[len(ids)] != tokenizer.eos_token_id
+
+
 def test_two_halves_of_a_special_token_do_not_meet(tokenizers):
     """Prompt and answer, and a template and a prompt, may together read as a special token."""
     tokenizer = tokenizers["byte_level"]
