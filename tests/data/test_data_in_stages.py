@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
+from rlhf_cli.commands.data_check import encoder_of
 from rlhf_cli.commands.data_score import _Comparison
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.data import Rows
@@ -211,10 +212,8 @@ def test_a_conversation_that_the_chat_template_refuses_is_a_bad_row(tokenizer, t
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
 
     def encoder(on_bad_row):
-        spec = StageRows(Rows(train=[str(path)], test_fraction=0, on_bad_row=on_bad_row), purpose)
-        if purpose == "rm pairs":
-            return answer_encoder(tokenizer, spec, reads_last_token=True)
-        return (DemonstrationEncoder if purpose == "sft" else PromptEncoder)(tokenizer, spec)
+        rows = Rows(train=[str(path)], test_fraction=0, on_bad_row=on_bad_row)
+        return encoder_of(StageRows(rows, purpose), tokenizer, "x")
 
     said = f"{path}:701: the tokenizer's chat template fails: roles must alternate. Correct the conversation"
     with pytest.raises(DataError, match=f"^{said}"):
