@@ -163,9 +163,8 @@ def message(item: Any, what: str, row: Row) -> Message:
 
     Raises DataError for other roles (tool, function, ...), which a dialogue of user and assistant cannot hold.
     """
-    role = content = None
-    if isinstance(item, dict):
-        role, content = item.get("role", item.get("from")), item.get("content", item.get("value"))
+    given = {key: value for key, value in item.items() if value is not None} if isinstance(item, dict) else {}
+    role, content = given.get("role", given.get("from")), given.get("content", given.get("value"))
     if not isinstance(role, str) or not isinstance(content, str):
         raise row.error(f"{what} needs a text `role` and a text `content` (or `from` and `value`)")
     if role not in ROLES:

@@ -352,6 +352,7 @@ def test_a_conversation_keeps_its_turns():
 USER, ASKED = ({"role": "user", "content": text} for text in ("Hi", "How?"))
 REPLY, OTHER = ({"role": "assistant", "content": text} for text in ("So.", "No."))
 SYSTEM = {"role": "system", "content": "Be kind."}
+FULL = {"role": None, "content": None, "from": "gpt", "value": "So."}
 LONG = "u:Hi a:No. u:How?"
 
 
@@ -372,6 +373,8 @@ LONG = "u:Hi a:No. u:How?"
         # ... or what they lack.
         ({"prompt": "How?", "chosen": [SYSTEM, REPLY], "rejected": [SYSTEM, OTHER]}, "s:Be kind. u:How?"),
         ({"prompt": "How?", "chosen": [REPLY], "rejected": [OTHER]}, "u:How?"),
+        # A table's column of messages has all keys in each.
+        ({"prompt": "How?", "chosen": [FULL], "rejected": [OTHER]}, "u:How?"),
         ({"prompt": "How?", "chosen": REPLY, "rejected": OTHER}, "u:How?"),
         ({"question": "How?", "system": "Be kind.", "chosen": "So.", "rejected": "No."}, "s:Be kind. u:How?"),
         ({"question": "How?", "system": "", "chosen": "So.", "rejected": "No."}, "u:How?"),
