@@ -31,11 +31,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import Format, Purpose, read_record, recognise
-from rlhf_cli.data.paths import COMPRESSIONS, KINDS, ending, find_files, reason, shown_path
+from rlhf_cli.data.paths import COMPRESSIONS, KINDS, ending, find_files, reason
 from rlhf_cli.data.records import BadRow, Record, Row, shown
 from rlhf_cli.errors import DataError
 from rlhf_cli.hub import is_offline
-from rlhf_cli.printing import is_utf8
+from rlhf_cli.printing import is_utf8, printable
 
 if TYPE_CHECKING:
     import pyarrow
@@ -90,7 +90,7 @@ def read_rows(source: DataSource) -> Iterator[Row | BadRow]:
     rows = islice(_rows(source), source.limit)
     first = next(rows, None)
     if first is None:
-        raise DataError(f"{shown_path(source.path)}: has no rows, at least one is needed. Is it the right file?")
+        raise DataError(f"{printable(source.path)}: has no rows, at least one is needed. Is it the right file?")
     yield first
     yield from rows
 
@@ -129,13 +129,13 @@ def _rows(source: DataSource) -> Iterator[Row | BadRow]:
         yield from _hub_rows(source)
     elif source.name or source.data_dir or source.revision or source.streaming:
         rule = "name, data_dir, revision and streaming apply to hub datasets only. Remove them"
-        raise DataError(f"{shown_path(source.path)}: is a local path; {rule}")
+        raise DataError(f"{printable(source.path)}: is a local path; {rule}")
     for path in files:
         yield from _file_rows(path)
 
 
 def _file_rows(path: Path) -> Iterator[Row | BadRow]:
-    name = shown_path(path)
+    name = printable(str(path))
     kind, compression = ending(path)
     if kind not in KINDS:
         rule = f"it must be one of {', '.join(KINDS)} (and may be followed by {', '.join(COMPRESSIONS)})"
@@ -522,7 +522,7 @@ def _hub_rows(source: DataSource) -> Iterator[Row]:
         rows = datasets.load_dataset(source.path, source.name, **settings)
     except Exception as error:
         found = f"neither a local file nor a hub dataset that can be loaded ({type(error).__name__}: {reason(error)})"
-        raise DataError(f"{shown_path(source.path)}: {found}. {advice}") from None
+        raise DataError(f"{printable(source.path)}: {found}. {advice}") from None
     number, where = 0, f"{source.path}[{source.split}] row"
     try:
         for number, values in enumerate(rows, 1):
