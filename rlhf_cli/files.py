@@ -40,9 +40,9 @@ def open_regular(path: str | Path) -> BufferedReader:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a regular file; raises OSError, and UnicodeDecodeError if it is not UTF-8."""
+    """A regular file's text, without a byte order mark; raises OSError, and UnicodeDecodeError if it is not UTF-8."""
     with open_regular(path) as file:
-        return file.read().decode("utf-8")
+        return file.read().decode("utf-8-sig")
 
 
 # ------------------------------------------------------------------------------------------- digests

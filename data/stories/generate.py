@@ -45,6 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent)
     out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
     texts = openings()
     random.Random(7).shuffle(texts)
     lines = [json.dumps({"prompt": text}) + "\n" for text in texts[:NUM_PROMPTS]]

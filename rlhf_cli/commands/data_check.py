@@ -1,8 +1,7 @@
 """`rlhf data check`: what a stage would read, counted before it runs.
 
 Rows go through the views and encoders of the stage, so both count the same rows as kept and as skipped. A source's
-`weight` is not applied: each row counts once. For each row the check keeps two hashes and its lengths, so memory does
-not grow with the texts.
+`weight` is not applied. Of each row the check keeps two hashes and its lengths, so long texts take no memory.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def rows_of_source(
     max_length: int | None = None,
     on_bad_row: OnBadRow = "skip",
 ) -> StageRows:
-    """What a stage would read from a source. The file `test` is read with the same options."""
+    """What a stage would read from a source, and from the file `test` with the same options."""
     held_out = [source.model_copy(update={"path": test})] if test is not None else None
     rows = Rows(train=[source], test=held_out, test_fraction=0, on_bad_row=on_bad_row)
     purpose: Any = rm_purpose(source) if for_ == "rm" else for_.replace("-", " ")
@@ -179,13 +178,12 @@ class Remarkable:
 
 @dataclass(frozen=True)
 class Measured:
-    """The lengths of a row, and what the stage would keep of it."""
+    """The lengths of a row, and what the stage would make of it."""
 
     prompt: int
     answers: list[int]
-    kept: int = 1
-    """Items that the stage would use: one per scored answer, else one per row."""
-    skipped: tuple[Skipped, ...] = ()
+    items: Sequence[object]
+    """What the stage would use, or why not: one per scored answer, else one per row."""
     special_token: str | None = None
     """A special token in the row's own text."""
 
@@ -223,6 +221,7 @@ class Side:
     def add(self, seen: Record, measured: Measured) -> None:
         """Count the lengths of a row, and what is remarkable about its texts."""
         spec, answers = self.spec, measured.answers
+        self.counts["read"] += 1
         if measured.special_token is not None:
             self.remarkable["special_tokens"].add(seen.where, measured.special_token)
         if not seen.messages and spec.template != "chat":  # a chat template separates prompt and answer
@@ -293,35 +292,37 @@ class Side:
             found["answers_of_a_row"] = {str(n): self.num_answers[n] for n in sorted(self.num_answers)}
         if scores := self.scores:
             found["scores"] = {"number": len(scores), "mean": statistics.fmean(scores), "std": float(np.std(scores))}
-            labels = Counter(scores)
-            if len(labels) <= FEW_SCORES:
-                found["scores"]["counts"] = {f"{value:g}": labels[value] for value in sorted(labels)}
+            # In the digits that are printed: 1/3 and 0.33333333 are one label.
+            if len(labels := Counter(f"{value:g}" for value in sorted(scores))) <= FEW_SCORES:
+                found["scores"]["counts"] = dict(labels)
             else:
                 found["scores"] |= {"min": min(scores), "median": statistics.median_low(scores), "max": max(scores)}
         return found
 
 
-def in_words(rows: Sequence[Record]) -> list[Measured]:
+def in_words(rows: Sequence[Record]) -> list[Measured | DataError]:
     """Lengths in words, separated by blanks. Length limits are in tokens, so no row is skipped for its length."""
     return [
-        Measured(len(seen.prompt.split()), [len(text.split()) for text in seen.texts], kept=len(seen.scores) or 1)
+        Measured(len(seen.prompt.split()), [len(text.split()) for text in seen.texts], seen.scores or [seen])
         for seen in rows
     ]
 
 
-def in_tokens(encoder: RowEncoder, rows: Sequence[Record]) -> list[Measured]:
-    """Lengths in tokens, EOS included, of the sequences that the stage's encoder makes."""
+def in_tokens(encoder: RowEncoder, rows: Sequence[Record]) -> list[Measured | DataError]:
+    """Lengths in tokens, EOS included, of the sequences that the stage's encoder makes; or why it makes none."""
     from rlhf_cli.data.answers import AnswerEncoder
 
-    found = []
-    for seen, sequences in zip(rows, encoder.sequences(rows), strict=True):
+    found: list[Measured | DataError] = []
+    for seen, sequences in zip(rows, encoder.tried(rows), strict=True):
+        if isinstance(sequences, DataError):
+            found.append(sequences)
+            continue
         answers = [sum(mask) for _, mask in sequences if mask]  # SFT learns every assistant turn, a prompt has no mask
         if isinstance(encoder, AnswerEncoder):
             answers = [encoder.answer_length(*each) for each in zip(seen.each(), sequences, strict=True)]
         prompt = len(sequences[-1][0]) - (answers[-1] if answers else 0)
         items = list(encoder.items(seen, sequences))
-        skipped = tuple(item for item in items if isinstance(item, Skipped))
-        found.append(Measured(prompt, answers, len(items) - len(skipped), skipped, encoder.special_token_in(seen)))
+        found.append(Measured(prompt, answers, items, encoder.special_token_in(seen)))
     return found
 
 
@@ -383,18 +384,22 @@ class Check(Report):
             self.sides[name] = Side(self._spec)
         return name, self.sides[name]
 
-    def count(self, spec: StageRows, measure: Callable[[Sequence[Record]], list[Measured]]) -> Iterator[int]:
-        """Read the rows of a stage and count them. Yields the number of rows so far now and then.
-
-        Raises DataError for a source that cannot be read at all.
-        """
+    def count(
+        self, spec: StageRows, measure: Callable[[Sequence[Record]], list[Measured | DataError]]
+    ) -> Iterator[int]:
+        """Count the rows of a stage; yields their number now and then. Raises DataError for an unreadable source."""
         self._spec = spec
         for chunk in batched(self._views(spec), CHUNK):
             for (name, seen), measured in zip(chunk, measure([seen for _, seen in chunk]), strict=True):
+                if isinstance(measured, DataError):
+                    self.bad_row(spec.rows, name, measured)
+                    continue
                 self.sides[name].add(seen, measured)
-                self.kept[name] += measured.kept
-                for skipped in measured.skipped:
-                    self.skip(name, skipped.reason, skipped.needs)
+                for item in measured.items:
+                    if isinstance(item, Skipped):
+                        self.skip(name, item.reason, item.needs)
+                    else:
+                        self.kept[name] += 1
             yield sum(side.counts["read"] for side in self.sides.values())
 
     def _views(self, spec: StageRows) -> Iterator[tuple[str, Record]]:
@@ -409,13 +414,12 @@ class Check(Report):
             except DataError as error:
                 self.bad_row(spec.rows, side, error)
                 continue
-            counted.counts["read"] += 1
             if not isinstance(seen, Skipped):
                 counted.register(record, is_new=is_new, is_held_out=name in ("validation", "test"))
-            if spec.rows.deduplicate and not is_new:
-                self.skip(name, DUPLICATE)
-            elif isinstance(seen, Skipped):
-                self.skip(name, seen.reason)
+            is_repeated = spec.rows.deduplicate and not is_new
+            if is_repeated or isinstance(seen, Skipped):
+                counted.counts["read"] += 1
+                self.skip(name, seen.reason if isinstance(seen, Skipped) and not is_repeated else DUPLICATE)
             else:
                 yield name, seen
 

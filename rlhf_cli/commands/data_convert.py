@@ -1,12 +1,7 @@
-"""`rlhf data convert`: rows of any format to our own columns, as JSON Lines or Parquet.
-
-    sft          prompt, response (the best answer); messages; text
-    rm           prompt, chosen, rejected; for formats that rank more than two: prompt, answers (best first)
-    rm-scores    prompt, response, score, one row per answer; text, label
-    ppo          prompt; text
+"""`rlhf data convert`: rows of any format to our own columns (docs/data.md lists them), as JSON Lines or Parquet.
 
 The input format decides the columns, so that all rows of a file have the same ones. A prompt that is a conversation
-stays a list of messages. The file is written under a temporary name beside `out` and then renamed.
+stays a list of messages.
 """
 
 from __future__ import annotations
@@ -122,8 +117,7 @@ def _require_same(row: dict[str, Any], seen: Record, purpose: Purpose, keep: Seq
 def written_rows(record: Record, purpose: Purpose, format: str) -> list[dict[str, Any]]:
     """A row of `format` in our own columns; scored answers give one row each.
 
-    A plain text stays a text, which identifies the row. Rows with a column `ended` keep it, for the answers that are
-    written.
+    A plain text stays a text, which identifies the row. A column `ended` is kept for the answers that are written.
     """
     if format in ("text", "labelled"):
         return [{"text": record.key, **({"label": record.scores[0]} if record.scores else {})}]

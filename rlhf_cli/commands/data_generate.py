@@ -197,8 +197,8 @@ def write_prompts(
     """Ask in rounds until there are `num` new prompts, as Self-Instruct does (Wang et al. 2023).
 
     Each line stores its round. A prompt that nearly duplicates a seed or an earlier prompt is dropped. A resumed local
-    model repeats the last chunk of rounds, so that the same prompts are compared with the same set. A server gives
-    different answers each time, so it is asked for the next chunk.
+    model repeats the last chunk of rounds, so that its prompts are compared with the same set. A server, which gives
+    other answers each time, is asked for the next chunk.
     """
     import torch
 

@@ -1,10 +1,11 @@
-"""`rlhf data score`: a judge scores each answer, or says which of two answers is better.
+"""`rlhf data score`: a language model that is asked with a template scores each answer, or compares two.
 
-The judge is a language model that is asked with a template. `rlhf_cli.commands.output` describes the files.
+`rlhf_cli.commands.output` describes the files.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections import Counter
@@ -115,7 +116,6 @@ def data_score(
     source = reading.source(path)
     if not lowest < highest:
         raise ConfigError(f"--min {lowest:g} --max {highest:g}: --min must be below --max")
-    lowest, highest = float(lowest), float(highest)
     needed = ["prompt", "a", "b"] if compare else ["prompt", "response"]
     text = read_template(template, needed) or (COMPARE_TEMPLATE if compare else SCORE_TEMPLATE)
     refuse_own_output(source, output.out)
@@ -141,7 +141,7 @@ def data_score(
 
 
 def ask(writer: Writer, questions: Sequence[Request], parse: Callable[[str], Any], attempts: int) -> list[Any]:
-    """`parse` of the answer to each question. While it is None the question is asked again with another draw.
+    """`parse` of the answer to each question, which is asked again with another draw while that is None.
 
     The result is a Failure for a request that failed, and Unclear if the last attempt was None.
     """
@@ -190,7 +190,7 @@ class _Scoring:
         for row in output.rows():
             values += row["scores"] if "scores" in row else [row["score"]]
             before = row.get("score_before")
-            if "score" in row and isinstance(before, int | float):
+            if "score" in row and isinstance(before, int | float) and math.isfinite(before):
                 new.append(row["score"])
                 own.append(before)
         scores = [value for value in values if value is not None]

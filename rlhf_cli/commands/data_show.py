@@ -12,11 +12,11 @@ from rich.text import Text
 from rlhf_cli.commands.data_check import RowsOptions, encoders_of, new_console
 from rlhf_cli.data.encode import Skipped, encode_for_classifier, fit, fit_prompt, last_run
 from rlhf_cli.data.encoders import RowEncoder
-from rlhf_cli.data.formats import read_record, recognise
+from rlhf_cli.data.formats import read_record
 from rlhf_cli.data.read import read_rows
-from rlhf_cli.data.records import BadRow, Record, Row, shown_name
+from rlhf_cli.data.records import BadRow, Record, shown_name
 from rlhf_cli.data.row_counts import Report
-from rlhf_cli.data.stage_rows import StageRows, records
+from rlhf_cli.data.stage_rows import StageRows, first_format, records
 from rlhf_cli.errors import DataError
 from rlhf_cli.printing import printable
 from rlhf_cli.report.progress import Console
@@ -68,15 +68,12 @@ def _show_bad(screen: Screen, report: Report) -> None:
 def _numbered(screen: Screen, part: StageRows, number: int) -> Record:
     """The row whose place ends in `number`, from the first file that has one. A bad row is printed unparsed."""
     for source in chain(*part.rows.by_side.values()):
-        format_ = None
         for row in read_rows(source):
-            if format_ is None and isinstance(row, Row):
-                format_ = recognise(row, source, part.purpose)
             if row.where[len(row.where.rstrip("0123456789")) :] != str(number):
                 continue
             if isinstance(row, BadRow):
                 raise DataError(f"{row.where}: {row.reason}")
-            assert format_ is not None
+            format_ = first_format(source, part.purpose)
             try:
                 return read_record(row, format_, source, prompt_words=part.prompt_words)
             except DataError:
@@ -111,8 +108,10 @@ class Screen:
     def show(self, record: Record) -> None:
         """Print a row's prompt, or each of its answers behind its prompt, which is written out once."""
         where, purpose = printable(record.where), self.part.purpose
+        encoder = self.encoder
         try:
             seen = self.part.view(record, "train")
+            encoded = [] if encoder is None or isinstance(seen, Skipped) else [*self._encoded(seen, encoder)]
         except DataError as error:
             self.line(f"\n{error}", "red")
             return
@@ -125,17 +124,16 @@ class Screen:
         if purpose == "rm pairs":
             ranks = [f"rank {n}" for n in range(1, 1 + len(seen.answers))]
             names = ["chosen", "rejected"] if len(ranks) == 2 else ranks
-        if self.encoder is None:
+        if encoder is None:
             for number, (name, answer) in enumerate(zip(names, seen.texts or ("",), strict=True)):
                 self.line("  ".join(filter(None, (f"\n{where}", name))), "bold")
                 self.body([("" if number else record.prompt, False, False), (answer, True, False)])
             return
         first: list[int] = []
-        encoded = self._encoded(seen, self.encoder)
         for number, (name, (ids, target_mask, about)) in enumerate(zip(names, encoded, strict=True)):
             before = len(ids) - last_run(target_mask)
             self.line(f"\n{where}  {', '.join(filter(None, (name, about)))}", "bold")
-            found = pieces(self.encoder.tokenizer, ids, target_mask)
+            found = pieces(encoder.tokenizer, ids, target_mask)
             if number == 0:
                 first = ids[:before]
             elif ids[:before] == first and before:
@@ -149,7 +147,9 @@ class Screen:
         from rlhf_cli.packing import common_prefix
 
         part, bos = self.part, encoder.tokenizer.bos_token_id
-        (sequences,) = encoder.sequences([seen])
+        (sequences,) = encoder.tried([seen])
+        if isinstance(sequences, DataError):
+            raise sequences
         for one, (ids, answer) in zip(seen.each() or [seen], sequences, strict=True):
             if part.purpose == "ppo":
                 cut = fit_prompt(ids, encoder.limits, bos)
@@ -168,8 +168,9 @@ class Screen:
                     target_mask = [n >= len(kept) - last_run(target_mask) for n in range(len(kept))]
                 elif part.learn_all:
                     target_mask = [n > 0 for n in range(len(kept))]
-                about = _tokens(ids, kept, fitting)
-                yield kept, target_mask, f"{about}, {sum(target_mask)} trained on" if part.purpose == "sft" else about
+                is_trained = part.purpose == "sft" and not isinstance(fitting, Skipped)
+                trained = f", {sum(target_mask)} trained on" if is_trained else ""
+                yield kept, target_mask, _tokens(ids, kept, fitting) + trained
 
     def body(self, parts: Sequence[Piece]) -> None:
         text = Text("  ")

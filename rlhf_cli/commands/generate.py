@@ -121,8 +121,8 @@ class ResponseOptions:
 class Generator:
     """A loaded language model that responds to numbered prompts.
 
-    Response k to the prompt with number n is drawn from the uniforms of (seed, n, k), so it does not depend on the
-    other prompts, except for rounding. Raises ConfigError for rewards that do not fit the model.
+    Response k to prompt n is drawn from the uniforms of (seed, n, k), so it does not depend on the other prompts,
+    except for rounding. Raises ConfigError for rewards that do not fit the model.
     """
 
     def __init__(
@@ -138,11 +138,13 @@ class Generator:
             self.rewards, self.notes = rewards.load(speaker.tokenizer, device, source.precision)
 
     def respond(self, numbered: Sequence[tuple[int, Record]]) -> list[Outcome]:
-        """For each prompt `response`, `ended` and, with rewards, `score` of the (first) sample with the highest score,
-        or why it has none. The numbers identify draws.
-        """
+        """For each prompt `response`, `ended` and, with rewards, `score` of the best sample; or why it has none."""
+        import torch
+
         from rlhf_cli.data.encoders import PromptRow
+        from rlhf_cli.rewards.base import samples_of, total_score
         from rlhf_cli.rollout.speaker import PromptRefused
+        from rlhf_cli.seeding import generator
 
         speaker, count = self.speaker, self.options.best_of
         rows: list[PromptRow] = []
@@ -156,25 +158,16 @@ class Generator:
                 continue
             rows += [PromptRow(speaker.form.rows(speaker.tokenizer).prompt(prompt), ids, prompt)] * count
             counters += [(number, k) for k in range(count)]
-        found = self._drawn(rows, counters) if rows else []
-        samples = (found[first : first + count] for first in range(0, len(found), count))
-        best = (max(some, key=lambda response: response.get("score", 0.0)) for some in samples)
-        return [refused[number] if number in refused else next(best) for number, _ in numbered]
-
-    def _drawn(self, rows: Sequence[PromptRow], counters: Sequence[tuple[int, int]]) -> list[OutputRow]:
-        import torch
-
-        from rlhf_cli.rewards.base import samples_of, total_score
-        from rlhf_cli.seeding import generator
-
-        options, speaker, longest = self.options, self.speaker, self.speaker.max_new_tokens
+        if not rows:
+            return [refused[number] for number, _ in numbered]
+        longest = speaker.max_new_tokens
         limits = [min(longest, speaker.room(row.ids)) for row in rows]
-        draws = [torch.rand(longest, generator=generator(options.seed, "generate", *c)) for c in counters]
+        draws = [torch.rand(longest, generator=generator(self.options.seed, "generate", *c)) for c in counters]
         responses = speaker.respond(
             [row.ids for row in rows],
             torch.stack(draws),  # [B, R]
             limits=limits if min(limits) < longest else None,
-            max_live_rows=options.batch_size,
+            max_live_rows=self.options.batch_size,
         )
         texts = list(map(speaker.text, responses))
         found: list[OutputRow] = [{"response": t, "ended": r.ended} for t, r in zip(texts, responses, strict=True)]
@@ -182,7 +175,9 @@ class Generator:
             samples = samples_of(self.rewards, speaker.tokenizer, rows, texts, responses)
             for columns, score in zip(found, total_score(self.rewards, samples).total.tolist(), strict=True):
                 columns["score"] = score
-        return found
+        groups = (found[first : first + count] for first in range(0, len(found), count))
+        best = (max(some, key=lambda response: response.get("score", 0.0)) for some in groups)
+        return [refused[number] if number in refused else next(best) for number, _ in numbered]
 
 
 def generate(

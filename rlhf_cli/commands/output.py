@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import fnmatch
 import hashlib
 import json
 import os
@@ -107,12 +106,12 @@ def each_item(
 ) -> None:
     """Write a line for each item that has none yet, in chunks that begin at multiples of `chunk`.
 
-    `answer` turns records with their numbers into outcomes. A started chunk is answered as a whole, so that a local
-    model sees the same batches and gives the same bits; with `only_missing` just the rows without a line, because the
-    answers of a server cost and would differ anyway.
+    `answer` turns numbered records into outcomes. A started chunk is answered as a whole, so that a local model sees
+    the same batches and gives the same bits; with `only_missing` just the rows without a line, because the answers of a
+    server cost and would differ anyway.
 
-    With `shared_on`, a device, several processes share the work: each answers a chunk at the same time as the others,
-    and the first one, which alone has an `output`, writes them. So the lines do not depend on their number.
+    With `shared_on`, a device, each of several processes answers a chunk at the same time, and the first one, which
+    alone has an `output`, writes them all. So the lines do not depend on the number of processes.
     """
     total = sum(1 for _ in read())  # reads every row before the model is asked, so that a bad row costs nothing
     done = output.num_rows + output.num_dropped if output is not None else 0
@@ -165,9 +164,10 @@ def refuse_own_output(source: DataSource, out: Path) -> None:
     """Raise ConfigError if the output would be a file of the source, or is not a .jsonl file."""
     if not out.name.endswith(".jsonl"):
         raise ConfigError(f"--out: {out}: must end in .jsonl, the rows are written as JSON Lines")
-    target, source_path = out.absolute(), Path(source.path).absolute()
-    inside = target.parent == source_path or fnmatch.fnmatch(str(target), str(source_path))
-    if inside or os.path.realpath(target) == os.path.realpath(source_path):
+    target, named = Path(os.path.realpath(out)), Path(os.path.realpath(source.path))
+    # PurePath's `match` knows no `**`: try each number of folders.
+    globs = (str(named).replace("**/", "*/" * depth) for depth in range(len(target.parts)))
+    if named in (target, target.parent) or any(map(target.match, globs)):
         raise ConfigError(f"--out: {out}: would be one of the files of {source.path}. Write it to another folder")
 
 

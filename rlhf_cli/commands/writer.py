@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import typer
 
@@ -43,13 +43,6 @@ class Request:
     def of(cls, text: str, *counters: int) -> Request:
         """A request of one message."""
         return cls((Message("user", text),), counters)
-
-
-class Writer(Protocol):
-    """A source of answers."""
-
-    def write(self, requests: Sequence[Request]) -> list[Written | Failure]:
-        """One answer for each request, in order; a Failure for one that the model or the server cannot take."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +132,7 @@ class LocalWriter:
         self.speaker = Speaker.of(rollout, model, tokenizer, "float32", form).at(options.temperature)
 
     def write(self, requests: Sequence[Request]) -> list[Written | Failure]:
+        """One answer for each request, in order; a Failure for one that the model cannot take."""
         return [answer for batch in batched(requests, self.options.batch_size) for answer in self._batch(batch)]
 
     def _batch(self, requests: Sequence[Request]) -> list[Written | Failure]:
@@ -196,6 +190,7 @@ class ServerWriter:
         )
 
     def write(self, requests: Sequence[Request]) -> list[Written | Failure]:
+        """One answer for each request, in order; a Failure for one that the server cannot take."""
         self._fatal = None
         return self._client.for_each(requests, self._answer, self.options.concurrency)
 
@@ -230,6 +225,9 @@ class ServerWriter:
             advice = f"Check that {self.names.server} is the base URL (often it ends in /v1)"
             return f"{advice} and serves a model named {self.options.model}"
         return self.names.after_failure
+
+
+Writer = LocalWriter | ServerWriter
 
 
 def read_template(path: Path | None, needed: Sequence[str], option: str = "--template") -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -68,7 +68,7 @@ class TargetScale:
         return (score - self.mean) / self.std
 
 
-class AnswerEncoder(RowEncoder[T], Generic[T]):
+class AnswerEncoder(RowEncoder[T]):
     """Each answer of a ranking or of a scored row becomes one sequence: prompt, answer and EOS.
 
     A causal model is read at its last token, so a sequence is cut between prompt and answer as in SFT. An encoder
@@ -84,7 +84,7 @@ class AnswerEncoder(RowEncoder[T], Generic[T]):
         return [[next(found) for _ in row.answers] for row in rows]
 
     def encode_rows(self, rows: Sequence[Record]) -> list[Tokens]:
-        """The uncut sequence of each row with one answer. An encoder model's sequences have an empty mask."""
+        """The uncut sequence of each row with one answer. That of an encoder model has an empty mask."""
         if self.reads_last_token:
             return self.text.answer_ids(rows, start=False)
         texts = [self.text.whole(row) for row in rows]
@@ -99,13 +99,12 @@ class AnswerEncoder(RowEncoder[T], Generic[T]):
         return len(ids) - len(special_tokens_of(self.tokenizer).encode([text], add_special_tokens=False)[0])
 
     def cut(self, row: Record, tokens: Tokens) -> list[int] | Skipped:
-        ids, answer_mask = tokens
-        limits = self.limits
-        if self.reads_last_token:
-            fitting = fit(ids, answer_mask, limits, self.tokenizer.bos_token_id)
-            return fitting if isinstance(fitting, Skipped) else fitting[0]
+        ids, limits = tokens[0], self.limits
         if limits.min_response_length and self.answer_length(row, tokens) < limits.min_response_length:
             return limits.too_short
+        if self.reads_last_token:
+            fitting = fit(*tokens, limits, self.tokenizer.bos_token_id)
+            return fitting if isinstance(fitting, Skipped) else fitting[0]
         if len(ids) <= limits.max_length:
             return ids
         if limits.truncation == "drop":

@@ -216,13 +216,11 @@ def own_share(items: Sequence[T], length_of: Callable[[T], int], world: World) -
 def ahead(make: Callable[[int], T], first: int, last: int, device: torch.device) -> Iterator[tuple[int, T]]:
     """`(step, make(step))` for the steps from `first` to `last` - 1. For a GPU, a thread works one step ahead.
 
-    `make` is called once per step, in order, and never twice at the same time. An exception from it is raised at its
-    own step. The thread ends with the caller's loop: a `break` or an exception closes the generator, which waits for
-    the call in progress.
+    `make` is called once per step, in order. An exception from it is raised at its own step. The thread ends with the
+    caller's loop: a `break` or an exception closes the generator, which waits for the call in progress.
 
-    On a CPU there is no thread. It would save nothing, and handing over to it takes as long as decoding a batch (0.4 ms
-    of a 100 ms step of a model with one million weights). A GPU would have to wait, and longer with more processes,
-    because each of them decodes the whole batch.
+    On a CPU there is no thread: handing over to it takes as long as decoding a batch (0.4 ms of a 100 ms step of a
+    model with one million weights). A GPU would wait, longer with more processes, since each decodes the whole batch.
 
     >>> list(ahead(lambda step: 10 * step, 2, 5, torch.device("cpu")))
     [(2, 20), (3, 30), (4, 40)]

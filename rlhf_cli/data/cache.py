@@ -17,14 +17,13 @@ import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar, get_type_hints, overload
+from typing import Any, Generic, TypeVar, get_type_hints
 
 import numpy as np
 import pyarrow as pa
@@ -95,16 +94,12 @@ def tokenise(encoder: RowEncoder[T], *, longest: int | None = None) -> Tokenised
     return Tokenised(train, validation, test, [*lines, *report.lines(spec.role)], warnings, skipped)
 
 
-def cache_directory() -> Path:
-    return cache_root() / FOLDER
-
-
 def _build(entry: Path, encoder: RowEncoder[T], longest: int | None) -> Report:
     report = Report()
     partial = entry.with_name(f"{entry.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
     try:
+        partial.mkdir()
         _write_tables(partial, encoder, report, longest)
         digests = {side: digest_file(partial / f"{side}.arrow") for side in SIDES}
         facts = {"report": TypeAdapter(Report).dump_python(report), "digests": digests}
@@ -133,7 +128,9 @@ def _write_tables(folder: Path, encoder: RowEncoder[T], report: Report, longest:
             report.special.update({side: len(found)} if found else {})
             report.special_token = report.special_token or next(iter(found), "")
         for item in encoder.encode([replace(row, key="") for row in rows]):  # the prompt again, in most rows
-            if isinstance(item, Skipped):
+            if isinstance(item, DataError):
+                report.bad_row(spec.rows, side, item)
+            elif isinstance(item, Skipped):
                 report.skip(side, item.reason, item.needs)
             else:
                 items.append(item)
@@ -149,9 +146,10 @@ def _write_tables(folder: Path, encoder: RowEncoder[T], report: Report, longest:
 def _entry(key: str) -> Iterator[Path]:
     """The folder of a cache entry, locked for this process.
 
-    Without a cache that is ours and writable it is a temporary folder, deleted once the process has mapped the tables.
+    It is a temporary folder, deleted once the process has mapped the tables, if the cache is not ours or not writable,
+    or if its file system has no locks.
     """
-    root = cache_directory()
+    root = cache_root() / FOLDER
     try:
         root.mkdir(parents=True, exist_ok=True)
         names = {path.name for path in root.iterdir()}  # one listing: another process may be creating the folder
@@ -159,12 +157,12 @@ def _entry(key: str) -> Iterator[Path]:
             raise FileExistsError(f"{root}: holds files, but no {MARKER}")
         (root / MARKER).touch()
         lock = (root / f"{key}.lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError:
         with tempfile.TemporaryDirectory(prefix="rlhf-tokens-") as folder:
             yield Path(folder) / key
         return
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         _remove_old(root)
         yield root / key
 
@@ -206,7 +204,7 @@ def _key(encoder: RowEncoder[T]) -> str:
         "settings": {field.name: getattr(spec, field.name) for field in fields(spec) if field.name != "rows"},
         "reads last token": encoder.reads_last_token,
         "tokenizer": _digest_tokenizer(encoder.tokenizer),
-        "code": _digest_code(encoder.kind),
+        "code": _digest_code(),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=asdict).encode()).hexdigest()[:32]
 
@@ -224,7 +222,7 @@ def _digest_source(source: DataSource) -> str:
 
 
 def _digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of everything that decides a tokenizer's ids. Its last truncation and padding settings do not count."""
+    """A hash of everything that decides a tokenizer's ids, without its last truncation and padding."""
     state: Any = tokenizer.init_kwargs | {"vocabulary": tokenizer.get_vocab()}
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         state = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
@@ -232,11 +230,9 @@ def _digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _digest_code(kind: type) -> str:
-    """Hashes of this package's files and of the module that defines `kind`, and the versions of the libraries."""
-    package = sorted(Path(__file__).parent.glob("*.py"))
-    module = sys.modules[kind.__module__].__file__
-    files = [digest_file(path) for path in [*package, *([Path(module)] if module else [])]]
+def _digest_code() -> str:
+    """Hashes of this package's files, and the versions of the libraries."""
+    files = map(digest_file, sorted(Path(__file__).parent.glob("*.py")))
     libraries = map(importlib.metadata.version, ("tokenizers", "transformers", "datasets", "pyarrow"))
     return " ".join([*files, *libraries])
 
@@ -262,11 +258,7 @@ class Table(Sequence[T], Generic[T]):
     def __len__(self) -> int:
         return self._starts[-1]
 
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[T]: ...
-    def __getitem__(self, index: int | slice) -> T | list[T]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         at = range(len(self))[index]
@@ -331,7 +323,7 @@ class TableWriter(Generic[T]):
 
 
 def _column(values: list, type_: pa.DataType) -> pa.Array:
-    """The same as `pa.array(values, type_)`, for the types of a table and without nulls."""
+    """`pa.array(values, type_)` for the types of a table, without nulls."""
     if pa.types.is_list(type_):
         starts = _memory(np.cumsum([0, *map(len, values)]), np.int32)
         flat = [item for row in values for item in row]

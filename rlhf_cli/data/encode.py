@@ -134,6 +134,11 @@ class RowText:
     keep_special: bool = False
     """Special tokens in the rows' own text stay special (`data.special_tokens: keep`)."""
 
+    def __post_init__(self) -> None:
+        if self.template == "chat" and not self.tokenizer.chat_template:
+            found = "data.prompt_template: chat, but the tokenizer has no chat template"
+            raise DataError(f"{found}. Write one with {{prompt}}")
+
     @property
     def marks(self) -> SpecialTokens | None:
         """Marks special tokens in the rows' own text, for `SpecialTokens.encode`. None if they stay special."""
@@ -166,21 +171,22 @@ class RowText:
     def prompt_ids(self, rows: Sequence[Record], *, start: bool = True) -> list[list[int]]:
         """The ids that a response to each row follows, the same that SFT has before the row's last answer.
 
-        Prompts have no EOS, which some tokenizers append by themselves (T5, some Llamas). With `start`, an empty prompt
+        They lack the EOS that some tokenizers append to every text (T5, some Llamas). With `start`, an empty prompt
         becomes BOS (or EOS if there is no BOS), so that a token predicts the first one.
         """
         texts = {n: self.prompt(row, marked=True) for n, row in enumerate(rows) if not self.is_chat(row)}
         different = list(dict.fromkeys(texts.values()))  # the answers of a ranking share their prompt
-        encoded = special_tokens_of(self.tokenizer).encode(different, add_special_tokens=self.template != "chat")
+        special, is_whole = special_tokens_of(self.tokenizer), self.template != "chat"
+        encoded = special.encode(different, add_special_tokens=is_whole)
         ids_of = dict(zip(different, encoded, strict=True))
         eos, bos = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
         found = []
         for n, row in enumerate(rows):
             if n not in texts:
-                found.append(self._turns(row.messages, row.where)[0])
+                found.append(self._turns(row.messages)[0])
                 continue
             ids = ids_of[texts[n]]
-            bare = ids[:-1] if len(ids) > 1 and ids[-1] == eos else [*ids]
+            bare = ids[:-1] if is_whole and len(ids) > 1 and special.appends_eos else [*ids]
             found.append(bare or ([int(eos if bos is None else bos)] if start else []))
         return found
 
@@ -200,7 +206,7 @@ class RowText:
         found = []
         for row in rows:
             if self.is_chat(row):
-                found.append(self._turns(row.turns, row.where, ended=row.answers[0].ended))
+                found.append(self._turns(row.turns, ended=row.answers[0].ended))
                 continue
             prompt, whole = next(prompts), next(wholes)
             answer = (whole[:-1] if whole[-1:] == [eos] else whole)[len(prompt) :]
@@ -211,7 +217,7 @@ class RowText:
             found.append((prompt + answer, [False] * len(prompt) + [True] * len(answer)))
         return found
 
-    def _turns(self, messages: Sequence[Message], where: str, *, ended: bool = True) -> tuple[list[int], list[bool]]:
+    def _turns(self, messages: Sequence[Message], *, ended: bool = True) -> tuple[list[int], list[bool]]:
         """(ids, answer mask) of a conversation in the chat template, encoded turn by turn.
 
         The mask covers every assistant turn and the tokens that end it. A last one ends with EOS, or with its text if
@@ -229,7 +235,7 @@ class RowText:
             longer = chat_text(self.tokenizer, messages[: end + is_answer], marks, generation=not is_answer)
             if not longer.startswith(text):
                 found = "the chat template rewrites earlier turns, so the tokens of each turn are unknown"
-                raise DataError(f"{where}: {found}. Split the conversation into rows with one answer each")
+                raise DataError(f"{found}. Split the conversation into rows with one answer each")
             parts.append(longer[len(text) :])
             text = longer
         if not ended:
@@ -257,11 +263,10 @@ def encode_for_classifier(
 ) -> list[list[int]]:
     """Encode whole texts with the special tokens that an encoder model expects.
 
-    A text longer than `max_length` loses its beginning, because the response to judge is at the end, or with side
-    "right" its end. Special tokens that `SpecialTokens.protect` marked are read as text.
+    A text longer than `max_length` is cut at `side`: the response to judge is at its end. Special tokens that
+    `SpecialTokens.protect` marked are read as text.
     """
-    limit = max_length if max_length is not None and max_length < 10**9 else None
-    return special_tokens_of(tokenizer).encode(texts, add_special_tokens=True, max_length=limit, side=side)
+    return special_tokens_of(tokenizer).encode(texts, add_special_tokens=True, max_length=max_length, side=side)
 
 
 def chat_text(
@@ -276,8 +281,6 @@ def chat_text(
     `generation` adds the beginning of the assistant's next message. With `special`, the special tokens of the
     messages' own text are marked.
     """
-    if not tokenizer.chat_template:
-        raise DataError("data.prompt_template: chat, but the tokenizer has no chat template. Write one with {prompt}")
     protect = str if special is None else special.protect
     plain = [{"role": m.role, "content": protect(m.content)} for m in messages]
     template = str(tokenizer.chat_template)
@@ -293,7 +296,7 @@ def chat_text(
     except Exception as error:
         # The template is a program that comes with the tokenizer. It runs in a sandbox and may raise anything.
         found = f"the tokenizer's chat template fails: {reason(error)}"
-        raise DataError(f"{found}. Give data.prompt_template instead") from None
+        raise DataError(f"{found}. Correct the conversation, or give data.prompt_template") from None
     finally:
         if not is_known:
             sys.settrace(before)

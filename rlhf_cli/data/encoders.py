@@ -14,6 +14,7 @@ from rlhf_cli.data.encode import Example, LengthLimits, RowText, Skipped, fit, f
 from rlhf_cli.data.records import Record
 from rlhf_cli.data.special_tokens import special_tokens_of
 from rlhf_cli.data.stage_rows import StageRows
+from rlhf_cli.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,9 +55,19 @@ class RowEncoder(Generic[T]):
         """The items of a row within the length limits, or the reasons to skip them."""
         raise NotImplementedError
 
-    def encode(self, rows: Sequence[Record]) -> Iterator[T | Skipped]:
-        for row, sequences in zip(rows, self.sequences(rows), strict=True):
-            yield from self.items(row, sequences)
+    def tried(self, rows: Sequence[Record]) -> list[list[Tokens] | DataError]:
+        """`sequences`, with the error of each row that the chat template or the tokenizer refuses."""
+        try:
+            return [*self.sequences(rows)]
+        except DataError as error:
+            if len(rows) == 1:
+                return [DataError(f"{rows[0].where}: {error}")]
+            middle = len(rows) // 2
+            return self.tried(rows[:middle]) + self.tried(rows[middle:])
+
+    def encode(self, rows: Sequence[Record]) -> Iterator[T | Skipped | DataError]:
+        for row, sequences in zip(rows, self.tried(rows), strict=True):
+            yield from [sequences] if isinstance(sequences, DataError) else self.items(row, sequences)
 
     def special_token_in(self, row: Record) -> str | None:
         """The first special token in the row's own text, or None."""

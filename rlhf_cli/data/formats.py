@@ -38,7 +38,6 @@ from rlhf_cli.printing import is_utf8
 
 Purpose = Literal["sft", "rm pairs", "rm scores", "ppo"]
 Values = dict[str, Any]
-BLANKS_AND_WORD = re.compile(r"\s*\S*")
 
 PROMPT_KEYS = ("prompt", "question", "user_input", "query")
 RESPONSE_KEYS = ("response", "completion", "answer", "output")
@@ -164,9 +163,8 @@ def message(item: Any, what: str, row: Row) -> Message:
 
     Raises DataError for other roles (tool, function, ...), which a dialogue of user and assistant cannot hold.
     """
-    role = content = None
-    if isinstance(item, dict):
-        role, content = item.get("role", item.get("from")), item.get("content", item.get("value"))
+    given = {key: value for key, value in item.items() if value is not None} if isinstance(item, dict) else {}
+    role, content = given.get("role", given.get("from")), given.get("content", given.get("value"))
     if not isinstance(role, str) or not isinstance(content, str):
         raise row.error(f"{what} needs a text `role` and a text `content` (or `from` and `value`)")
     if role not in ROLES:
@@ -334,10 +332,8 @@ def read_text(row: Row, prompt_words: int, *, labelled: bool = False) -> Record:
 
 def first_words(text: str, count: int) -> tuple[str, str]:
     """The first `count` words with the white space before them, and the rest."""
-    end = 0
-    for _ in range(count):
-        end = BLANKS_AND_WORD.match(text, end).end()  # type: ignore[union-attr]  # matches the empty text too
-    return text[:end], text[end:]
+    start = re.match(rf"(?:\s*\S*){{{count}}}", text)[0]  # type: ignore[index]  # matches the empty text too
+    return start, text[len(start) :]
 
 
 def read_messages(row: Row) -> Record:
@@ -768,7 +764,7 @@ def read_record(row: Row, format: Format, source: DataSource, *, prompt_words: i
     except DataError as error:
         # In the names that the columns have in the file.
         message = str(error).replace(found_keys(ours.values), found_keys(row.values))
-        renamed = re.sub(r"`(\w+)`", lambda match: f"`{shown_name(source.keys.get(match[1], match[1]))}`", message)
+        renamed = re.sub(r"`(\w+)", lambda match: f"`{shown_name(source.keys.get(match[1], match[1]))}", message)
         raise DataError(renamed) from None
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rlhf_cli.errors import DataError
 from rlhf_cli.files import digest_once
+from rlhf_cli.printing import printable
 
 KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
@@ -31,11 +32,11 @@ def find_files(path: str) -> list[Path]:
             is_root = given.resolve() == given.resolve().parent  # files in / are hardly meant
             found, fault = [] if is_root else list(given.iterdir()), "the folder has no data file"
         elif given.exists():
-            raise DataError(f"{shown_path(path)}: neither a file nor a folder. Write its content to a file")
+            raise DataError(f"{printable(path)}: neither a file nor a folder. Write its content to a file")
         elif any(sign in path for sign in "*?["):
             found, fault = list(Path(given.anchor).glob(str(given.relative_to(given.anchor)))), "no data file matches"
         elif path.lower().endswith(SUFFIXES) or path.startswith((".", "/", "~")) or path.count("/") > 1:
-            fault = f"{shown_path(path)}: no such file (relative to {Path.cwd()})"
+            fault = f"{printable(path)}: no such file (relative to {Path.cwd()})"
             raise DataError(f"{fault}. Give an existing path or a hub dataset's id")
         else:
             return []
@@ -45,10 +46,10 @@ def find_files(path: str) -> list[Path]:
         files = [file for file in named if file.is_file()]
     except (OSError, ValueError, NotImplementedError) as error:
         fault = f"cannot be looked up ({reason(error)})"
-        raise DataError(f"{shown_path(path)}: {fault}. Check the path and its permissions") from None
+        raise DataError(f"{printable(path)}: {fault}. Check the path and its permissions") from None
     if not files:
-        advice = f" To read subfolders, use a glob: {shown_path(path)}/**/*.jsonl" if given.is_dir() else ""
-        raise DataError(f"{shown_path(path)}: {fault}. Its name must end in {', '.join(KINDS)}.{advice}")
+        advice = f" To read subfolders, use a glob: {printable(path)}/**/*.jsonl" if given.is_dir() else ""
+        raise DataError(f"{printable(path)}: {fault}. Its name must end in {', '.join(KINDS)}.{advice}")
     return sorted([file for file in files if ending(file)[0] != ".txt"] or files)
 
 
@@ -77,14 +78,8 @@ def ending(path: Path) -> tuple[str, str]:
     return (before, last) if last in COMPRESSIONS else (last, "")
 
 
-def shown_path(path: str | Path) -> str:
-    """A path that can be printed on one line and encoded as UTF-8."""
-    return str(path) if str(path).isprintable() else ascii(str(path))
-
-
 def reason(error: BaseException) -> str:
     """An exception's reason on one short line."""
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    words = " ".join(text.replace("'\t'", "a tab").split())
-    words = words if words.isprintable() else ascii(words)  # parsers quote their input
+    words = printable(" ".join(text.replace("'\t'", "a tab").split()))  # parsers quote their input
     return (words[:200] + "..." if len(words) > 200 else words) or type(error).__name__

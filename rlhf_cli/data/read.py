@@ -31,11 +31,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.formats import Format, Purpose, read_record, recognise
-from rlhf_cli.data.paths import COMPRESSIONS, KINDS, ending, find_files, reason, shown_path
+from rlhf_cli.data.paths import COMPRESSIONS, KINDS, ending, find_files, reason
 from rlhf_cli.data.records import BadRow, Record, Row, shown
 from rlhf_cli.errors import DataError
 from rlhf_cli.hub import is_offline
-from rlhf_cli.printing import is_utf8
+from rlhf_cli.printing import is_utf8, printable
 
 if TYPE_CHECKING:
     import pyarrow
@@ -90,7 +90,7 @@ def read_rows(source: DataSource) -> Iterator[Row | BadRow]:
     rows = islice(_rows(source), source.limit)
     first = next(rows, None)
     if first is None:
-        raise DataError(f"{shown_path(source.path)}: has no rows, at least one is needed. Is it the right file?")
+        raise DataError(f"{printable(source.path)}: has no rows, at least one is needed. Is it the right file?")
     yield first
     yield from rows
 
@@ -129,13 +129,13 @@ def _rows(source: DataSource) -> Iterator[Row | BadRow]:
         yield from _hub_rows(source)
     elif source.name or source.data_dir or source.revision or source.streaming:
         rule = "name, data_dir, revision and streaming apply to hub datasets only. Remove them"
-        raise DataError(f"{shown_path(source.path)}: is a local path; {rule}")
+        raise DataError(f"{printable(source.path)}: is a local path; {rule}")
     for path in files:
         yield from _file_rows(path)
 
 
 def _file_rows(path: Path) -> Iterator[Row | BadRow]:
-    name = shown_path(path)
+    name = printable(str(path))
     kind, compression = ending(path)
     if kind not in KINDS:
         rule = f"it must be one of {', '.join(KINDS)} (and may be followed by {', '.join(COMPRESSIONS)})"
@@ -309,7 +309,15 @@ class _JsonText:
             try:
                 value, end = DECODER.raw_decode(self.window, self.at)
             except json.JSONDecodeError as error:
-                self._grow_or_fail(error)
+                at_end = error.msg.startswith("Unterminated") or not self.window[error.pos :].strip()
+                # A literal or an escape that the window cuts in two fails a few characters before its end.
+                may_go_on = at_end or error.pos >= len(self.window) - 16
+                is_long = len(self.window) - self.at > MAX_ROW
+                fault = f"{json_fault(error)} in line {self.line(error.pos)}"
+                if may_go_on and is_long:
+                    raise Fault(f"longer than {MAX_ROW >> 20} MiB, the limit for a row ({fault})") from None
+                if not may_go_on or not self.grow():
+                    raise Fault(f"{'the file ends inside it' if at_end else 'not JSON'} ({fault})") from None
             except (ValueError, RecursionError) as error:
                 raise Fault(f"not JSON ({json_fault(error)} in line {self.line(self.at)})") from None
             else:
@@ -320,19 +328,6 @@ class _JsonText:
                     end, start = end - start, 0
                 self.at = end
                 return value, start, end
-
-    def _grow_or_fail(self, error: json.JSONDecodeError) -> None:
-        """Read on if the error may be due to the window's end, else raise Fault."""
-        fault = f"{json_fault(error)} in line {self.line(error.pos)}"
-        at_end = error.msg.startswith("Unterminated") or not self.window[error.pos :].strip()
-        # A literal or an escape that the window cuts in two fails a few characters before its end.
-        if not at_end and error.pos < len(self.window) - 16:
-            raise Fault(f"not JSON ({fault})") from None
-        if len(self.window) - self.at > MAX_ROW:
-            raise Fault(f"longer than {MAX_ROW >> 20} MiB, the limit for a row ({fault})") from None
-        if not self.grow():
-            found = "the file ends inside it" if at_end else "not JSON"
-            raise Fault(f"{found} ({fault})") from None
 
 
 def json_rows(name: str, file: io.BufferedReader) -> Iterator[Row | BadRow]:
@@ -527,7 +522,7 @@ def _hub_rows(source: DataSource) -> Iterator[Row]:
         rows = datasets.load_dataset(source.path, source.name, **settings)
     except Exception as error:
         found = f"neither a local file nor a hub dataset that can be loaded ({type(error).__name__}: {reason(error)})"
-        raise DataError(f"{shown_path(source.path)}: {found}. {advice}") from None
+        raise DataError(f"{printable(source.path)}: {found}. {advice}") from None
     number, where = 0, f"{source.path}[{source.split}] row"
     try:
         for number, values in enumerate(rows, 1):

@@ -131,13 +131,13 @@ def transcript(messages: Sequence[Message]) -> str:
 
 
 def number(value: Any, name: str, where: str) -> float:
-    """A column's value as a finite number. Numeric text is accepted, true and false are not.
+    """A column's value as a finite number. Numeric text and decimals of a table are accepted, true and false are not.
 
     Raises DataError with the row and the column.
     """
     try:
-        read = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
-    except (ValueError, OverflowError):
+        read = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
         read = math.nan
     if not math.isfinite(read):
         raise DataError(f"{where}: `{shown_name(name)}` is {shown(value)}, it must be a number")

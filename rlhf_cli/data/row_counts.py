@@ -19,7 +19,7 @@ DUPLICATE = "the same prompt and answers came before"
 
 @dataclass
 class Report:
-    """Counts of rows by side ("train", "validation" or "test"), filled while the rows are read and encoded."""
+    """Counts of rows by side ("train", "validation" or "test")."""
 
     kinds: dict[str, str] = field(default_factory=dict)
     """The format of each source's rows."""
@@ -113,6 +113,7 @@ class Report:
 
     def nothing_left(self, role: str, side: str, length_key: str, longest: int | None) -> DataError:
         """The error for a side whose rows were all skipped."""
-        reasons = "; ".join(f"{n:,} {reason}" for reason, n in self.skipped.get(side, {}).items())
-        found = f"none of {self.rows[side]:,} rows can be used: {reasons or 'no row fits the stage'}"
+        reasons = [f"{n:,} {reason}" for reason, n in self.skipped.get(side, {}).items()]
+        because = "; ".join(reasons + self.bad) or "no row fits the stage"
+        found = f"none of {self.rows[side]:,} rows can be used: {because}"
         return DataError(f"{role}.{side}: {found}.{self.advice(side, length_key, longest)}")

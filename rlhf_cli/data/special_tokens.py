@@ -64,6 +64,11 @@ class SpecialTokens:
         assert tokenizer is not None
         return tokenizer
 
+    @functools.cached_property
+    def appends_eos(self) -> bool:
+        """Does the tokenizer end every text with EOS?"""
+        return self.encode(["a"], add_special_tokens=True)[0][-1:] == [self.tokenizer.eos_token_id]
+
     def first_in(self, texts: Iterable[str]) -> str | None:
         """The first special token that occurs in the texts, or None."""
         matches = (self._pattern.search(text) for text in texts)
@@ -125,16 +130,16 @@ class SpecialTokens:
             if type(error).__name__ != "PanicException":
                 raise
             raise DataError(f"the tokenizer fails on a text ({reason(error)}). Correct tokenizer.json") from None
+        if max_length is not None and self.tokenizer.is_fast:
+            self.tokenizer.backend_tokenizer.no_truncation()  # a saved tokenizer would keep it
         rest = map(list, encoded)
         split = functools.partial(self._split, add_special_tokens=add_special_tokens, max_length=max_length, side=side)
         return [split(text) if EDGE in text else next(rest) for text in texts]
 
     def _split(self, text: str, add_special_tokens: bool, max_length: int | None, side: str) -> list[int]:
-        from transformers import PreTrainedTokenizerFast
-
         # Models with a vocabulary of whole words or of pieces know the token's text: cut it in two. A tokenizer in
         # Python (of few models, such as ByT5) reads no marks.
-        for separate in (False, True) if isinstance(self.tokenizer, PreTrainedTokenizerFast) else ():
+        for separate in (False, True) if self.tokenizer.is_fast else ():
             before, ids, after = self._parts(text, add_special_tokens, separate=separate)
             if not self._makes_special(text, ids):
                 break

@@ -17,8 +17,9 @@ from typing import Any, Generic, TypeVar
 from rlhf_cli.config.data import DataSource, Rows
 from rlhf_cli.data.encode import Example
 from rlhf_cli.data.formats import Purpose
-from rlhf_cli.data.paths import find_files, shown_path
+from rlhf_cli.data.paths import find_files
 from rlhf_cli.data.records import Record
+from rlhf_cli.printing import printable
 from rlhf_cli.seeding import derived_seed
 
 SIDES = ("train", "validation", "test")
@@ -155,7 +156,7 @@ def _source_names(sources: Sequence[DataSource]) -> dict[str, str]:
     found: dict[str, str] = {}
     for number, (source, name) in enumerate(zip(sources, short, strict=True)):
         unique = name if short.count(name) == 1 else f"{name}.{number}"
-        files = [shown_path(file) for file in find_files(source.path)]
+        files = [printable(str(file)) for file in find_files(source.path)]
         for where in files or [f"{source.path}[{source.split}]"]:
             found.setdefault(where, unique)
     return found

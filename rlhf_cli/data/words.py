@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 SPACELESS = (
     "\u0e00-\u0eff"  # Thai, Lao
@@ -28,16 +27,11 @@ def words(text: str) -> frozenset[str]:
     >>> sorted(words("GPT是什么")) == sorted(["gpt", "是什", "什么"])
     True
     """
-    return frozenset(_words(text.casefold())) or frozenset([text.strip()])
-
-
-def _words(text: str) -> Iterator[str]:
-    for match in _RUNS.finditer(text):
+    found: set[str] = set()
+    for match in _RUNS.finditer(text.casefold()):
         run = match[0]
-        if match[1] is None or len(run) == 1:
-            yield run
-        else:
-            yield from (run[n : n + 2] for n in range(len(run) - 1))
+        found |= {run} if match[1] is None or len(run) == 1 else {run[n : n + 2] for n in range(len(run) - 1)}
+    return frozenset(found or [text.strip()])
 
 
 def glued(prompt: str, answer: str) -> str | None:

@@ -128,7 +128,7 @@ def _read(config: SFTConfig | RMConfig, configs: Mapping[str, AnyConfig]) -> Tra
         num, sequences = sum(score > middle for score in scores), 2.0
     encoder = _encoder(config, configs, spec)
     items = [] if encoder is None else list(encoder.encode(sample))
-    kept = [item for item in items if not isinstance(item, Skipped)]
+    kept = [item for item in items if not isinstance(item, Skipped | DataError)]
     if not kept:
         drops = ", too long ones included" if config.data.truncation == "drop" else ""
         return TrainingRows(num, basis + drops, sequences)

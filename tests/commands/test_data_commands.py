@@ -163,6 +163,9 @@ def test_labels_are_counted_and_many_scores_are_summarised(tmp_path):
     path = write_jsonl(tmp_path / "b.jsonl", kto)
     assert checked(path, "--for", "rm")["sides"]["train"]["scores"]["counts"] == {"0": 1, "1": 3}
     assert checked(path, "--for", "sft")["sides"]["train"]["skipped"] == {"no answer to learn from": 1}
+    thirds = [{"text": f"text {n}", "label": label} for n, label in enumerate((1, 1 / 3, 0.33333333, 0.33333333))]
+    path = write_jsonl(tmp_path / "d.jsonl", thirds)
+    assert checked(path, "--for", "rm")["sides"]["train"]["scores"]["counts"] == {"0.333333": 3, "1": 1}
     scored = [{"prompt": "p", "response": f"{n}", "score": n / 2 if n < 11 else None} for n in range(12)]
     side = checked(write_jsonl(tmp_path / "c.jsonl", scored), "--for", "rm")["sides"]["train"]
     assert side["skipped"] == {"no answer with a score": 1}
@@ -525,11 +528,6 @@ def test_trained_tokens_are_between_marks(tmp_path, make_model):
     assert "<bos>⟦the tent is\n  late<eos>⟧\n" in rlhf("show", "--config", config, "-n", 1).stdout
 
 
-def test_a_bad_row_behind_the_last_good_one_is_shown(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "response": " r"}, {"prompt": "p", "response": 3}])
-    assert f"{path}:2" in rlhf("show", path, "--for", "sft").stdout
-
-
 def test_an_encoder_model_without_eos_shows_its_own_special_tokens(tmp_path, word_piece):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a b", "chosen": " c d", "rejected": " c e"}])
     word_piece.save_pretrained(tmp_path / "model")
@@ -545,7 +543,7 @@ def test_overlong_rows_are_cut_or_shown_as_skipped(tmp_path, make_model):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent lamp radio map", "response": " is late"}])
     model = make_model("llama")
     left_out = rlhf("show", path, "--for", "sft", "--tokenizer", model, "--max-length", 5).stdout
-    assert "skipped: longer than 5 tokens" in left_out
+    assert re.search(r"skipped: longer than 5 tokens, \d+ tokens\n", left_out), "nothing of it is trained on"
     data = {"train": str(path), "max_length": 5, "truncation": "left", "test_fraction": 0}
     config = written(tmp_path, sft_config(data, model={"path": str(model)}))
     cut = rlhf("show", "--config", config).stdout
@@ -582,6 +580,23 @@ def test_only_the_scored_answer_of_a_conversation_is_marked(tmp_path, make_model
     assert "<assistant>⟦is late<eos>\n  ⟧<user>please\n  <assistant>⟦thank you<eos>" in output
 
 
+def test_a_conversation_that_the_chat_template_refuses_is_bad_in_check_and_show(tmp_path, make_model):
+    tokenizer = AutoTokenizer.from_pretrained(make_model("llama"))
+    tokenizer.chat_template = (
+        CHAT_TEMPLATE + "{% if messages | length > 2 %}{{ raise_exception('too long') }}{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    rows = [{"messages": TALK[:2]}, {"messages": [*TALK, TALK[1]]}, {"messages": TALK[:2]}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    said = f"{path}:2: the tokenizer's chat template fails: too long. Correct the conversation"
+    side = (found := checked(path, "--for", "sft", "--tokenizer", tmp_path / "model", code=1))["sides"]["train"]
+    assert (side["read"], side["bad"], side["used"]) == (3, 1, 2)
+    assert found["bad_rows"]["first"][0].startswith(said)
+    shown = rlhf("show", path, "--for", "sft", "--tokenizer", tmp_path / "model").stdout
+    assert shown.index(f"{path}:1") < shown.index(said) < shown.index(f"{path}:3")
+
+
 def test_a_terminal_gets_colours_and_no_marks(tmp_path, make_model, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the tent", "response": " is late"}])
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -609,10 +624,10 @@ def test_a_row_is_found_by_its_number_in_messages(tmp_path):
 
 
 def test_bad_and_skipped_rows_are_shown_in_order(tmp_path):
-    rows = [pair("a", 1, 2), {"prompt": "b"}, {"prompt": "c", "chosen": "x", "rejected": "x"}, pair("d", 2, 1)]
-    output = rlhf("show", write_jsonl(tmp_path / "a.jsonl", rows), "--for", "rm").stdout
-    places = [output.index(text) for text in ("a⟦yes", "a.jsonl:2: found the keys", "its answers are equal", "d⟦yes")]
-    assert places == sorted(places)
+    rows = [pair("a", 1, 2), {"prompt": "b"}, {"prompt": "c", "chosen": "x", "rejected": "x"}, pair("d", 2, 1), {}]
+    output = rlhf("show", write_jsonl(tmp_path / "a.jsonl", rows), "--for", "rm", "-n", 9).stdout
+    texts = ("a⟦yes", "a.jsonl:2: found the keys", "its answers are equal", "d⟦yes", "a.jsonl:5: found the keys")
+    assert [output.index(text) for text in texts] == sorted(output.index(text) for text in texts)
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "eos_only_tokenizer", "metaspace_tokenizer"])
@@ -748,13 +763,6 @@ def test_compressed_files_are_reproducible(tmp_path):
     packed = out.read_bytes()
     assert packed[3:8] == bytes(5), "its header has no name and no time"
     assert gzip.decompress(packed).count(b"\n") > 1
-
-
-def test_a_parquet_of_several_batches(tmp_path):
-    rows = [{"prompt": f"{n}", "response": "é"} for n in range(2300)]
-    out = tmp_path / "out.parquet"
-    rlhf("convert", write_jsonl(tmp_path / "a.jsonl", rows), "--for", "sft", "--out", out)
-    assert [row[0] for row in meanings(out, "sft")] == [f"{n}" for n in range(2300)]
 
 
 def test_a_parquet_keeps_a_column_that_the_first_row_lacks_and_names_one_that_comes_too_late(tmp_path):

@@ -17,7 +17,9 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands import data_generate as module
 from rlhf_cli.commands import output
 from rlhf_cli.commands.data_generate import data_generate, near_duplicate, prompts_in
+from rlhf_cli.commands.output import refuse_own_output
 from rlhf_cli.commands.writer import LocalWriter, WriterOptions
+from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.stage_rows import demonstration, ranking
 from rlhf_cli.data.words import words
 from rlhf_cli.errors import ArtifactError, ConfigError, DataError, Interrupted, RunError
@@ -75,7 +77,7 @@ def test_conversations_stay_conversations_and_the_template_makes_one_message(cha
     with ChatServer() as server:
         run(source, "demonstrations", tmp_path / "a.jsonl", remote(server))
         template = tmp_path / "template.txt"
-        template.write_text("Answer as a pirate: {prompt} {unknown}")
+        template.write_text("Answer as a pirate: {prompt} {unknown}", encoding="utf-8-sig")  # with a byte order mark
         run(source, "demonstrations", tmp_path / "b.jsonl", remote(server), template=template)
     assert server.requests[0]["messages"] == turns
     text = "\n\nSystem: be kind\n\nHuman: the tent is late\n\nAssistant:"
@@ -392,10 +394,16 @@ def test_files_of_other_programs_are_never_overwritten(make_model, prompts, tmp_
             run(prompts, "demonstrations", one, writer, restart=True)
     assert mine.read_text() == '{"precious": 1}\n'
     (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "around").symlink_to(prompts.parent)
+    folder, own = prompts.parent, "would be one of the files of"
     refused = [
-        (prompts.parent, prompts.parent / "new.jsonl", "would be one of the files of"),
-        (f"{prompts.parent}/*.jsonl", prompts.parent / "new.jsonl", "would be one of the files of"),
-        (prompts, prompts, "would be one of the files of"),
+        (folder, folder / "new.jsonl", own),
+        (tmp_path / "around", folder / "new.jsonl", own),
+        (folder, tmp_path / ".." / folder / "sub" / ".." / "new.jsonl", own),
+        (f"{folder}/*.jsonl", folder / "new.jsonl", own),
+        (f"{folder}/**/*.jsonl", folder / "new.jsonl", own),
+        (f"{folder}/**/*.jsonl", folder / "a" / "b" / "new.jsonl", own),
+        (prompts, prompts, own),
         (prompts, tmp_path / "out.csv", "must end in .jsonl"),
         (prompts, mine / "out.jsonl", "cannot be written"),
         (prompts, tmp_path / "folder.jsonl", "cannot be written"),
@@ -403,6 +411,8 @@ def test_files_of_other_programs_are_never_overwritten(make_model, prompts, tmp_
     for source, out, said in refused:
         with pytest.raises((ConfigError, ArtifactError), match=said):
             run(source, "demonstrations", out, writer)
+    for out in (folder / "below" / "new.jsonl", folder / "new.txt.jsonl"):
+        refuse_own_output(DataSource(path=f"{folder}/p*.jsonl"), out)  # no file of the glob
 
 
 def test_a_full_disk_is_one_line_and_the_file_can_be_resumed(make_model, prompts, tmp_path):
@@ -523,12 +533,9 @@ def test_a_terminal_has_its_cursor_again_after_an_error(task, prompts, tmp_path,
         (["--task", "prompts"], "--num: is missing"),
         (["--task", "demonstrations", "--format", "nonsense"], "format: "),
         (["--task", "demonstrations", "--key", "prompt"], "--key: must be OURS=THEIRS"),
-        (["--task", "demonstrations", "--key", "prompt=nothing"], "but not `nothing`"),
         (["--task", "demonstrations", "--template", "missing.txt"], "--template: cannot read missing.txt"),
         (["--task", "demonstrations", "--server", "http://a:secret@b/v1"], "--server: contains a user or a password"),
         (["--task", "demonstrations", "--model", "./nowhere"], "./nowhere: no such directory"),
-        (["--task", "demonstrations", "--temperature", "-1"], "--temperature"),
-        (["--task", "nonsense"], "nonsense"),
     ],
 )
 def test_invalid_options_are_refused_in_one_line(arguments, said, prompts, tmp_path):

@@ -51,6 +51,7 @@ def test_two_models_talk_in_turn_and_each_sees_the_whole_dialogue(source, tmp_pa
         [("user", "My lamp is broken."), *dialogue],
     ]
     assert all(row["ended"] for row in rows)
+    assert [(m.role, m.content) for m in demonstration(read_back(out, "sft")[0]).turns] == turns(rows[0])
     assert {(row["model"], row["user_model"]) for row in rows} == {("judge-7b", "judge-7b")}
     assert [message["content"] for message in assistant.requests[-1]["messages"]] == [
         text for _, text in turns(rows[1])[:-1]
@@ -60,17 +61,6 @@ def test_two_models_talk_in_turn_and_each_sees_the_whole_dialogue(source, tmp_pa
     assert len({body["seed"] for body in [*assistant.requests, *user.requests]}) == 10, (
         "every message is a draw of its own"
     )
-
-
-def test_sft_learns_every_answer_of_a_dialogue(source, tmp_path, chat_model):
-    out = tmp_path / "dialogues.jsonl"
-    with ChatServer(answers) as assistant, ChatServer(asks) as user:
-        run(source, out, remote(assistant), user=user, turns=2)
-    learned = demonstration(read_back(out, "sft")[0])
-    assert [(m.role, m.content) for m in learned.turns] == turns(read_jsonl(out)[0])
-    arguments = ["data", "show", str(out), "--for", "sft", "--tokenizer", str(chat_model)]
-    result = rlhf(*arguments)
-    assert "answer to 1" in result.stdout
 
 
 ENDINGS = {

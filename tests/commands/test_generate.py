@@ -238,16 +238,8 @@ def test_notes_and_failures_of_the_rewards_are_shown(run, prompts, tmp_path, mon
     monkeypatch.setattr(ResponseOptions, "rewards", lambda *_: rewards)
     shown = " ".join(rlhf("generate", run, "--prompts", prompts, "--out", tmp_path / "out.jsonl").stdout.split())
     assert "generate: a note" in shown
+    assert re.search(r"out.jsonl: 8 rows, \d responses cut at 8 tokens .*; 1 dropped \(1 prompt too long\)", shown)
     assert "generate: warning: f: 1 scores failed and counted as 0.0. First failure: " in shown
-
-
-def test_the_command_says_what_it_wrote(run, prompts, tmp_path):
-    out = tmp_path / "out.jsonl"
-    arguments = ["generate", str(run), "--prompts", str(prompts), "--out", str(out), "--device", "cpu"]
-    result = rlhf(*arguments)
-    assert "8 rows" in result.output
-    assert "1 dropped (1 prompt too long)" in " ".join(result.output.split())
-    rlhf(*arguments, "--stage", "rm", code=2)
 
 
 def test_a_quantized_model_responds_and_another_does_not_continue_its_rows(run, prompts, tmp_path):

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
+from rlhf_cli.commands.data_check import encoder_of
 from rlhf_cli.commands.data_score import _Comparison
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.data import Rows
@@ -27,6 +28,7 @@ from rlhf_cli.models.load import load_tokenizer
 from rlhf_cli.seeding import generator
 from rlhf_cli.training.best import Best
 from support.rewards import CHAT
+from support.tiny import encoder as distilbert
 from support.tiny import read_jsonl, seen_of, training_examples, write_jsonl
 
 
@@ -110,6 +112,17 @@ def test_short_answers_are_skipped_if_the_config_says_so(encoder, tmp_path):
     assert "data.train: 1 of 3 rows skipped: answers of fewer than 5 tokens" in rows.lines
 
 
+@pytest.mark.parametrize("reads_last_token", [True, False])
+def test_a_short_answer_behind_a_long_one_is_skipped(encoder, tokenizer, reads_last_token):
+    """A reward model judges the last answer of a conversation, whatever was said before."""
+    chat = copy.deepcopy(tokenizer)
+    chat.chat_template = CHAT
+    before = (Message("user", "hello"), Message("assistant", "the tent is late " * 9), Message("user", "thank you"))
+    row = Record("", "row", (Answer(" yes"), Answer(" no")), ranked=True, messages=before)
+    (item,) = encoder(tokenizer=chat, reads_last_token=reads_last_token, min_response_length=20).encode([row])
+    assert item == Skipped("answers of fewer than 20 tokens")
+
+
 def test_sft_and_ppo_cut_the_same_side(write_config, make_model, tmp_path):
     """A judge of PPO's texts reads the prompt as it was cut."""
     model = {"path": str(make_model("llama"))}
@@ -180,6 +193,35 @@ def test_every_stage_reads_a_prompt_as_the_same_tokens(write_config, tokenizer, 
 def test_the_chat_template_that_a_config_names_must_exist(tokenizer):
     with pytest.raises(DataError, match=r"data.prompt_template: chat, but the tokenizer has no chat template"):
         RowText(tokenizer, "chat").prompt_ids([Record("please help", "row")])
+
+
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHAT
+)
+
+
+@pytest.mark.parametrize("purpose", ["sft", "rm pairs", "ppo"])
+def test_a_conversation_that_the_chat_template_refuses_is_a_bad_row(tokenizer, tmp_path, purpose):
+    """As Gemma's and Mistral's templates do, here with one row of a thousand."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = ALTERNATING
+    user, reply = {"role": "user", "content": "please help"}, {"role": "assistant", "content": "we will"}
+    turns = [[user] if n != 700 else [user, user] for n in range(1000)]
+    rows = [{"prompt": prompt, "chosen": "thank you", "rejected": reply["content"]} for prompt in turns]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+
+    def encoder(on_bad_row):
+        rows = Rows(train=[str(path)], test_fraction=0, on_bad_row=on_bad_row)
+        return encoder_of(StageRows(rows, purpose), tokenizer, "x")
+
+    said = f"{path}:701: the tokenizer's chat template fails: roles must alternate. Correct the conversation"
+    with pytest.raises(DataError, match=f"^{said}"):
+        tokenise(encoder("error"))
+    found = tokenise(encoder("skip"))
+    assert len(found.train) == 999
+    assert "data.train: 1 of 1,000 rows skipped: can't be read" in found.lines
+    assert any(line.startswith(f"skipped: {said}") for line in found.lines)
 
 
 @pytest.fixture
@@ -375,3 +417,15 @@ def test_the_best_figure_survives_a_checkpoint():
     assert not after.is_better(4, {"x": 0.5})
     assert (after.step, after.value) == (3, 1.0)
     assert after.is_better(5, {"x": 2.0})
+
+
+def test_a_saved_tokenizer_cuts_nothing_whether_the_tokens_were_cached_or_not(run_stage, word_piece, tmp_path):
+    """Of an encoder model the tokenizer cuts rows, and would keep that setting in its file."""
+    distilbert(tmp_path / "encoder", word_piece)
+    rows = write_jsonl(tmp_path / "rows.jsonl", [row for row in PAIRS for _ in range(3)])
+    data = {"train": str(rows), "test": None, "test_fraction": 0, "max_length": 24, "truncation": "left"}
+    for name in ("one", "two"):  # the second one reads the cache
+        run_stage("rm", tmp_path / name, model={"path": str(tmp_path / "encoder")}, data=data)
+    one, two = ((tmp_path / name / "rm/model/tokenizer.json").read_text() for name in ("one", "two"))
+    assert one == two
+    assert json.loads(one)["truncation"] is None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -21,7 +24,7 @@ from rlhf_cli.data.encoders import DemonstrationEncoder
 from rlhf_cli.data.records import Answer, Message, Record, batched
 from rlhf_cli.data.row_counts import DUPLICATE, Report
 from rlhf_cli.data.splits import Drawn
-from rlhf_cli.data.stage_rows import StageRows, first_format, records
+from rlhf_cli.data.stage_rows import StageRows, records
 from rlhf_cli.errors import DataError
 from support.forked import Forked
 from support.paths import ROOT
@@ -45,12 +48,6 @@ def sides(data, purpose="sft", **more):
 
 
 # ------------------------------------------------------------------------------------------- sides
-
-
-def test_the_order_of_each_side_is_that_of_the_file(tmp_path):
-    prompts = sides(Rows(train=write(tmp_path / "a.jsonl", numbered(100)), test_fraction=0.3))
-    for side in prompts.values():
-        assert side == sorted(side, key=lambda prompt: int(prompt.split()[1]))
 
 
 def test_given_test_rows_are_the_only_ones_held_out_and_one_side_alone_is_that_side(tmp_path):
@@ -77,12 +74,6 @@ def test_shares_of_the_stages_have_no_row_in_common_and_leave_none_out(tmp_path)
     assert len(prompts["sft"]) == pytest.approx(620, abs=67)
     assert len(prompts["rm"]) == pytest.approx(1240, abs=82)
     assert all(0.05 < len(side["test"]) / len(side["train"]) < 0.18 for side in by_stage.values())
-
-
-def test_a_share_of_nothing_says_so(tmp_path):
-    data = Rows(train=write(tmp_path / "a.jsonl", numbered(20)), split=[0, 1, 1])
-    with pytest.raises(DataError, match="no row is left to train on"):
-        sides(data)
 
 
 def test_weights_say_how_often_an_epoch_has_a_row(tmp_path):
@@ -162,18 +153,18 @@ def test_bad_rows_stop_the_run_or_are_skipped_and_named(tmp_path):
     assert [line.split(": ")[1] for line in lines if line.startswith("skipped: ")] == [f"{path}:{n}" for n in (4, 7, 8)]
 
 
-def test_a_file_of_bad_rows_is_no_data(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"prompt": "p", "response": 7}] * 5)
-    with pytest.raises(DataError, match=r"no row is left to train on.*5 rows: can't be read"):
-        sides(Rows(train=path, test_fraction=0, on_bad_row="skip"))
-
-
-def test_skipping_does_not_hide_the_wrong_file(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"colour": "red"}] * 5)
-    with pytest.raises(DataError, match="colour"):
-        sides(Rows(train=path, test_fraction=0, on_bad_row="skip"))
-    with pytest.raises(DataError, match="colour"):
-        first_format(DataSource(path=path), "sft")
+@pytest.mark.parametrize(
+    ("row", "settings", "message"),
+    [
+        ({"prompt": "p", "response": 7}, {}, "no row is left to train on.*5 rows: can't be read"),
+        ({"colour": "red"}, {}, "found the keys colour, sft needs rows with"),  # skipping does not hide the wrong file
+        ({"prompt": "p", "response": "r"}, {"split": [0, 1, 1]}, "no row is left to train on"),
+    ],
+)
+def test_a_file_without_a_row_to_train_on_says_so(tmp_path, row, settings, message):
+    data = Rows(train=write(tmp_path / "a.jsonl", [row] * 5), test_fraction=0, on_bad_row="skip", **settings)
+    with pytest.raises(DataError, match=message):
+        sides(data)
 
 
 # --------------------------------------------------------------------------------------------- cut
@@ -359,11 +350,27 @@ def test_a_change_of_data_settings_or_code_makes_a_new_cache_entry(tmp_path, cac
     assert cached(data, prompt_words=2)[1] == 20
     assert cached(Rows(train=path, test_fraction=0.2))[1] == 20
     with monkeypatch.context() as changed:
-        changed.setattr(cache, "_digest_code", lambda _: "other code")
+        changed.setattr(cache, "_digest_code", lambda: "other code")
         assert cached(data)[1] == 20
     assert cached(data)[1] == 0
     write(tmp_path / "a.jsonl", numbered(21))
     assert cached(data)[1] == 21
+
+
+def test_a_cache_without_room_for_a_folder_is_one_line(tmp_path, cached, monkeypatch):
+    data = Rows(train=write(tmp_path / "a.jsonl", numbered(5)), test_fraction=0)
+    make = Path.mkdir
+
+    def full(self, *arguments, **options):
+        if self.suffix == ".partial":
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        make(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(
+        DataError, match=r"could not write the tokenised rows \(Disk quota exceeded\)\. Free disk space"
+    ):
+        cached(data)
 
 
 def test_a_bad_row_leaves_no_cache_entry(tmp_path, cached):
@@ -373,24 +380,16 @@ def test_a_bad_row_leaves_no_cache_entry(tmp_path, cached):
     assert not entries(tmp_path)
 
 
-def test_an_unwritable_cache_does_not_stop_the_run(tmp_path, cached, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "file" / "cache"))
+@pytest.mark.parametrize("fault", ["not writable", "no locks"])
+def test_a_cache_that_cannot_be_used_does_not_stop_the_run(tmp_path, cached, monkeypatch, fault):
+    if fault == "no locks":  # Lustre without them
+        monkeypatch.setattr(cache.fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOSYS, "not implemented")))
+    else:
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "file" / "cache"))
     rows, num_encoded = cached(Rows(train=write(tmp_path / "a.jsonl", numbered(50)), test_fraction=0))
     assert num_encoded == 50 == len(rows.train)
     assert rows.train[0].where.endswith(":1")
-
-
-def test_cache_entries_unused_for_a_month_are_deleted(tmp_path, cached):
-    one = Rows(train=write(tmp_path / "a.jsonl", numbered(5)), test_fraction=0)
-    other = Rows(train=write(tmp_path / "b.jsonl", numbered(6)), test_fraction=0)
-    cached(one)
-    cached(other)
-    cached(one)
-    assert len(entries(tmp_path)) == 2
-    make_old(tmp_path / "cache")
-    assert cached(other)[1] == 6
-    assert len(entries(tmp_path)) == 1
 
 
 def make_old(folder):
@@ -399,12 +398,15 @@ def make_old(folder):
         os.utime(path, (old, old))
 
 
-def test_nothing_is_deleted_but_entries_of_the_cache(tmp_path, cached):
+def test_entries_unused_for_a_month_are_deleted_and_nothing_else(tmp_path, cached):
     """Other files in the directory that RLHF_CACHE names, in our folder, and in an entry, all a month old."""
     data = Rows(train=write(tmp_path / "a.jsonl", numbered(5)), test_fraction=0)
     cached(data)
     folder = tmp_path / "cache"
     (entry,) = entries(tmp_path)
+    os.utime(entry, (0, time.time() - 29 * 86400))
+    assert cached(data)[1] == 0
+    assert time.time() - entry.stat().st_mtime < 3600, "the time of the last use"
     kept = [folder / "thesis.tex", folder / ("0" * 32) / "facts.json", folder / "photos" / "deep" / "one.jpg"]
     kept += [entry.parent / "notes.txt", entry.parent / "work" / "facts.json", entry / "mine.txt"]
     elsewhere = tmp_path / "elsewhere" / "facts.json"

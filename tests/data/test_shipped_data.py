@@ -220,9 +220,9 @@ def test_stages_of_a_folder_share_their_prompts():
 
 def test_story_prompts_are_those_of_the_script(tmp_path):
     folder = ROOT / "data" / "stories"
-    subprocess.run([sys.executable, "-B", folder / "generate.py", "--out", tmp_path], check=True)
+    subprocess.run([sys.executable, "-B", folder / "generate.py", "--out", tmp_path / "new"], check=True)
     shipped = (folder / "prompts.jsonl").read_bytes()
-    assert (tmp_path / "prompts.jsonl").read_bytes() == shipped
+    assert (tmp_path / "new" / "prompts.jsonl").read_bytes() == shipped
     texts = [json.loads(line)["prompt"] for line in shipped.splitlines()]
     assert len(set(texts)) == len(texts) == 400
     assert max(map(len, texts)) <= 64

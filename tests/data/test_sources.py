@@ -313,15 +313,6 @@ def test_a_json_list_in_a_jsonl_file_is_recognised(tmp_path):
         assert first.reason.endswith("If the file is one JSON list, rename it to .json")
 
 
-@pytest.mark.parametrize("item", ["3", "[1]", "null", '"a"', "[[]]", "-1.5e3"])
-def test_a_list_item_must_be_an_object(tmp_path, item):
-    path = write(tmp_path / "a.json", f'[{{"a": 1}}, {item}, {{"a": 2}}]'.encode())
-    first, bad, last = read(path)
-    assert bad.where == f"{path} row 2"
-    assert "every row must be an object" in bad.reason
-    assert (first.where, last.where) == (f"{path} row 1", f"{path} row 3")
-
-
 def test_invalid_bytes_in_a_list_lose_one_row(tmp_path):
     path = write(tmp_path / "a.json", b'[{"a": "\xc3\xa9"}, {"a": "\xe9"}, {"a": "\\udce9"}]')
     assert values(path) == [

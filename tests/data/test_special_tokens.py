@@ -8,14 +8,13 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
+from rlhf_cli.commands.data_check import encoder_of
 from rlhf_cli.config.by_stage import CONFIGS
 from rlhf_cli.config.data import Rows
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.rewards import ModelReward, named_rewards
-from rlhf_cli.data.answers import answer_encoder
 from rlhf_cli.data.cache import tokenise
 from rlhf_cli.data.encode import RowText, chat_text, encode_for_classifier
-from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder
 from rlhf_cli.data.records import Answer, Message, Record
 from rlhf_cli.data.special_tokens import BOUNDARY, MARK, special_tokens_of
 from rlhf_cli.data.stage_rows import StageRows, ppo_rows, probe_rows, ptx_rows, rm_rows, sft_rows
@@ -178,6 +177,19 @@ def test_split_tokens_are_read_back_as_they_were(tokenizers, name):
     assert tokenizer.decode(ids[:-1], skip_special_tokens=True).strip() == f"late{eos}and more{eos}"
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "word_piece"])
+def test_an_eos_at_the_end_of_a_template_stays_with_the_prompt(tokenizers, name):
+    """As DialoGPT separates turns. SFT would learn to answer with EOS, which the prompts of PPO would lack."""
+    tokenizer = tokenizers[name]
+    row = Record("please help", "", (Answer(" the lamp"),))
+    plain, ended = RowText(tokenizer), RowText(tokenizer, "{prompt}" + tokenizer.eos_token)
+    (ids,) = ended.prompt_ids([row])
+    assert ids == [*plain.prompt_ids([row])[0], tokenizer.eos_token_id]
+    ((whole, answer_mask),) = ended.answer_ids([row])
+    assert (whole[: len(ids)], sum(answer_mask)) == (ids, len(whole) - len(ids))
+    assert whole[len(ids)] != tokenizer.eos_token_id
+
+
 def test_two_halves_of_a_special_token_do_not_meet(tokenizers):
     """Prompt and answer, and a template and a prompt, may together read as a special token."""
     tokenizer = tokenizers["byte_level"]
@@ -278,22 +290,17 @@ def test_every_stage_splits_and_says_so(tokenizer, tmp_path, purpose):
     ]
     path = write_jsonl(tmp_path / "pairs.jsonl", pairs)
 
-    def encoder_of(rows):
-        if purpose == "rm pairs":
-            return answer_encoder(tokenizer, rows, reads_last_token=True)
-        return (DemonstrationEncoder if purpose == "sft" else PromptEncoder)(tokenizer, rows)
-
     def sequences(item):
         return item.answers if purpose == "rm pairs" else [item.ids]
 
-    split = tokenise(encoder_of(stage_rows(path, purpose)))
+    split = tokenise(encoder_of(stage_rows(path, purpose), tokenizer, "x"))
     ends = 0 if purpose == "ppo" else 1
     assert all(ids.count(tokenizer.eos_token_id) == ends for item in split.train for ids in sequences(item))
     assert (
         "data.train: 1 rows have special tokens in their text (<eos>), which are encoded as plain text" in split.lines
     )
     assert any("set data.special_tokens: keep" in line for line in split.warnings), "half of the rows"
-    kept = tokenise(encoder_of(stage_rows(path, purpose, keep_special=True)))
+    kept = tokenise(encoder_of(stage_rows(path, purpose, keep_special=True), tokenizer, "x"))
     assert any(ids.count(tokenizer.eos_token_id) > ends for item in kept.train for ids in sequences(item))
     assert not any("special tokens" in line for line in [*kept.lines, *kept.warnings])
 
