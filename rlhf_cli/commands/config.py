@@ -62,8 +62,8 @@ def show(
     file: Annotated[Path, typer.Argument(help="A YAML file.")], stage: StageOfFile = None, overrides: Overrides = None
 ) -> None:
     """Print a config with every default filled in."""
-    # Not `say`: YAML escapes control characters itself, and the output is a file that is read again.
-    sys.stdout.write(dump_config(load_stage_config(stage_of(file, stage), file, overrides or [])))
+    # Not `say`: YAML escapes control characters itself, and the output is a file that is read again, so it is UTF-8.
+    sys.stdout.buffer.write(dump_config(load_stage_config(stage_of(file, stage), file, overrides or [])).encode())
 
 
 def schema(stage: Annotated[str | None, typer.Argument(help="sft, rm or ppo. All three by default.")] = None) -> None:

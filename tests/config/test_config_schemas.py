@@ -348,13 +348,19 @@ def test_mutated_configs_are_usable_or_refused(tmp_path: Path, monkeypatch: pyte
     assert min(ends["valid"], ends["refused"]) > 0, ends
 
 
-def test_a_config_is_refused_in_a_terminal_that_cannot_show_its_text(tmp_path: Path) -> None:
+def test_a_terminal_without_unicode_shows_escapes_and_a_config_stays_utf_8(tmp_path: Path) -> None:
     """A character that the terminal cannot encode must not end in a traceback."""
-    path = write(tmp_path / "sft.yaml", "artifacts: ünï 😀\nseed: ünï 😀\n")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii:backslashreplace"}
-    command = [sys.executable, "-m", "rlhf_cli", "config", "check", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    with pytest.raises(ConfigError) as error:
-        load_config(path, CONFIGS["sft"])
-    expected = f"error: {error.value}\n".encode("ascii", "backslashreplace").decode()
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
+    path = write(tmp_path / "ünï 😀.yaml", yaml.safe_dump({**SFT, "artifacts": "ünï 😀"}))
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+        command = [sys.executable, "-m", "rlhf_cli", "config", *arguments, str(path), "--stage", "sft"]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+        return subprocess.run(command, capture_output=True, env=env, check=False)
+
+    shown = f"{path}: valid sft config\n".encode("ascii", "backslashreplace")
+    assert (run("check").stdout, run("show").stdout) == (shown, dump_config(load_config(path, CONFIGS["sft"])).encode())
+    refused = run("check", "--set", "seed=ünï 😀")
+    assert (refused.returncode, refused.stdout) == (2, b"")
+    assert refused.stderr == "error: --set seed=ünï 😀: found the text 'ünï 😀', must be a whole number\n".encode(
+        "ascii", "backslashreplace"
+    )
