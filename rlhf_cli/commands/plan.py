@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ByteSize, Field, TypeAdapter, ValidationError
+from pydantic import ByteSize, Field, TypeAdapter
 
 from rlhf_cli.commands.options import ConfigFile, StageOfFile, StageOverrides
 from rlhf_cli.errors import ConfigError
@@ -77,8 +78,10 @@ def size_of(text: str) -> float:
     (80000000000.0, 25769803776.0)
     """
     try:
+        if not re.fullmatch(r"[\d.]+\s*[A-Za-z]+", text):  # pydantic takes 80 for bytes and ignores what follows GB
+            raise ValueError
         return float(TypeAdapter(Annotated[ByteSize, Field(gt=0)]).validate_python(text))
-    except ValidationError:
+    except ValueError:
         raise ConfigError(f"--gpu-memory: found {text}, must be a size such as 80GB or 24GiB") from None
 
 

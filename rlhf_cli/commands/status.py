@@ -37,6 +37,8 @@ def status(
     """Show which stages of a run are finished, out of date or unfinished."""
     if not directory.is_dir():
         raise ArtifactError(f"{directory}: no such directory. Give the `artifacts` directory of your configs")
+    if (directory / MANIFEST).is_file():  # the directory of a stage
+        directory = directory.absolute().parent
     display = Display("status", quiet=False)
     for run in [directory] if is_run(directory) else runs_in(directory) or [directory]:
         rows = [_row(run, stage) for stage in STAGES]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -80,7 +81,9 @@ def sweep(
         except UserError as error:
             raise type(error)(f"{run.name}: {error}") from None
     display = Display("sweep", quiet=quiet)
-    sources = [Path(load_stage_config(*next(iter(files.items()))).artifacts)]
+    sources: list[Path] = []
+    with contextlib.suppress(ConfigError):  # the folder's file may need a key of the sweep
+        sources.append(Path(load_stage_config(*next(iter(files.items()))).artifacts))
     if dry_run:
         display.table(f"{len(runs)} runs in {settings.artifacts}", ["run", *runs[0].configs], _plan_rows(runs, sources))
         return

@@ -12,6 +12,7 @@ from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.config.yaml_text import Tree
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.program import command, set_options
 
 AnyConfig = SFTConfig | RMConfig | PPOConfig
 CONFIGS: dict[str, type[AnyConfig]] = {"sft": SFTConfig, "rm": RMConfig, "ppo": PPOConfig}
@@ -25,8 +26,8 @@ def load_stage_config(stage: str, path: str | Path, overrides: Sequence[str] = (
         other = _other_stage(stage, Path(path), overrides)
         if other is None:
             raise
-        what = f"is a config for the stage {other}, not {stage}"
-        raise ConfigError(f"{path}: {what}. Run: rlhf {other} --config {path}") from None
+        run = command(other, "--config", str(path), *set_options(overrides))
+        raise ConfigError(f"{path}: is a config for the stage {other}, not {stage}. Run: {run}") from None
 
 
 def stage_files(folder: Path, place: str = "") -> dict[str, Path]:

@@ -109,11 +109,12 @@ def card(
 
     finite = {key: metrics[key] for key in METRICS if key in metrics and math.isfinite(metrics[key])}
     shown = finite if part == "model" else {}  # the figures are those of `model`
+    words = METRICS if stage == "sft" else METRICS | {"eval/loss": ("loss", "loss")}
     task = TASKS[stage] if part != "value_model" else "text-classification"
     name = f"{Path(config.artifacts).name}-{stage}"
     dataset = "held-out", "held-out rows of the run"
-    figures = [(*METRICS[key], round(value, 6)) for key, value in shown.items()]
-    results = [EvalResult(task, *dataset, kind, value, metric_name=words) for kind, words, value in figures]
+    figures = [(*words[key], round(value, 6)) for key, value in shown.items()]
+    results = [EvalResult(task, *dataset, kind, value, metric_name=label) for kind, label, value in figures]
     names = {part.path for part in config.data.train if not is_local(part.path) and not Path(part.path).exists()}
     datasets = sorted(name for name in names if not name.lower().endswith(SUFFIXES))
     hub_id = base.path if base is not None and not _is_directory(base.path) else None
@@ -143,7 +144,7 @@ def card(
             "logit is read there."
         )
     if shown:
-        rows = [f"| {METRICS[key][1]} | {value:.4g} |" for key, value in shown.items()]
+        rows = [f"| {words[key][1]} | {value:.4g} |" for key, value in shown.items()]
         body.append("\n".join(["## Held-out figures", "", "| | |", "|---|---|", *rows]))
     both = [key.removeprefix("ppo/") for key in metrics if key.startswith("ppo/") and f"sft/{key[4:]}" in metrics]
     if both and part == "model":

@@ -1,5 +1,6 @@
 """The command line: quick answers without torch, skipping, status, exit codes."""
 
+import errno
 import json
 import os
 import resource
@@ -215,6 +216,13 @@ def test_an_interrupted_command_without_a_stage_speaks_of_none(tmp_path, monkeyp
     assert rlhf("init", tmp_path / "new", code=130).stderr == "interrupted\n"
 
 
+def test_a_folder_that_may_not_be_entered_is_one_line(tmp_path, monkeypatch):
+    """The tests may run as root, who may enter every folder."""
+    monkeypatch.setattr(init, "_files", mock.Mock(side_effect=PermissionError(errno.EACCES, "denied", "there/file")))
+    message = "error: there/file: permission denied. Check its permissions, also of its folders\n"
+    assert rlhf("init", tmp_path / "new", code=2).stderr == message
+
+
 def test_a_foreign_stages_package_is_refused(tmp_path):
     (tmp_path / "stages").mkdir()
     (tmp_path / "stages" / "__init__.py").write_text("")
@@ -268,6 +276,7 @@ def test_status_of_a_folder_shows_every_run_in_it(project):
     lines = [line.split() for line in rlhf("status", project).stdout.splitlines() if line.split()]
     assert [words[0] for words in lines if words[0].startswith("/")] == [str(project / "run"), str(project / "seeds/1")]
     assert [words[:2] for words in lines if words[0] == "sft"] == [["sft", "finished"], ["sft", "interrupted"]]
+    assert rlhf("status", ".", cwd=project / "run/sft").stdout == rlhf("status", project / "run").stdout, "of a stage"
     (project / "run/.rm.partial").mkdir()
     (project / "run/.rm.partial/end.json").write_text('{"state": "failed", "line": "NaN"}')
     shown = " ".join(rlhf("status", str(project / "run")).stdout.split())

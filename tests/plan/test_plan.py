@@ -347,8 +347,10 @@ def test_an_override_without_a_prefix_is_for_the_stages_that_are_planned():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["configs/support", "--gpu-memory", "much"], "--gpu-memory: found much, must be a size such as 80GB or 24GiB"),
-        (["configs/support", "--gpu-memory", "0GB"], "--gpu-memory: found 0GB, must be a size such as 80GB or 24GiB"),
+        *(
+            (["configs/support", "--gpu-memory", size], f"--gpu-memory: found {size}, must be a size such as 80GB or")
+            for size in ("much", "0GB", "80", "80GB/2")
+        ),
         (
             ["configs/support", "--gpus", "2", "--gpu-memory", "80GB", "--nproc", "7"],
             "--nproc: has no effect beside --gpus, which",
