@@ -33,8 +33,6 @@ def printable(text: str, *, keep: str = "") -> str:
 
 def is_utf8(text: str) -> bool:
     """Whether a text can be written as UTF-8: it has no half of a surrogate pair, which "\\ud800" in JSON gives."""
-    if text.isascii():
-        return True
     try:
         text.encode()
     except UnicodeEncodeError:

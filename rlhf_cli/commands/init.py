@@ -8,7 +8,6 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -111,18 +110,19 @@ def _support_data() -> Files:
     """The rows of the shop-support task, drawn from its grammar: the same rows in every folder."""
     task = _script("support/generate.py")
 
-    def rows(name: str, count: int) -> Callable[[], str]:
-        write_row = {"sft": task.sft_row, "pref": task.pref_row, "prompts": task.prompt_row}[name.split("_")[0]]
-        return lambda: _lines(islice(task.draw_rows(7, name, task.ROWS[name], write_row), count))
-
-    return {
-        "data/sft.jsonl": rows("sft_train", 6000),
-        "data/sft_test.jsonl": rows("sft_test", 400),
-        "data/preferences.jsonl": rows("pref_train", 6000),
-        "data/preferences_test.jsonl": rows("pref_test", 400),
-        "data/prompts.jsonl": rows("prompts_train", 2000),
-        "data/prompts_test.jsonl": rows("prompts_test", 256),
+    kinds = {
+        "sft": ("sft", task.sft_row),
+        "preferences": ("pref", task.pref_row),
+        "prompts": ("prompts", task.prompt_row),
     }
+
+    def rows(file: str, side: str) -> Callable[[], str]:
+        kind, write_row = kinds[file]
+        name = f"{kind}_{side}"
+        return lambda: _lines(task.draw_rows(7, name, task.ROWS[name], write_row))
+
+    sides = {"": "train", "_test": "test"}
+    return {f"data/{file}{end}.jsonl": rows(file, side) for file in kinds for end, side in sides.items()}
 
 
 def _lines(rows: Iterable[dict[str, Any]]) -> str:

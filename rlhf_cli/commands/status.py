@@ -10,6 +10,7 @@ import typer
 
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
+from rlhf_cli.program import from_here
 from rlhf_cli.report.progress import Display
 from rlhf_cli.run.artifacts import MANIFEST, partial_directory, read_manifest, stage_directory
 from rlhf_cli.run.checkpoint_files import checkpoints_directory, last_step
@@ -38,7 +39,7 @@ def status(
     if not directory.is_dir():
         raise ArtifactError(f"{directory}: no such directory. Give the `artifacts` directory of your configs")
     if (directory / MANIFEST).is_file():  # the directory of a stage
-        directory = directory.absolute().parent
+        directory = Path(from_here(directory.absolute().parent))
     display = Display("status", quiet=False)
     for run in [directory] if is_run(directory) else runs_in(directory) or [directory]:
         rows = [_row(run, stage) for stage in STAGES]

@@ -64,6 +64,10 @@ def plan_of(
     from the files beside it. `tokens_per_s`, `num_rows`: see `length_of`.
     """
     if path.is_dir():
+        if stage is not None:
+            raise ConfigError(
+                f"--stage: is for a file whose name does not tell. For one stage of {path}, give its file"
+            )
         files = stage_files(path)
         wanted = list(files)
     else:

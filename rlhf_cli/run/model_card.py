@@ -17,7 +17,7 @@ from rlhf_cli.config.by_stage import AnyConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.data.paths import SUFFIXES
-from rlhf_cli.hub import is_local
+from rlhf_cli.hub import cached, is_local
 from rlhf_cli.run.artifacts import (
     MANIFEST,
     MODEL_CONFIG,
@@ -202,12 +202,11 @@ def base_model(config: AnyConfig, root: Path) -> Origin | None:
 
 def license_of(base: Origin) -> str | None:
     """The licence in the base model's card, in its directory or in the local cache; None if no card names one."""
-    from huggingface_hub import ModelCard, try_to_load_from_cache
+    from huggingface_hub import ModelCard
 
-    file: str | Path | object = Path(model_directory(base.path)) / CARD
-    if not _is_directory(base.path):
-        file = try_to_load_from_cache(base.path, CARD, revision=base.revision)
-    if not isinstance(file, str | Path) or not Path(file).is_file():
+    is_here = _is_directory(base.path)
+    file = f"{model_directory(base.path)}/{CARD}" if is_here else cached(base.path, CARD, base.revision)
+    if file is None or not Path(file).is_file():
         return None
     try:
         licence = ModelCard.load(file, ignore_metadata_errors=True).data.to_dict().get("license")

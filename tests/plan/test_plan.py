@@ -345,45 +345,41 @@ def test_an_override_without_a_prefix_is_for_the_stages_that_are_planned():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("line", "message"),
     [
-        *(
-            (["configs/support", "--gpu-memory", size], f"--gpu-memory: found {size}, must be a size such as 80GB or")
-            for size in ("much", "0GB", "80", "80GB/2")
-        ),
+        *((f"configs/support --gpu-memory {size}", f"found {size}, must be a size") for size in ("much", "0GB", "80")),
+        ("configs/support --gpu-memory 80GB/2", "--gpu-memory: found 80GB/2, must be a size such as 80GB or 24GiB"),
+        ("configs/support --gpus 2 --gpu-memory 80GB --nproc 7", "--nproc: has no effect beside --gpus, which"),
+        ("configs/support --gpu-memory 80GB --nproc 7", "--nproc: has no effect beside --gpu-memory"),
         (
-            ["configs/support", "--gpus", "2", "--gpu-memory", "80GB", "--nproc", "7"],
-            "--nproc: has no effect beside --gpus, which",
-        ),
-        (["configs/support", "--gpu-memory", "80GB", "--nproc", "7"], "--nproc: has no effect beside --gpu-memory"),
-        (
-            ["configs/support/sft.yaml", "--gpu-memory", "24GB", "--set", "device=cpu"],
+            "configs/support/sft.yaml --gpu-memory 24GB --set device=cpu",
             "device: cpu, but the plan is for 1 x 24 GB GPU. Set device: auto, or plan for another machine",
         ),
         (
-            ["configs/support/sft.yaml", "--set", "optimizer.precision=bfloat16"],
+            "configs/support/sft.yaml --set optimizer.precision=bfloat16",
             "optimizer.precision: bfloat16 needs bfloat16 passes, and precision: auto is float32 on this cpu",
         ),
-        (["--config", "missing/sft.yaml"], "missing/sft.yaml: no such file"),
-        (["configs"], "configs: has no sft.yaml, rm.yaml or ppo.yaml"),
-        ([], "give one config: rlhf plan FILE, or rlhf plan --config FILE"),
+        ("--config missing/sft.yaml", "missing/sft.yaml: no such file"),
+        ("configs", "configs: has no sft.yaml, rm.yaml or ppo.yaml"),
+        ("configs/support --stage rm", "--stage: is for a file whose name does not tell. For one stage of configs/"),
+        ("", "give one config: rlhf plan FILE, or rlhf plan --config FILE"),
         (
-            ["configs/support/sft.yaml", "--set", "model.scratch=null", "--set", "model.path=nobody/nothing"],
+            "configs/support/sft.yaml --set model.scratch=null --set model.path=nobody/nothing",
             "model.path: nobody/nothing is no directory, and its config.json is not in the hub's cache. Download it: "
             "hf download nobody/nothing config.json",
         ),
         (
-            ["configs/stories/ppo.yaml", "--set", "policy.path=data/stories/babyllama"],
+            "configs/stories/ppo.yaml --set policy.path=data/stories/babyllama",
             "policy.path: data/stories/babyllama: no such directory. Run the stage or command that writes it, or give",
         ),
         (
-            ["configs/support/sft.yaml", "--set", "model.scratch.config.num_attention_heads=0"],
+            "configs/support/sft.yaml --set model.scratch.config.num_attention_heads=0",
             "model.scratch: cannot build this model (",
         ),
     ],
 )
-def test_errors_are_one_line_and_exit_code_2(arguments, message):
-    result = run(*arguments, code=2)
+def test_errors_are_one_line_and_exit_code_2(line, message):
+    result = run(*line.split(), code=2)
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
 
