@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
+import runpy
 import shlex
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import typer
@@ -69,7 +70,7 @@ def _files(template: Template) -> Files:
     files = {f"{stage}.yaml": copy(f"{stage}.yaml") for stage in STAGES if _path(f"{template}/{stage}.yaml").is_file()}
 
     def hard_preferences() -> str:  # few, noisy and biased
-        task = _script("support/generate.py")
+        task = _task()
         return _lines(task.draw_rows(7, "hard_train", task.HARD_PAIRS, task.hard_pref_row))
 
     data = {f"data/{name}": copy(name) for name in ("sft.jsonl", "preferences.jsonl", "prompts.jsonl")}
@@ -91,38 +92,32 @@ def _path(name: str) -> Path:
     return inside if inside.is_file() else PACKAGE.parent / "data" / name
 
 
-def _script(name: str) -> Any:
-    """A script of a template as a module. It can import the files beside it."""
-    path = _path(name)
-    spec = importlib.util.spec_from_file_location(f"rlhf_template_{path.parent.name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))
+def _task() -> SimpleNamespace:
+    """The script of the shop-support task. It imports the files beside it."""
+    folder = _path("support/generate.py").parent
+    sys.path.insert(0, str(folder))
     try:
-        spec.loader.exec_module(module)
+        return SimpleNamespace(**runpy.run_path(str(folder / "generate.py")))
     finally:
-        sys.path.remove(str(path.parent))
-    return module
+        sys.path.remove(str(folder))
 
 
 def _support_data() -> Files:
     """The rows of the shop-support task, drawn from its grammar: the same rows in every folder."""
-    task = _script("support/generate.py")
-
+    task = _task()
     kinds = {
         "sft": ("sft", task.sft_row),
         "preferences": ("pref", task.pref_row),
         "prompts": ("prompts", task.prompt_row),
     }
 
-    def rows(file: str, side: str) -> Callable[[], str]:
-        kind, write_row = kinds[file]
-        name = f"{kind}_{side}"
+    def rows(kind: str, side: str) -> Callable[[], str]:
+        prefix, write_row = kinds[kind]
+        name = f"{prefix}_{side}"
         return lambda: _lines(task.draw_rows(7, name, task.ROWS[name], write_row))
 
     sides = {"": "train", "_test": "test"}
-    return {f"data/{file}{end}.jsonl": rows(file, side) for file in kinds for end, side in sides.items()}
+    return {f"data/{kind}{end}.jsonl": rows(kind, side) for kind in kinds for end, side in sides.items()}
 
 
 def _lines(rows: Iterable[dict[str, Any]]) -> str:

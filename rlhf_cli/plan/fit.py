@@ -30,7 +30,6 @@ class Change:
 
     overrides: list[str]
     costs: str
-    """What they cost."""
     peak: float
     """Bytes with them, at the tokens per microbatch of the plan. With `auto` they may grow into what becomes free."""
 

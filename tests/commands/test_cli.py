@@ -78,11 +78,8 @@ def test_help_takes_less_than_a_third_of_a_second():
     assert min(seconds) < 0.33
 
 
-def test_config_show_and_schema(tmp_path):
-    shown = rlhf("config", "show", "configs/support/sft.yaml", "--set", "seed=7")
-    (tmp_path / "sft.yaml").write_text(shown.stdout)
-    assert rlhf("config", "show", str(tmp_path / "sft.yaml")).stdout == shown.stdout
-    assert "seed: 7" in shown.stdout
+def test_config_show_and_schema():
+    assert "seed: 7" in rlhf("config", "show", "configs/support/sft.yaml", "--set", "seed=7").stdout
     assert set(json.loads(rlhf("config", "schema").stdout)) == {"sft", "rm", "ppo"}
     assert "num_iterations" in rlhf("config", "schema", "ppo").stdout
     rlhf("config", "schema", "ppoo", code=2)
