@@ -87,9 +87,10 @@ def _files(template: Template) -> Files:
 
 
 def _path(name: str) -> Path:
-    """A file of a template. A checkout has the scripts in `data/`, and a wheel has them beside the other files."""
-    inside = PACKAGE / "templates" / name
-    return inside if inside.is_file() else PACKAGE.parent / "data" / name
+    """A file of a template. A checkout has some in `data/` and `configs/`, a wheel has all in the package."""
+    templates, checkout = PACKAGE / "templates", PACKAGE.parent
+    places = [root / name for root in (templates, templates / "configs", checkout / "data", checkout / "configs")]
+    return next(filter(Path.is_file, places), places[0])
 
 
 def _task() -> SimpleNamespace:
@@ -125,8 +126,16 @@ def _lines(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def _fill(text: str, directory: Path, name: str) -> str:
-    """Replace __DIR__ and __NAME__. A path with special characters is quoted: as YAML in values, and for the shell in
-    the commands of comments."""
+    """Replace __DIR__ and __NAME__, and in a shipped config the folders of its checkout.
+
+    A path with special characters is quoted: as YAML in values, and for the shell in the commands of comments.
+    """
+    if shipped := re.match(r"# rlhf (\w+) --config configs/(\w+)/", text):
+        stage, example = shipped.groups()
+        text = text.replace(" --config", "", 1)
+        text = re.sub(rf"^# .*: configs/{example}-small\.$", f"# Every key: rlhf config docs {stage}", text, flags=re.M)
+        text = text.replace(f"artifacts/{example}", "artifacts/__NAME__").replace(f"configs/{example}", "__DIR__")
+        text = text.replace(f"data/{example}/prompts", "__DIR__/data/prompts").replace(f"data/{example}/", "__DIR__/")
     place = directory.as_posix()
     text = text.replace("__NAME__", name)
     if not re.fullmatch(r"[\w./+=-]+", place):

@@ -63,8 +63,7 @@ class Setting:
     """Processes among which every model is sharded (`distributed.shard`)."""
     offloads: bool = False
     """Whether a GPU's share of sharded models is in the CPU's memory (`distributed.offload`)."""
-    half: bool = False
-    """Whether the passes compute in 16 bits."""
+    half: bool = False  # the passes compute in 16 bits
     states: str = "float32"
     """`optimizer.precision`."""
     checkpointing: bool = False
@@ -156,7 +155,6 @@ class Held:
     shape: Shape
     setting: Setting
     lora: Lora | None = None
-    """The adapters that are trained."""
     is_trained: bool = True
     """Whether its weights or adapters are; otherwise it is only read."""
     stored: int = 4

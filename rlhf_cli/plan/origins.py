@@ -85,7 +85,6 @@ class ModelOrigins:
         return self.of_stage("sft", config, key)
 
     def reward_model(self, config: PPOConfig, reward: ModelReward, key: str) -> ModelOrigin:
-        """A reward model of PPO."""
         if reward.path is None or _is_own(config, reward):
             return self.of_stage("rm", config, key)
         return from_path(reward.path, reward.revision, key)

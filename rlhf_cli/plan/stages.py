@@ -45,7 +45,6 @@ class StagePlan:
 
     @property
     def peak(self) -> Phase:
-        """The phase that needs most."""
         return max(self.phases, key=lambda phase: phase.total)
 
 
