@@ -177,8 +177,6 @@ app.add_typer(rm_app, name="rm")
 app.add_typer(data_app, name="data")
 app.add_typer(config_app, name="config")
 
-# --------------------------------------------------------------------------------------------- the stages
-
 File = Annotated[Path | None, typer.Argument(metavar="FILE", help="The YAML file of the stage.", show_default=False)]
 
 
@@ -249,9 +247,6 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
         say(__version__)
         raise typer.Exit
-
-
-# ------------------------------------------------------------------------------- mistakes on the command line
 
 
 INSTEAD = {

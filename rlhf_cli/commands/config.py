@@ -69,9 +69,6 @@ def schema(stage: Annotated[str | None, typer.Argument(help="sft, rm or ppo. All
     say(json.dumps(schemas if stage is None else schemas[known_stage(stage)], indent=2))
 
 
-# ------------------------------------------------------------------------------------------- docs
-
-
 class Entry(NamedTuple):
     """A key of a stage's config."""
 

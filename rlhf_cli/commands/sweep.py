@@ -109,9 +109,6 @@ def sweep(
         raise kind(f"sweep: {len(failures)} of {len(runs)} runs failed: {names}. The same command runs them again")
 
 
-# ------------------------------------------------------------------------------------------- the runs
-
-
 def members_of(sweep: Sweep, path: Path) -> list[SweepRun]:
     """The runs of a sweep, in the order of the grid. Raises ConfigError for a key that no stage of the folder has."""
     folder = Path(sweep.base)
@@ -164,9 +161,6 @@ def _name(values: dict[str, Any]) -> str:
     texts = [value if isinstance(value, str) else json.dumps(value) for value in values.values()]
     pairs = [f"{word}={text}" for word, text in zip(words, texts, strict=True)]
     return "_".join(re.sub(r"[^\w.+=-]+", "-", pair) for pair in pairs)
-
-
-# ------------------------------------------------------------------------------------------- sharing
 
 
 def _is_current(config: AnyConfig, stage: str, root: Path | None = None) -> bool:
@@ -223,9 +217,6 @@ def _plan_rows(runs: Sequence[SweepRun], sources: Sequence[Path]) -> list[list[s
             computed.add(chain)
         rows.append(cells)
     return rows
-
-
-# ------------------------------------------------------------------------------------------- results
 
 
 def _show(runs: Sequence[SweepRun], root: Path, display: Display) -> None:

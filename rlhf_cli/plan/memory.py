@@ -191,8 +191,6 @@ class Held:
         """Whether frozen weights that are numbers of 16 bits in the file stay so (`rlhf_cli.models.frozen`)."""
         return self.setting.half and not (self.is_trained and self.lora is None) and self.stored == 2
 
-    # ----------------------------------------------------------------------------- what does not depend on a batch
-
     @property
     def weight_bytes(self) -> float:
         """Its weights. If it is offloaded, only the scales of its 4-bit weights stay on the device."""
@@ -271,8 +269,6 @@ class Held:
         base, is_sharded = self.shape.base, self.among > 1
         copies = (4 * base if self.lora is not None or is_sharded else 0.0) + (2 * base if self.stored == 2 else 0.0)
         return min(copies, 1.5 * LARGEST_FILE) if is_sharded else copies
-
-    # ----------------------------------------------------------------------------------------------------- passes
 
     def in_training(self, batch: Batch) -> dict[str, float]:
         """What a forward and backward pass over a microbatch adds at its fullest moment.
