@@ -10,13 +10,13 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
 from rlhf_cli.commands.options import Overrides, StageOfFile
 from rlhf_cli.commands.pipeline import require_lora
-from rlhf_cli.config.by_stage import CONFIGS, AnyConfig, known_stage, load_stage_config, stage_of
+from rlhf_cli.config.by_stage import CONFIGS, AnyConfig, load_stage_config, stage_of
 from rlhf_cli.config.explain import KEY_SYNONYMS
 from rlhf_cli.config.loader import config_schema
 from rlhf_cli.config.yaml_text import dump_config
@@ -63,10 +63,12 @@ def show(
     sys.stdout.buffer.write(dump_config(load_stage_config(stage_of(file, stage), file, overrides or [])).encode())
 
 
-def schema(stage: Annotated[str | None, typer.Argument(help="sft, rm or ppo. All three by default.")] = None) -> None:
+def schema(
+    stage: Annotated[Literal["sft", "rm", "ppo"] | None, typer.Argument(help="All three by default.")] = None,
+) -> None:
     """Print the JSON Schema of a stage's config, for completion in editors."""
     schemas = {name: config_schema(config) for name, config in CONFIGS.items()}
-    say(json.dumps(schemas if stage is None else schemas[known_stage(stage)], indent=2))
+    say(json.dumps(schemas if stage is None else schemas[stage], indent=2))
 
 
 class Entry(NamedTuple):

@@ -127,7 +127,7 @@ def members_of(sweep: Sweep, path: Path) -> list[SweepRun]:
             raise ConfigError(f"{path}: grid: two runs would have the directory {root.name}. Remove the repeated value")
         overrides = [f"artifacts={json.dumps(str(root))}"]
         for key, value in (sweep.set | values).items():
-            text = f"{key.partition(':')[2] or key}={json.dumps(value, ensure_ascii=False)}"
+            text = f"{key.rpartition(':')[2]}={json.dumps(value, ensure_ascii=False)}"
             overrides += [f"{stage}:{text}" for stage in _stages_with(key, stages)]
         setting = _name({key: value for key, value in values.items() if key.rpartition(":")[2] != "seed"}) or "all runs"
         members[root.name] = SweepRun(root.name, setting, root, overrides)
@@ -136,10 +136,8 @@ def members_of(sweep: Sweep, path: Path) -> list[SweepRun]:
 
 def _stages_with(key: str, stages: Sequence[str]) -> list[str]:
     """The stages that a key applies to: the one in front of its colon, or all whose config can have it."""
-    stage, colon, bare = key.partition(":")
-    if colon:
-        return [stage] if stage in stages and _has(CONFIGS[stage], bare) else []
-    return [stage for stage in stages if _has(CONFIGS[stage], key)]
+    prefix, _, bare = key.rpartition(":")
+    return [stage for stage in stages if prefix in ("", stage) and _has(CONFIGS[stage], bare)]
 
 
 def _has(kind: Any, key: str) -> bool:

@@ -82,7 +82,7 @@ def test_config_show_and_schema():
     assert "seed: 7" in rlhf("config", "show", "configs/support/sft.yaml", "--set", "seed=7").stdout
     assert set(json.loads(rlhf("config", "schema").stdout)) == {"sft", "rm", "ppo"}
     assert "num_iterations" in rlhf("config", "schema", "ppo").stdout
-    rlhf("config", "schema", "ppoo", code=2)
+    assert "STAGE: 'ppoo' is not one of sft, rm, ppo" in rlhf("config", "schema", "ppoo", code=2).stderr
 
 
 def test_config_check_reports_every_file(tmp_path):

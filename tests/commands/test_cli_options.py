@@ -85,6 +85,7 @@ def test_rm_keeps_its_command_and_refuses_options_before_it() -> None:
         ("plan x --gpus none", "--gpus: none, must be"),
         ("nothing", "No such command 'nothing'. Run: RLHF -h"),
         ("config check", "FILES: is required"),
+        ("config check x.yaml --stage dpo", "--stage: 'dpo' is not one of sft, rm, ppo. Run: RLHF config check -h"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line(line: str, message: str) -> None:

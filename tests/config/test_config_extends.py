@@ -222,5 +222,3 @@ def test_the_stage_of_a_file(tmp_path: Path) -> None:
     for path, message in ((tmp_path / "none.yaml", "no such file"), (write(tmp_path / "a.yaml", BASE), "Give --stage")):
         with pytest.raises(ConfigError, match=message):
             stage_of(path, None)
-    with pytest.raises(ConfigError, match="must be one of sft, rm, ppo"):
-        stage_of(Path("a.yaml"), "dpo")

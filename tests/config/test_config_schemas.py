@@ -114,7 +114,6 @@ PPO: dict[str, Any] = {
         ("sft", ["training.num_steps=null"], "exactly one of num_epochs and num_steps"),
         ("sft", ["model.scratch={}"], "exactly one of path"),
         ("sft", ["data.prompt_template=hello"], "must be `chat` or contain {prompt} exactly once"),
-        ("rm", ["loss=mse", "zero_mean_coef=0.1"], "does nothing with loss: mse"),
         ("rm", ["loss=bce", "label_smoothing=0.1"], "label_smoothing does nothing with loss: bce"),
         ("rm", ["loss=mse", "flip_rate=0.1"], "flip_rate does nothing with loss: mse"),
         ("rm", ["label_smoothing=0.1", "flip_rate=0.1"], "Remove one of them"),
