@@ -6,7 +6,6 @@ import os
 import resource
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import termios
@@ -18,7 +17,7 @@ from rlhf_cli.commands import init
 from rlhf_cli.commands import pipeline as pipeline_module
 from rlhf_cli.printing import say
 from rlhf_cli.program import program
-from support import crash, projects
+from support import projects
 from support.paths import ROOT
 from support.projects import PREFERENCES, digests, write_project
 from support.tiny import write_jsonl
@@ -187,21 +186,6 @@ def test_quiet_prints_warnings_only(project):
     assert [line.startswith(start) for line, start in zip(lines, expected, strict=True)] == [True] * 3
 
 
-def test_interrupted(project):
-    before = digests(project)
-    options = ["--config", str(project / "sft.yaml"), "--restart", "--set", "training.num_steps=100000"]
-    attempt = crash.Attempt(["sft", *options], project / "log")
-    metrics = project / "run" / ".sft.partial" / "metrics.jsonl"
-    crash.wait_for(lambda: metrics.is_file() and metrics.stat().st_size)
-    attempt.send(signal.SIGINT)
-    assert attempt.wait() == 130
-    assert "SIGINT: stopped after step" in attempt.output
-    assert f"To resume: {program()} sft --config" in attempt.output
-    assert digests(project) == before
-    shown = " ".join(rlhf("status", str(project / "run")).stdout.split())
-    assert "a new run of it is interrupted" in " ".join(shown.split())
-
-
 def test_an_interrupted_command_without_a_stage_speaks_of_none(tmp_path, monkeypatch):
     monkeypatch.setattr(init, "_files", mock.Mock(side_effect=KeyboardInterrupt))
     assert rlhf("init", tmp_path / "new", code=130).stderr == "interrupted\n"
@@ -269,9 +253,10 @@ def test_status_of_a_folder_shows_every_run_in_it(project):
     assert [words[:2] for words in lines if words[0] == "sft"] == [["sft", "finished"], ["sft", "interrupted"]]
     assert rlhf("status", ".", cwd=project / "run/sft").stdout == rlhf("status", project / "run").stdout, "of a stage"
     (project / "run/.rm.partial").mkdir()
-    (project / "run/.rm.partial/end.json").write_text('{"state": "failed", "line": "NaN"}')
-    shown = " ".join(rlhf("status", str(project / "run")).stdout.split())
-    assert "a new run of it has failed (nothing saved; the next run starts over)" in shown
+    for state in ("is interrupted", "has failed"):
+        shown = " ".join(rlhf("status", str(project / "run")).stdout.split())
+        assert f"a new run of it {state} (nothing saved; the next run starts over)" in shown
+        (project / "run/.rm.partial/end.json").write_text('{"state": "failed", "line": "NaN"}')
 
 
 def test_the_advised_command_builds_the_missing_stage(tmp_path):

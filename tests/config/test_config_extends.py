@@ -76,13 +76,6 @@ def test_a_plain_value_replaces_a_section_and_a_section_a_plain_value(tmp_path: 
     assert load(extending(tmp_path, "data: {train: {path: b.jsonl, limit: 2}}\n", plain)).data.train[0].limit == 2
 
 
-def test_the_resolved_config_does_not_extend_anything(tmp_path: Path) -> None:
-    config = load(extending(tmp_path, "seed: 4\n"))
-    text = dump_config(config)
-    assert "extends" not in text
-    assert load(write(tmp_path / "elsewhere/config.yaml", text)) == config
-
-
 def test_an_error_names_the_file_and_the_line_where_the_key_is(tmp_path: Path) -> None:
     base = BASE.replace("minibatch_size: 8", "minibatch_size: eight")
     assert error_lines(extending(tmp_path, "\noptimizer:\n  betas: [1]\n", base)) == [

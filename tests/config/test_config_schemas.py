@@ -28,7 +28,6 @@ from rlhf_cli.config.base import REMOVED, Section
 from rlhf_cli.config.by_stage import CONFIGS, stage_of
 from rlhf_cli.config.loader import config_schema, load_config, load_values
 from rlhf_cli.config.ppo import PPOConfig, ValueModel
-from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.errors import ConfigError, UserError
@@ -228,15 +227,6 @@ def test_another_estimator_can_be_chosen_from_the_command_line(tmp_path: Path) -
         load_config(path, PPOConfig, ["ppo.num_iterations=null"])
     with pytest.raises(ConfigError, match=r"ppo.yaml:1: seed: found nothing"):
         load_values({"artifacts": "a", "seed": None}, PPOConfig, [], "ppo.yaml:1")
-
-
-def test_a_stage_knows_its_inputs() -> None:
-    rm = load_config(ROOT / "configs/support/rm.yaml", RMConfig)
-    assert rm.needs == ("sft",)
-    assert rm.inputs["model"] == ("artifacts/support/sft", None)
-    ppo = load_config(ROOT / "configs/support/ppo.yaml", PPOConfig)
-    assert ppo.needs == ("sft", "rm")
-    assert set(ppo.inputs) == {"policy", "rewards.0", "evaluation.gold"}
 
 
 # -------------------------------------- mutated configs: each is valid, or refused with readable messages, quickly
