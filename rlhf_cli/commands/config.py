@@ -23,8 +23,6 @@ from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.errors import ConfigError, UserError
 from rlhf_cli.printing import plain, say
 
-MAX_WIDTH = 100
-
 
 def check(
     files: Annotated[list[Path], typer.Argument(help="YAML files, or folders with YAML files.")],
@@ -100,7 +98,7 @@ def docs(
     for stage, name in [*places, *((stage, path) for stage in CONFIGS)]:
         chosen = [entry for entry in entries(stage) if f"{entry.name}.".startswith(name and f"{name}.")]
         if path and chosen:
-            width = min(MAX_WIDTH, shutil.get_terminal_size().columns)
+            width = min(100, shutil.get_terminal_size().columns)
             say("\n\n".join(_text(stage, entry, width) for entry in chosen))
             return
     raise ConfigError(f"{key}: no such key{_similar(key)}")

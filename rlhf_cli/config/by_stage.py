@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhf_cli.config.loader import load_config
@@ -78,6 +78,18 @@ def _other_stage(stage: str, path: Path, overrides: Sequence[str]) -> str | None
 def overrides_for(stage: str, overrides: Sequence[str]) -> list[str]:
     """The overrides that apply to a stage, without their `STAGE:` prefix."""
     return [rest for prefix, rest in map(split_prefix, overrides) if prefix in (None, stage)]
+
+
+def require_stages(overrides: Sequence[str], files: Mapping[str, Path]) -> None:
+    """Raise ConfigError for an override with the prefix of a stage that is not in `files`."""
+    for text in overrides:
+        stage, _ = split_prefix(text)
+        if stage not in (None, *files):
+            folder = next(iter(files.values())).parent
+            raise ConfigError(
+                f"--set {text}: {folder} has no {stage}.yaml that is read here, so this would have no effect. Add the "
+                "file or remove the option"
+            )
 
 
 def split_prefix(text: str) -> tuple[str | None, str]:

@@ -367,6 +367,7 @@ def test_an_override_without_a_prefix_is_for_the_stages_that_are_planned():
         ),
         ("--config missing/sft.yaml", "missing/sft.yaml: no such file"),
         ("configs", "configs: has no sft.yaml, rm.yaml or ppo.yaml"),
+        ("configs/stories --set rm:seed=1", "configs/stories has no rm.yaml that is read here, so this would"),
         ("configs/support --stage rm", "--stage: is for a file whose name does not tell. For one stage of configs/"),
         ("", "give one config: rlhf plan FILE, or rlhf plan --config FILE"),
         (
