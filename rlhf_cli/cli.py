@@ -80,6 +80,18 @@ USAGE_ERROR: type[Any] = typer.BadParameter.__mro__[1]
 """What typer raises for a mistake on the command line. typer has its own copy of click, and exports only some names."""
 
 
+@contextmanager
+def one_line() -> Iterator[None]:
+    """Print a mistake on the command line as one line on stderr, and exit with code 2."""
+    try:
+        yield
+    except USAGE_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # `rlhf data` alone prints its help
+            raise
+        say(f"error: {sentence(error)}. Run: {help_of(error.ctx)}", error=True)
+        raise typer.Exit(2) from None
+
+
 class LazyGroup(typer.core.TyperGroup):
     """Lists commands without importing them, and prints a mistake on the command line as one line."""
 
@@ -96,13 +108,13 @@ class LazyGroup(typer.core.TyperGroup):
         place = COMMANDS[str(self.name)].get(name or "")
         return name, imported(str(name), place) if place else found, rest
 
+    @one_line()
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        with one_line():
-            return super().make_context(*args, **kwargs)
+        return super().make_context(*args, **kwargs)
 
+    @one_line()
     def invoke(self, ctx: Any) -> Any:
-        with one_line():
-            return super().invoke(ctx)
+        return super().invoke(ctx)
 
 
 @functools.cache
@@ -164,8 +176,6 @@ config_app = typer.Typer(cls=LazyGroup, help="Check, show and explain config fil
 app.add_typer(rm_app, name="rm")
 app.add_typer(data_app, name="data")
 app.add_typer(config_app, name="config")
-
-# --------------------------------------------------------------------------------------------- the stages
 
 File = Annotated[Path | None, typer.Argument(metavar="FILE", help="The YAML file of the stage.", show_default=False)]
 
@@ -237,21 +247,6 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
         say(__version__)
         raise typer.Exit
-
-
-# ------------------------------------------------------------------------------- mistakes on the command line
-
-
-@contextmanager
-def one_line() -> Iterator[None]:
-    """Print a mistake on the command line as one line on stderr, and exit with code 2."""
-    try:
-        yield
-    except USAGE_ERROR as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # `rlhf data` alone prints its help
-            raise
-        say(f"error: {sentence(error)}. Run: {help_of(error.ctx)}", error=True)
-        raise typer.Exit(2) from None
 
 
 INSTEAD = {

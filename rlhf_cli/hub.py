@@ -33,7 +33,8 @@ def is_local(path: str) -> bool:
 
 def require_hub_model(path: str, revision: str | None = None) -> None:
     """Raise ArtifactError if the model with this hub id can be neither downloaded nor read from the local cache."""
-    if not is_offline() or _is_cached(path, revision):
+    names = ("config.json", "tokenizer_config.json", "tokenizer.json")
+    if not is_offline() or any(cached(path, name, revision) for name in names):
         return
     what = "HF_HUB_OFFLINE is set" if _set_offline() else "the Hugging Face hub cannot be reached"
     raise ArtifactError(
@@ -87,14 +88,13 @@ def _reachable() -> bool:
     return answered.is_set()
 
 
-def _is_cached(path: str, revision: str | None) -> bool:
+def cached(path: str, name: str, revision: str | None = None) -> str | None:
+    """The file of this name of a hub model in the local cache. None without it, or if `path` is no hub id."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return any(
-            isinstance(try_to_load_from_cache(path, name, revision=revision), str)
-            for name in ("config.json", "tokenizer_config.json", "tokenizer.json")
-        )
+        file = try_to_load_from_cache(path, name, revision=revision)
     except HFValidationError:
-        return False
+        return None
+    return file if isinstance(file, str) else None

@@ -33,8 +33,6 @@ def printable(text: str, *, keep: str = "") -> str:
 
 def is_utf8(text: str) -> bool:
     """Whether a text can be written as UTF-8: it has no half of a surrogate pair, which "\\ud800" in JSON gives."""
-    if text.isascii():
-        return True
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -50,13 +48,12 @@ def say(text: object, *, error: bool = False, flush: bool = False, end: str = "\
     shown, file = printable(str(text), keep="\n"), sys.stderr if error else sys.stdout
     with contextlib.suppress(OSError, ValueError):  # it has no descriptor
         if error and file.isatty() and (width := os.get_terminal_size(file.fileno()).columns):
+            # A word that is longer, such as a path, stays whole.
+            wrap = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
             lines = shown.split("\n")
             for number, line in enumerate(lines):
-                if len(line) > width:
-                    # A word that is longer, such as a path, stays whole.
-                    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
-                    wrapper.subsequent_indent = line[: len(line) - len(line.lstrip(" "))]
-                    lines[number] = wrapper.fill(line)
+                wrap.subsequent_indent = line[: len(line) - len(line.lstrip(" "))]
+                lines[number] = wrap.fill(line)
             shown = "\n".join(lines)
     print(shown, file=file, flush=flush, end=end)
 

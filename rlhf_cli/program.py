@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import shlex
 import shutil
@@ -58,10 +58,11 @@ def command(*arguments: str) -> str:
 def install_extra(extra: str, package: str) -> str:
     """The command that installs an extra from this checkout or, as `rlhf-cli` is on no package index, its package."""
     checkout = Path(__file__).resolve().parent.parent
+    has_pip = importlib.util.find_spec("pip") is not None  # `uv venv` makes environments without it
+    install = f"{python()} -m pip install" if has_pip else f"uv pip install --python {python()}"
     if (checkout / "pyproject.toml").is_file():
-        place = from_here(checkout)
-        return f"{python()} -m pip install -e {shlex.quote(f'{place}[{extra}]')}"
-    return f"{python()} -m pip install {package}"
+        return f"{install} -e {shlex.quote(f'{from_here(checkout)}[{extra}]')}"
+    return f"{install} {package}"
 
 
 def import_extra(package: str, extra: str, what: str, error: type[Exception]) -> Any:

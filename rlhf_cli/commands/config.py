@@ -9,24 +9,19 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from rlhf_cli.commands.options import Overrides, StageOfFile
 from rlhf_cli.commands.pipeline import require_lora
-from rlhf_cli.config.by_stage import CONFIGS, AnyConfig, known_stage, load_stage_config, stage_of
-from rlhf_cli.config.explain import KEY_SYNONYMS, alternatives, fields_of, tag_values
+from rlhf_cli.config.by_stage import CONFIGS, AnyConfig, load_stage_config, stage_of
+from rlhf_cli.config.explain import KEY_SYNONYMS
 from rlhf_cli.config.loader import config_schema
 from rlhf_cli.config.yaml_text import dump_config
 from rlhf_cli.errors import ConfigError, UserError
 from rlhf_cli.printing import plain, say
-
-MAX_WIDTH = 100
 
 
 def check(
@@ -62,31 +57,28 @@ def show(
     file: Annotated[Path, typer.Argument(help="A YAML file.")], stage: StageOfFile = None, overrides: Overrides = None
 ) -> None:
     """Print a config with every default filled in."""
-    # Not `say`: YAML escapes control characters itself, and the output is a file that is read again.
-    sys.stdout.write(dump_config(load_stage_config(stage_of(file, stage), file, overrides or [])))
+    # Not `say`: YAML escapes control characters itself, and the output is a file that is read again, so it is UTF-8.
+    sys.stdout.buffer.write(dump_config(load_stage_config(stage_of(file, stage), file, overrides or [])).encode())
 
 
-def schema(stage: Annotated[str | None, typer.Argument(help="sft, rm or ppo. All three by default.")] = None) -> None:
+def schema(
+    stage: Annotated[Literal["sft", "rm", "ppo"] | None, typer.Argument(help="All three by default.")] = None,
+) -> None:
     """Print the JSON Schema of a stage's config, for completion in editors."""
     schemas = {name: config_schema(config) for name, config in CONFIGS.items()}
-    say(json.dumps(schemas if stage is None else schemas[known_stage(stage)], indent=2))
+    say(json.dumps(schemas if stage is None else schemas[stage], indent=2))
 
 
-# ------------------------------------------------------------------------------------------- docs
-
-
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A key of a stage's config."""
 
-    keys: tuple[str, ...]
-    """The path in the YAML file. For rewards it includes the type: ("rewards", "http", "url")."""
-    section: type[BaseModel]
-    field: FieldInfo
-
-    @property
-    def name(self) -> str:
-        return ".".join(self.keys)
+    name: str
+    """The path in the YAML file. For rewards it includes the type: `rewards.http.url`."""
+    schema: dict[str, Any]
+    """The JSON Schema of its values."""
+    is_required: bool
+    about: str
+    """The description of the section that it holds, if that is one."""
 
 
 def docs(
@@ -99,70 +91,64 @@ def docs(
     ],
 ) -> None:
     """Explain a key, or every key of a section."""
-    path = tuple(part for part in key.strip().split(".") if part)
+    path = ".".join(part for part in key.strip().split(".") if part)
+    stage, _, rest = path.partition(".")
     # `rm.loss` begins with a stage. Without one (`loss`, `rollout.top_p`) the first stage that has the key is used.
-    places = [(path[0], path[1:])] if path[:1] and path[0] in CONFIGS else []
-    for stage, keys in [*places, *((stage, path) for stage in CONFIGS)]:
-        chosen = [entry for entry in entries(CONFIGS[stage]) if path and entry.keys[: len(keys)] == keys]
-        if chosen:
-            width = min(MAX_WIDTH, shutil.get_terminal_size().columns)
+    places = [(stage, rest)] if stage in CONFIGS else []
+    for stage, name in [*places, *((stage, path) for stage in CONFIGS)]:
+        chosen = [entry for entry in entries(stage) if f"{entry.name}.".startswith(name and f"{name}.")]
+        if path and chosen:
+            width = min(100, shutil.get_terminal_size().columns)
             say("\n\n".join(_text(stage, entry, width) for entry in chosen))
             return
     raise ConfigError(f"{key}: no such key{_similar(key)}")
 
 
-def entries(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[Entry]:
-    """Every key of a schema: a section first, then the keys below it."""
-    for name, field in schema.model_fields.items():
-        keys = (*above, name)
-        yield Entry(keys, schema, field)
-        for label, section in _sections(field):
-            yield from entries(section, (*keys, *label))
+@functools.cache
+def entries(stage: str) -> list[Entry]:
+    """Every key of a stage's config: a section first, then the keys below it."""
+    schema = CONFIGS[stage].model_json_schema(mode="serialization")
+
+    def sections(value: dict[str, Any]) -> list[dict[str, Any]]:
+        """The sections that a value can be, directly or in a list or mapping."""
+        if "$ref" in value:
+            return [schema["$defs"][value["$ref"].rpartition("/")[2]]]
+        inner = [*value.get("anyOf", value.get("oneOf", ())), value.get("items"), value.get("additionalProperties")]
+        return [section for one in inner if isinstance(one, dict) for section in sections(one)]
+
+    def below(section: dict[str, Any], above: str) -> Iterator[Entry]:
+        for name, value in section["properties"].items():
+            inside = sections(value)
+            about = inside[0].get("description", "") if len(inside) == 1 else ""
+            yield Entry(above + name, value, name in section.get("required", ()), about)
+            for one in inside:
+                kind = f"{one['properties']['type']['const']}." if len(inside) > 1 else ""
+                yield from below(one, f"{above}{name}.{kind}")
+
+    return list(below(schema, ""))
 
 
 def all_keys() -> list[str]:
-    names = (".".join((stage, *entry.keys)) for stage, schema in CONFIGS.items() for entry in entries(schema))
-    return list(dict.fromkeys([*CONFIGS, *names]))
-
-
-def _sections(field: FieldInfo) -> list[tuple[tuple[str, ...], type[BaseModel]]]:
-    """The sections that a field can hold, directly or in a list or mapping, with their `type` if there are several."""
-    members, tag = alternatives(Annotated[field.annotation, field])
-    if len(members) == 1 and get_origin(members[0]) in (list, dict):
-        members, tag = alternatives(get_args(members[0])[-1])
-    sections = [alternatives(member)[0][0] for member in members if fields_of(alternatives(member)[0][0])]
-    if tag is None:
-        return [((), section) for section in sections]
-    return [((str(tag_values(section, tag)[0]),), section) for section in sections]
+    return [*CONFIGS, *(f"{stage}.{entry.name}" for stage in CONFIGS for entry in entries(stage))]
 
 
 def _text(stage: str, entry: Entry, width: int) -> str:
-    facts = f"{_type(_json_schemas(entry.section)[entry.keys[-1]])}; {_default(entry.field)}"
-    doc = " ".join((entry.field.description or "").split())
+    doc, about = (" ".join(text.split()) for text in (entry.schema.get("description", ""), entry.about))
     wrap = textwrap.TextWrapper(width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-    lines = [f"{entry.name}  ({stage}.yaml)", *wrap.wrap(facts), *wrap.wrap(doc)]
-    if len(sections := _sections(entry.field)) == 1:
-        about = " ".join((sections[0][1].__doc__ or "").split())
-        lines += wrap.wrap(about) if about != doc else []
-    return "\n".join(lines)
+    lines = [f"{entry.name}  ({stage}.yaml)", *wrap.wrap(f"{_type(entry.schema)}; {_default(entry)}"), *wrap.wrap(doc)]
+    return "\n".join([*lines, *(wrap.wrap(about) if about != doc else [])])
 
 
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
+def _default(entry: Entry) -> str:
+    if entry.is_required:
         return "required"
-    default = field.get_default(call_default_factory=True)
-    if isinstance(default, BaseModel):
+    if "$ref" in entry.schema:
         return "optional"
-    if isinstance(default, list | tuple) and any(isinstance(item, BaseModel) for item in default):
-        items = ", ".join(f"{{type: {getattr(item, 'type', '')}}}" for item in default)
+    default = entry.schema["default"]
+    if isinstance(default, list) and any(isinstance(item, dict) for item in default):
+        items = ", ".join(f"{{type: {item['type']}}}" for item in default)
         return f"default [{items}]"
-    return f"default {plain(list(default) if isinstance(default, tuple) else default)}"
-
-
-@functools.cache
-def _json_schemas(section: type[BaseModel]) -> dict[str, Any]:
-    schemas: dict[str, Any] = section.model_json_schema(mode="serialization")["properties"]
-    return schemas
+    return f"default {plain(default) if str(default).strip() else json.dumps(default)}"
 
 
 def _type(schema: dict[str, Any]) -> str:
@@ -192,9 +178,9 @@ def _type(schema: dict[str, Any]) -> str:
 def _similar(key: str) -> str:
     """The key most like ``key``, as the end of a message."""
     names: dict[str, str] = {}
-    for stage, schema in CONFIGS.items():
-        for entry in entries(schema):
-            for name in (entry.name, entry.keys[-1]):
+    for stage in CONFIGS:
+        for entry in entries(stage):
+            for name in (entry.name, entry.name.rpartition(".")[2]):
                 names.setdefault(f"{stage}.{name}", f"{stage}.{entry.name}")
                 names.setdefault(name, f"{stage}.{entry.name}")
     head, _, last = key.rpartition(".")

@@ -220,9 +220,6 @@ def _write(
     return parameters, name
 
 
-# ------------------------------------------------------------------------------------------- what it cost
-
-
 def _check(source: ModelGiven, options: ExportOptions, display: Display) -> Check | None:
     """The comparison with the original, with its data read; None without a run or with --no-check."""
     if options.no_check:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
+import runpy
 import shlex
 import sys
 from collections.abc import Callable, Iterable
-from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import typer
@@ -70,7 +70,7 @@ def _files(template: Template) -> Files:
     files = {f"{stage}.yaml": copy(f"{stage}.yaml") for stage in STAGES if _path(f"{template}/{stage}.yaml").is_file()}
 
     def hard_preferences() -> str:  # few, noisy and biased
-        task = _script("support/generate.py")
+        task = _task()
         return _lines(task.draw_rows(7, "hard_train", task.HARD_PAIRS, task.hard_pref_row))
 
     data = {f"data/{name}": copy(name) for name in ("sft.jsonl", "preferences.jsonl", "prompts.jsonl")}
@@ -87,42 +87,38 @@ def _files(template: Template) -> Files:
 
 
 def _path(name: str) -> Path:
-    """A file of a template. A checkout has the scripts in `data/`, and a wheel has them beside the other files."""
-    inside = PACKAGE / "templates" / name
-    return inside if inside.is_file() else PACKAGE.parent / "data" / name
+    """A file of a template. A checkout has some in `data/` and `configs/`, a wheel has all in the package."""
+    templates, checkout = PACKAGE / "templates", PACKAGE.parent
+    places = [root / name for root in (templates, templates / "configs", checkout / "data", checkout / "configs")]
+    return next(filter(Path.is_file, places), places[0])
 
 
-def _script(name: str) -> Any:
-    """A script of a template as a module. It can import the files beside it."""
-    path = _path(name)
-    spec = importlib.util.spec_from_file_location(f"rlhf_template_{path.parent.name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))
+def _task() -> SimpleNamespace:
+    """The script of the shop-support task. It imports the files beside it."""
+    folder = _path("support/generate.py").parent
+    sys.path.insert(0, str(folder))
     try:
-        spec.loader.exec_module(module)
+        return SimpleNamespace(**runpy.run_path(str(folder / "generate.py")))
     finally:
-        sys.path.remove(str(path.parent))
-    return module
+        sys.path.remove(str(folder))
 
 
 def _support_data() -> Files:
     """The rows of the shop-support task, drawn from its grammar: the same rows in every folder."""
-    task = _script("support/generate.py")
-
-    def rows(name: str, count: int) -> Callable[[], str]:
-        write_row = {"sft": task.sft_row, "pref": task.pref_row, "prompts": task.prompt_row}[name.split("_")[0]]
-        return lambda: _lines(islice(task.draw_rows(7, name, task.ROWS[name], write_row), count))
-
-    return {
-        "data/sft.jsonl": rows("sft_train", 6000),
-        "data/sft_test.jsonl": rows("sft_test", 400),
-        "data/preferences.jsonl": rows("pref_train", 6000),
-        "data/preferences_test.jsonl": rows("pref_test", 400),
-        "data/prompts.jsonl": rows("prompts_train", 2000),
-        "data/prompts_test.jsonl": rows("prompts_test", 256),
+    task = _task()
+    kinds = {
+        "sft": ("sft", task.sft_row),
+        "preferences": ("pref", task.pref_row),
+        "prompts": ("prompts", task.prompt_row),
     }
+
+    def rows(kind: str, side: str) -> Callable[[], str]:
+        prefix, write_row = kinds[kind]
+        name = f"{prefix}_{side}"
+        return lambda: _lines(task.draw_rows(7, name, task.ROWS[name], write_row))
+
+    sides = {"": "train", "_test": "test"}
+    return {f"data/{kind}{end}.jsonl": rows(kind, side) for kind in kinds for end, side in sides.items()}
 
 
 def _lines(rows: Iterable[dict[str, Any]]) -> str:
@@ -130,8 +126,16 @@ def _lines(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def _fill(text: str, directory: Path, name: str) -> str:
-    """Replace __DIR__ and __NAME__. A path with special characters is quoted: as YAML in values, and for the shell in
-    the commands of comments."""
+    """Replace __DIR__ and __NAME__, and in a shipped config the folders of its checkout.
+
+    A path with special characters is quoted: as YAML in values, and for the shell in the commands of comments.
+    """
+    if shipped := re.match(r"# rlhf (\w+) --config configs/(\w+)/", text):
+        stage, example = shipped.groups()
+        text = text.replace(" --config", "", 1)
+        text = re.sub(rf"^# .*: configs/{example}-small\.$", f"# Every key: rlhf config docs {stage}", text, flags=re.M)
+        text = text.replace(f"artifacts/{example}", "artifacts/__NAME__").replace(f"configs/{example}", "__DIR__")
+        text = text.replace(f"data/{example}/prompts", "__DIR__/data/prompts").replace(f"data/{example}/", "__DIR__/")
     place = directory.as_posix()
     text = text.replace("__NAME__", name)
     if not re.fullmatch(r"[\w./+=-]+", place):

@@ -72,9 +72,6 @@ def _merge_adapters(path: str, out: Path, dtype: Dtype) -> None:
     say(f"{out}: {model.name_or_path} with the adapters of {path}, {model.num_parameters():,} parameters in {dtype}")
 
 
-# ------------------------------------------------------------------------------------------- the mean
-
-
 def _average(paths: Sequence[str], out: Path, dtype: Dtype) -> None:
     """Write the mean of reward models (WARM, arXiv 2401.12187). Raises ArtifactError for models whose mean is none."""
     import torch

@@ -30,7 +30,8 @@ StageOverrides = Annotated[
 ]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="The same as FILE.", show_default=False)]
 StageOfFile = Annotated[
-    str | None, typer.Option("--stage", help="sft, rm or ppo, if the name of the file does not tell.")
+    Literal["sft", "rm", "ppo"] | None,
+    typer.Option("--stage", help="If the name of the file does not tell.", show_default=False),
 ]
 StageOfRun = Annotated[
     Literal["sft", "rm", "ppo"] | None,

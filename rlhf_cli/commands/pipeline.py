@@ -11,7 +11,7 @@ import typer
 
 from rlhf_cli.commands.options import NumProcesses, Quiet, StageOverrides, Threads
 from rlhf_cli.commands.rounds import Rounds, show
-from rlhf_cli.config.by_stage import AnyConfig, load_stage_config, overrides_for, split_prefix, stage_files
+from rlhf_cli.config.by_stage import AnyConfig, load_stage_config, overrides_for, require_stages, stage_files
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.files import read_object
 from rlhf_cli.processes.environment import is_first_worker
@@ -50,13 +50,7 @@ def pipeline(
     # inputs of the stages after it, so they run too.
     overrides = [*(overrides or []), *([f"threads={threads}"] if threads else [])]
     files = stage_files(directory)
-    for text in overrides:
-        stage_of_it, _ = split_prefix(text)
-        if stage_of_it is not None and stage_of_it not in files:
-            raise ConfigError(
-                f"--set {text}: {directory} has no {stage_of_it}.yaml, so this would have no effect. Add the file or "
-                "remove the option"
-            )
+    require_stages(overrides, files)
     loaded = load_stages(files, overrides)
     roots = {config.artifacts for config in loaded.values()}
     if len(roots) > 1:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ByteSize, Field, TypeAdapter, ValidationError
+from pydantic import ByteSize, Field, TypeAdapter
 
 from rlhf_cli.commands.options import ConfigFile, StageOfFile, StageOverrides
 from rlhf_cli.errors import ConfigError
 from rlhf_cli.printing import say, size
-from rlhf_cli.program import set_options
 from rlhf_cli.report.progress import clock, epochs
 
 if TYPE_CHECKING:
@@ -77,8 +76,10 @@ def size_of(text: str) -> float:
     (80000000000.0, 25769803776.0)
     """
     try:
+        if not re.fullmatch(r"[\d.]+\s*[A-Za-z]+", text):  # pydantic takes 80 for bytes and ignores what follows GB
+            raise ValueError
         return float(TypeAdapter(Annotated[ByteSize, Field(gt=0)]).validate_python(text))
-    except ValidationError:
+    except ValueError:
         raise ConfigError(f"--gpu-memory: found {text}, must be a size such as 80GB or 24GiB") from None
 
 
@@ -151,16 +152,12 @@ def change_lines(one: PlannedStage, machine: Machine) -> list[str]:
     for change in one.changes:
         fits = " fits" if change.peak <= room else ""
         lines.append(f"  {size(change.peak):>10}{fits:<5}  {change.costs}")
-        lines += [f"      {options([text])}" for text in change.overrides]
-    if one.plan_with_enough is None or one.enough is None:
+        lines += [f"      --set {shlex.quote(text)}" for text in change.overrides]
+    if one.enough is None:
         return [*lines, "  No combination of these fits. Use a smaller model, or more or larger GPUs."]
-    plan = one.plan_with_enough
+    texts, plan = one.enough
     needs = f"{size(plan.peak.total)} with tokens_per_microbatch {plan.tokens_per_microbatch:,}"
-    return [*lines, "", f"  The cheapest that fits, {needs}:", *(f"    {options([text])}" for text in one.enough)]
-
-
-def options(overrides: Sequence[str]) -> str:
-    return " ".join(shlex.quote(word) for word in set_options(overrides))
+    return [*lines, "", f"  The cheapest that fits, {needs}:", *(f"    --set {shlex.quote(text)}" for text in texts)]
 
 
 def as_dict(one: PlannedStage, machine: Machine) -> dict[str, Any]:
@@ -201,5 +198,5 @@ def as_dict(one: PlannedStage, machine: Machine) -> dict[str, Any]:
         "changes": [
             {"set": change.overrides, "peak_bytes": round(change.peak), "costs": change.costs} for change in one.changes
         ],
-        "enough": one.enough,
+        "enough": one.enough and one.enough[0],
     }

@@ -10,10 +10,11 @@ import typer
 
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError, ConfigError
+from rlhf_cli.program import from_here
 from rlhf_cli.report.progress import Display
-from rlhf_cli.run.artifacts import MANIFEST, partial_directory, read_manifest, stage_directory
-from rlhf_cli.run.checkpoint_files import checkpoints_directory, last_step
-from rlhf_cli.run.state import problems_of, unfinished_stages, unfinished_state
+from rlhf_cli.run.artifacts import MANIFEST, read_manifest, stage_directory
+from rlhf_cli.run.checkpoint_files import last_step
+from rlhf_cli.run.state import problems_of, state_of, unfinished_stages, unfinished_state
 
 COLUMNS = ["stage", "state", "finished (UTC)", "seconds", "figures"]
 SHOWN = {
@@ -37,6 +38,8 @@ def status(
     """Show which stages of a run are finished, out of date or unfinished."""
     if not directory.is_dir():
         raise ArtifactError(f"{directory}: no such directory. Give the `artifacts` directory of your configs")
+    if (directory / MANIFEST).is_file():  # the directory of a stage
+        directory = Path(from_here(directory.absolute().parent))
     display = Display("status", quiet=False)
     for run in [directory] if is_run(directory) else runs_in(directory) or [directory]:
         rows = [_row(run, stage) for stage in STAGES]
@@ -49,13 +52,8 @@ def status(
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a directory has a stage: finished, being built or with checkpoints."""
-    return any(
-        (stage_directory(directory, stage) / MANIFEST).exists()
-        or partial_directory(directory, stage).is_dir()
-        or checkpoints_directory(directory, stage).is_dir()
-        for stage in STAGES
-    )
+    """Whether a directory has a stage: finished or being built."""
+    return any(state_of(directory, stage).name != "not run" for stage in STAGES)
 
 
 def runs_in(directory: Path) -> list[Path]:

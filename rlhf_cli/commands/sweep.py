@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -80,7 +81,9 @@ def sweep(
         except UserError as error:
             raise type(error)(f"{run.name}: {error}") from None
     display = Display("sweep", quiet=quiet)
-    sources = [Path(load_stage_config(*next(iter(files.items()))).artifacts)]
+    sources: list[Path] = []
+    with contextlib.suppress(ConfigError):  # the folder's file may need a key of the sweep
+        sources.append(Path(load_stage_config(*next(iter(files.items()))).artifacts))
     if dry_run:
         display.table(f"{len(runs)} runs in {settings.artifacts}", ["run", *runs[0].configs], _plan_rows(runs, sources))
         return
@@ -106,9 +109,6 @@ def sweep(
         raise kind(f"sweep: {len(failures)} of {len(runs)} runs failed: {names}. The same command runs them again")
 
 
-# ------------------------------------------------------------------------------------------- the runs
-
-
 def members_of(sweep: Sweep, path: Path) -> list[SweepRun]:
     """The runs of a sweep, in the order of the grid. Raises ConfigError for a key that no stage of the folder has."""
     folder = Path(sweep.base)
@@ -127,7 +127,7 @@ def members_of(sweep: Sweep, path: Path) -> list[SweepRun]:
             raise ConfigError(f"{path}: grid: two runs would have the directory {root.name}. Remove the repeated value")
         overrides = [f"artifacts={json.dumps(str(root))}"]
         for key, value in (sweep.set | values).items():
-            text = f"{key.partition(':')[2] or key}={json.dumps(value, ensure_ascii=False)}"
+            text = f"{key.rpartition(':')[2]}={json.dumps(value, ensure_ascii=False)}"
             overrides += [f"{stage}:{text}" for stage in _stages_with(key, stages)]
         setting = _name({key: value for key, value in values.items() if key.rpartition(":")[2] != "seed"}) or "all runs"
         members[root.name] = SweepRun(root.name, setting, root, overrides)
@@ -136,10 +136,8 @@ def members_of(sweep: Sweep, path: Path) -> list[SweepRun]:
 
 def _stages_with(key: str, stages: Sequence[str]) -> list[str]:
     """The stages that a key applies to: the one in front of its colon, or all whose config can have it."""
-    stage, colon, bare = key.partition(":")
-    if colon:
-        return [stage] if stage in stages and _has(CONFIGS[stage], bare) else []
-    return [stage for stage in stages if _has(CONFIGS[stage], key)]
+    prefix, _, bare = key.rpartition(":")
+    return [stage for stage in stages if prefix in ("", stage) and _has(CONFIGS[stage], bare)]
 
 
 def _has(kind: Any, key: str) -> bool:
@@ -161,9 +159,6 @@ def _name(values: dict[str, Any]) -> str:
     texts = [value if isinstance(value, str) else json.dumps(value) for value in values.values()]
     pairs = [f"{word}={text}" for word, text in zip(words, texts, strict=True)]
     return "_".join(re.sub(r"[^\w.+=-]+", "-", pair) for pair in pairs)
-
-
-# ------------------------------------------------------------------------------------------- sharing
 
 
 def _is_current(config: AnyConfig, stage: str, root: Path | None = None) -> bool:
@@ -220,9 +215,6 @@ def _plan_rows(runs: Sequence[SweepRun], sources: Sequence[Path]) -> list[list[s
             computed.add(chain)
         rows.append(cells)
     return rows
-
-
-# ------------------------------------------------------------------------------------------- results
 
 
 def _show(runs: Sequence[SweepRun], root: Path, display: Display) -> None:

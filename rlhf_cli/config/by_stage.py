@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhf_cli.config.loader import load_config
@@ -12,6 +12,7 @@ from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.config.yaml_text import Tree
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.program import command, set_options
 
 AnyConfig = SFTConfig | RMConfig | PPOConfig
 CONFIGS: dict[str, type[AnyConfig]] = {"sft": SFTConfig, "rm": RMConfig, "ppo": PPOConfig}
@@ -25,8 +26,8 @@ def load_stage_config(stage: str, path: str | Path, overrides: Sequence[str] = (
         other = _other_stage(stage, Path(path), overrides)
         if other is None:
             raise
-        what = f"is a config for the stage {other}, not {stage}"
-        raise ConfigError(f"{path}: {what}. Run: rlhf {other} --config {path}") from None
+        run = command(other, "--config", str(path), *set_options(overrides))
+        raise ConfigError(f"{path}: is a config for the stage {other}, not {stage}. Run: {run}") from None
 
 
 def stage_files(folder: Path, place: str = "") -> dict[str, Path]:
@@ -40,20 +41,13 @@ def stage_files(folder: Path, place: str = "") -> dict[str, Path]:
 def stage_of(file: Path, stage: str | None) -> str:
     """`stage` if it is given, else the stage in the file's name: sft.yaml, rm_scores.yaml, my-ppo.yaml."""
     if stage is not None:
-        return known_stage(stage)
+        return stage
     named = _stages_in_name(file)
     if len(named) != 1:
         if not file.exists():
             raise ConfigError(f"{file}: no such file, must be a YAML config")
         raise ConfigError(f"{file}: its name does not say which stage it is for. Give --stage sft, rm or ppo")
     return named[0]
-
-
-def known_stage(stage: str) -> str:
-    """`stage` if it is one of the three; raises ConfigError otherwise."""
-    if stage not in STAGES:
-        raise ConfigError(f"stage {stage}: unknown, must be one of {', '.join(STAGES)}")
-    return stage
 
 
 def _stages_in_name(file: Path) -> list[str]:
@@ -84,6 +78,18 @@ def _other_stage(stage: str, path: Path, overrides: Sequence[str]) -> str | None
 def overrides_for(stage: str, overrides: Sequence[str]) -> list[str]:
     """The overrides that apply to a stage, without their `STAGE:` prefix."""
     return [rest for prefix, rest in map(split_prefix, overrides) if prefix in (None, stage)]
+
+
+def require_stages(overrides: Sequence[str], files: Mapping[str, Path]) -> None:
+    """Raise ConfigError for an override with the prefix of a stage that is not in `files`."""
+    for text in overrides:
+        stage, _ = split_prefix(text)
+        if stage not in (None, *files):
+            folder = next(iter(files.values())).parent
+            raise ConfigError(
+                f"--set {text}: {folder} has no {stage}.yaml that is read here, so this would have no effect. Add the "
+                "file or remove the option"
+            )
 
 
 def split_prefix(text: str) -> tuple[str | None, str]:

@@ -301,8 +301,6 @@ class Requirement(Section):
             yield f"no figure is above {self.above:g} and below {self.below:g}"
 
 
-# --------------------------------------------------------------------------------------------------- the other sections
-
 DecoderName = Literal["auto", "paged", "plain", "sharded"]
 
 PPOModelName = Literal["policy", "ref_policy", "value_model", "rewards"]

@@ -170,8 +170,6 @@ class Tree:
         self.problems: list[tuple[Place, str]] = []
         self.num_nodes = 0
 
-    # -------------------------------------------------------------------------------------- problems
-
     def error(self) -> ConfigError:
         lines = []
         for (source, number), message in sorted(self.problems, key=lambda problem: problem[0]):
@@ -200,8 +198,6 @@ class Tree:
         """Note what validation found at ``keys``, with the place of ``at`` or of the section around it."""
         place = next(self.places[at[:n]] for n in range(len(at), -1, -1) if at[:n] in self.places)
         self.report(place, keys, message)
-
-    # ----------------------------------------------------------------------------------------- files
 
     def take(self, values: dict[str, Any], name: str) -> None:
         """Use ``values`` that come from no file. Messages call them ``name``."""
@@ -299,8 +295,6 @@ class Tree:
         if self.num_nodes > MAX_NODES:
             self.problems = []
             raise self.failure(place, f"expands to more than {MAX_NODES} values, too many for a config")
-
-    # ----------------------------------------------------------------------------------------- --set
 
     def override(self, number: int, text: str) -> None:
         """Set the value that ``key.sub=value`` names."""

@@ -22,7 +22,7 @@ from rlhf_cli.models.lora import refuse_adapter_as_base, require_loadable
 from rlhf_cli.models.quantized import require_quantizable
 from rlhf_cli.plan.origins import ModelOrigin, ModelOrigins
 from rlhf_cli.plan.shapes import built
-from rlhf_cli.run.artifacts import is_adapter, model_directory
+from rlhf_cli.run.artifacts import model_directory
 
 
 def require_adapters(config: AnyConfig, stages: Mapping[str, AnyConfig] | None = None, *, here: bool = True) -> None:
@@ -44,9 +44,8 @@ def require_adapters(config: AnyConfig, stages: Mapping[str, AnyConfig] | None =
         starts = [*(starts if value.path is None else []), partial(origins.value_model, config)]
         base = base if value.path is None else BaseModel(value.path)
         _require("value_model.lora", lora, base, starts, True, here=here)
-    for directory in filter(is_adapter, (model_directory(path) for path, _ in config.inputs.values())):
-        read_adapter(directory)
-        if here:
+    for directory in (model_directory(path) for path, _ in config.inputs.values()):
+        if read_adapter(directory) is not None and here:
             import_peft(f"{directory}:", ArtifactError)
 
 

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import torch
 
-from rlhf_cli.config.by_stage import AnyConfig, load_stage_config, overrides_for, split_prefix, stage_files, stage_of
+from rlhf_cli.config.by_stage import (
+    AnyConfig,
+    load_stage_config,
+    overrides_for,
+    require_stages,
+    split_prefix,
+    stage_files,
+    stage_of,
+)
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.config.stage import STAGES
@@ -30,7 +38,6 @@ class Change:
 
     overrides: list[str]
     costs: str
-    """What they cost."""
     peak: float
     """Bytes with them, at the tokens per microbatch of the plan. With `auto` they may grow into what becomes free."""
 
@@ -44,9 +51,8 @@ class PlannedStage:
     fits: bool
     changes: list[Change]
     """Single changes; empty if the stage fits."""
-    enough: list[str] | None
-    """Overrides that make it fit. None if it fits, or if none do."""
-    plan_with_enough: StagePlan | None
+    enough: tuple[list[str], StagePlan] | None
+    """Overrides that make it fit, and the plan with them. None if it fits, or if none do."""
 
 
 def plan_of(
@@ -64,6 +70,10 @@ def plan_of(
     from the files beside it. `tokens_per_s`, `num_rows`: see `length_of`.
     """
     if path.is_dir():
+        if stage is not None:
+            raise ConfigError(
+                f"--stage: is for a file whose name does not tell. For one stage of {path}, give its file"
+            )
         files = stage_files(path)
         wanted = list(files)
     else:
@@ -72,6 +82,7 @@ def plan_of(
         earlier = STAGES[: STAGES.index(one)]
         files |= {name: path.parent / f"{name}.yaml" for name in earlier if (path.parent / f"{name}.yaml").is_file()}
         wanted = [one]
+    require_stages(overrides, files)
     # Overrides without a prefix are for the stages that are planned.
     prefixed = [text for text in overrides if split_prefix(text)[0] is not None]
     chosen = {name: overrides_for(name, overrides if name in wanted else prefixed) for name in files}
@@ -106,12 +117,12 @@ def _planned(
     require_adapters(config, configs, here=False)
     plan = plan_stage(stage, config, ModelOrigins(configs), machine)
     if plan.peak.total <= room:
-        return PlannedStage(plan, length, True, [], None, None)
+        return PlannedStage(plan, length, True, [], None)
     same_tokens = f"{config.batches[0]}.tokens_per_microbatch={plan.tokens_per_microbatch}"
     found = [Change(texts, costs, peak([same_tokens, *texts])) for texts, costs in _candidates(config, plan, machine)]
     changes = [change for change in found if change.peak < 0.99 * plan.peak.total]
-    enough = enough_changes(changes, room, peak)
-    return PlannedStage(plan, length, False, changes, enough, None if enough is None else replan(enough))
+    texts = enough_changes(changes, room, peak)
+    return PlannedStage(plan, length, False, changes, None if texts is None else (texts, replan(texts)))
 
 
 def machine_of(gpus: int | None, gpu_memory: float | None, processes: int | None, per_node: int) -> Machine:

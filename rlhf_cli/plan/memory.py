@@ -63,8 +63,7 @@ class Setting:
     """Processes among which every model is sharded (`distributed.shard`)."""
     offloads: bool = False
     """Whether a GPU's share of sharded models is in the CPU's memory (`distributed.offload`)."""
-    half: bool = False
-    """Whether the passes compute in 16 bits."""
+    half: bool = False  # the passes compute in 16 bits
     states: str = "float32"
     """`optimizer.precision`."""
     checkpointing: bool = False
@@ -156,7 +155,6 @@ class Held:
     shape: Shape
     setting: Setting
     lora: Lora | None = None
-    """The adapters that are trained."""
     is_trained: bool = True
     """Whether its weights or adapters are; otherwise it is only read."""
     stored: int = 4
@@ -192,8 +190,6 @@ class Held:
     def holds_half(self) -> bool:
         """Whether frozen weights that are numbers of 16 bits in the file stay so (`rlhf_cli.models.frozen`)."""
         return self.setting.half and not (self.is_trained and self.lora is None) and self.stored == 2
-
-    # ----------------------------------------------------------------------------- what does not depend on a batch
 
     @property
     def weight_bytes(self) -> float:
@@ -273,8 +269,6 @@ class Held:
         base, is_sharded = self.shape.base, self.among > 1
         copies = (4 * base if self.lora is not None or is_sharded else 0.0) + (2 * base if self.stored == 2 else 0.0)
         return min(copies, 1.5 * LARGEST_FILE) if is_sharded else copies
-
-    # ----------------------------------------------------------------------------------------------------- passes
 
     def in_training(self, batch: Batch) -> dict[str, float]:
         """What a forward and backward pass over a microbatch adds at its fullest moment.

@@ -20,7 +20,7 @@ from rlhf_cli.models.load import reason_of
 from rlhf_cli.models.passes import FASTER_WEIGHTS, has_amx
 from rlhf_cli.plan.memory import Held, Setting
 from rlhf_cli.plan.shapes import built, shape_of, shape_of_loaded
-from rlhf_cli.run.artifacts import is_adapter, model_directory
+from rlhf_cli.run.artifacts import model_directory
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,6 @@ class ModelOrigins:
         return self.of_stage("sft", config, key)
 
     def reward_model(self, config: PPOConfig, reward: ModelReward, key: str) -> ModelOrigin:
-        """A reward model of PPO."""
         if reward.path is None or _is_own(config, reward):
             return self.of_stage("rm", config, key)
         return from_path(reward.path, reward.revision, key)
@@ -128,13 +127,10 @@ class ModelOrigins:
             adapters = rm.model.lora
             is_same = (rm.model.path or own) == path and adapters is not None and adapters.quantize == lora.quantize
             return is_same and _are_alone(adapters)
-        directory = model_directory(reward.path if reward.path is not None else f"{config.artifacts}/rm")
-        if not is_adapter(directory):
+        adapter = read_adapter(model_directory(config.stage_model(reward.path, "rm")))
+        if adapter is None or Path(adapter.base.path).resolve() != Path(path).resolve():
             return False
-        adapter = read_adapter(directory)
-        assert adapter is not None
-        is_same = Path(adapter.base.path).resolve() == Path(path).resolve()
-        return is_same and adapter.quantization == lora.quantize
+        return adapter.quantization == lora.quantize
 
 
 def settled_precision(config: AnyConfig, origins: ModelOrigins) -> str:
@@ -160,9 +156,7 @@ def _are_alone(lora: Lora | None) -> bool:
 def from_path(path: str, revision: str | None, key: str) -> ModelOrigin:
     """The model of a directory, or of a hub id whose config.json is in the cache. No weights are read."""
     directory = model_directory(path)
-    if is_adapter(directory):
-        adapter = read_adapter(directory)
-        assert adapter is not None
+    if (adapter := read_adapter(directory)) is not None:
         return replace(from_path(adapter.base.path, adapter.base.revision, key), has_adapters=True)
     try:
         config = AutoConfig.from_pretrained(

@@ -9,9 +9,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
-
 from rlhf_cli.config.by_stage import AnyConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
@@ -22,6 +19,7 @@ from rlhf_cli.data.paths import find_files
 from rlhf_cli.data.row_counts import Report
 from rlhf_cli.data.stage_rows import StageRows, rm_rows, seen_rows, sft_rows
 from rlhf_cli.errors import DataError, UserError
+from rlhf_cli.hub import cached
 from rlhf_cli.models.load import load_tokenizer
 from rlhf_cli.run.artifacts import model_directory
 
@@ -144,12 +142,10 @@ def _encoder(config: SFTConfig | RMConfig, configs: Mapping[str, AnyConfig], spe
     for one in filter(None, (config, configs.get("sft"))):
         path, revision = one.inputs.get("model", ("", None))
         directory = model_directory(path)
+        is_here = Path(directory).is_dir() or cached(path, "tokenizer_config.json", revision)
         try:
-            is_here = Path(directory).is_dir() or try_to_load_from_cache(
-                path, "tokenizer_config.json", revision=revision
-            )
             tokenizer = load_tokenizer(directory, revision) if path and is_here else None
-        except (UserError, HFValidationError):  # HFValidationError: a path, and not a hub id
+        except UserError:
             continue
         if tokenizer is not None and isinstance(config, SFTConfig):
             require_eos(tokenizer, path)

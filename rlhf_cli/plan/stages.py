@@ -45,7 +45,6 @@ class StagePlan:
 
     @property
     def peak(self) -> Phase:
-        """The phase that needs most."""
         return max(self.phases, key=lambda phase: phase.total)
 
 
@@ -135,9 +134,6 @@ def setting_of(config: AnyConfig, machine: Machine) -> Setting:
     )
 
 
-# ------------------------------------------------------------------------------------------------------ models
-
-
 def models_of(config: AnyConfig, origins: ModelOrigins, setting: Setting) -> list[Held]:
     """The models of a stage, the trained ones first, and of these the policy. `origins` gives their shapes."""
     start, (key, section) = origins.start(config), config.trained
@@ -164,9 +160,6 @@ def models_of(config: AnyConfig, origins: ModelOrigins, setting: Setting) -> lis
         shared, origin = value.path is None and is_alike and shares(first), origins.value_model(config)
         trained.append(origins.held("value model", origin, setting, True, "value_model", value, shares=shared))
     return [*trained, *frozen]
-
-
-# ------------------------------------------------------------------------------------------------ microbatches
 
 
 def _batch(config: AnyConfig, models: list[Held], num_rows: int, tokens: int) -> Batch:
@@ -212,9 +205,6 @@ def _copies_of_logits(config: PPOConfig) -> float:
     if any(value is not None for value in filters) or rollout.min_new_tokens:
         return COPIES_OF_FILTERED_LOGITS
     return Batch.logits_copies
-
-
-# ------------------------------------------------------------------------------------------------------ phases
 
 
 def _at_rest(config: AnyConfig, models: list[Held], phase: str) -> dict[str, float]:

@@ -7,6 +7,7 @@ the benchmarks. A variable that you have set keeps your value.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import math
 import os
@@ -39,6 +40,9 @@ def set_up_process() -> None:
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # the shell closed it, as in `rlhf status >&-`
             setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without Unicode shows escapes
+            stream.reconfigure(errors="backslashreplace")
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     # OMP_WAIT_POLICY is the other way to choose how threads wait; a spin count would override it.

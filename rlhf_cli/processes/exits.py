@@ -36,6 +36,8 @@ def exit_code(work: Callable[[], object]) -> int:
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             return _end(2, f"error: {str(error.filename)[:80]}...: the name is too long. Shorten it")
+        if isinstance(error, PermissionError) and error.filename is not None:
+            return _end(2, f"error: {error.filename}: permission denied. Check its permissions, also of its folders")
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             raise
         return _end(1, traceback.format_exc().rstrip())

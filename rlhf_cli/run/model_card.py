@@ -17,7 +17,7 @@ from rlhf_cli.config.by_stage import AnyConfig
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.data.paths import SUFFIXES
-from rlhf_cli.hub import is_local
+from rlhf_cli.hub import cached, is_local
 from rlhf_cli.run.artifacts import (
     MANIFEST,
     MODEL_CONFIG,
@@ -109,11 +109,12 @@ def card(
 
     finite = {key: metrics[key] for key in METRICS if key in metrics and math.isfinite(metrics[key])}
     shown = finite if part == "model" else {}  # the figures are those of `model`
+    words = METRICS if stage == "sft" else METRICS | {"eval/loss": ("loss", "loss")}
     task = TASKS[stage] if part != "value_model" else "text-classification"
     name = f"{Path(config.artifacts).name}-{stage}"
     dataset = "held-out", "held-out rows of the run"
-    figures = [(*METRICS[key], round(value, 6)) for key, value in shown.items()]
-    results = [EvalResult(task, *dataset, kind, value, metric_name=words) for kind, words, value in figures]
+    figures = [(*words[key], round(value, 6)) for key, value in shown.items()]
+    results = [EvalResult(task, *dataset, kind, value, metric_name=label) for kind, label, value in figures]
     names = {part.path for part in config.data.train if not is_local(part.path) and not Path(part.path).exists()}
     datasets = sorted(name for name in names if not name.lower().endswith(SUFFIXES))
     hub_id = base.path if base is not None and not _is_directory(base.path) else None
@@ -143,7 +144,7 @@ def card(
             "logit is read there."
         )
     if shown:
-        rows = [f"| {METRICS[key][1]} | {value:.4g} |" for key, value in shown.items()]
+        rows = [f"| {words[key][1]} | {value:.4g} |" for key, value in shown.items()]
         body.append("\n".join(["## Held-out figures", "", "| | |", "|---|---|", *rows]))
     both = [key.removeprefix("ppo/") for key in metrics if key.startswith("ppo/") and f"sft/{key[4:]}" in metrics]
     if both and part == "model":
@@ -201,12 +202,11 @@ def base_model(config: AnyConfig, root: Path) -> Origin | None:
 
 def license_of(base: Origin) -> str | None:
     """The licence in the base model's card, in its directory or in the local cache; None if no card names one."""
-    from huggingface_hub import ModelCard, try_to_load_from_cache
+    from huggingface_hub import ModelCard
 
-    file: str | Path | object = Path(model_directory(base.path)) / CARD
-    if not _is_directory(base.path):
-        file = try_to_load_from_cache(base.path, CARD, revision=base.revision)
-    if not isinstance(file, str | Path) or not Path(file).is_file():
+    is_here = _is_directory(base.path)
+    file = f"{model_directory(base.path)}/{CARD}" if is_here else cached(base.path, CARD, base.revision)
+    if file is None or not Path(file).is_file():
         return None
     try:
         licence = ModelCard.load(file, ignore_metadata_errors=True).data.to_dict().get("license")

@@ -85,6 +85,7 @@ def test_rm_keeps_its_command_and_refuses_options_before_it() -> None:
         ("plan x --gpus none", "--gpus: none, must be"),
         ("nothing", "No such command 'nothing'. Run: RLHF -h"),
         ("config check", "FILES: is required"),
+        ("config check x.yaml --stage dpo", "--stage: 'dpo' is not one of sft, rm, ppo. Run: RLHF config check -h"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line(line: str, message: str) -> None:
@@ -118,6 +119,7 @@ def test_the_shell_completes_commands_and_keys(words: str, expected: list[str]) 
         ("optimizer.betas", "a list of 2, each a number at least 0 and below 1; default [0.9, 0.95]"),
         ("optimizer.learning_rate", "a number above 0; required"),
         ("rewards.http.url", "text; required"),
+        ("rewards.reward_model.steps.separator", r'text; default "\n\n"'),
         ("evaluation.gold", "text or null; default null"),
         ("data.split", "a list of whole numbers at least 0 or null; default null"),
         ("ppo.rewards", "a list of mappings; default [{type: reward_model}]"),
@@ -134,7 +136,7 @@ def test_docs_of_a_stage_or_section_list_every_key_below_it_at_80_columns(key: s
     stage, _, section = key.partition(".")
     output = rlhf("config", "docs", key).output
     names = [line.split("  (")[0] for line in output.splitlines() if line and not line.startswith(" ")]
-    assert names == [entry.name for entry in entries(CONFIGS[stage]) if entry.name.startswith(section)]
+    assert names == [entry.name for entry in entries(stage) if entry.name.startswith(section)]
     assert len(names) > 10
     assert max(map(len, output.splitlines())) <= 80
     schema = json.dumps(CONFIGS[stage].model_json_schema())

@@ -70,3 +70,5 @@ def test_an_extra_is_installed_from_the_checkout_or_as_its_package(tmp_path, mon
     assert program.install_extra("lora", "peft").endswith(f"-m pip install -e '{ROOT}[lora]'")
     monkeypatch.setattr(program, "__file__", str(tmp_path / "site-packages" / "rlhf_cli" / "program.py"))
     assert program.install_extra("lora", "peft").endswith("-m pip install peft")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert program.install_extra("lora", "peft") == f"uv pip install --python {program.python()} peft"

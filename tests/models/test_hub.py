@@ -105,6 +105,6 @@ def test_a_mistyped_local_path_is_not_a_hub_id(path, tmp_path, monkeypatch):
 @pytest.mark.usefixtures("online")
 def test_a_cached_model_is_used_without_a_connection(monkeypatch):
     monkeypatch.setattr(hub, "_reachable", lambda: False)
-    monkeypatch.setattr(hub, "_is_cached", lambda *_: True)
+    monkeypatch.setattr(hub, "cached", lambda *_: "config.json")
     hub.require_hub_model("gpt2")
     assert constants.HF_HUB_OFFLINE, "the libraries use their cache, without retries"

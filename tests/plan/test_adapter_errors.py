@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
@@ -17,7 +16,6 @@ from rlhf_cli.models import quantized
 from rlhf_cli.models.adapter_files import BaseModel, save_adapter
 from rlhf_cli.models.adapters import add_lora
 from rlhf_cli.models.load import load_policy
-from rlhf_cli.models.quantized import require_quantizable
 from support.paths import ROOT
 from support.projects import rlhf
 
@@ -126,13 +124,6 @@ def test_a_target_may_name_some_layers_by_their_number(make_model):
     model = load_policy(str(make_model("llama")))
     line = add_lora(model, Lora(r=2, target_modules=["1.mlp.up_proj"]), "model.lora", seed=0)
     assert line.startswith("model.lora: 160 of ")
-
-
-@pytest.mark.parametrize("quantization", ["nf4", "nf4_double"])
-def test_weights_that_can_be_quantized_are_not_refused(quantization):
-    pytest.importorskip("bitsandbytes")
-    config = LlamaConfig(vocab_size=9, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
-    require_quantizable(LlamaForCausalLM(config), quantization, "model.lora.quantize")
 
 
 def adapters(base, folder):

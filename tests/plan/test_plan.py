@@ -49,6 +49,22 @@ def plan(*arguments):
     return json.loads(run(*arguments, "--json").stdout)["stages"]
 
 
+def peaks_of(stage):
+    """The peak with each of the changes that a plan offers."""
+    return {" ".join(change["set"]): change["peak_bytes"] for change in stage["changes"]}
+
+
+@pytest.fixture
+def sft_8b(shapes):
+    """A function: the GPUs, their memory and further options -> the options of the SFT of an 8B model."""
+
+    def options(gpus, memory, *more):
+        path = f"model.path={shapes / '8b'}"
+        return ["configs/hh/sft.yaml", "--gpus", gpus, "--gpu-memory", memory, *sets(path, *more)]
+
+    return options
+
+
 OTHERS = pytest.param(("152k", "1M", "100M", "300M"), marks=pytest.mark.slow, id="others")
 
 
@@ -101,37 +117,35 @@ def test_each_planned_phase_is_within_15_percent_of_the_measured_one(runs):
 # ------------------------------------------------------------------------------------------ what fits
 
 
-def test_an_8b_model_does_not_fit_a_24_gb_gpu_in_full_and_the_plan_says_what_does(shapes):
-    options = ["configs/hh/sft.yaml", "--gpus", 1, "--gpu-memory", "24GB", "--set", f"model.path={shapes / '8b'}"]
-    (sft,) = plan(*options)
+def test_an_8b_model_does_not_fit_a_24_gb_gpu_in_full_and_the_plan_says_what_does(sft_8b):
+    (sft,) = plan(*sft_8b(1, "24GB"))
     assert not sft["fits"]
     # 16 bytes a weight before anything else.
     assert sft["peak_bytes"] > 16 * 8_030_261_248
-    peaks = {" ".join(change["set"]): change["peak_bytes"] for change in sft["changes"]}
+    peaks = peaks_of(sft)
     assert (
         peaks["model.lora.quantize=nf4"] < peaks["model.lora.r=16"] < 0.9 * 24e9 < peaks["gradient_checkpointing=true"]
     )
     assert sft["enough"] == ["model.lora.r=16"]
-    text = run(*options).stdout
+    text = run(*sft_8b(1, "24GB")).stdout
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "does not fit in\n1 x 24 GB GPU" in text
     # The named change is enough. `auto` takes larger microbatches then.
-    same = ["--set", f"training.tokens_per_microbatch={sft['tokens_per_microbatch']}"]
-    for more in ([], same):
-        (lora,) = plan(*options, "--set", "model.lora.r=16", *more)
+    same = f"training.tokens_per_microbatch={sft['tokens_per_microbatch']}"
+    for more in ([], [same]):
+        (lora,) = plan(*sft_8b(1, "24GB", "model.lora.r=16", *more))
         assert lora["fits"]
     assert lora["peak_bytes"] == peaks["model.lora.r=16"]
 
 
-def test_changes_are_compared_at_the_same_microbatches(shapes):
+def test_changes_are_compared_at_the_same_microbatches(sft_8b):
     """With `auto` the freed memory goes to larger microbatches, which would hide what a change saves."""
-    options = ["--gpus", 1, "--gpu-memory", "80GB", "--set", f"model.path={shapes / '8b'}"]
-    (sft,) = plan("configs/hh/sft.yaml", *options)
-    peaks = {" ".join(change["set"]): change["peak_bytes"] for change in sft["changes"]}
+    (sft,) = plan(*sft_8b(1, "80GB"))
+    peaks = peaks_of(sft)
     # 6.98 billion frozen linear weights in 4.5 bits instead of 16.
     saved = peaks["model.lora.r=16"] - peaks["model.lora.quantize=nf4"]
     assert saved == pytest.approx(6.98e9 * (2 - 4.5 / 8), rel=0.05)
-    (lora,) = plan("configs/hh/sft.yaml", *options, "--set", "model.lora.r=16")
+    (lora,) = plan(*sft_8b(1, "80GB", "model.lora.r=16"))
     assert lora["tokens_per_microbatch"] > sft["tokens_per_microbatch"]
     # Weights, gradients and moments take 8 instead of 10 bytes a weight, and the passes need no 16-bit copies.
     states = [peaks[f"optimizer.precision={one}"] for one in ("8bit", "bfloat16")]
@@ -147,11 +161,8 @@ def test_weights_in_16_bits_are_offered_with_passes_in_16_bits(amx, shapes, monk
     assert change == [*["precision=bfloat16"] * (not amx), "optimizer.precision=bfloat16"]
 
 
-def test_two_machines_may_share_within_each_or_among_all(shapes):
-    options = ["--gpus", 16, "--gpu-memory", "80GB", "--set", f"model.path={shapes / '8b'}"]
-    peaks = {
-        " ".join(change["set"]): change["peak_bytes"] for change in plan("configs/hh/sft.yaml", *options)[0]["changes"]
-    }
+def test_two_machines_may_share_within_each_or_among_all(sft_8b):
+    peaks = peaks_of(plan(*sft_8b(16, "80GB"))[0])
     assert list(peaks).index("distributed.shard=hybrid") + 1 == list(peaks).index("distributed.shard=true")
     # 16 bytes a weight among 8 or 16 GPUs.
     saved = peaks["distributed.shard=hybrid"] - peaks["distributed.shard=true"]
@@ -265,29 +276,24 @@ def test_threads_need_memory_and_do_not_change_the_microbatches():
     assert "other threads" not in parts[1]["rollout"]
 
 
-def test_a_model_that_is_offloaded_needs_the_memory_of_the_cpu_and_not_of_the_gpu(shapes):
+def test_a_model_that_is_offloaded_needs_the_memory_of_the_cpu_and_not_of_the_gpu(sft_8b):
     """The plan offers it where the parts of the model do not fit, and counts what it moves."""
-    options = ["configs/hh/sft.yaml", "--gpus", 4, "--gpu-memory", "24GB", "--set", f"model.path={shapes / '8b'}"]
-    (sft,) = plan(*options)
+    (sft,) = plan(*sft_8b(4, "24GB"))
     assert sft["enough"] == ["distributed.shard=true", "distributed.offload=true"]
-    (sharded,) = plan(*options, "--set", "distributed.shard=true")
-    changes = sets(*sft["enough"])
-    (offloaded,) = plan(*options, *changes)
+    (sharded,) = plan(*sft_8b(4, "24GB", "distributed.shard=true"))
+    options = sft_8b(4, "24GB", *sft["enough"])
+    (offloaded,) = plan(*options)
     assert (sharded["fits"], offloaded["fits"], sharded["offloaded_bytes"]) == (False, True, 0)
     # 16 bytes a weight, a quarter of them for each process.
     assert offloaded["offloaded_bytes"] == pytest.approx(16 * 8_030_261_248 / 4)
-    assert [sum(phase["parts"].get(kind, 0) for phase in offloaded["phases"]) for kind in ("weights", "optimizer")] == [
-        0,
-        0,
-    ]
-    assert "CPU memory: 32.1 GB for each process" in run(*options, *changes).stdout
+    assert not any(phase["parts"].get(kind) for phase in offloaded["phases"] for kind in ("weights", "optimizer"))
+    assert "CPU memory: 32.1 GB for each process" in run(*options).stdout
 
 
-def test_several_changes_together_make_a_run_fit(shapes):
-    size = f"model.path={shapes / '8b'}"
-    (sft,) = plan("configs/hh/sft.yaml", "--gpus", 1, "--gpu-memory", "9GB", "--set", size)
+def test_several_changes_together_make_a_run_fit(sft_8b):
+    (sft,) = plan(*sft_8b(1, "9GB"))
     assert len(sft["enough"]) > 1
-    assert plan("configs/hh/sft.yaml", "--gpus", 1, "--gpu-memory", "9GB", *sets(size, *sft["enough"]))[0]["fits"]
+    assert plan(*sft_8b(1, "9GB", *sft["enough"]))[0]["fits"]
 
 
 RECIPES = {
@@ -347,43 +353,42 @@ def test_an_override_without_a_prefix_is_for_the_stages_that_are_planned():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("line", "message"),
     [
-        (["configs/support", "--gpu-memory", "much"], "--gpu-memory: found much, must be a size such as 80GB or 24GiB"),
-        (["configs/support", "--gpu-memory", "0GB"], "--gpu-memory: found 0GB, must be a size such as 80GB or 24GiB"),
+        *((f"configs/support --gpu-memory {size}", f"found {size}, must be a size") for size in ("much", "0GB", "80")),
+        ("configs/support --gpu-memory 80GB/2", "--gpu-memory: found 80GB/2, must be a size such as 80GB or 24GiB"),
+        ("configs/support --gpus 2 --gpu-memory 80GB --nproc 7", "--nproc: has no effect beside --gpus, which"),
+        ("configs/support --gpu-memory 80GB --nproc 7", "--nproc: has no effect beside --gpu-memory"),
         (
-            ["configs/support", "--gpus", "2", "--gpu-memory", "80GB", "--nproc", "7"],
-            "--nproc: has no effect beside --gpus, which",
-        ),
-        (["configs/support", "--gpu-memory", "80GB", "--nproc", "7"], "--nproc: has no effect beside --gpu-memory"),
-        (
-            ["configs/support/sft.yaml", "--gpu-memory", "24GB", "--set", "device=cpu"],
+            "configs/support/sft.yaml --gpu-memory 24GB --set device=cpu",
             "device: cpu, but the plan is for 1 x 24 GB GPU. Set device: auto, or plan for another machine",
         ),
         (
-            ["configs/support/sft.yaml", "--set", "optimizer.precision=bfloat16"],
+            "configs/support/sft.yaml --set optimizer.precision=bfloat16",
             "optimizer.precision: bfloat16 needs bfloat16 passes, and precision: auto is float32 on this cpu",
         ),
-        (["--config", "missing/sft.yaml"], "missing/sft.yaml: no such file"),
-        (["configs"], "configs: has no sft.yaml, rm.yaml or ppo.yaml"),
-        ([], "give one config: rlhf plan FILE, or rlhf plan --config FILE"),
+        ("--config missing/sft.yaml", "missing/sft.yaml: no such file"),
+        ("configs", "configs: has no sft.yaml, rm.yaml or ppo.yaml"),
+        ("configs/stories --set rm:seed=1", "configs/stories has no rm.yaml that is read here, so this would"),
+        ("configs/support --stage rm", "--stage: is for a file whose name does not tell. For one stage of configs/"),
+        ("", "give one config: rlhf plan FILE, or rlhf plan --config FILE"),
         (
-            ["configs/support/sft.yaml", "--set", "model.scratch=null", "--set", "model.path=nobody/nothing"],
+            "configs/support/sft.yaml --set model.scratch=null --set model.path=nobody/nothing",
             "model.path: nobody/nothing is no directory, and its config.json is not in the hub's cache. Download it: "
             "hf download nobody/nothing config.json",
         ),
         (
-            ["configs/stories/ppo.yaml", "--set", "policy.path=data/stories/babyllama"],
+            "configs/stories/ppo.yaml --set policy.path=data/stories/babyllama",
             "policy.path: data/stories/babyllama: no such directory. Run the stage or command that writes it, or give",
         ),
         (
-            ["configs/support/sft.yaml", "--set", "model.scratch.config.num_attention_heads=0"],
+            "configs/support/sft.yaml --set model.scratch.config.num_attention_heads=0",
             "model.scratch: cannot build this model (",
         ),
     ],
 )
-def test_errors_are_one_line_and_exit_code_2(arguments, message):
-    result = run(*arguments, code=2)
+def test_errors_are_one_line_and_exit_code_2(line, message):
+    result = run(*line.split(), code=2)
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
 
