@@ -87,7 +87,7 @@ def show(
 
     for text in unfinished:
         write(text, "", "  ", colour="yellow")
-    count = len(CAUSES) - len(skipped)
+    count = sum(cause.stage in evidence.stages for cause in CAUSES) - len(skipped)
     if not causes and unfinished:
         write(f"{root}: none of {count} causes shows so far; a run is judged when its three stages are finished")
     elif not causes:

@@ -64,7 +64,7 @@ def write_report(roots: Sequence[Path], out: Path, png: Path | None = None) -> N
     runs = [read_run(root, name) for root, name in zip(roots, names_of(roots), strict=True)]
     runs = [replace(run, color=COLORS[i % len(COLORS)]) for i, run in enumerate(runs)]
     text = page(runs, javascript())
-    _write(out, text.encode("utf-8"))
+    _write(out, text.encode("utf-8", "replace"))  # a folder's name may hold bytes that are not UTF-8
     if png is not None:
         import vl_convert
 
@@ -164,6 +164,7 @@ def _views(runs: Sequence[RunData]) -> list[dict[str, Any]]:
         views.append(
             {
                 "name": run.name,
+                "has_figures": bool(verdict(run) or headline(run)),
                 "unfinished": [text for _, text in unfinished_stages(run.root)],
                 "headline": headline(run),
                 "verdict": new,

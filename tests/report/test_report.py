@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -119,7 +120,8 @@ def run(tmp_path):
     ends = {"score_mean_low95": 1.9, "score_mean_high95": 2.1, "gold_low95": 4.1, "gold_high95": 4.3, "kl_low95": 2.6}
     middle = {"score_mean": 2.0, "gold": 4.2, "kl": 2.8, "kl_high95": 3.0, **ends}
     end = {"score_mean": 2.3, "gold": 3.1, "kl": 3.6}
-    write(root / "ppo" / "evaluations.jsonl", [{"step": 45, **middle}, {"step": 90, **end}])
+    infinite = {"step": 60, "score_mean": None, "gold": None, "kl": None}
+    write(root / "ppo" / "evaluations.jsonl", [{"step": 45, **middle}, infinite, {"step": 90, **end}])
     write(root / "ppo" / "evaluation.json", [{"sft": start, "ppo": end}])
     finding = {"name": "kl_runaway", "message": HOSTILE, "advice": "raise ppo.kl_coef"}
     steps = [{"step": i, "line": "", "findings": [finding] if i in (4, 5, 6, 11) else []} for i in range(1, 20)]
@@ -212,6 +214,7 @@ def test_each_cell_of_the_tables_is_the_figure_of_its_row_and_column(read):
             ["iteration", "score", "gold", "KL, nats"],
             ["0", "0.15", "1.65", "0.00"],
             ["45", "2.00 [1.90, 2.10]", "4.20 [4.10, 4.30]", "2.80 [2.60, 3.00]"],
+            ["60", "", "", ""],
             ["90", "2.30", "3.10", "3.60"],
         ],
         "How often PPO's reply is better than SFT's": [["by", "win rate"], ["score", n(0.91)], ["gold", n(0.86)]],
@@ -509,6 +512,17 @@ def test_runs_that_share_a_stage_share_its_curve(project, tmp_path):
     assert list(shared_runs(runs[:2], "sft")) == ["one, two"]
     assert list(shared_runs(runs, "rm")) == ["all 3 runs"]
     assert list(shared_runs(runs[:2], "ppo")) == ["one", "two"]
+
+
+def test_two_runs_with_the_same_figures_in_folders_of_any_name(project, tmp_path):
+    """The figures are said of the first run. A name may hold bytes that are not UTF-8."""
+    roots = [tmp_path / "one", tmp_path / os.fsdecode(b"two\xff")]
+    for root in roots:
+        shutil.copytree(project / "run", root, ignore=shutil.ignore_patterns("ppo"))
+    rlhf("report", *roots, "--out", tmp_path / "a.html")
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert '<h2 class="run-name">two?</h2>' in page
+    assert "No stage has held-out figures" not in page
 
 
 def luminance(color):
