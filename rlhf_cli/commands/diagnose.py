@@ -45,20 +45,10 @@ def diagnose(
     causes, skipped = rank(evidence), not_judged(evidence)
     lines = [text for _, text in unfinished]
     if as_json:
+        names = {"message": "title", "severity": "certainty"}
         found = {
             "unfinished": lines,
-            "causes": [
-                {
-                    "name": cause.name,
-                    "stage": cause.stage,
-                    "title": cause.message,
-                    "certainty": cause.severity,
-                    "evidence": list(cause.evidence),
-                    "advice": cause.advice,
-                    "explained_by": cause.explained_by,
-                }
-                for cause in causes
-            ],
+            "causes": [{names.get(key, key): value for key, value in asdict(cause).items()} for cause in causes],
             "not_judged": [{"name": rule.name, "needs": rule.wants} for rule in skipped],
             "evidence": asdict(evidence),
         }
