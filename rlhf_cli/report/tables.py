@@ -59,12 +59,9 @@ def config_differences(runs: Sequence[Mapping[str, Manifest]]) -> list[list[str]
             values = [config.get(key, "") for config in configs]
             texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
             if len(set(texts)) > 1:
-                rows.append([f"{stage}: {key}", *map(_short, texts)])
+                short = [text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..." for text in texts]
+                rows.append([f"{stage}: {key}", *short])
     return rows
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
 
 
 def tables_of(data: StageData) -> list[Table]:

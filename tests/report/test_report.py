@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import time
+from dataclasses import replace
 from importlib import resources
 
 import pytest
@@ -507,11 +508,18 @@ def test_runs_that_share_a_stage_share_its_curve(project, tmp_path):
     manifest = other / "ppo" / "manifest.json"
     found = json.loads(manifest.read_text(encoding="utf-8"))
     manifest.write_text(json.dumps({**found, "seed": 7}), encoding="utf-8")
-    names = ("one", "two", "three")
-    runs = [read_run(root, name) for root, name in zip((project / "run", other, other), names, strict=True)]
+    for root in (project / "run", other):
+        write(root / "ppo" / "metrics.jsonl", [{"step": step, "objective/score": step} for step in (1, 2)])
+    names = {"one": project / "run", "two": other, "three": other}
+    colors = ("#111111", "#222222", "#333333")
+    runs = [
+        replace(read_run(root, name), color=color) for (name, root), color in zip(names.items(), colors, strict=True)
+    ]
     assert list(shared_runs(runs[:2], "sft")) == ["one, two"]
     assert list(shared_runs(runs, "rm")) == ["all 3 runs"]
     assert list(shared_runs(runs[:2], "ppo")) == ["one", "two"]
+    drawn = vl_convert.vegalite_to_svg(picture(runs[:2]))
+    assert [f'stroke="{color}"' in drawn for color in colors] == [True, True, False], "in a PNG too"
 
 
 def test_two_runs_with_the_same_figures_in_folders_of_any_name(project, tmp_path):
