@@ -117,7 +117,7 @@ def run(tmp_path):
         rows = [{"step": step, **{name: value + step for name, value in values.items()}} for step in range(1, 20)]
         write(root / stage / "metrics.jsonl", rows)
     (root / "ppo" / "config.yaml").write_text("ppo: {kl_target: 3.25}\n", encoding="utf-8")
-    start = {"score_mean": 0.15, "gold": 1.65, "kl": 0.0}
+    start = {"score_mean": 0.15, "gold": 1.65, "kl": -1e-4}
     ends = {"score_mean_low95": 1.9, "score_mean_high95": 2.1, "gold_low95": 4.1, "gold_high95": 4.3, "kl_low95": 2.6}
     middle = {"score_mean": 2.0, "gold": 4.2, "kl": 2.8, "kl_high95": 3.0, **ends}
     end = {"score_mean": 2.3, "gold": 3.1, "kl": 3.6}
@@ -286,6 +286,9 @@ def test_each_chart_of_an_evaluation_draws_the_figures_of_its_name(read):
         assert fields(name, "x", "y", "text") == [(2.9, own[0], "PPO")]
         assert fields(interval, "x", "y2") == [(2.9, pytest.approx(own[1] + 0.1))]
         assert line["encoding"]["y"]["title"] == figure_name
+    read.stages["ppo"].evaluation["best_of_n"]["ppo"]["kl"] = -0.01
+    chart = next(chart for chart in distance_charts([read]) if chart.id == "frontier-gold-run")
+    assert fields(chart.spec["layer"][4], "x") == [(0.0,)], "an estimate below 0 has no square root"
 
 
 def test_each_curve_draws_its_metric_and_what_it_is_compared_with(read):
