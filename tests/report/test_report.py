@@ -489,9 +489,9 @@ def test_the_page_begins_with_the_result_in_one_sentence(run, difference, says):
     rlhf("report", run)
     page = (run / "report.html").read_text(encoding="utf-8")
     assert page.index(f'<p class="headline">{says}</p>') < page.index("<p>Reward model")
-    found["difference"]["gold"] = figure(0.0)
+    found["difference"]["gold"], found["ppo"]["kl"] = figure(0.0), figure(-0.01)
     write(path, [found])
-    assert headline(read_run(run, "r")).startswith("PPO did not clearly change gold")
+    assert headline(read_run(run, "r")).startswith("PPO did not clearly change gold from 1.60 to 4.70 at 0.0 nats")
     for unmeasured in (path, run / "ppo" / "evaluation.json"):
         unmeasured.unlink()
     assert headline(read_run(run, "r")) == ""
