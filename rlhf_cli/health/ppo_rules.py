@@ -413,9 +413,8 @@ def never_ends(run: History) -> Iterator[Seen]:
         yield (
             1 - ended,
             f"response/eos_fraction is {ended:.0%} and was {start:.0%} at the start (limit {NEVER_ENDS:.0%}). Almost "
-            "no response ends within "
-            f"{run.config.rollout.max_new_tokens} tokens. Either good responses are longer, or the SFT model did not "
-            "learn to end, or it ends with another token than EOS.",
+            f"no response ends within {run.config.rollout.max_new_tokens} tokens. Either good responses are longer, or "
+            "the SFT model did not learn to end, or it ends with another token than EOS.",
         )
 
 
@@ -588,6 +587,5 @@ def overoptimisation(run: History) -> Iterator[Seen]:
             f"{fmean(now['golds']):.3g} at iteration {now['iteration']} ({fall:+.2g}, standard error "
             f"{fall_error:.2g}), while the score rose from {fmean(best['scores']):.3g} to {fmean(now['scores']):.3g} "
             f"({rise:+.2g}, standard error {rise_error:.2g}), on {len(now['golds'])} held-out prompts. The policy "
-            f"exploits errors of "
-            "the reward model.",
+            "exploits errors of the reward model.",
         )
