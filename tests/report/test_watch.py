@@ -62,6 +62,7 @@ def test_a_running_stage_shows_steps_curves_health_and_samples(run):
     assert "healthy" not in text, "its figures are in the rows above"
     assert "Where is [b]my tent?" in text
     assert "held-out loss" not in text
+    assert "\x1b[31m" not in text, "an escape of a sample does not reach the terminal"
 
 
 def test_a_finished_run_shows_the_latest_samples_of_its_last_stage_and_a_health_finding(run):
@@ -113,10 +114,6 @@ def test_a_sample_of_wide_characters_takes_two_columns_for_each(run, width, rest
     cells = [sum(1 + (east_asian_width(character) in ("W", "F")) for character in line) for line in lines]
     assert cells == {40: [40, 40, 40], 80: [80, 66]}[width]
     assert "".join(line.strip() for line in lines).removesuffix(rest) == row["prompt"][: 55 if rest else None]
-
-
-def test_escapes_of_a_sample_do_not_reach_the_terminal(run):
-    assert "\x1b[31m" not in shown(run, force_terminal=False)
 
 
 def test_only_new_rows_are_read_and_a_half_written_one_waits(tmp_path):
