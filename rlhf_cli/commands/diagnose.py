@@ -45,20 +45,10 @@ def diagnose(
     causes, skipped = rank(evidence), not_judged(evidence)
     lines = [text for _, text in unfinished]
     if as_json:
+        names = {"message": "title", "severity": "certainty"}
         found = {
             "unfinished": lines,
-            "causes": [
-                {
-                    "name": cause.name,
-                    "stage": cause.stage,
-                    "title": cause.message,
-                    "certainty": cause.severity,
-                    "evidence": list(cause.evidence),
-                    "advice": cause.advice,
-                    "explained_by": cause.explained_by,
-                }
-                for cause in causes
-            ],
+            "causes": [{names.get(key, key): value for key, value in asdict(cause).items()} for cause in causes],
             "not_judged": [{"name": rule.name, "needs": rule.wants} for rule in skipped],
             "evidence": asdict(evidence),
         }
@@ -87,7 +77,7 @@ def show(
 
     for text in unfinished:
         write(text, "", "  ", colour="yellow")
-    count = len(CAUSES) - len(skipped)
+    count = sum(cause.stage in evidence.stages for cause in CAUSES) - len(skipped)
     if not causes and unfinished:
         write(f"{root}: none of {count} causes shows so far; a run is judged when its three stages are finished")
     elif not causes:

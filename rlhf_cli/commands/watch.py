@@ -29,7 +29,7 @@ SHOWN = {
     "ppo": ("objective/score", "objective/kl", "response/length", "policy/entropy", "value/explained_variance"),
 }
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
-LABEL_WIDTH, NUMBER_WIDTH = 19, 9
+LABEL_WIDTH, NUMBER_WIDTH = 19, 11  # a number such as -8.631e-05 and a space
 SAMPLES = 2  # latest samples of a stage that are shown
 SAMPLE_LINES = 3  # lines of a prompt or a reply, where the screen has room for them
 SILENT_SECONDS = 120.0  # a running stage without a new row for this long is shown with that time
@@ -136,7 +136,7 @@ def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
     ('▁▂▃▄▅▆▇█', '▁█', '▄▄')
     """
     finite = [value for value in values if abs(value) < float("inf")]
-    if not finite:
+    if not finite or width < 1:
         return ""
     count = min(width, len(finite))
     parts = [finite[i * len(finite) // count : (i + 1) * len(finite) // count] for i in range(count)]

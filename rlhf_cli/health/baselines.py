@@ -5,6 +5,7 @@ The RM stage, `rlhf rm score`, `rlhf eval`, reports and the start of PPO judge a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 ACCURACIES = ("eval/accuracy", "eval/pair_accuracy")
@@ -38,9 +39,7 @@ def is_better(figures: Mapping[str, float]) -> bool:
     """
     lows = {key: figures.get(f"{key}_low95", figures.get(key, 0.0)) for key in ACCURACIES}
     high = figures.get("eval/mse_high95", figures.get("eval/mse", 0.0))
-    is_below = (
-        high < figures["eval/target_variance"] if {"eval/mse", "eval/target_variance"} <= figures.keys() else True
-    )
+    is_below = high < figures.get("eval/target_variance", math.inf)
     return is_below and all(lows[key] > value for key in ACCURACIES for value in simple_rules(figures, key).values())
 
 

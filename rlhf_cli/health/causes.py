@@ -129,18 +129,15 @@ def sft_steps_too_large(run: Evidence) -> Iterator[Seen]:
     sft = run.sft
     if sft.loss_end > 1.5 * sft.loss_lowest + 0.05:
         yield shows(
-            f"The training loss had come down to {sft.loss_lowest:.2f} nats per token and is {sft.loss_end:.2f} at the "
-            "end."
+            f"The training loss fell to {sft.loss_lowest:.2f} nats per token and is {sft.loss_end:.2f} at the end."
         )
     if sft.loss_end > sft.loss_first:
         yield shows(
-            f"The training loss is higher at the end ({sft.loss_end:.2f}) than at the first step "
-            f"({sft.loss_first:.2f})."
+            f"The training loss rose from {sft.loss_first:.2f} at the first step to {sft.loss_end:.2f} at the end."
         )
     if sft.grad_spike > 10:  # good: 2
         yield supports(
-            f"In the second half of the steps the gradient norm jumped to {sft.grad_spike:.0f} times its median (limit "
-            "10)."
+            f"In the second half the gradient norm jumped to {sft.grad_spike:.0f} times its median (limit 10)."
         )
         yield from map(supports, ignored_prompts(sft))
     if sft.bad_steps > 0:
@@ -386,8 +383,7 @@ def rm_steps_too_large(run: Evidence) -> Iterator[Seen]:
         # A new head may start with such a loss, so this shows large steps only if the weights moved.
         sign = shows if rm.moved > 0.001 else supports
         yield sign(
-            f"The training loss is {rm.loss_end:.2f} at the end. A model that gives all answers the same score has "
-            "0.693."
+            f"The training loss is {rm.loss_end:.2f} at the end. With the same score for all answers it is 0.693."
         )
     if rm.moved > 0.5 and run.weakness:
         yield shows(
@@ -611,8 +607,7 @@ def prompts_few(run: Evidence) -> Iterator[Seen]:
     if 0 < ppo.distinct_prompts < batch_size and uses > 50:
         yield shows(
             f"PPO has {ppo.distinct_prompts:.0f} different prompts in {ppo.prompts:.0f} rows, fewer than a batch of "
-            f"{batch_size} (ppo.rollout_batch_size), and answered each about "
-            f"{uses:.0f} times."
+            f"{batch_size} (ppo.rollout_batch_size), and answered each about {uses:.0f} times."
         )
 
 

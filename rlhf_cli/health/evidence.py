@@ -17,10 +17,9 @@ from rlhf_cli.algorithms.names import EVALUATION_FIGURES
 from rlhf_cli.config.by_stage import load_stage_config
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import EnsembleReward, ModelReward
-from rlhf_cli.files import rows_of
 from rlhf_cli.health.baselines import weak_reward
 from rlhf_cli.health.history import PERSIST, START
-from rlhf_cli.report.run_data import StageData, read_run
+from rlhf_cli.report.run_data import StageData, measured, read_run
 from rlhf_cli.run.artifacts import flat
 
 OF_ITERATIONS = (
@@ -122,7 +121,7 @@ def read_evidence(root: Path) -> Evidence:
     for stage, data in run.stages.items():
         config = load_stage_config(stage, data.directory / "config.yaml")
         settings |= flat(config.model_dump(mode="json"), stage)
-        rows = list(rows_of(data.directory / "metrics.jsonl"))
+        rows = measured(data.directory / "metrics.jsonl")
         figures |= _of_manifest(stage, data)
         figures |= _ppo(rows, config) if isinstance(config, PPOConfig) else _training(stage, rows)
         if stage == "sft":  # the share of its last samples that ended by themselves
@@ -183,7 +182,7 @@ def _training(stage: str, rows: Sequence[Mapping[str, float]]) -> dict[str, floa
         f"{stage}.loss_lowest": min(fmean(loss[i : i + tenth]) for i in range(0, len(loss) - tenth + 1, tenth)),
         f"{stage}.bad_steps": sum(row.get(f"{stage}/bad_steps", 0.0) for row in rows),
     }
-    if norms := [row[f"{stage}/grad_norm"] for row in rows if row.get(f"{stage}/grad_norm") is not None][half:]:
+    if norms := [row[f"{stage}/grad_norm"] for row in rows if f"{stage}/grad_norm" in row][half:]:
         found[f"{stage}.grad_spike"] = max(norms) / max(median(norms), 1e-12)
     if accuracy := [row["rm/accuracy"] for row in rows if "rm/accuracy" in row]:
         found["rm.training_accuracy"] = fmean(accuracy[-tenth:])

@@ -13,16 +13,13 @@ from typing import Any, Literal
 from rlhf_cli.config.stage import STAGES
 
 Seen = tuple[float, str]
-"""What a rule saw, and how much it weighs.
+"""How much a sign weighs, and sentences on one line: what was found, its numbers, the limit and the likely cause.
 
 While a run is running, the weight is a number above 0 that grows as the problem becomes worse. After it: 2 if the sign
-shows the cause by itself, 1 if it only supports it. The text is full sentences on one line, with what was found, its
-numbers, the limit and the likely cause.
+shows the cause by itself, 1 if it only supports it.
 """
-
-
 Signs = Callable[[Any], Iterator[Seen]]
-"""Yields each thing that a rule sees in a run. While a run is running, the first counts."""
+"""Yields the signs of a rule in a run. While a run is running, the first counts."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +57,13 @@ def rule(rules: list[Rule], advice: str, **fields: Any) -> Callable[[Signs], Sig
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong with a run, or may be."""
+    """Something that is wrong with a run, or may be: what is wrong and what to try, on one line each."""
 
     name: str
     severity: Literal["stop", "warning", "likely", "sure"]
     """How bad it is while the run is running; how sure it is after the run."""
     message: str
-    """What is wrong, on one line."""
     advice: str
-    """What to try, with config keys, on one line."""
 
 
 @dataclass(frozen=True)

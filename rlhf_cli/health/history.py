@@ -94,7 +94,7 @@ class History:
 
     def __getitem__(self, key: str) -> float:
         """The newest value of a metric; NaN without one, so that comparisons with it are false."""
-        return self.recent[-1].get(key, self.metrics.get(key, math.nan))
+        return self.recent[-1].get(key, math.nan)
 
     def at_start(self, key: str) -> float:
         """The mean over the first START iterations that have the metric, or NaN."""
@@ -128,22 +128,10 @@ class History:
         return RATIO_TOLERANCE[self.precision]
 
     @property
-    def gap_tolerance(self) -> float:
-        """Nats: of the mean sampler gap."""
-        return GAP_TOLERANCE[self.precision]
-
-    @property
     def near_best(self) -> float:
         """The lowest score that is near the best one; NaN if there is none."""
         best = self.bests[-1][1] if self.bests else math.nan
         return best - NEAR_BEST * max(best - self.at_start("objective/score"), 0.0)
-
-    @property
-    def rewards_can_be_compared(self) -> bool:
-        """Whether objective/reward contains the whole score, in one unit throughout the run."""
-        ppo = self.config.ppo
-        is_scaled = ppo.whiten_rewards or ppo.score_normalization == "running"
-        return not is_scaled and ppo.advantage_estimator != "reinforce_pp_baseline"
 
     @property
     def has_judge(self) -> bool:

@@ -18,6 +18,7 @@ from rlhf_cli.health.findings import Rule, Seen, rule
 from rlhf_cli.health.history import (
     BEFORE_KL,
     EARLY,
+    GAP_TOLERANCE,
     LARGEST,
     PERSIST,
     STANDARD_ERRORS,
@@ -122,7 +123,7 @@ norm at the start. Good: up to 4."""
 )
 def sampler_gap(run: History) -> Iterator[Seen]:
     of_both = (
-        ("policy/sampler_gap_mean: on average", run["policy/sampler_gap_mean"], run.gap_tolerance),
+        ("policy/sampler_gap_mean: on average", run["policy/sampler_gap_mean"], GAP_TOLERANCE[run.precision]),
         ("policy/sampler_gap:", run["policy/sampler_gap"], 2 * run.ratio_tolerance),
     )
     for name, gap, tolerance in of_both:
@@ -227,11 +228,12 @@ def limit_missed(run: History) -> Iterator[Seen]:
         )
 
 
-def above(run: History, key: str, limit: float, far: float) -> str:
-    """How long a metric is above its limit: for PERSIST iterations, in this one and far above it, or "" for neither."""
-    if run.least(key) > limit:
-        return f"for {PERSIST} iterations"
-    return "in this iteration, by far" if run[key] > far else ""
+def above(run: History, key: str, limit: float, far: float, form: str, why: str) -> Iterator[Seen]:
+    """A metric that is above its limit for PERSIST iterations, or above `far` in this one."""
+    persists = run.least(key) > limit
+    if persists or run[key] > far:
+        since = f"for {PERSIST} iterations" if persists else "in this iteration, by far"
+        yield run[key], f"{key} is {form.format(run[key])}, above {form.format(limit)} {since}. {why}"
 
 
 # Good: 0.01 nats per token, single iterations up to 0.07; bad: 0.2 to 0.8.
@@ -240,26 +242,19 @@ def above(run: History, key: str, limit: float, far: float) -> str:
     "ppo.minibatch_size. To end such an update early, {end_early}"
 )
 def approx_kl(run: History) -> Iterator[Seen]:
-    if since := above(run, "policy/approx_kl", 0.1, 1.0):
-        kl = run["policy/approx_kl"]
-        yield (
-            kl,
-            f"policy/approx_kl is {kl:.3g} nats per token, above 0.1 {since}. Within one iteration the policy moves so "
-            "far from the one that sampled the responses that they no longer show what is good for it.",
-        )
+    why = (
+        "Within one iteration the policy moves so far from the one that sampled the responses that they no longer show "
+        "what is good for it."
+    )
+    yield from above(run, "policy/approx_kl", 0.1, 1.0, "{:.3g} nats per token", why)
 
 
 # Good: 0.05, single iterations up to 0.09. A far too high learning rate gives 0.1 to 0.3 and shows in approx_kl
 # first. At this limit a third of the batch is lost.
 @warning("Lower {steps}, or raise ppo.minibatch_size. A wider ppo.clip_range would only hide the problem")
 def clip_fraction(run: History) -> Iterator[Seen]:
-    if since := above(run, "policy/clip_fraction", 0.3, 0.8):
-        share = run["policy/clip_fraction"]
-        yield (
-            share,
-            f"policy/clip_fraction is {share:.0%}, above 30% {since}. The ratio of these tokens is outside "
-            "ppo.clip_range, so they have no gradient.",
-        )
+    why = "The ratio of these tokens is outside ppo.clip_range, so they have no gradient."
+    yield from above(run, "policy/clip_fraction", 0.3, 0.8, "{:.0%}", why)
 
 
 # Good: 0.005; bad: 1, soon after this limit is passed.
@@ -269,13 +264,11 @@ def clip_fraction(run: History) -> Iterator[Seen]:
     "them: a reward model that never saw an empty response cannot judge one"
 )
 def empty(run: History) -> Iterator[Seen]:
-    if since := above(run, "response/empty_fraction", 0.25, 0.9):
-        share = run["response/empty_fraction"]
-        yield (
-            share,
-            f"response/empty_fraction: {share:.0%} of the responses have no text, above 25% {since}. Either an empty "
-            "response scores better than text, or too large a step broke the policy.",
-        )
+    why = (
+        "These responses have no text. Either an empty response scores better than text, or too large a step broke the "
+        "policy."
+    )
+    yield from above(run, "response/empty_fraction", 0.25, 0.9, "{:.0%}", why)
 
 
 # Good: 5 iterations, the first ones: the value head starts at 0, which explains nothing.
@@ -420,9 +413,8 @@ def never_ends(run: History) -> Iterator[Seen]:
         yield (
             1 - ended,
             f"response/eos_fraction is {ended:.0%} and was {start:.0%} at the start (limit {NEVER_ENDS:.0%}). Almost "
-            "no response ends within "
-            f"{run.config.rollout.max_new_tokens} tokens. Either good responses are longer, or the SFT model did not "
-            "learn to end, or it ends with another token than EOS.",
+            f"no response ends within {run.config.rollout.max_new_tokens} tokens. Either good responses are longer, or "
+            "the SFT model did not learn to end, or it ends with another token than EOS.",
         )
 
 
@@ -526,7 +518,9 @@ def length_explains_score(run: History) -> Iterator[Seen]:
 def objective_falls(run: History) -> Iterator[Seen]:
     kls, scores, gross = (run.before_and_now(key) for key in ("objective/kl", "objective/score", BEFORE_KL))
     spread, kl_coef = run.at_start("objective/score_std"), run.recent[-1].get("objective/kl_coef", 0.0)
-    if not (run.rewards_can_be_compared and kls and scores and gross):
+    ppo = run.config.ppo
+    is_scaled = ppo.whiten_rewards or ppo.score_normalization == "running"  # in another unit in each iteration
+    if is_scaled or ppo.advantage_estimator == "reinforce_pp_baseline" or not (kls and scores and gross):
         return
     # Both with the coefficient of now, which an adaptive controller may have moved.
     first, now = ([r - kl_coef * kl for r, kl in zip(*pair, strict=True)] for pair in zip(gross, kls, strict=True))
@@ -593,6 +587,5 @@ def overoptimisation(run: History) -> Iterator[Seen]:
             f"{fmean(now['golds']):.3g} at iteration {now['iteration']} ({fall:+.2g}, standard error "
             f"{fall_error:.2g}), while the score rose from {fmean(best['scores']):.3g} to {fmean(now['scores']):.3g} "
             f"({rise:+.2g}, standard error {rise_error:.2g}), on {len(now['golds'])} held-out prompts. The policy "
-            f"exploits errors of "
-            "the reward model.",
+            "exploits errors of the reward model.",
         )

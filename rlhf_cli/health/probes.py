@@ -107,13 +107,8 @@ class Probes:
         return data.train, held_out, data.skipped_share
 
     @cached_property
-    def answers(self) -> list[list[list[int]]]:
-        """The better and the worse answer of each held-out pair, as tokens."""
-        return [[row.answers[0], row.answers[-1]] for row in self.pairs[1]]
-
-    @cached_property
     def scores(self) -> Tensor:
-        """Their scores, [n, 2]."""
+        """The scores of the better and the worse answer of each held-out pair, [n, 2]."""
         return self.scorer.score_ends(self.pairs[1]).view(-1, 2)
 
     def sft(self) -> Found:
@@ -158,13 +153,14 @@ class Probes:
         if not held_out:
             return found
         right = wins(*self.scores.unbind(1))
-        lengths = torch.tensor([[float(len(ids)) for ids in pair] for pair in self.answers])
+        answers = [[row.answers[0], row.answers[-1]] for row in held_out]  # as tokens
+        lengths = torch.tensor([[float(len(ids)) for ids in pair] for pair in answers])
         found |= {"rm.probed_accuracy": right.mean().item(), "rm.probed_accuracy_rows": float(len(right))}
         found["rm.score_length_correlation"] = pearson(self.scores.flatten(), lengths.flatten())
         eos = self.scorer.tokenizer.eos_token_id
-        ended = all(ids[-1] == eos and len(ids) > 1 for pair in self.answers for ids in pair)
+        ended = all(ids[-1] == eos and len(ids) > 1 for pair in answers for ids in pair)
         if reads_last_token(self.scorer.model) and ended and len(right) > 1:
-            cut = [[ids[:-1] for ids in pair] for pair in self.answers]
+            cut = [[ids[:-1] for ids in pair] for pair in answers]
             earlier = self.scorer.score(cut, [[row.lengths[0], row.lengths[-1]] for row in held_out]).view(-1, 2)
             without = wins(*earlier.unbind(1))
             gain, error = paired(without.tolist(), right.tolist())

@@ -38,8 +38,8 @@ class Seen:
         >>> Seen("kl_far", [3]).when("iteration"), Seen("empty", [2, 5]).when("step"), Seen("empty", [0]).when("step")
         ('iteration 3', '2 steps (2 to 5)', 'before step 1')
         """
-        first, last = self.steps[0], self.steps[-1]
-        return at(first, unit) if first == last else f"{len(self.steps)} {unit}s ({first} to {last})"
+        steps = [step for step in self.steps if step] or self.steps  # 0 is not a step
+        return at(steps[0], unit) if len(steps) == 1 else f"{len(steps)} {unit}s ({steps[0]} to {steps[-1]})"
 
 
 def unit_of(stage: str) -> str:

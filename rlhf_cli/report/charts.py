@@ -311,7 +311,11 @@ def _on_kl(
     ends: bool = False,
     **encoding: Any,
 ) -> dict[str, Any]:
-    """A layer with the `value` of rows, or with `ends` their interval from `low` to `high`, against their `kl`."""
+    """A layer with the `value` of rows, or with `ends` their interval from `low` to `high`, against their `kl`.
+
+    Estimates of a KL near 0 may be negative, and have no square root.
+    """
+    rows = [{**row, "kl": max(0.0, row["kl"])} for row in rows]
     axis, scale = {"tickCount": 6, "labelOverlap": True}, {"type": "sqrt", "nice": False}
     x = number("kl", title="KL to the SFT model, nats (square-root scale)", scale=scale, axis=axis)
     y = number("low" if ends else "value", title=figure, scale={"zero": False}, axis={"tickCount": 5})
@@ -361,7 +365,7 @@ def path_points(run: RunData, figure: str) -> list[dict[str, Any]]:
     """A figure on the held-out prompts along the run, from the SFT model on: `step`, `kl`, `value`, `low`, `high`."""
     stage, key = run.stages.get("ppo"), FIGURES[figure]
     return [
-        {"run": run.name, "step": row.get("step", 0), "kl": max(0.0, row["kl"]), "value": row[key]}
+        {"run": run.name, "step": row.get("step", 0), "kl": row["kl"], "value": row[key]}
         | {end: row[name] for end in ("low", "high") if isinstance(row.get(name := f"{key}_{end}95"), int | float)}
         for row in (stage.evaluations if stage is not None else [])
         if isinstance(row.get(key), int | float) and isinstance(row.get("kl"), int | float)
@@ -415,8 +419,7 @@ def _beside_best_of_n(runs: Sequence[RunData], figure: str, *, name_runs: bool) 
             continue
         drawn.append(best["rows"])
         rows = [
-            {"kl": max(0.0, row["kl"]), "value": row[figure]["value"], "label": f"best of {row['n']}"}
-            | _ends(row[figure])
+            {"kl": row["kl"], "value": row[figure]["value"], "label": f"best of {row['n']}"} | _ends(row[figure])
             for row in best["rows"]
         ]
         layers.append(_on_kl(figure, rows, "area", {"opacity": 0.2, "color": GRAY}, ends=True))

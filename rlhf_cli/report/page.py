@@ -64,7 +64,7 @@ def write_report(roots: Sequence[Path], out: Path, png: Path | None = None) -> N
     runs = [read_run(root, name) for root, name in zip(roots, names_of(roots), strict=True)]
     runs = [replace(run, color=COLORS[i % len(COLORS)]) for i, run in enumerate(runs)]
     text = page(runs, javascript())
-    _write(out, text.encode("utf-8"))
+    _write(out, text.encode("utf-8", "replace"))  # a folder's name may hold bytes that are not UTF-8
     if png is not None:
         import vl_convert
 
@@ -164,6 +164,7 @@ def _views(runs: Sequence[RunData]) -> list[dict[str, Any]]:
         views.append(
             {
                 "name": run.name,
+                "has_figures": bool(verdict(run) or headline(run)),
                 "unfinished": [text for _, text in unfinished_stages(run.root)],
                 "headline": headline(run),
                 "verdict": new,
@@ -198,10 +199,8 @@ def replies_of(run: RunData) -> list[dict[str, Any]]:
     """The rows of the samples browser: a prompt with the replies of SFT and PPO."""
     if (stage := run.stages.get("ppo")) is None:
         return []
-    if rows := stage.evaluation.get("replies"):
-        return [{"run": run.name, **row} for row in rows]
-    examples = stage.own_evaluation.get("examples", [])
-    return [{"run": run.name, "prompt": row["prompt"], "sft": row["sft"], "ppo": row["ppo"]} for row in examples]
+    rows = stage.evaluation.get("replies") or stage.own_evaluation.get("examples", [])
+    return [{"run": run.name, **row} for row in rows]
 
 
 def picture(runs: Sequence[RunData]) -> dict[str, Any]:
@@ -220,4 +219,7 @@ def picture(runs: Sequence[RunData]) -> dict[str, Any]:
         for chart in chosen
     ]
     config = {"range": {"category": COLORS}, "view": {"stroke": None}, "mark": {"color": COLORS[0]}}
-    return {"$schema": SCHEMA, "background": "white", "columns": 3, "concat": cells, "config": config}
+    # Else all charts have the colours of the first one, whose runs may share the stage.
+    own = {"scale": {"color": "independent", "strokeDash": "independent"}}
+    page = {"$schema": SCHEMA, "background": "white", "columns": 3, "concat": cells}
+    return {**page, "resolve": own, "config": config}

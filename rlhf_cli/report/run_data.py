@@ -189,9 +189,14 @@ def config_of(stage: StageData) -> dict[str, Any]:
     return {}
 
 
+def measured(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of metrics, without those that were NaN or infinite: they are null there."""
+    return [{name: value for name, value in row.items() if value is not None} for row in rows_of(path)]
+
+
 def evaluations_of(directory: Path) -> list[dict[str, Any]]:
     """The figures on held-out prompts along a PPO run, from the policy before it on; empty without those on the way."""
-    rows, own = list(rows_of(directory / "evaluations.jsonl")), read_object(directory / "evaluation.json")
+    rows, own = measured(directory / "evaluations.jsonl"), read_object(directory / "evaluation.json")
     first = own.get("validation", own).get("sft")
     return [{"step": 0, **first}, *rows] if rows and rows[0].get("step") != 0 and first else rows
 

@@ -59,12 +59,9 @@ def config_differences(runs: Sequence[Mapping[str, Manifest]]) -> list[list[str]
             values = [config.get(key, "") for config in configs]
             texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
             if len(set(texts)) > 1:
-                rows.append([f"{stage}: {key}", *map(_short, texts)])
+                short = [text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..." for text in texts]
+                rows.append([f"{stage}: {key}", *short])
     return rows
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
 
 
 def tables_of(data: StageData) -> list[Table]:
@@ -104,10 +101,10 @@ def tables_of(data: StageData) -> list[Table]:
     if same := best.get("at_ppo_kl"):
         sides = {f"best of {same['n']:.0f}": same["best_of_n"], "PPO": same["ppo"], "difference": same["difference"]}
         rows = [[name, *(show(side[name]) for side in sides.values())] for name in same["ppo"]]
-        title = f"PPO and best-of-n at PPO's KL on the same prompts, {own['kl']:.2f} nats"
+        title = f"PPO and best-of-n at PPO's KL on the same prompts, {own['kl']:z.2f} nats"
         tables.append(_table(title, ["", *sides], rows))
-    rows = [[f"best of {row['n']}", *(show(row[name]) for name in names), f"{row['kl']:.2f}"] for row in best["rows"]]
-    rows.append(["PPO", *(f"{own[name]:.2f}" for name in [*names, "kl"])])
+    rows = [[f"best of {row['n']}", *(show(row[name]) for name in names), f"{row['kl']:z.2f}"] for row in best["rows"]]
+    rows.append(["PPO", *(f"{own[name]:z.2f}" for name in [*names, "kl"])])
     number, every = best["prompts"], best.get("of_prompts", best["prompts"])
     which = f"{number} of the {every} prompts" if number < every else f"{number} prompts"
     return [*tables, _table(f"Best-of-n of the SFT model, {which}", ["", *names, "KL, nats"], rows)]

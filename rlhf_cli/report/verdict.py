@@ -29,7 +29,7 @@ def headline(run: RunData) -> str:
         verb = "raised"
     elif change.get("high", change["value"]) < 0:
         verb = "lowered"
-    sentence = f"PPO {verb} {name} from {before:.2f} to {after:.2f} at {kl:.1f} nats"
+    sentence = f"PPO {verb} {name} from {before:.2f} to {after:.2f} at {kl:z.1f} nats"
     best = found.get("best_of_n", {})
     same = best.get("at_ppo_kl", {})
     if beside := same.get("difference", {}).get(name):  # at the same KL

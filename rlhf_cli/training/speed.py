@@ -114,10 +114,10 @@ class Speed:
         ]
         total = max(time.monotonic() - self.started, 1e-9)
         shares = [f"{name} {c.seconds / total:.0%}" for name, c in self._total.items() if c.seconds / total >= 0.01]
-        rest = 1 - sum(count.seconds for count in self._total.values()) / total
+        shares.append(f"rest {max(0.0, 1 - sum(count.seconds for count in self._total.values()) / total):.0%}")
         peak = f"peak {self.peak_flops / 1e9:,.0f} GFLOPS; " if self.peak_flops else ""
         return (
-            f"speed: {', '.join(rates)}; {peak}time: {', '.join([*shares, f'rest {max(rest, 0.0):.0%}'])}; "
+            f"speed: {', '.join(rates) or 'no step'}; {peak}time: {', '.join(shares)}; "
             f"peak memory {peak_memory(self.world.device) / GB:.2f} GB"
         )
 

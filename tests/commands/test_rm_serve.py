@@ -145,29 +145,6 @@ def test_a_classifier_with_labels_is_served(word_piece, tmp_path):
         assert found == pytest.approx(wanted, abs=1e-5)
 
 
-def test_ppo_with_the_endpoint_equals_ppo_with_the_model(reward_model, make_model, run_stage, tmp_path):
-    """The same run with the reward model in the process and behind the endpoint, three texts per request."""
-    own = {
-        "policy": {"path": str(make_model("llama"))},
-        "num_logged_samples": 8,
-        "ppo": {"num_iterations": 2, "missing_eos_penalty": 0.0},
-    }
-    here = run_stage("ppo", tmp_path / "here", rewards=[{"type": "reward_model", "path": str(reward_model)}], **own)
-    with served(reward_model) as at:
-        reward = {"type": "http", "url": at.url, "batch_size": 3}
-        there = run_stage("ppo", tmp_path / "there", rewards=[reward], **own)
-    first, second = (json.loads((place / "evaluation.json").read_text()) for place in (here, there))
-    assert second["sft"]["score_mean"] == pytest.approx(first["sft"]["score_mean"], abs=1e-4)
-    rows, others = (read_jsonl(place / "samples.jsonl")[:8] for place in (here, there))
-    assert [row["response"] for row in rows] == [row["response"] for row in others]
-    assert [row["score"] for row in others] == pytest.approx([row["score"] for row in rows], abs=1e-4)
-    assert len({round(row["score"], 3) for row in rows}) > 4
-    # The policy that learned from them is the same but for rounding.
-    for a, b in zip(*(read_jsonl(place / "metrics.jsonl")[:2] for place in (here, there)), strict=True):
-        for key in ("objective/score", "objective/kl", "loss/policy"):
-            assert b[key] == pytest.approx(a[key], abs=1e-3)
-
-
 # ------------------------------------------------------------------------------------------- requests
 
 

@@ -124,6 +124,7 @@ def test_every_figure_is_computed_from_the_rows_of_its_own_stage(run):
         {"step": i + 1, "loss/sft": loss, "sft/bad_steps": float(i == 3), "sft/grad_norm": i + 1.0}
         for i, loss in enumerate(squares)
     ]
+    rows.append({"step": 21, "loss/sft": None, "sft/grad_norm": None})  # a bad step: they were not finite
     write_stage(run, "sft", [*rows, {"step": 20, "eval/loss": 9.25}], {"eval/loss": 9.25})
     prompts = ["Q: one A:", "Q: two A:", "Q: three A:", "Q: two A:"]
     samples = [{"step": 20, "prompt": prompt, "ended": prompt < "Q: t"} for prompt in prompts]
@@ -140,6 +141,7 @@ def test_every_figure_is_computed_from_the_rows_of_its_own_stage(run):
         | {"step": i, "policy/approx_kl": 0.5 * i, "policy/clip_fraction": 0.01 * i, "reward/rm_cut": float(i)}
         for i in range(1, 9)
     ]
+    rows[4] |= dict.fromkeys(("policy/approx_kl", "policy/clip_fraction"))
     before = {"score_mean": 1.5, "kl": 0.25, "length": 31.0, "eos_fraction": 0.75, "distinct_2": 0.125, "seconds": 3.0}
     before |= {"wit": 2.5}  # the judge's only number
     sides = {f"sft/{k}": v for k, v in before.items()} | {f"ppo/{k}": v + 100 for k, v in before.items()}
@@ -184,8 +186,8 @@ def test_every_figure_is_computed_from_the_rows_of_its_own_stage(run):
             **{f"ppo.before.{k}": v for k, v in kept.items()},
             **{f"ppo.after.{k}": v + 100 for k, v in kept.items()},
             "ppo.iterations": 8.0,
-            "ppo.mean.approx_kl": 2.25,
-            "ppo.mean.clip_fraction": 0.045,
+            "ppo.mean.approx_kl": 0.5 * 31 / 7,  # of iterations 1 to 8 without 5
+            "ppo.mean.clip_fraction": 0.01 * 31 / 7,
             "ppo.cut_share": 4.5 / batch,
             "ppo.only_normalised_rewards": 1.0,
             "ppo.gold_change_low": -0.7,

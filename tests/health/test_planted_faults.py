@@ -60,8 +60,10 @@ def test_the_page_shows_the_words_that_the_command_prints(monkeypatch, capsys):
 
 def test_a_good_run_is_told_how_many_causes_were_looked_for(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
-    diagnose.show(ROOT, recorded("good"), [], CAUSES[:2], [])
-    assert f"none of {len(CAUSES) - 2} causes shows (docs/diagnose.md); `rlhf eval" in capsys.readouterr().out
+    for stages in (["sft", "rm", "ppo"], ["sft"]):
+        diagnose.show(ROOT, replace(recorded("good"), stages=stages), [], CAUSES[:2], [])
+        count = sum(cause.stage in stages for cause in CAUSES) - 2
+        assert f"none of {count} causes shows (docs/diagnose.md); `rlhf eval" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", GOOD)

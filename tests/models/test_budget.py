@@ -259,6 +259,7 @@ def clock(monkeypatch):
 
 def test_speed_metrics_by_hand(clock):
     watch = Speed("sft", Two(0, 2, CPU))
+    assert watch.line().startswith("speed: no step; time:"), "a resumed run that had taken its last step"
     watch.peak_flops = 1000.0
     with watch.phase("data"):
         clock.at += 1

@@ -128,8 +128,8 @@ def test_the_recap_has_every_kind_of_finding_with_its_steps(tmp_path):
 
     rows = [
         {"step": 0, "line": None, "findings": [finding("weak_reward_model", "Accuracy 0.55. It may be noise.")]},
-        {"step": 1, "line": "healthy: score 1, KL 0", "findings": []},
-        {"step": 2, "line": "empty: score 1", "findings": [finding("empty", "30% are empty. Once.")]},
+        {"step": 1, "line": "weak_reward_model (from the start): score 1", "findings": []},
+        {"step": 2, "line": "empty, weak_reward_model (from", "findings": [finding("empty", "30% are. Once.")]},
         {"step": 3, "line": "empty (since iteration 2): score 1", "findings": []},
         {"step": 4, "line": "empty (since iteration 2): score 1", "findings": [finding("empty", "90% are empty.")]},
         {"step": 4, "line": None, "findings": [finding("overoptimisation", "Gold fell.")]},
@@ -140,7 +140,7 @@ def test_the_recap_has_every_kind_of_finding_with_its_steps(tmp_path):
     display.recap(findings_of(tmp_path))
     assert written_on(display).splitlines() == [
         "ppo: this run had 3 kinds of warnings:",
-        "  weak_reward_model, before iteration 1: Accuracy 0.55.",
+        "  weak_reward_model, 2 iterations (1 to 2): Accuracy 0.55.",
         "    To try: Mend weak_reward_model",
         "  empty, 3 iterations (2 to 4): 90% are empty.",
         "    To try: Mend empty",

@@ -2,10 +2,12 @@
 
 import html
 import json
+import os
 import re
 import shutil
 import subprocess
 import time
+from dataclasses import replace
 from importlib import resources
 
 import pytest
@@ -115,11 +117,12 @@ def run(tmp_path):
         rows = [{"step": step, **{name: value + step for name, value in values.items()}} for step in range(1, 20)]
         write(root / stage / "metrics.jsonl", rows)
     (root / "ppo" / "config.yaml").write_text("ppo: {kl_target: 3.25}\n", encoding="utf-8")
-    start = {"score_mean": 0.15, "gold": 1.65, "kl": 0.0}
+    start = {"score_mean": 0.15, "gold": 1.65, "kl": -1e-4}
     ends = {"score_mean_low95": 1.9, "score_mean_high95": 2.1, "gold_low95": 4.1, "gold_high95": 4.3, "kl_low95": 2.6}
     middle = {"score_mean": 2.0, "gold": 4.2, "kl": 2.8, "kl_high95": 3.0, **ends}
     end = {"score_mean": 2.3, "gold": 3.1, "kl": 3.6}
-    write(root / "ppo" / "evaluations.jsonl", [{"step": 45, **middle}, {"step": 90, **end}])
+    infinite = {"step": 60, "score_mean": None, "gold": None, "kl": None}
+    write(root / "ppo" / "evaluations.jsonl", [{"step": 45, **middle}, infinite, {"step": 90, **end}])
     write(root / "ppo" / "evaluation.json", [{"sft": start, "ppo": end}])
     finding = {"name": "kl_runaway", "message": HOSTILE, "advice": "raise ppo.kl_coef"}
     steps = [{"step": i, "line": "", "findings": [finding] if i in (4, 5, 6, 11) else []} for i in range(1, 20)]
@@ -212,6 +215,7 @@ def test_each_cell_of_the_tables_is_the_figure_of_its_row_and_column(read):
             ["iteration", "score", "gold", "KL, nats"],
             ["0", "0.15", "1.65", "0.00"],
             ["45", "2.00 [1.90, 2.10]", "4.20 [4.10, 4.30]", "2.80 [2.60, 3.00]"],
+            ["60", "", "", ""],
             ["90", "2.30", "3.10", "3.60"],
         ],
         "How often PPO's reply is better than SFT's": [["by", "win rate"], ["score", n(0.91)], ["gold", n(0.86)]],
@@ -282,6 +286,9 @@ def test_each_chart_of_an_evaluation_draws_the_figures_of_its_name(read):
         assert fields(name, "x", "y", "text") == [(2.9, own[0], "PPO")]
         assert fields(interval, "x", "y2") == [(2.9, pytest.approx(own[1] + 0.1))]
         assert line["encoding"]["y"]["title"] == figure_name
+    read.stages["ppo"].evaluation["best_of_n"]["ppo"]["kl"] = -0.01
+    chart = next(chart for chart in distance_charts([read]) if chart.id == "frontier-gold-run")
+    assert fields(chart.spec["layer"][4], "x") == [(0.0,)], "an estimate below 0 has no square root"
 
 
 def test_each_curve_draws_its_metric_and_what_it_is_compared_with(read):
@@ -482,9 +489,9 @@ def test_the_page_begins_with_the_result_in_one_sentence(run, difference, says):
     rlhf("report", run)
     page = (run / "report.html").read_text(encoding="utf-8")
     assert page.index(f'<p class="headline">{says}</p>') < page.index("<p>Reward model")
-    found["difference"]["gold"] = figure(0.0)
+    found["difference"]["gold"], found["ppo"]["kl"] = figure(0.0), figure(-0.01)
     write(path, [found])
-    assert headline(read_run(run, "r")).startswith("PPO did not clearly change gold")
+    assert headline(read_run(run, "r")).startswith("PPO did not clearly change gold from 1.60 to 4.70 at 0.0 nats")
     for unmeasured in (path, run / "ppo" / "evaluation.json"):
         unmeasured.unlink()
     assert headline(read_run(run, "r")) == ""
@@ -504,11 +511,29 @@ def test_runs_that_share_a_stage_share_its_curve(project, tmp_path):
     manifest = other / "ppo" / "manifest.json"
     found = json.loads(manifest.read_text(encoding="utf-8"))
     manifest.write_text(json.dumps({**found, "seed": 7}), encoding="utf-8")
-    names = ("one", "two", "three")
-    runs = [read_run(root, name) for root, name in zip((project / "run", other, other), names, strict=True)]
+    for root in (project / "run", other):
+        write(root / "ppo" / "metrics.jsonl", [{"step": step, "objective/score": step} for step in (1, 2)])
+    names = {"one": project / "run", "two": other, "three": other}
+    colors = ("#111111", "#222222", "#333333")
+    runs = [
+        replace(read_run(root, name), color=color) for (name, root), color in zip(names.items(), colors, strict=True)
+    ]
     assert list(shared_runs(runs[:2], "sft")) == ["one, two"]
     assert list(shared_runs(runs, "rm")) == ["all 3 runs"]
     assert list(shared_runs(runs[:2], "ppo")) == ["one", "two"]
+    drawn = vl_convert.vegalite_to_svg(picture(runs[:2]))
+    assert [f'stroke="{color}"' in drawn for color in colors] == [True, True, False], "in a PNG too"
+
+
+def test_two_runs_with_the_same_figures_in_folders_of_any_name(project, tmp_path):
+    """The figures are said of the first run. A name may hold bytes that are not UTF-8."""
+    roots = [tmp_path / "one", tmp_path / os.fsdecode(b"two\xff")]
+    for root in roots:
+        shutil.copytree(project / "run", root, ignore=shutil.ignore_patterns("ppo"))
+    rlhf("report", *roots, "--out", tmp_path / "a.html")
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert '<h2 class="run-name">two?</h2>' in page
+    assert "No stage has held-out figures" not in page
 
 
 def luminance(color):

@@ -65,6 +65,11 @@ class Refuses(Recorder):
         raise OSError(f"{'The store is no longer supported. ' * 12}Set STORE=sqlite")
 
 
+class Missing(Recorder):
+    def __init__(self, *_):
+        raise ModuleNotFoundError("No module named 'wandb'", name="wandb")
+
+
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     """The directory of a run that has begun; the trackers write below it."""
@@ -143,6 +148,7 @@ def test_each_row_is_sent_once_in_the_order_of_the_steps(root, monkeypatch):
         (Fails, 120, "wandb: is off, the run continues without it (SystemExit: the server said no)"),
         (Hangs, 0.2, "wandb: did not answer for 0.2 s; 0 of 28 rows arrived there. The files of the stage have all"),
         (Refuses, 120, "no longer supported. Set STORE=sqlite)"),
+        (Missing, 120, "cannot be imported (No module named 'wandb'), so it is off. Run: "),
     ],
 )
 def test_a_tracker_that_fails_or_hangs_is_one_warning(root, monkeypatch, capsys, service, seconds, words):
@@ -155,6 +161,7 @@ def test_a_tracker_that_fails_or_hangs_is_one_warning(root, monkeypatch, capsys,
     output = " ".join(capsys.readouterr().out.split())
     assert words in output
     assert output.count("warning") == 1
+    assert ("pip install -e '" in output and "[wandb]'" in output) is (service is Missing)
 
 
 def test_a_second_signal_does_not_wait_for_a_tracker(tmp_path, monkeypatch, make_model, run_stage):
@@ -190,19 +197,6 @@ def test_a_run_that_is_resumed_with_fewer_evaluations_misses_no_step(root, monke
     sent = [(step, *row) for kind, step, row in [call for call in Recorder.calls if call[0] == "metrics"]]
     evaluated = [(step, name) for step in range(1, 6) for name in ("loss/sft", "eval/loss")]
     assert sent == [*evaluated, *((step, "loss/sft") for step in range(6, 9))]
-
-
-def test_a_missing_package_is_one_warning_with_the_install_line(root, monkeypatch, capsys):
-    def missing(*_):
-        raise ModuleNotFoundError("No module named 'wandb'", name="wandb")
-
-    trackers = trackers_of(root, "wandb", monkeypatch, missing)
-    trackers.start()
-    trackers.close("finished")
-    output = " ".join(capsys.readouterr().out.split())
-    assert "tracker wandb: cannot be imported (No module named 'wandb')" in output
-    assert "pip install -e '" in output
-    assert "[wandb]'" in output
 
 
 def test_a_stage_sends_what_it_writes_and_resumes_its_run(tmp_path, monkeypatch, make_model, run_stage):

@@ -29,7 +29,7 @@ def run(tmp_path):
     ppo = tmp_path / "run" / ".ppo.partial"
     write(
         ppo / "metrics.jsonl",
-        [{"step": i, "objective/score": i / 10, "objective/kl": 0.1, "time/elapsed_s": i} for i in range(1, 13)],
+        [{"step": i, "objective/score": i / 10, "objective/kl": -8.631e-05, "time/elapsed_s": i} for i in range(1, 13)],
     )
     write(ppo / "health.jsonl", [{"step": 12, "line": "healthy: score 1.2", "findings": []}])
     write(ppo / "samples.jsonl", [{"step": 12, "prompt": "Where is [b]my\n\ntent?", "response": "Here \x1b[31mit is."}])
@@ -57,9 +57,12 @@ def test_a_running_stage_shows_steps_curves_health_and_samples(run):
     assert "run ppo  12/50  0:38 left" in text
     assert "run sft  2/2  finished" in text
     assert "1.2 ▁▁▂" in text
+    score, kl = (next(line for line in text.splitlines() if f"  {name} " in line) for name in ("score", "KL"))
+    assert score.index("▁") == kl.index("▄")
     assert "healthy" not in text, "its figures are in the rows above"
     assert "Where is [b]my tent?" in text
     assert "held-out loss" not in text
+    assert "\x1b[31m" not in text, "an escape of a sample does not reach the terminal"
 
 
 def test_a_finished_run_shows_the_latest_samples_of_its_last_stage_and_a_health_finding(run):
@@ -113,10 +116,6 @@ def test_a_sample_of_wide_characters_takes_two_columns_for_each(run, width, rest
     assert "".join(line.strip() for line in lines).removesuffix(rest) == row["prompt"][: 55 if rest else None]
 
 
-def test_escapes_of_a_sample_do_not_reach_the_terminal(run):
-    assert "\x1b[31m" not in shown(run, force_terminal=False)
-
-
 def test_only_new_rows_are_read_and_a_half_written_one_waits(tmp_path):
     path = tmp_path / "a.jsonl"
     write(path, [{"step": 1}])
@@ -145,6 +144,7 @@ def test_a_stage_that_finishes_keeps_its_curve(run):
 def test_sparklines_without_unicode_and_of_nothing():
     assert sparkline([0.0, 1.0], 5, ASCII_BLOCKS) == "_#"
     assert sparkline([float("nan"), float("inf")], 5) == ""
+    assert sparkline([1.0, 2.0], 0) == "", "a name may take the whole line"
     assert len(sparkline(list(range(1000)), 37)) == 37
 
 
