@@ -96,7 +96,7 @@ def _score_typed(options: RewardModelOptions, *, quiet: bool) -> None:
     model, template, notes = _load(options)
     is_terminal = sys.stdin.isatty()
     if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="replace")
     display.notes(*notes, "a line is an answer, or a prompt, a tab and an answer" if is_terminal else None)
     for number, line in enumerate(sys.stdin, 1):
         prompt, _, answer = line.rstrip("\r\n").rpartition("\t")

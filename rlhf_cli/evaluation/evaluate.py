@@ -11,7 +11,7 @@ import torch
 
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.splits import Drawn
-from rlhf_cli.errors import RunError
+from rlhf_cli.errors import ArtifactError, RunError
 from rlhf_cli.evaluation import likelihood
 from rlhf_cli.evaluation.figures import Sentences, as_json, equal_length_figure, ratio_figure, share_figure, show
 from rlhf_cli.evaluation.replies import Arena, Replies, differences, side_figures, win_rates
@@ -20,6 +20,7 @@ from rlhf_cli.files import digest_file
 from rlhf_cli.report.figure import Figures
 from rlhf_cli.report.progress import Display
 from rlhf_cli.run.artifacts import MANIFEST, model_directory, stage_directory
+from rlhf_cli.run.checkpoint_files import write_text
 from rlhf_cli.trained.run import Run
 
 REPLIES = 256  # held-out prompts that the SFT model answers
@@ -30,12 +31,16 @@ Compare = Callable[[Sequence[tuple[str, str, str]]], list[Literal["first", "seco
 
 
 def write_evaluation(run: Run, stage: str, report: dict[str, Any]) -> Path:
-    """Write `<root>/eval/<stage>/evaluation.json`, and return its path."""
+    """Write `<root>/eval/<stage>/evaluation.json`, and return its path. Raises ArtifactError if it cannot be written."""
     path = run.root / "eval" / stage / "evaluation.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     manifest = digest_file(stage_directory(run.root, stage) / MANIFEST)
     found = {"stage": stage, "seed": run.seed, "manifest": manifest, **report}
-    path.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    except OSError as error:
+        advice = "Free disk space, or make the run's directory writable"
+        raise ArtifactError(f"{path}: cannot be written ({error.strerror}). {advice}") from None
     return path
 
 

@@ -241,7 +241,7 @@ def beside_the_best(best: BestOfN, own: Tensor, kl: float, sentences: Sentences,
     start, highest, tilt = best.samples.score.mean(1), best.score_at(kl), tilted(best.samples, kl)
     if kl <= 0 or not highest.mean() > start.mean():
         why = "the samples of each prompt have the same score"
-        why = why if kl > 0 else f"PPO's KL of {abs(kl):.1f} nats is not above 0"
+        why = why if kl > 0 else f"PPO's KL of {kl:z.1f} nats is not above 0"
         sentences.say(f"{why}, so there is no gain at that KL with which PPO can be compared")
         return {}
     name = "best_of_n"

@@ -1,8 +1,10 @@
 """`rlhf eval`: what it measures of a finished run, and its figures against slow ones."""
 
+import errno
 import io
 import json
 import math
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -178,9 +180,10 @@ def test_the_reward_model_is_asked_on_the_benchmark(evaluated):
         (["--stage", "sft", "--rm-bench", "rows.jsonl"], "--rm-bench: needs the stage rm"),
         (["--stage", "rm", "--judge", "http://127.0.0.1:9", "--judge-model", "x"], "--judge: needs the stage ppo"),
         (["--rm-bench", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--seed", 2**64], "--seed: 18446744073709551616, must be less"),
     ],
 )
-def test_an_option_that_would_do_nothing_is_refused_before_anything_is_measured(evaluated, options, says):
+def test_an_option_that_cannot_be_used_is_refused_before_anything_is_measured(evaluated, options, says):
     assert says in refused("eval", evaluated[0], *options)
 
 
@@ -218,6 +221,20 @@ def test_a_judge_that_cannot_be_reached_costs_no_other_figure(evaluated, tmp_pat
     assert "error: --judge: " in result.output
     assert "Check that --judge is the base URL" in result.output
     assert "score" in report(root, "ppo")["win_rate"]
+
+
+def test_a_full_disk_is_one_line_and_keeps_the_file_before_it(evaluated, monkeypatch):
+    root, _ = evaluated
+    file = root / "eval/sft/evaluation.json"
+    before = file.read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    says = rlhf("eval", root, "--stage", "sft", "--seed", 7, "--quiet", code=2).output
+    assert f"{file}: cannot be written (No space left on device)" in says
+    assert file.read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -457,7 +474,7 @@ def test_a_policy_that_did_not_move_or_could_gain_nothing_has_no_yardstick():
     """Its share of a gain of 0 would be infinite, and a KL of -0.0 is not beyond the samples but below them."""
     scores = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).tolist()
     sentences, ppo = Sentences(Display("eval", quiet=True)), replies([[0.5]] * 8)
-    for samples, kl, says in ((scores, -1e-9, "PPO's KL of 0.0 nats is not above 0"), ([[1.0] * 16] * 8, 0.3, "same")):
+    for samples, kl, says in ((scores, -1e-9, "KL of 0.0 nats is not above 0"), (scores, -0.8, "KL of -0.8 nats"), ([[1.0] * 16] * 8, 0.3, "same")):
         assert beside_the_best(BestOfN(replies(samples)), ppo.score[:, 0], kl, sentences, seed=0) == {}
         assert says in sentences.texts[-1]
     assert not any(sign in text for text in sentences.texts for sign in ("-0.0", "inf", "%"))

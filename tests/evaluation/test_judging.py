@@ -115,6 +115,7 @@ def test_a_server_that_refuses_ends_in_one_line_without_the_key(monkeypatch):
     [
         ({"url": "http://127.0.0.1:1"}, "--judge-model: is missing"),
         ({"model": "wise"}, "--judge: is missing"),
+        ({"max_new_tokens": 99}, "--judge: is missing"),
         ({"url": "ftp://x", "model": "wise"}, "--judge: must be http"),
         ({"url": "http://u:p@x", "model": "wise"}, "--judge: contains a user .* Use --judge-key-env NAME"),
     ],
