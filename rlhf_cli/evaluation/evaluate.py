@@ -31,7 +31,7 @@ Compare = Callable[[Sequence[tuple[str, str, str]]], list[Literal["first", "seco
 
 
 def write_evaluation(run: Run, stage: str, report: dict[str, Any]) -> Path:
-    """Write `<root>/eval/<stage>/evaluation.json`, and return its path. Raises ArtifactError if it cannot be written."""
+    """Write `<root>/eval/<stage>/evaluation.json`, and return its path. Raises ArtifactError if it cannot."""
     path = run.root / "eval" / stage / "evaluation.json"
     manifest = digest_file(stage_directory(run.root, stage) / MANIFEST)
     found = {"stage": stage, "seed": run.seed, "manifest": manifest, **report}

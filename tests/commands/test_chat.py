@@ -232,7 +232,8 @@ def test_a_saved_conversation_is_data(chat_model, tmp_path):
 
 def test_bytes_that_are_no_text_and_long_lines_are_messages(chat_model, read_prompts):
     """A byte-order mark at the start is no part of the first line."""
-    chat(chat_model, "--max-new-tokens", 2, lines=b"\xef\xbb\xbf/set seed 1\n\xff tent\n//x\none\\\ntwo\n\n/exit\nnever\n")
+    lines = b"\xef\xbb\xbf/set seed 1\n\xff tent\n//x\none\\\ntwo\n\n/exit\nnever\n"
+    chat(chat_model, "--max-new-tokens", 2, lines=lines)
     texts = [load_tokenizer(str(chat_model)).decode(ids) for ids in read_prompts]
     assert len(texts) == 3
     assert texts[1].endswith("<user>/x\n<assistant>")

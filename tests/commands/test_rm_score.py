@@ -98,7 +98,7 @@ def test_typed_lines_have_the_scores_of_a_file(rm, tmp_path):
     texts = [("we will send", " a lamp"), ("we will send", " no"), ("", "thank you")]
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": p, "response": r} for p, r in texts[:2]])
     wanted = [row["score"] for row in rows_of(score(rm, path))]
-    typed = "\ufeff" + "".join(f"{prompt}\t{answer}\n" for prompt, answer in texts[:2]) + "\nwe will send\tno\nthank you\n"
+    typed = "\ufeff" + "".join(f"{p}\t{answer}\n" for p, answer in texts[:2]) + "\nwe will send\tno\nthank you\n"
     rows = rows_of(score(rm, "-", input=typed))
     assert [row["score"] for row in rows[:2]] == pytest.approx(wanted, abs=1e-5)
     assert rows[2] == rows[1], "a space separates a prompt and an answer that touch"
