@@ -121,13 +121,8 @@ def reward_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
     t + 1 is the next *real* token, and the return after the last one is 0. This is ``gae`` with all values 0 and
     lambda 1. Whitened over the batch it is the advantage of REINFORCE++.
 
-    Args:
-        rewards: [B, R], as from ``token_rewards``; padding may hold anything.
-        mask: [B, R] bool, True on real response tokens.
-        gamma: discount, 0 to 1; usually 1.
-
-    Returns:
-        [B, R], 0 under padding, without gradient.
+    `rewards` [B, R] are as from ``token_rewards``, and padding may hold anything; `gamma` is 0 to 1, usually 1. The
+    result is [B, R], 0 under padding, without gradient.
 
     Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement learning";
     REINFORCE++: Hu 2025 (arXiv 2501.03262).
@@ -198,12 +193,7 @@ def broadcast_to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
 
     ``broadcast[b, t] = advantages[b]`` at real tokens, 0 elsewhere
 
-    Args:
-        advantages: [B].
-        mask: [B, R] bool, True on real response tokens.
-
-    Returns:
-        [B, R], 0 under padding, without gradient. Every token gets the full advantage, not a share of it.
+    [B] and a [B, R] mask -> [B, R], without gradient. Every token gets the full advantage, not a share of it.
 
     >>> broadcast_to_tokens(torch.tensor([2.0, 3.0]), torch.tensor([[True, True], [True, False]]))
     tensor([[2., 2.],
