@@ -27,11 +27,6 @@ class Moments:
     squared_deviations: float = 0.0
 
     @property
-    def var(self) -> float:
-        """Population variance, ``squared_deviations / count``; 0 if empty."""
-        return self.squared_deviations / self.count if self.count else 0.0
-
-    @property
     def std(self) -> float:
         """Unbiased standard deviation, ``sqrt(squared_deviations / (count - 1))``.
 
