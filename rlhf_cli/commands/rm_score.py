@@ -6,7 +6,6 @@ A decoder reads prompt and answer in the tokens of its training, with EOS, as it
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -195,7 +194,8 @@ class _Summary:
         if ranked is None:
             # The score or label of the row, whatever its format.
             columns = (record.answers[0].score, record.columns.get("score"), record.columns.get("label"))
-            targets = [float(value) for value in columns if isinstance(value, int | float) and math.isfinite(value)]
+            numbers = (x for x in columns if isinstance(x, int | float))
+            targets = [float(x) for x in numbers if abs(x) <= sys.float_info.max]
             if len(scores) == 1 and targets:
                 self.targets.append((scores[0], targets[0]))
             return

@@ -17,6 +17,7 @@ from rlhf_cli.evaluation.figures import Sentences, as_json, equal_length_figure,
 from rlhf_cli.evaluation.replies import Arena, Replies, differences, side_figures, win_rates
 from rlhf_cli.evaluation.yardstick import along_the_run, best_of_n_report
 from rlhf_cli.files import digest_file
+from rlhf_cli.models.forward import vocabulary_rows
 from rlhf_cli.report.figure import Figures
 from rlhf_cli.report.progress import Display
 from rlhf_cli.run.artifacts import MANIFEST, model_directory, stage_directory
@@ -60,13 +61,18 @@ def measure_sft(run: Run, display: Display) -> dict[str, Any]:
     columns = {"SFT": figures}
     report: dict[str, Any] = {"figures": as_json(figures)} | ({"replies": replies} if replies else {})
     if config.model.path is not None:
-        base, base_tokenizer = run.load(model_directory(config.model.path), config.precision)
-        base_sums = likelihood.row_sums(base, rows, run.budget(base, config.precision), config.precision)
-        before = likelihood.likelihood_figures(base_sums, seed=seed)
-        before |= likelihood.replies(base, base_tokenizer, drawn, config, seed=seed)[1]
-        difference = {"loss": likelihood.loss_difference(sums, base_sums, seed=seed)}
-        columns = {"before": before, **columns, "difference": difference}
-        report |= {"before": as_json(before), "difference": as_json(difference)}
+        base, base_tokenizer = run.load(
+            model_directory(config.model.path), config.precision, revision=config.model.revision
+        )
+        if vocabulary_rows(base) < vocabulary_rows(model):
+            display.note("the model before SFT lacks embeddings for model.add_tokens, so it is not compared")
+        else:
+            base_sums = likelihood.row_sums(base, rows, run.budget(base, config.precision), config.precision)
+            before = likelihood.likelihood_figures(base_sums, seed=seed)
+            before |= likelihood.replies(base, base_tokenizer, drawn, config, seed=seed)[1]
+            difference = {"loss": likelihood.loss_difference(sums, base_sums, seed=seed)}
+            columns = {"before": before, **columns, "difference": difference}
+            report |= {"before": as_json(before), "difference": as_json(difference)}
     show(display, f"SFT, {rows} held-out rows; replies to {len(replies):,} of them", columns)
     if rows.by_source:
         loss = {
@@ -82,7 +88,8 @@ def measure_ppo(run: Run, num_samples: int, num_prompts: int, display: Display) 
     """PPO beside SFT on the held-out prompts, and beside best-of-n of the SFT model."""
     config = run.ppo
     assert config is not None
-    reference, tokenizer = run.load(model_directory(config.stage_model(config.policy.path, "sft")), config.precision)
+    path = model_directory(config.stage_model(config.policy.path, "sft"))
+    reference, tokenizer = run.load(path, config.precision, revision=config.policy.revision)
     trained, _ = run.load(run.model_path("ppo"), config.precision)
     arena = Arena(run, config, reference, tokenizer)
     before, after = arena.replies(reference, 1), arena.replies(trained, 1)

@@ -1,6 +1,7 @@
 """`rlhf rm score`: rows of any format in, scores out, good beside bad."""
 
 import json
+import math
 
 import pytest
 
@@ -113,6 +114,8 @@ def test_the_correlation_needs_no_format(rm, tmp_path):
     words = [" ".join(score(rm, path, *flags).stderr.split()) for flags in ([], ["--format", "scored"])]
     assert "6 rows have a score or label: correlation" in words[0]
     assert words[0].partition("correlation")[2] == words[1].partition("correlation")[2]
+    write_jsonl(path, [*rows, {**rows[0], "score": 10**400}, {**rows[0], "score": math.nan}])
+    assert "6 rows have a score or label: correlation" in " ".join(score(rm, path).stderr.split()), "finite ones"
 
 
 def test_the_better_answer_takes_its_mark_of_a_cut_answer_along(rm, tmp_path):

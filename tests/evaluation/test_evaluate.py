@@ -23,6 +23,7 @@ from rlhf_cli.data.answers import RankedIds, ScoredIds
 from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.evaluation.agreement import score_figures
+from rlhf_cli.evaluation.evaluate import measure_ppo, measure_sft
 from rlhf_cli.evaluation.figures import Sentences, bootstrapped, ratio_figure, show
 from rlhf_cli.evaluation.preferences import (
     Pairs,
@@ -48,6 +49,7 @@ from rlhf_cli.health.baselines import held_out_verdict
 from rlhf_cli.models.load import load_reward_model, load_tokenizer
 from rlhf_cli.report.figure import Figure, as_metrics
 from rlhf_cli.report.progress import Display
+from rlhf_cli.trained import run as run_module
 from rlhf_cli.trained.run import Run, _seen_from, open_run
 from support.formulas import close
 from support.projects import refused, rlhf
@@ -223,6 +225,39 @@ def test_a_judge_that_cannot_be_reached_costs_no_other_figure(evaluated, tmp_pat
     assert "score" in report(root, "ppo")["win_rate"]
 
 
+def test_the_models_before_have_the_revision_of_the_config(evaluated, monkeypatch):
+    run, loaded = open_run(evaluated[0], stage=None, device=CPU, seed=0), []
+    run = replace(
+        run,
+        sft=run.sft.model_copy(update={"model": run.sft.model.model_copy(update={"revision": "v1"})}),
+        ppo=run.ppo.model_copy(update={"policy": run.ppo.policy.model_copy(update={"revision": "v2"})}),
+    )
+
+    def loads(real):
+        def load(path, revision, *more):
+            loaded.append(revision)
+            return real(path, None, *more)
+
+        return load
+
+    for name in ("frozen_policy", "load_tokenizer"):
+        monkeypatch.setattr(run_module, name, loads(getattr(run_module, name)))
+    display = Display("eval", quiet=True)
+    measure_sft(run, display)
+    measure_ppo(run, 0, 1, display)
+    assert (loaded.count("v1"), loaded.count("v2")) == (2, 2), "weights and tokenizer"
+
+
+def test_a_model_before_without_embeddings_for_new_tokens_is_not_compared(run_stage, make_model, tmp_path):
+    path = write_jsonl(
+        tmp_path / "rows.jsonl", [{"prompt": "the tent", "response": f" <note> lamp {i}"} for i in range(9)]
+    )
+    data = {"train": str(path), "test": {"path": str(path), "limit": 3}, "special_tokens": "keep"}
+    run_stage("sft", tmp_path, model={"path": str(make_model("llama")), "add_tokens": ["<note>"]}, data=data)
+    assert "lacks embeddings for model.add_tokens" in rlhf("eval", tmp_path).output
+    assert "before" not in report(tmp_path, "sft")
+
+
 def test_a_full_disk_is_one_line_and_keeps_the_file_before_it(evaluated, monkeypatch):
     root, _ = evaluated
     file = root / "eval/sft/evaluation.json"
@@ -302,6 +337,10 @@ def test_agreement_with_gold_scores_counts_no_ties():
     figures = preference_figures(pairs([1.0, 1.0, 1.0, -1.0], [0.0] * 4, [(5, 5)] * 4, columns), seed=0)
     assert figures["gold_accuracy"].value == pytest.approx(1 / 3)
     assert figures["gold_accuracy"].rows == 3
+    for missing in (math.nan, 10**400):
+        columns[0]["gold_rejected"] = missing
+        found = pairs([1.0, 1.0, 1.0, -1.0], [0.0] * 4, [(5, 5)] * 4, columns)
+        assert "gold_accuracy" not in preference_figures(found, seed=0)
 
 
 def test_probes_that_are_not_above_chance_are_named():
