@@ -589,6 +589,8 @@ def test_the_figures_along_a_run_and_where_on_the_curve_it_ended(tmp_path):
     assert "It peaks at d = 1.95 (KL 3.8); the run ended at d = 3.11, behind the peak" in sentences.texts[0]
     write_jsonl(tmp_path / "ppo" / "evaluations.jsonl", [{"step": 0, **start}, *rows])
     assert along_the_run(run, "gold", Sentences(Display("eval", quiet=True)))["along"] == found["along"]
+    renamed = along_the_run(run, "craft", Sentences(Display("eval", quiet=True)))
+    assert [row.keys() for row in renamed["along"]] == [{"step", "score", "kl"}] * 30
     write_jsonl(tmp_path / "ppo" / "evaluations.jsonl", rows[:8])
     along_the_run(run, "gold", sentences)
     assert "before the peak: gold was still rising" in sentences.texts[1]
