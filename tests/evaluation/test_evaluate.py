@@ -31,6 +31,7 @@ from rlhf_cli.evaluation.preferences import (
     error_groups,
     groups,
     preference_figures,
+    remarks,
     worst_answers,
     worst_mistakes,
 )
@@ -370,6 +371,11 @@ def test_the_shorter_rule_is_the_baseline_where_it_wins():
     figures = preference_figures(pairs(better, [0.5] * 100, lengths), seed=0)
     assert figures["shorter_wins"].value == 0.6
     assert "not above chance (0.500) or choosing the shorter answer (0.600)" in held_out_verdict(as_metrics(figures))[0]
+
+
+def test_where_every_pair_is_right_no_temperature_is_advised():
+    figures = preference_figures(pairs([2.0] * 9, [0.0] * 9, [(5, 5)] * 9), seed=0)
+    assert "every pair is right, so no confidence is too high" in remarks(figures)[0]
 
 
 def test_groups_and_worst_mistakes_name_their_rows():
