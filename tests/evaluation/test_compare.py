@@ -133,6 +133,9 @@ def test_what_cannot_be_compared_gets_one_line(two):
     assert "other held-out prompts" in refused("compare", *two)
     path.unlink()
     assert "Run: rlhf eval" in refused("compare", *two)
+    shutil.rmtree(two[1] / "ppo")
+    assert "stage ppo is not finished" in refused("compare", *two)
+    assert "no stage is finished" in refused("compare", two[0], two[1] / "nowhere")
 
 
 def made(name, scores):
