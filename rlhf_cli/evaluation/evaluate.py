@@ -184,8 +184,8 @@ def judge_replies(report: dict[str, Any], name: str, compare: Compare, sentences
         "judge_equal_length": equal_length_figure(result, *lengths),
         "judge_ties": share_figure((result == 0.5).double()),
     }
-    if clear:
-        figures["judge_first_position"] = share_figure(torch.tensor(list(clear.values())).flatten())
+    if clear:  # one trial a pair: its two answers are not independent
+        figures["judge_first_position"] = share_figure(torch.tensor(list(clear.values())).mean(1))
     show(sentences.display, f"PPO against SFT by {name}, {len(judged)} prompts, both orders", {"rate": figures})
     sentences.say(
         f"the judge {name} prefers PPO's reply in {figures['judge'].value:.1%} of {len(judged)} prompts, ties "

@@ -71,7 +71,8 @@ def test_a_judge_that_always_takes_the_first_decides_nothing(judged):
     found, _ = judged(lambda _: "A")
     rates = found["win_rate"]
     assert (rates["judge"]["value"], rates["judge_ties"]["value"]) == (0.5, 1)
-    assert rates["judge_first_position"]["value"] == 1
+    first = rates["judge_first_position"]
+    assert (first["value"], first["rows"]) == (1, 8), "a pair counts once"
 
 
 def test_pairs_without_a_clear_answer_are_left_out_and_counted(judged):
