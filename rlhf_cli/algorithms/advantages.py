@@ -144,18 +144,10 @@ def group_advantages(totals: Tensor, *, samples_per_prompt: int, baseline: Group
     response itself in the mean, so it is (n - 1) / n times rloo: the same direction, a shorter step. grpo gives
     prompts whose responses differ little the same weight as prompts whose responses differ a lot.
 
-    Args:
-        totals: [B], one per response, for example the score minus the KL penalty. Prompt-major: the n responses to a
-            prompt are adjacent.
-        samples_per_prompt: n, 2 or more.
-        baseline: "rloo", "grpo" or "dr_grpo".
-        eps: added to the standard deviation, outside any root; only "grpo" reads it (verl 1e-6, TRL 1e-4).
-
-    Returns:
-        [B], without gradient; exactly 0 for a group whose totals are all equal.
-
-    Raises:
-        ValueError: samples_per_prompt is below 2, or does not divide B.
+    `totals` [B] has one number per response, for example the score minus the KL penalty, prompt-major: the n responses
+    to a prompt are adjacent. `eps` is added to the standard deviation, outside any root, for "grpo" alone (verl 1e-6,
+    TRL 1e-4). The result is [B], without gradient, and exactly 0 for a group whose totals are all equal. Raises
+    ValueError if n (samples_per_prompt) is below 2, or does not divide B.
 
     rloo: Ahmadian et al. 2024 (arXiv 2402.14740); grpo: Shao et al. 2024 (arXiv 2402.03300); dr_grpo: Liu et
     al. 2025 (arXiv 2503.20783).
