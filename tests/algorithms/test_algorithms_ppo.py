@@ -240,7 +240,8 @@ def test_dense_rewards_are_added_at_real_tokens_only(garbage):
 
 
 @pytest.mark.parametrize("garbage", [0.0, *GARBAGE])
-def test_value_lambda_is_the_lambda_of_the_returns_only(garbage):
+def test_gae(garbage):
+    """value_lambda is the lambda of the returns only."""
     batch, mask = response_batch(["rewards", "values"])
     wide, wide_mask = padded_with(batch, mask, garbage)
     inputs = wide["rewards"], wide["values"], wide_mask
