@@ -18,13 +18,8 @@ def best_of_n(score: Tensor, n: int, *others: Tensor) -> list[Tensor]:
 
     is the mean over all subsets of n of the N samples. Samples of equal score share the numbers of `others`.
 
-    Args:
-        score: [prompts, N].
-        n: 1 to N.
-        others: [prompts, N] each, for the same samples: a gold score, a length.
-
-    Returns:
-        [prompts] for `score`, then for each of `others`.
+    `score` is [prompts, N], n is 1 to N, and the `others` are [prompts, N] for the same samples: a gold score, a
+    length. Returns [prompts] for `score`, then for each of `others`.
 
     Nakano et al. 2021 (arXiv 2112.09332), appendix I; Gao et al. 2023 (arXiv 2210.10760), section 2.
 
@@ -72,12 +67,8 @@ def best_of_n_kl(logprob: Tensor, n: int) -> Tensor:
 
     For e -> 0 it is the bound `best_of_n_kl_bound`. Average it over chosen samples.
 
-    Args:
-        logprob: log-probability of each chosen sample under the policy that was sampled, in nats, any shape.
-        n: number of samples to choose from.
-
-    Returns:
-        The shape of `logprob`.
+    `logprob` has any shape: the log-probability of each chosen sample under the policy that was sampled, in nats. The
+    result has its shape.
 
     Beirami et al. 2025 (arXiv 2401.01879), section 4.
 

@@ -32,11 +32,8 @@ class Bin:
 def reliability(probability: Tensor, outcome: Tensor, *, low: float = 0.0, num_bins: int = 10) -> list[Bin]:
     """Group predictions by stated probability, in bins of equal width from `low` to 1.
 
-    Args:
-        probability: [n] stated probabilities, `low` to 1.
-        outcome: [n] 1 if the prediction came true, 0 if not; a tie may count 1/2.
-        low: the smallest probability: 1/2 for the confidence in the preferred one of two answers.
-        num_bins: number of bins.
+    `probability` is [n], `low` to 1: `low` is 1/2 for the confidence in the preferred one of two answers. `outcome` is
+    [n], 1 if the prediction came true and 0 if not; a tie may count 1/2.
 
     Niculescu-Mizil and Caruana 2005, "Predicting good probabilities with supervised learning".
 
@@ -89,13 +86,9 @@ def best_temperature(margin: Tensor, *, steps: int = 100) -> Tensor:
     The objective is convex in 1 / T. Its minimum is where ``mean(margin * sigmoid(-margin / T)) = 0``, found by
     bisection. Above 1 the model is too sure of itself, below 1 not sure enough.
 
-    Args:
-        margin: [..., n] score of the better answer minus score of the worse one, n above 0.
-        steps: of the bisection; each halves the error of 1 / T.
-
-    Returns:
-        [...] float64. 0 if every margin is positive: no confidence is too high. Infinity if the model is no better
-        than chance.
+    `margin` is [..., n], the score of the better answer minus that of the worse one. Each of the `steps` of the
+    bisection halves the error of 1 / T. The result is [...] float64: 0 if every margin is positive (no confidence is
+    too high), infinity if the model is no better than chance.
 
     Guo et al. 2017 (arXiv 1706.04599), section 4.2.
 

@@ -26,13 +26,8 @@ def length_controlled_win_rate(win: Tensor, length_a: Tensor, length_b: Tensor) 
     regression; the rate is ``sigmoid(strength)``. The interval is Wald's, on the strength: its standard error comes
     from the curvature of the fit. Ties make it wider than needed.
 
-    Args:
-        win: [n] 1, 1/2 or 0: whether A's reply won.
-        length_a: [n] lengths of A's replies, in any unit.
-        length_b: [n] lengths of B's replies, in the same unit.
-
-    Returns:
-        (rate, low, high); the interval is NaN for fewer than two rows.
+    `win` is [n], 1, 1/2 or 0: whether A's reply won. The lengths are [n], in one unit. Returns (rate, low, high); the
+    interval is NaN for fewer than two rows.
 
     Dubois et al. 2024 (arXiv 2404.04475), section 3, without the terms of single prompts.
 
@@ -65,12 +60,9 @@ def bradley_terry(won: Tensor, *, prior: float = 0.5) -> Tensor:
 
     The most likely strengths, by the minorization-maximization algorithm, with mean 0.
 
-    Args:
-        won: [..., k, k] number of times that i beat j; a tie counts 1/2 for both. The diagonal is ignored.
-        prior: wins added for both sides of every pair, so that strengths stay finite.
-
-    Returns:
-        [..., k] float64, in nats.
+    `won` is [..., k, k], the number of times that i beat j; a tie counts 1/2 for both, and the diagonal is ignored.
+    `prior` wins are added for both sides of every pair, so that strengths stay finite. The result is [..., k] float64,
+    in nats.
 
     Bradley and Terry 1952; Hunter 2004, "MM algorithms for generalized Bradley-Terry models".
 

@@ -4,32 +4,25 @@ from collections.abc import Sequence
 from math import nan, sqrt
 
 
-def wilson_interval(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """The Wilson score interval of a success rate.
+def wilson_interval(successes: float, n: int) -> tuple[float, float]:
+    """The 95 % Wilson score interval of a success rate, between 0 and 1: (low, high).
 
-    ``rate = successes / n``
+    ``rate = successes / n, z = 1.96``
     ``centre = (rate + z**2 / (2 * n)) / (1 + z**2 / n)``
     ``half_width = z * sqrt(rate * (1 - rate) / n + z**2 / (4 * n**2)) / (1 + z**2 / n)``
 
     It is valid for few trials too: n successes out of n do not give an interval of width 0. Without trials it is
-    (0, 1).
-
-    Args:
-        successes: 0 to n; may be fractional, because a tie may count one half.
-        n: number of independent trials, 0 or more.
-        z: standard normal quantile, 1.96 for 95 %.
-
-    Returns:
-        (low, high), between 0 and 1.
+    (0, 1). The successes may be fractional, because a tie may count one half; the n trials are independent.
 
     Wilson 1927, "Probable inference, the law of succession, and statistical inference", JASA 22.
 
-    >>> wilson_interval(2, 2, z=1.0)  # centre (1 + 1/4) / 1.5, half width sqrt(1/16) / 1.5
-    (0.6666666666666667, 1.0)
+    >>> low, high = wilson_interval(2, 2)  # from 1 / (1 + z**2 / 2)
+    >>> round(low, 3), high
+    (0.342, 1.0)
     """
     if n == 0:
         return 0.0, 1.0
-    rate = successes / n
+    rate, z = successes / n, 1.96
     centre = (rate + z**2 / (2 * n)) / (1 + z**2 / n)
     half_width = z * sqrt(rate * (1 - rate) / n + z**2 / (4 * n**2)) / (1 + z**2 / n)
     return max(0.0, centre - half_width), min(1.0, centre + half_width)
@@ -47,11 +40,8 @@ def cohen_kappa(table: Sequence[Sequence[int]]) -> tuple[float, float, float]:
     98 % of trials; the asymptotic interval of Fleiss, Cohen and Everitt (1969) fell to 38 % at a kappa of 0.95, and it
     has a width of 0 if the labellers never differ.
 
-    Args:
-        table: square; `table[i][j]` rows got label i from the first labeller and label j from the second.
-
-    Returns:
-        (kappa, low, high), each from -1 to 1. NaN without rows, and if both gave every row the same label.
+    `table[i][j]` rows got label i from the first labeller and label j from the second. Returns (kappa, low, high), each
+    from -1 to 1; NaN without rows, and if both gave every row the same label.
 
     Cohen 1960, "A coefficient of agreement for nominal scales", Educational and Psychological Measurement 20.
 

@@ -37,13 +37,8 @@ def regression_on_length(lengths: Tensor, scores: Tensor, *, span: float = SPAN)
 
     Where all near replies have one length, the slope is 0.
 
-    Args:
-        lengths: [n], n above 0, in any unit.
-        scores: [n].
-        span: above 0 to 1. Small values follow the data, 1 is nearly one line.
-
-    Returns:
-        The curve in float64, at most `NUM_POINTS` points; `value_at` reads it.
+    `lengths` [n] are in any unit, and n is above 0. A small `span` (above 0, at most 1) follows the data, 1 is nearly
+    one line. The curve is in float64 and has at most `NUM_POINTS` points; `value_at` reads it.
 
     Cleveland 1979 (LOWESS, here without its robust iterations); Huang et al. 2024 (arXiv 2409.17407) correct rewards by
     it.

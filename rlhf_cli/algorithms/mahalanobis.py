@@ -28,11 +28,8 @@ def shrunk_gaussian(x: Tensor) -> Gaussian:
     ``covariance = (1 - rho) S + rho (tr S / H) I``
     ``rho = min(1, ((1 - 2/H) tr S^2 + (tr S)^2) / ((n + 1 - 2/H) (tr S^2 - (tr S)^2 / H)))``
 
-    Args:
-        x: [n, H], finite; n may be far below H, which only makes rho larger.
-
-    Returns:
-        Float64 on the CPU. Samples that are all equal get the variance 1.
+    `x` is [n, H], finite; n may be far below H, which only makes rho larger. Float64 on the CPU. Samples that are all
+    equal get the variance 1.
 
     Chen, Wiesel, Eldar and Hero 2010, "Shrinkage Algorithms for MMSE Covariance Estimation" (arXiv 0907.4698), eq. 23.
 
@@ -58,11 +55,8 @@ def whitened(x: Tensor, home: Gaussian) -> Tensor:
 
     ``covariance^(-1/2) (x - mean)``, whose length is the Mahalanobis distance of x from the mean.
 
-    Args:
-        x: [n, H].
-
-    Returns:
-        [n, H] float64 on the CPU. The square of the length is H on average over vectors of the distribution.
+    [n, H] of any float type -> [n, H] float64 on the CPU. The square of the length is H on average over vectors of the
+    distribution.
 
     Mahalanobis 1936. As a sign of reward hacking, of a reward model's features: Miao et al. 2024, "InfoRM" (arXiv
     2402.09345).
@@ -82,10 +76,7 @@ def squared_shift(total: Tensor, squares: float, n: int) -> float:
 
     ``mean over i != j of z_i . z_j = (|sum z|^2 - sum |z|^2) / (n (n - 1))``
 
-    Args:
-        total: [H], the sum of the vectors.
-        squares: the sum of their squared lengths.
-        n: their number, 2 or more.
+    `total` is the sum [H] of the vectors, `squares` that of their squared lengths, and n, 2 or more, their number.
 
     >>> squared_shift(torch.tensor([6.0, 0.0]), squares=18.0, n=2)  # twice (3, 0)
     9.0

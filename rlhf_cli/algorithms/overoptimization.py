@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from math import exp, log
+from math import exp
 
 import torch
 from torch import Tensor
@@ -21,15 +21,9 @@ class GoldCurve:
 
     a: float
     b: float
-    start: float
-    """Gold score at d = 0."""
     error_a: float = math.nan
     error_b: float = math.nan
     """Half of the 95 % interval of a and of b, NaN with fewer than five points."""
-
-    def gold(self, d: float) -> float:
-        """The gold score at distance d >= 0."""
-        return self.start + (d * (self.a - self.b * log(d)) if d > 0 else 0.0)
 
     @property
     def peak(self) -> float | None:
@@ -40,10 +34,8 @@ class GoldCurve:
 def fit_gold_curve(distance: Tensor, gold: Tensor, *, start: float) -> GoldCurve:
     """Least squares in a and b; the problem is linear in them. Student's distribution gives their intervals.
 
-    Args:
-        distance: [n] square roots of KLs in nats, above 0; two different ones at least.
-        gold: [n] gold scores.
-        start: the gold score of the initial policy.
+    `distance` has [n] square roots of KLs in nats, above 0, two different ones at least; `gold` has the [n] gold scores
+    there, and `start` is that of the initial policy.
 
     Gao et al. 2023 (arXiv 2210.10760), equation 1.
 
@@ -59,7 +51,7 @@ def fit_gold_curve(distance: Tensor, gold: Tensor, *, start: float) -> GoldCurve
     a, b = (solution := torch.linalg.lstsq(columns, y[:, None]).solution[:, 0]).tolist()
     freedom = len(d) - 2
     if freedom < MIN_FREEDOM:
-        return GoldCurve(a, b, start)
+        return GoldCurve(a, b)
     variance = (y - columns @ solution).square().sum() / freedom
     half = student_quantile(0.975, freedom) * (variance * torch.linalg.inv(columns.T @ columns).diagonal()).sqrt()
-    return GoldCurve(a, b, start, *half.tolist())
+    return GoldCurve(a, b, *half.tolist())

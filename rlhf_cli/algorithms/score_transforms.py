@@ -27,11 +27,6 @@ class Moments:
     squared_deviations: float = 0.0
 
     @property
-    def var(self) -> float:
-        """Population variance, ``squared_deviations / count``; 0 if empty."""
-        return self.squared_deviations / self.count if self.count else 0.0
-
-    @property
     def std(self) -> float:
         """Unbiased standard deviation, ``sqrt(squared_deviations / (count - 1))``.
 
@@ -72,11 +67,8 @@ def moments_of(x: torch.Tensor) -> Moments:
 
     ``Moments(x.numel(), mean(x), sum((x - mean(x))**2))``
 
-    Args:
-        x: any shape, may be empty; there is no mask, so pass real entries only.
-
-    Returns:
-        Python floats, computed in float64 on the CPU in two passes.
+    `x` has any shape and may be empty; there is no mask, so pass real entries only. The result is computed in float64
+    on the CPU in two passes.
 
     >>> moments_of(torch.tensor([2.0, 4.0]))
     Moments(count=2.0, mean=3.0, squared_deviations=2.0)
@@ -96,12 +88,7 @@ def clip_score(score: Tensor, clip: float) -> Tensor:
 
     ``min(max(score, -clip), clip)``
 
-    Args:
-        score: [B].
-        clip: above 0, in units of the score.
-
-    Returns:
-        [B]. The KL penalty is added later, so it is not clipped.
+    [B] -> [B]; `clip` is above 0, in units of the score. The KL penalty is added later, so it is not clipped.
 
     >>> clip_score(torch.tensor([-9.0, 0.5, 3.0]), 2.0)
     tensor([-2.0000,  0.5000,  2.0000])
@@ -118,12 +105,8 @@ def pessimistic_score(scores: Tensor, beta: float) -> Tensor:
     the members' ``exp(r_k / beta)``: a response gains only if all members like it. The second order in 1 / beta is the
     mean minus ``variance / (2 beta)`` (Coste et al. 2023, arXiv 2310.02743, subtract a multiple of the variance).
 
-    Args:
-        scores: [K, B], one row for each member.
-        beta: 0 or more; 0 gives the lowest score, infinity the mean.
-
-    Returns:
-        [B], between the lowest score and the mean.
+    `scores` is [K, B], one row for each member. With beta 0 it is the lowest score, with infinity the mean. The result
+    is [B].
 
     >>> scores = torch.tensor([[1.0, 2.0], [1.0, 0.0]])
     >>> [pessimistic_score(scores, beta) for beta in (0.0, 1.0, float("inf"))]
@@ -147,13 +130,9 @@ def log_sigmoid_score(score: Tensor, references: Tensor, *, quantile: float) -> 
     It saturates: a response far better than r_ref gains almost nothing by becoming better still, and one far below it
     loses as much as its score. The sum over several scores is the log-probability that the response is good by all.
 
-    Args:
-        score: [B], the logit of a reward model learned from pairs; in other units, the sigmoid has another slope.
-        references: [B, M], the scores of M replies to the prompt of each response.
-        quantile: 0 to 1, between the lowest and the highest of them, linearly interpolated.
-
-    Returns:
-        [B], below 0.
+    `score` [B] is the logit of a reward model learned from pairs; in other units, the sigmoid has another slope.
+    `references` [B, M] are the scores of M replies to the prompt of each response, and `quantile` is 0 to 1, linearly
+    interpolated between them. The result is [B], below 0.
 
     Wang et al. 2024 (arXiv 2402.00742), equation 3.
 
@@ -168,12 +147,7 @@ def preference_score(score: Tensor, references: Tensor) -> Tensor:
 
     ``mean_m sigmoid(score - references_m)``
 
-    Args:
-        score: [B], the logit of a reward model learned from pairs; in other units, the sigmoid has another slope.
-        references: [B, M], the scores of M replies to the prompt of each response.
-
-    Returns:
-        [B], 0 to 1.
+    `score` [B] and `references` [B, M] are as for `log_sigmoid_score`. The result is [B], 0 to 1.
 
     Fu et al. 2025 (arXiv 2502.18770).
 
@@ -193,13 +167,8 @@ def limited_score(score: Tensor, excess: Tensor, lambdas: Tensor) -> Tensor:
     KL is added later and keeps its weight, so for fixed lambdas the optimum is the reference times
     ``exp(limited_score / kl_coef)``. No policy with its KL and its mean excess has a higher mean score.
 
-    Args:
-        score: [B].
-        excess: [N, B], by how much each response is beyond each limit; below 0 within it.
-        lambdas: [N], above 0.
-
-    Returns:
-        [B].
+    `score` is [B]; `excess` [N, B], by how much each response is beyond each limit (below 0 within it); `lambdas` [N],
+    above 0. The result is [B].
 
     Dai et al. 2023 (arXiv 2310.12773), section 3.2.
 
@@ -217,13 +186,8 @@ def next_lambda(lam: float, excess: float, *, learning_rate: float) -> float:
     ``lam * excess`` is the gradient of ``lam * excess`` by ``log(lam)``. It grows with lam, so without the clip a limit
     that cannot be met would let lam explode within a few steps.
 
-    Args:
-        lam: the current multiplier, above 0.
-        excess: the mean over responses of how much they are beyond the limit; below 0 within it.
-        learning_rate: above 0.
-
-    Returns:
-        The multiplier for the next rollout; NaN if excess is NaN.
+    `lam` and `learning_rate` are above 0; `excess` is the mean over responses of how much they are beyond the limit,
+    below 0 within it. Returns the multiplier for the next rollout; NaN if excess is NaN.
 
     Dai et al. 2023 (arXiv 2310.12773), the update of lambda, there without the clip.
 
@@ -239,12 +203,8 @@ def length_penalty(lengths: Tensor, *, per_token: float) -> Tensor:
 
     ``per_token * lengths``
 
-    Args:
-        lengths: [B], tokens of each response, EOS included.
-        per_token: 0 or more, in units of the score.
-
-    Returns:
-        [B], 0 or more.
+    `lengths` [B] are the tokens of each response, EOS included; `per_token` is in units of the score. The result is
+    [B].
 
     >>> length_penalty(torch.tensor([1, 10]), per_token=0.5)
     tensor([0.5000, 5.0000])
@@ -260,17 +220,8 @@ def overlong_penalty(lengths: Tensor, *, max_new_tokens: int, buffer: int, penal
     It is 0 up to max_new_tokens - buffer, the full penalty at max_new_tokens, and linear in between. Only the length
     counts: a response whose EOS is its last possible token pays the full penalty.
 
-    Args:
-        lengths: [B], tokens of each response, EOS included.
-        max_new_tokens: the length limit of the sampling.
-        buffer: 1 to max_new_tokens, in tokens.
-        penalty: 0 or more, in units of the score.
-
-    Returns:
-        [B], 0 to penalty.
-
-    Raises:
-        ValueError: the buffer is below 1.
+    `lengths` [B] are the tokens of each response, EOS included; `buffer` is 1 to max_new_tokens, in tokens; `penalty`
+    is in units of the score. The result is [B], 0 to penalty. Raises ValueError for a buffer below 1.
 
     Yu et al. 2025 (arXiv 2503.14476), "soft overlong punishment", with a penalty of 1.
 
@@ -287,12 +238,8 @@ def missing_eos(ended: Tensor, *, penalty: float) -> Tensor:
 
     ``0 if ended else penalty``
 
-    Args:
-        ended: [B] bool, True if the response ended with a stop token or a stop string.
-        penalty: 0 or more, in units of the score.
-
-    Returns:
-        [B] float32, 0 or penalty.
+    `ended` [B] is True if the response ended with a stop token or a stop string; `penalty` is in units of the score.
+    The result is [B] float32.
 
     >>> missing_eos(torch.tensor([True, False]), penalty=1.5)
     tensor([0.0000, 1.5000])

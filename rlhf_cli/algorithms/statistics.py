@@ -27,9 +27,7 @@ def newcombe_interval(after: Tensor, before: Tensor) -> tuple[float, float]:
     A phi above 0 has a continuity correction. It is 0 if a column is constant, so two equal columns of ones do not give
     an interval of width 0.
 
-    Args:
-        after: [n] 0 or 1.
-        before: [n] 0 or 1, in the same order.
+    `after` and `before` are [n], 0 or 1, in the same order.
 
     Newcombe 1998, "Improved confidence intervals for the difference between binomial proportions based on paired
     data", Statistics in Medicine 17, method 10.
@@ -58,12 +56,7 @@ def pearson(x: Tensor, y: Tensor) -> float:
 
     If x or y is constant, or there are fewer than two pairs, the quotient is 0 / 0 and the result is 0.
 
-    Args:
-        x: [n].
-        y: [n], in the same order.
-
-    Returns:
-        -1 to 1; NaN if x or y contains NaN.
+    `x` and `y` are [n], in the same order. The result is -1 to 1, or NaN if one of them contains NaN.
 
     >>> pearson(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 4.0, 6.0]))
     1.0
@@ -94,12 +87,7 @@ def spearman(x: Tensor, y: Tensor) -> float:
 
     Equal numbers share the mean of their ranks. The result is 0 if x or y is constant.
 
-    Args:
-        x: [n].
-        y: [n], in the same order.
-
-    Returns:
-        -1 to 1; NaN if x or y contains NaN.
+    `x` and `y` are [n], in the same order. The result is -1 to 1, or NaN if one of them contains NaN.
 
     Spearman 1904, "The proof and measurement of association between two things".
 
@@ -118,13 +106,8 @@ def kendall(x: Tensor, y: Tensor, count: Tensor | None = None) -> Tensor:
 
     If x or y is constant, or there are fewer than two pairs, the quotient is 0 / 0 and the result is 0.
 
-    Args:
-        x: [n]; time and memory grow with n squared.
-        y: [n], in the same order.
-        count: [..., n] how often each row is there, as in resamples of the rows; once by default.
-
-    Returns:
-        [...] float64, -1 to 1.
+    `x` and `y` are [n], in the same order; time and memory grow with n squared. `count` [..., n] says how often each
+    row is there, as in resamples of the rows; once by default. The result is [...] float64, -1 to 1.
 
     Kendall 1945, "The treatment of ties in ranking problems".
 
@@ -143,13 +126,8 @@ def pair_accuracy(x: Tensor, y: Tensor, count: Tensor | None = None) -> Tensor:
 
     If y has two distinct values, this is the area under the ROC curve. If y is constant, it is 1/2.
 
-    Args:
-        x: [n] predictions.
-        y: [n] targets, in the same order.
-        count: [..., n] how often each row is there, as in resamples of the rows; once by default.
-
-    Returns:
-        [...] float64, 0 to 1.
+    `x` are [n] predictions and `y` [n] targets, in the same order; `count` is as for `kendall`. The result is [...]
+    float64, 0 to 1.
 
     >>> pair_accuracy(torch.tensor([0.1, 0.9, 0.5]), torch.tensor([0.0, 1.0, 1.0]))
     tensor(1., dtype=torch.float64)
@@ -189,12 +167,8 @@ def distinct_n(sequences: Sequence[Sequence[Hashable]], n: int) -> float:
     It falls with the amount of text, so compare only samples of similar size. A sequence shorter than n has no n-gram;
     without any n-gram the share is 0.
 
-    Args:
-        sequences: lists of words or token ids; no n-gram crosses from one to the next.
-        n: 1 or more.
-
-    Returns:
-        0 to 1; low if the texts repeat themselves or each other.
+    The `sequences` are lists of words or token ids; no n-gram crosses from one to the next. The share is low if the
+    texts repeat themselves or each other.
 
     Li et al. 2016 (arXiv 1510.03055), section 5.
 
@@ -234,11 +208,7 @@ def distinct_n_interval(sequences: Sequence[Sequence[Hashable]], n: int) -> tupl
 def word_shares(texts: Sequence[str]) -> dict[str, float]:
     """The share of texts that contain each word, whatever its case.
 
-    Args:
-        texts: any texts; a word is a run of letters, digits and underscores.
-
-    Returns:
-        Each word that occurs, in lower case, with a share above 0.
+    A word is a run of letters, digits and underscores, and is returned in lower case.
 
     >>> word_shares(["Great film, great cast!", "A dull film."])
     {'cast': 0.5, 'film': 1.0, 'great': 0.5, 'a': 0.5, 'dull': 0.5}
@@ -250,34 +220,22 @@ def word_shares(texts: Sequence[str]) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------- intervals by the bootstrap
 
 
-NUM_RESAMPLES = 2000
 CHUNK = 1 << 22
 """Numbers that are resampled at the same time."""
 
 
 def bootstrap_interval(
-    statistic: Callable[..., Tensor],
-    *columns: Tensor,
-    seed: int,
-    level: float = 0.95,
-    num_resamples: int = NUM_RESAMPLES,
+    statistic: Callable[..., Tensor], *columns: Tensor, seed: int, num_resamples: int = 2000
 ) -> tuple[float, float]:
-    """The expanded percentile bootstrap interval of a statistic of n independent rows.
+    """The 95 % interval of a statistic of n independent rows, by the expanded percentile bootstrap.
 
     Rows are drawn with replacement, the same rows of every column, so columns that belong together stay paired. The
     plain percentile interval is too narrow for small n. The quantiles are therefore those of
     ``Phi(-sqrt(n / (n - 1)) * t)`` with t the quantile of Student's distribution with n - 1 degrees of freedom
     (Hesterberg 2015, "What teachers should know about the bootstrap", section 5.3).
 
-    Args:
-        statistic: maps resampled columns, [B, n] each, to [B].
-        columns: [n] each, n at least 2 for an interval.
-        seed: of the resampling. The same seed gives the same interval.
-        level: probability that the interval covers the true value, about.
-        num_resamples: number of resamples.
-
-    Returns:
-        (low, high). With fewer than two rows both are NaN.
+    `statistic` maps resampled columns, [B, n] each, to [B]; the columns are [n]. The same seed gives the same interval.
+    With fewer than two rows both ends are NaN.
 
     >>> mean = lambda x: x.mean(-1)
     >>> low, high = bootstrap_interval(mean, torch.tensor([0.0, 1.0] * 50), seed=0)
@@ -293,7 +251,7 @@ def bootstrap_interval(
         size = min(step, num_resamples - start)
         rows = torch.randint(n, (size, n), generator=generator)
         values.append(statistic(*(column[rows] for column in columns)).double())
-    tail = NormalDist().cdf(-sqrt(n / (n - 1)) * student_quantile((1 + level) / 2, n - 1))
+    tail = NormalDist().cdf(-sqrt(n / (n - 1)) * student_quantile(0.975, n - 1))
     low, high = torch.cat(values).quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
     return low, high
 

@@ -26,12 +26,9 @@ def exponential_tilt(scores: Tensor, *, beta: float) -> tuple[Tensor, Tensor]:
     score that of the best sample. The closer the KL comes to log(N), the fewer samples carry the weight, and the lower
     is the estimated score compared with that of the true tilt at the same KL.
 
-    Args:
-        scores: [P, N], of N independent samples of ref_policy for each of P prompts.
-        beta: above 0, one for all prompts, in units of the score.
-
-    Returns:
-        (weights, kl): [P, N], rows that sum to 1, and [P], in nats per response; float64.
+    `scores` is [P, N], of N independent samples of ref_policy for each of P prompts; `beta`, above 0, is one number for
+    all prompts, in units of the score. Returns (weights, kl): [P, N], rows that sum to 1, and [P], in nats per
+    response; float64.
 
     Yang et al. 2024, "Asymptotics of language model alignment" (arXiv 2404.01730).
 
@@ -53,16 +50,9 @@ def tilt_beta(scores: Tensor, kl: float) -> float:
 
     Found by bisection on log(beta): the KL falls as beta grows.
 
-    Args:
-        scores: [P, N], as for ``exponential_tilt``.
-        kl: nats per response, the mean over prompts.
-
-    Returns:
-        beta, above 0.
-
-    Raises:
-        ValueError: kl is not above 0, or N samples cannot express it: it must be below log(N), and below it by more if
-            several samples of a prompt share the highest score.
+    `scores` is [P, N], as for ``exponential_tilt``; `kl` is in nats per response, the mean over prompts. Raises
+    ValueError if kl is not above 0, or N samples cannot express it: it must be below log(N), and below it by more if
+    several samples of a prompt share the highest score.
 
     >>> scores = torch.tensor([[0.0, 1.0]])
     >>> round(tilt_beta(scores, 0.130812) * log(3), 4)

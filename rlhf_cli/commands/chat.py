@@ -65,7 +65,7 @@ def chat(
     say(f"prompts: {model.form.sentence}", error=True)
     session.show_settings()
     if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(encoding=None if session.interactive else "utf-8", errors="replace")
+        sys.stdin.reconfigure(encoding=None if session.interactive else "utf-8-sig", errors="replace")
     if session.interactive:
         say("/help lists the commands, Ctrl-D ends.", error=True)
         lines: Iterator[str | None] = typed()

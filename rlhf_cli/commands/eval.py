@@ -49,7 +49,9 @@ def evaluate(
     rm_bench: Annotated[
         Path | None, typer.Option("--rm-bench", help="Rows of RewardBench 2 for the reward model.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the replies and of the intervals.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=-(2**63), max=2**64 - 1, help="Seed of the replies and of the intervals.")
+    ] = 0,
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
@@ -90,7 +92,7 @@ def judge_of(options: EvalJudgeOptions) -> ServerJudge | None:
         return ServerJudge(options, options.url, options.model)
     if options.url is not None:
         raise ConfigError("--judge-model: is missing. Give the model's name on the --judge server")
-    if options != EvalJudgeOptions(max_new_tokens=options.max_new_tokens):
+    if options != EvalJudgeOptions():
         raise ConfigError("--judge: is missing, so the other --judge options do nothing. Give the server's base URL")
     return None
 

@@ -6,7 +6,6 @@ A decoder reads prompt and answer in the tokens of its training, with EOS, as it
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -96,7 +95,7 @@ def _score_typed(options: RewardModelOptions, *, quiet: bool) -> None:
     model, template, notes = _load(options)
     is_terminal = sys.stdin.isatty()
     if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="replace")
     display.notes(*notes, "a line is an answer, or a prompt, a tab and an answer" if is_terminal else None)
     for number, line in enumerate(sys.stdin, 1):
         prompt, _, answer = line.rstrip("\r\n").rpartition("\t")
@@ -195,7 +194,8 @@ class _Summary:
         if ranked is None:
             # The score or label of the row, whatever its format.
             columns = (record.answers[0].score, record.columns.get("score"), record.columns.get("label"))
-            targets = [float(value) for value in columns if isinstance(value, int | float) and math.isfinite(value)]
+            numbers = (x for x in columns if isinstance(x, int | float))
+            targets = [float(x) for x in numbers if abs(x) <= sys.float_info.max]
             if len(scores) == 1 and targets:
                 self.targets.append((scores[0], targets[0]))
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -204,6 +205,7 @@ def held_out_lines(
 
 
 def gold_gap(row: Record) -> float | None:
-    """gold_chosen - gold_rejected, or None if the row lacks one of them."""
-    a, b = row.columns.get("gold_chosen"), row.columns.get("gold_rejected")
-    return a - b if isinstance(a, int | float) and isinstance(b, int | float) else None
+    """gold_chosen - gold_rejected, or None if the row lacks one of them or has no finite number there."""
+    gold = [row.columns.get(name) for name in ("gold_chosen", "gold_rejected")]
+    found = [float(x) for x in gold if isinstance(x, int | float) and abs(x) <= sys.float_info.max]
+    return found[0] - found[1] if len(found) == 2 else None

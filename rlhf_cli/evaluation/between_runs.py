@@ -20,6 +20,7 @@ from rlhf_cli.report.progress import Display
 from rlhf_cli.report.run_data import evaluation_of, meaning_of, names_of, short_names
 from rlhf_cli.report.tables import config_differences
 from rlhf_cli.run.artifacts import Manifest, read_manifest, stage_directory
+from rlhf_cli.trained.locate import finished_stages
 
 SHOWN = ("score", "gold", "kl", "length")  # numbers of a reply that are compared, where all runs have them
 JUDGED = ("score", "gold")  # those that may be rates, all 0 or 1
@@ -86,6 +87,7 @@ def compare(roots: Sequence[Path]) -> None:
 
 
 def _read(root: Path, name: str) -> Compared:
+    finished_stages(root, "ppo")  # raises ArtifactError if it is not one
     found = evaluation_of(root, "ppo", stage_directory(root, "ppo"))
     if not isinstance(found.get("replies"), list):
         path = root / "eval" / "ppo" / "evaluation.json"

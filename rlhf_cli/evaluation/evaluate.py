@@ -11,15 +11,17 @@ import torch
 
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.data.splits import Drawn
-from rlhf_cli.errors import RunError
+from rlhf_cli.errors import ArtifactError, RunError
 from rlhf_cli.evaluation import likelihood
 from rlhf_cli.evaluation.figures import Sentences, as_json, equal_length_figure, ratio_figure, share_figure, show
 from rlhf_cli.evaluation.replies import Arena, Replies, differences, side_figures, win_rates
 from rlhf_cli.evaluation.yardstick import along_the_run, best_of_n_report
 from rlhf_cli.files import digest_file
+from rlhf_cli.models.forward import vocabulary_rows
 from rlhf_cli.report.figure import Figures
 from rlhf_cli.report.progress import Display
 from rlhf_cli.run.artifacts import MANIFEST, model_directory, stage_directory
+from rlhf_cli.run.checkpoint_files import write_text
 from rlhf_cli.trained.run import Run
 
 REPLIES = 256  # held-out prompts that the SFT model answers
@@ -30,12 +32,16 @@ Compare = Callable[[Sequence[tuple[str, str, str]]], list[Literal["first", "seco
 
 
 def write_evaluation(run: Run, stage: str, report: dict[str, Any]) -> Path:
-    """Write `<root>/eval/<stage>/evaluation.json`, and return its path."""
+    """Write `<root>/eval/<stage>/evaluation.json`, and return its path. Raises ArtifactError if it cannot."""
     path = run.root / "eval" / stage / "evaluation.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     manifest = digest_file(stage_directory(run.root, stage) / MANIFEST)
     found = {"stage": stage, "seed": run.seed, "manifest": manifest, **report}
-    path.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    except OSError as error:
+        advice = "Free disk space, or make the run's directory writable"
+        raise ArtifactError(f"{path}: cannot be written ({error.strerror}). {advice}") from None
     return path
 
 
@@ -55,13 +61,18 @@ def measure_sft(run: Run, display: Display) -> dict[str, Any]:
     columns = {"SFT": figures}
     report: dict[str, Any] = {"figures": as_json(figures)} | ({"replies": replies} if replies else {})
     if config.model.path is not None:
-        base, base_tokenizer = run.load(model_directory(config.model.path), config.precision)
-        base_sums = likelihood.row_sums(base, rows, run.budget(base, config.precision), config.precision)
-        before = likelihood.likelihood_figures(base_sums, seed=seed)
-        before |= likelihood.replies(base, base_tokenizer, drawn, config, seed=seed)[1]
-        difference = {"loss": likelihood.loss_difference(sums, base_sums, seed=seed)}
-        columns = {"before": before, **columns, "difference": difference}
-        report |= {"before": as_json(before), "difference": as_json(difference)}
+        base, base_tokenizer = run.load(
+            model_directory(config.model.path), config.precision, revision=config.model.revision
+        )
+        if vocabulary_rows(base) < vocabulary_rows(model):
+            display.note("the model before SFT lacks embeddings for model.add_tokens, so it is not compared")
+        else:
+            base_sums = likelihood.row_sums(base, rows, run.budget(base, config.precision), config.precision)
+            before = likelihood.likelihood_figures(base_sums, seed=seed)
+            before |= likelihood.replies(base, base_tokenizer, drawn, config, seed=seed)[1]
+            difference = {"loss": likelihood.loss_difference(sums, base_sums, seed=seed)}
+            columns = {"before": before, **columns, "difference": difference}
+            report |= {"before": as_json(before), "difference": as_json(difference)}
     show(display, f"SFT, {rows} held-out rows; replies to {len(replies):,} of them", columns)
     if rows.by_source:
         loss = {
@@ -77,7 +88,8 @@ def measure_ppo(run: Run, num_samples: int, num_prompts: int, display: Display) 
     """PPO beside SFT on the held-out prompts, and beside best-of-n of the SFT model."""
     config = run.ppo
     assert config is not None
-    reference, tokenizer = run.load(model_directory(config.stage_model(config.policy.path, "sft")), config.precision)
+    path = model_directory(config.stage_model(config.policy.path, "sft"))
+    reference, tokenizer = run.load(path, config.precision, revision=config.policy.revision)
     trained, _ = run.load(run.model_path("ppo"), config.precision)
     arena = Arena(run, config, reference, tokenizer)
     before, after = arena.replies(reference, 1), arena.replies(trained, 1)
@@ -172,8 +184,8 @@ def judge_replies(report: dict[str, Any], name: str, compare: Compare, sentences
         "judge_equal_length": equal_length_figure(result, *lengths),
         "judge_ties": share_figure((result == 0.5).double()),
     }
-    if clear:
-        figures["judge_first_position"] = share_figure(torch.tensor(list(clear.values())).flatten())
+    if clear:  # one trial a pair: its two answers are not independent
+        figures["judge_first_position"] = share_figure(torch.tensor(list(clear.values())).mean(1))
     show(sentences.display, f"PPO against SFT by {name}, {len(judged)} prompts, both orders", {"rate": figures})
     sentences.say(
         f"the judge {name} prefers PPO's reply in {figures['judge'].value:.1%} of {len(judged)} prompts, ties "

@@ -65,6 +65,7 @@ class Sample:
 
 
 Items = Sequence[RankedIds] | Sequence[ScoredIds]  # the rows of the stage as tokens
+Source = tuple[str, str | None]  # the directory or hub id of a model, and its revision
 Text = tuple[list[int], int]  # a text as the reward model reads it, and the `reply_length` of its reply
 
 
@@ -74,8 +75,8 @@ def samples_of_sft(items: Items, config: RMConfig, stage: StageRun) -> list[Samp
     Call it on all processes, while no other model is in memory. A resumed run reads the samples that it has drawn
     before. Empty if no samples are needed, if there is no SFT model, or if every prompt is too long for the model.
     """
-    path, file = _sft_model(config), stage.checkpoints_directory / KEPT
-    if config.evaluation.num_normalization_samples == 0 or path is None:
+    source, file = _sft_model(config), stage.checkpoints_directory / KEPT
+    if config.evaluation.num_normalization_samples == 0 or source is None:
         return []
     kept = stage.world.of_main(lambda: json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None)
     if kept is not None:
@@ -85,7 +86,7 @@ def samples_of_sft(items: Items, config: RMConfig, stage: StageRun) -> list[Samp
         replace(row, prompt=row.prompt or first_words(row.response, words)[0], answers=())
         for row in _rows(items, config)
     ]
-    samples = _draw(path, prompts, config, stage)
+    samples = _draw(source, prompts, config, stage)
     gc.collect()  # the parts of a sharded model refer to each other
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # the freed model is in blocks of other sizes than the next one needs
@@ -96,10 +97,10 @@ def samples_of_sft(items: Items, config: RMConfig, stage: StageRun) -> list[Samp
     return samples
 
 
-def _draw(path: str, prompts: Sequence[Record], config: RMConfig, stage: StageRun) -> list[Sample]:
+def _draw(source: Source, prompts: Sequence[Record], config: RMConfig, stage: StageRun) -> list[Sample]:
     """A sample for each prompt that fits. Each process samples its share."""
     world, settings = stage.world, config.evaluation
-    tokenizer, policy = load_tokenizer(path), load_policy(path, deferred=_is_deferred(config, stage))
+    tokenizer, policy = load_tokenizer(*source), load_policy(*source, deferred=_is_deferred(config, stage))
     speaker = Speaker.at_evaluation(config, policy, tokenizer)
     fitting = list(speaker.fitting(prompts))
     if not fitting:
@@ -115,13 +116,15 @@ def _draw(path: str, prompts: Sequence[Record], config: RMConfig, stage: StageRu
     ]
 
 
-def _sft_model(config: RMConfig) -> str | None:
+def _sft_model(config: RMConfig) -> Source | None:
     """The run's own SFT model, or else the language model that the backbone came from; None for an encoder."""
     own = stage_directory(config.artifacts, "sft")
     if (own / MANIFEST).is_file():
-        return str(own / "model")
-    path = model_directory(config.model.path) if config.model.path is not None else None
-    return path if path is not None and is_language_model(path, config.model.revision) else None
+        return str(own / "model"), None
+    if config.model.path is None:
+        return None
+    source = model_directory(config.model.path), config.model.revision
+    return source if is_language_model(*source) else None
 
 
 def _rows(items: Items, config: RMConfig) -> list[Record]:
@@ -146,8 +149,8 @@ def texts_to_score(
     The first eight samples go to samples.jsonl. Without samples a line on the screen says so. Empty if the config asks
     for none.
     """
-    if samples:
-        tokenizer = load_tokenizer(str(_sft_model(config)))
+    if samples and (source := _sft_model(config)) is not None:
+        tokenizer = load_tokenizer(*source)
         for one in samples[:8]:
             reply = tokenizer.decode(one.ids, skip_special_tokens=True)
             stage.sample({"prompt": one.prompt, "response": reply, "ended": one.ended})

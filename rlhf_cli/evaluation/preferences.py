@@ -263,6 +263,8 @@ def remarks(figures: Figures) -> list[str]:
     error, temperature = figures["calibration_error"].value, figures["best_temperature"].value
     if not math.isfinite(temperature):
         advice = "no temperature mends that"
+    elif temperature == 0:
+        advice = "every pair is right, so no confidence is too high"
     elif temperature > 1:
         advice = f"it is overconfident, and dividing its margins by {temperature:.2f} fits best"
     else:

@@ -28,7 +28,7 @@ from rlhf_cli.evaluation.figures import (
 )
 from rlhf_cli.evaluation.likelihood import reply_figures
 from rlhf_cli.report.figure import Figures
-from rlhf_cli.rewards.base import RewardSource, samples_of, total_score
+from rlhf_cli.rewards.base import RewardSource, Scores, samples_of, total_score
 from rlhf_cli.rewards.sources import load_judge, load_rewards, main_number
 from rlhf_cli.rollout.rollout import Models, collect
 from rlhf_cli.rollout.sampling import Response, draw_uniforms
@@ -109,27 +109,20 @@ class Arena:
         responses: list[Response] = []
         token_kl: list[list[float]] = []
         texts: list[str] = []
-        scores: list[float] = []
-        each: dict[str, list[float]] = {}
-        gold: dict[str, list[float]] = {}
+        scores: list[Scores] = []
+        judged: list[dict[str, float]] = []
         for start in range(0, len(everyone), ROWS):
             prompts = everyone[start : start + ROWS]
             found, distances = self._sample(policy, prompts, uniforms[start : start + ROWS])
             samples = samples_of(self.rewards, self.tokenizer, prompts, list(map(self.speaker.text, found)), found)
-            judged = total_score(self.rewards, samples)
-            scores += judged.total.tolist()
-            for name, values in judged.each.items():
-                each.setdefault(name, []).extend(values.tolist())
-            if self.judge is not None:
-                for row in self.judge(samples):
-                    for name, value in row.items():
-                        gold.setdefault(name, []).append(value)
+            scores.append(total_score(self.rewards, samples))
+            judged += self.judge(samples) if self.judge is not None else []
             responses += found
             texts += samples.responses
             token_kl += distances
 
-        def grid(values: Sequence[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float64).reshape(size)
+        def grid(values: Sequence[float] | Tensor) -> Tensor:
+            return torch.as_tensor(values, dtype=torch.float64).reshape(size)
 
         def rows(values: list[Any]) -> list[Any]:
             return [values[i : i + count] for i in range(0, len(values), count)]
@@ -137,9 +130,9 @@ class Arena:
         return Replies(
             texts=rows(texts),
             ids=rows([r.ids for r in responses]),
-            score=grid(scores),
-            each={name: grid(values) for name, values in each.items()},
-            gold={name: grid(values) for name, values in gold.items()},
+            score=grid(torch.cat([one.total for one in scores])),
+            each={name: grid(torch.cat([one.each[name] for one in scores])) for name in scores[0].each},
+            gold={name: grid([row[name] for row in judged]) for name in (judged[0] if judged else ())},
             logprob=grid([sum(r.logprobs) for r in responses]),
             kl=grid([sum(row) for row in token_kl]),
             token_kl=rows(token_kl),

@@ -241,7 +241,7 @@ def beside_the_best(best: BestOfN, own: Tensor, kl: float, sentences: Sentences,
     start, highest, tilt = best.samples.score.mean(1), best.score_at(kl), tilted(best.samples, kl)
     if kl <= 0 or not highest.mean() > start.mean():
         why = "the samples of each prompt have the same score"
-        why = why if kl > 0 else f"PPO's KL of {abs(kl):.1f} nats is not above 0"
+        why = why if kl > 0 else f"PPO's KL of {kl:z.1f} nats is not above 0"
         sentences.say(f"{why}, so there is no gain at that KL with which PPO can be compared")
         return {}
     name = "best_of_n"
@@ -281,14 +281,16 @@ def along_the_run(run: Run, gold_name: str | None, sentences: Sentences) -> dict
             "gold, and no place on its curve where the run ended"
         )
         return {}
-    names = {"score": "score_mean", "kl": "kl"} | ({} if gold_name is None else {"gold": gold_name})
+    names = {"score": "score_mean", "kl": "kl"}
+    if gold_name is not None and gold_name in points[0]:  # a judge that has changed since may name it otherwise
+        names["gold"] = gold_name
     shown = [points[i] for i in sorted({round(j * (len(points) - 1) / MOST_SHOWN) for j in range(MOST_SHOWN + 1)})]
     lines = [[f"{point['step']:,}", *(f"{point[name]:.3f}" for name in names.values())] for point in shown]
     heads = ["iteration", *("KL" if name == "kl" else name for name in names)]
     sentences.display.table("Along the run, held-out prompts", heads, lines)
     along = [{"step": point["step"], **{label: point[name] for label, name in names.items()}} for point in points]
     report: dict[str, Any] = {"along": along}
-    if gold_name is not None and (curve := gold_curve(points, gold_name)) is not None:
+    if "gold" in names and (curve := gold_curve(points, names["gold"])) is not None:
         report["gold_curve"] = curve
         a, b = (Figure(**{"value": math.nan} | curve[name]) for name in ("a", "b"))
         text = f"gold along the run: gold(0) + d (a - b log d) with d = sqrt(KL), a = {a}, b = {b}"

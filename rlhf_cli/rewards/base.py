@@ -110,12 +110,14 @@ class RewardSource:
         return False
 
     @property
-    def reads_a_column(self) -> bool:
-        """It reads a column of the rows, which `check_row` looks for before training."""
-        return False
+    def column(self) -> str | None:
+        """The column of the rows that it reads; `check_row` looks for it before training."""
+        return None
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raise ValueError for a row of the data without the column."""
+        """Raise ValueError for a row of the data without what is read from the column."""
+        if self.column not in row:
+            raise ValueError(f"its row has no column {self.column!r}; it has {columns_of(row)}")
 
     def keep_in(self, folder: Path, process: int) -> None:
         """Keep in a folder of the run what must not be asked for again when it is resumed."""
@@ -233,6 +235,11 @@ def failure(source: str, samples: Samples, rows: Sequence[int], problem: str) ->
         where = f"{samples.where[rows[0]]}{more}: "
     numbers = f"responses {rows[0] + 1} to {rows[-1] + 1}" if several else f"response {rows[0] + 1}"
     return RewardError(f"{where}{source}, {numbers}: {problem}")
+
+
+def columns_of(row: Mapping[str, Any]) -> str:
+    """The names of the columns of a row, for messages."""
+    return shown(", ".join(map(str, row)) or "no columns")
 
 
 def shown(value: Any) -> str:

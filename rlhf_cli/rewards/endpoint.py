@@ -10,7 +10,7 @@ ignore it. `rlhf_cli.rewards.http_client` says how requests are retried and limi
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
@@ -20,7 +20,7 @@ import torch
 from rlhf_cli.config.rewards import HTTPReward, ServerReward
 from rlhf_cli.data.records import batched
 from rlhf_cli.processes.signals import stop_requested
-from rlhf_cli.rewards.base import RewardSource, Samples, failure, finite, shown
+from rlhf_cli.rewards.base import RewardSource, Samples, failure, finite
 from rlhf_cli.rewards.http_client import (
     JSONClient,
     Malformed,
@@ -105,14 +105,8 @@ class Endpoint(ServerSource):
         return torch.tensor(scores)
 
     @property
-    def reads_a_column(self) -> bool:
-        return self.config.label_column is not None
-
-    def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raise ValueError for a row of the data without the label that would be sent."""
-        column = self.config.label_column
-        if column is not None and column not in row:
-            raise ValueError(f"its row has no column {column!r}; it has {shown(', '.join(map(str, row)))}")
+    def column(self) -> str | None:
+        return self.config.label_column
 
 
 def rewards_in(answer: Any, num_texts: int) -> list[Any]:

@@ -15,7 +15,7 @@ import torch
 
 from rlhf_cli.algorithms.statistics import distinct_n
 from rlhf_cli.config.rewards import AnswerReward, JSONReward, LengthReward, RegexReward, RepetitionReward, RuleReward
-from rlhf_cli.rewards.base import RewardSource, Samples, shown
+from rlhf_cli.rewards.base import RewardSource, Samples, columns_of, shown
 
 MARK = "####"
 """GSM8K writes this before the answer."""
@@ -111,7 +111,7 @@ def truth_of(row: Mapping[str, Any], column: str, mode: Literal["numeric", "exac
     (Fraction(2, 1), '2')
     """
     if column not in row:
-        raise ValueError(f"its row has no column {column!r}; it has {shown(', '.join(map(str, row)) or 'no columns')}")
+        raise ValueError(f"its row has no column {column!r}; it has {columns_of(row)}")
     value = row[column]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"{column!r} is {shown(repr(value))}, it must be a number or text")
@@ -197,13 +197,12 @@ class RuleSource(RewardSource):
         assert_never(rule)
 
     @property
-    def reads_a_column(self) -> bool:
-        return isinstance(self.rule, AnswerReward)
+    def column(self) -> str | None:
+        return self.rule.column if isinstance(self.rule, AnswerReward) else None
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raise ValueError for a row of the data without a correct answer."""
-        if isinstance(self.rule, AnswerReward):
-            truth_of(row, self.rule.column, self.rule.mode)
+        assert isinstance(self.rule, AnswerReward), "no other rule reads a column"
+        truth_of(row, self.rule.column, self.rule.mode)
 
 
 def units(samples: Samples, i: int, unit: Literal["words", "tokens"]) -> Sequence[Hashable]:

@@ -122,7 +122,7 @@ def main_number(row: Mapping[str, Any]) -> str:
 
 def check_rows(sources: Sequence[RewardSource], rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
     """Check before training that each (place, columns) has the columns that the sources read; raises DataError."""
-    strict = [s for s in sources if s.reads_a_column and s.on_error == "stop"]
+    strict = [s for s in sources if s.column is not None and s.on_error == "stop"]
     if not strict:
         return
     for where, row in rows:

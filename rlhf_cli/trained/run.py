@@ -59,9 +59,11 @@ class Run:
         assert self.sft is not None
         return Rollout(temperature=self.sft.evaluation.temperature, max_new_tokens=self.sft.evaluation.max_new_tokens)
 
-    def load(self, path: str, precision: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    def load(
+        self, path: str, precision: str = "float32", revision: str | None = None
+    ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """A language model, on the device and held for passes in `precision`, and its tokenizer."""
-        model, tokenizer = frozen_policy(path, None, self.device, precision), load_tokenizer(path)
+        model, tokenizer = frozen_policy(path, revision, self.device, precision), load_tokenizer(path, revision)
         prepare(model, self.device)
         return model, tokenizer
 

@@ -12,17 +12,15 @@ from rlhf_cli.algorithms.losses import entropy_bonus, explained_variance, lm_los
 from rlhf_cli.algorithms.reward_model import pairwise_loss, plackett_luce_loss, unbiased_weight
 from rlhf_cli.algorithms.statistics import distinct_n, pair_accuracy, pearson, spearman, wilson_interval
 from rlhf_cli.algorithms.tilt import exponential_tilt, tilt_beta
-from rlhf_cli.tensor_ops import length_mask, masked_sum, pad_rows, token_entropy, token_logprobs
+from rlhf_cli.tensor_ops import length_mask, pad_rows, token_entropy, token_logprobs
 from support.formulas import (
     GARBAGE,
     LENGTHS,
     close,
     draw,
     finite_differences,
-    gae_by_sums,
     gradient_of,
     padded_with,
-    real_tokens,
     response_batch,
 )
 from support.worlds import in_each_process
@@ -31,15 +29,6 @@ CLIP_RANGE = 0.2
 
 
 # ---- masks
-
-
-@pytest.mark.parametrize("garbage", GARBAGE)
-def test_masked_sum_reads_real_tokens_only(garbage):
-    batch, mask = response_batch(["x"])
-    tokens = [float(batch["x"][index]) for index in real_tokens(mask)]
-    batch, mask = padded_with(batch, mask, garbage)
-    close(masked_sum(batch["x"], mask), sum(tokens))
-    close(gradient_of(lambda x: masked_sum(x, mask), batch["x"]), mask.double())
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
@@ -270,21 +259,6 @@ def test_explained_variance():
 # ---- rewards and advantages
 
 
-@pytest.mark.parametrize("garbage", [0.0, *GARBAGE])
-def test_the_score_is_at_the_last_real_token_and_nowhere_else(garbage):
-    batch, mask = response_batch(["kl"])
-    score = torch.tensor([10.0, -20.0, 30.0, 0.0], dtype=torch.float64)
-    wide, wide_mask = padded_with(batch, mask, garbage)
-    rewards = token_rewards(score, wide["kl"], wide_mask, kl_coef=0.1)
-    expected = torch.zeros_like(rewards)
-    for b, t in real_tokens(wide_mask):
-        expected[b, t] = -0.1 * batch["kl"][b, t] + (score[b] if t == LENGTHS[b] - 1 else 0)
-    close(rewards, expected)
-    close(rewards.sum(-1), score - 0.1 * batch["kl"].where(mask, 0).sum(-1))
-    without_kl = token_rewards(score, wide["kl"], wide_mask, kl_coef=0.0)
-    assert without_kl.abs().argmax(-1).tolist()[:3] == [length - 1 for length in LENGTHS[:3]]
-
-
 def test_the_score_is_at_the_last_real_token_of_a_mask_with_holes():
     mask = torch.tensor([[True, False, True, False], [False, True, False, False]])
     rewards = token_rewards(torch.tensor([1.0, 2.0]), torch.ones(2, 4), mask, kl_coef=0.5)
@@ -294,19 +268,6 @@ def test_the_score_is_at_the_last_real_token_of_a_mask_with_holes():
 def test_a_score_for_a_row_without_real_tokens_is_refused():
     with pytest.raises(ValueError, match=r"no real token in rows \[1, 3\] of 4"):
         token_rewards(torch.ones(4), torch.ones(4, 2), length_mask([1, 0, 2, 0]), kl_coef=0.1)
-
-
-@pytest.mark.parametrize("garbage", GARBAGE)
-@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 0.95), (0.9, 0.5), (0.9, 1.0), (0.9, 0.0), (1.0, 1.0)])
-def test_gae(gamma, gae_lambda, garbage):
-    batch, mask = response_batch(["rewards", "values"])
-    expected = gae_by_sums(batch["rewards"], batch["values"], mask, gamma, gae_lambda)
-    wide, wide_mask = padded_with(batch, mask, garbage)
-    advantages, returns = gae(wide["rewards"], wide["values"], wide_mask, gamma=gamma, gae_lambda=gae_lambda)
-    assert not advantages[~wide_mask].any()
-    assert not returns[~wide_mask].any()
-    close(advantages[:, : mask.shape[1]], expected)
-    close(returns[:, : mask.shape[1]], expected + batch["values"].where(mask, 0))
 
 
 def test_gae_ignores_holes_in_the_mask():
@@ -407,21 +368,15 @@ def test_extreme_score_differences_have_a_finite_loss_and_gradient(kind, dtype):
 
 
 @pytest.mark.parametrize(("successes", "n"), [(0, 10), (10, 10), (5, 10), (3.5, 8), (1, 1), (700, 1000)])
-@pytest.mark.parametrize("z", [1.0, 1.96])
-def test_the_rate_is_z_standard_errors_from_the_ends_of_the_wilson_interval(successes, n, z):
-    low, high = wilson_interval(successes, n, z=z)
+def test_the_rate_is_z_standard_errors_from_the_ends_of_the_wilson_interval(successes, n):
+    low, high = wilson_interval(successes, n)
     rate = successes / n
     assert 0 <= low <= rate + 1e-12
     assert rate - 1e-12 <= high <= 1
     for end in (low, high):  # solves |rate - end| = z * sqrt(end * (1 - end) / n), unless it is 0 or 1
-        close((rate - end) ** 2, z**2 * end * (1 - end) / n, 1e-9)
+        close((rate - end) ** 2, 1.96**2 * end * (1 - end) / n, 1e-9)
     assert high - low > 0.001
-
-
-def test_wilson_interval_equals_published_numbers():
     assert wilson_interval(0, 0) == (0.0, 1.0)
-    close(wilson_interval(81, 263), [0.2553, 0.3662], 1e-4)  # Newcombe 1998, table I, method 3
-    close(wilson_interval(0, 20), [0.0, 0.1611], 1e-4)
 
 
 def pearson_by_loops(x, y):

@@ -88,12 +88,6 @@ def test_the_expected_sum_of_k1_and_k3_is_the_kl_of_whole_responses(logits, ref_
     close(mean_kl, (expected_visits(logits) * kl_of_states(logits, ref_logits)).sum())
 
 
-@pytest.mark.parametrize("estimator", ["k2", "abs"])
-def test_k2_and_abs_are_biased(logits, ref_logits, estimator):
-    kl = kl_estimate(logprobs_of(logits), logprobs_of(ref_logits), estimator=estimator)
-    assert abs(kl_loss(kl, MASK, weights=expected_weights(logits))[0] - sequence_kl(logits, ref_logits)) > 0.1
-
-
 def expected_kl_gradient(logits, ref_logits, estimator):
     """The expected gradient of the KL loss with respect to the logits, over responses of the policy."""
 
@@ -246,7 +240,8 @@ def test_dense_rewards_are_added_at_real_tokens_only(garbage):
 
 
 @pytest.mark.parametrize("garbage", [0.0, *GARBAGE])
-def test_value_lambda_is_the_lambda_of_the_returns_only(garbage):
+def test_gae(garbage):
+    """value_lambda is the lambda of the returns only."""
     batch, mask = response_batch(["rewards", "values"])
     wide, wide_mask = padded_with(batch, mask, garbage)
     inputs = wide["rewards"], wide["values"], wide_mask
@@ -296,15 +291,9 @@ def test_overlong_penalty():
 # ---- controllers
 
 
-def test_adaptive_kl_coef_counts_episodes_and_stays_above_0():
-    one = adaptive_kl_coef(0.2, 9.0, target=6.0, horizon=10_000, num_episodes=512)
-    close(one, 0.2 * (1 + 0.2 * 512 / 10_000))
+def test_adaptive_kl_coef_stays_above_0_and_nan_stays_nan():
     assert adaptive_kl_coef(0.2, 0.0, target=6.0, horizon=100, num_episodes=1000) == 0.0
     assert math.isnan(adaptive_kl_coef(0.2, math.nan, target=6.0, horizon=100, num_episodes=10))
-    coef = 1.0
-    for _ in range(500):  # 5 * horizon episodes, always too much KL: the coefficient grows by a factor of about e
-        coef = adaptive_kl_coef(coef, 99.0, target=6.0, horizon=1000, num_episodes=10)
-    assert coef == pytest.approx(math.e, rel=0.01)
 
 
 # ---- moments
@@ -312,11 +301,10 @@ def test_adaptive_kl_coef_counts_episodes_and_stays_above_0():
 
 def test_moments_of_too_few_numbers():
     assert moments_of(torch.zeros(0)) == Moments() == Moments(0, 0, 0)
-    assert (Moments().var, Moments().std) == (0.0, 1.0)
+    assert Moments().std == 1.0
     one = moments_of(torch.tensor([5.0]))
-    assert (one.count, one.mean, one.var, one.std) == (1, 5.0, 0.0, 1.0)
-    equal = moments_of(torch.tensor([5.0, 5.0]))
-    assert (equal.var, equal.std) == (0.0, 0.0)
+    assert (one.count, one.mean, one.squared_deviations, one.std) == (1, 5.0, 0.0, 1.0)
+    assert moments_of(torch.tensor([5.0, 5.0])).std == 0.0
     assert merge(Moments(), Moments(0, math.nan, math.nan)) == Moments()  # the mean of an empty batch has no influence
     with pytest.raises(FrozenInstanceError):
         one.mean = 3.0
@@ -326,4 +314,4 @@ def test_moments_of_float32_are_computed_in_float64():
     x = 1e4 + draw(1000, seed=1).float()
     actual = moments_of(x)
     close(actual.mean, math.fsum(x.tolist()) / 1000, 1e-14)
-    close(actual.var, math.fsum((value - actual.mean) ** 2 for value in x.tolist()) / 1000)
+    close(actual.squared_deviations, math.fsum((value - actual.mean) ** 2 for value in x.tolist()))

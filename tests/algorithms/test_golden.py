@@ -257,7 +257,7 @@ def check_running_moments(x):
     for batch in x["batches"]:
         new = moments_of(torch.tensor(batch, dtype=torch.float64))
         seen = merge(seen, new)
-        rows.append([seen.mean, seen.var, seen.std, seen.count, new.mean, new.std])
+        rows.append([seen.mean, seen.squared_deviations / seen.count, seen.std, seen.count, new.mean, new.std])
     columns = torch.tensor(rows, dtype=torch.float64).T
     return dict(zip(["mean", "var", "std", "count", "batch_mean", "batch_std"], columns, strict=True))
 

@@ -204,6 +204,7 @@ def test_a_conversation_survives_bad_input(finished, tmp_path):
     assert row["messages"][0]["content"] == "the tent is"
     assert printable(row["messages"][1]["content"], keep="\n") == result.stdout.strip()
     assert existing.read_text(encoding="utf-8") == "mine"
+    rlhf("data", "check", saved, "--for", "sft")
 
 
 def test_a_full_disk_leaves_no_half_file_and_the_conversation(chat_model, tmp_path, monkeypatch, capsys):
@@ -223,15 +224,10 @@ def test_a_full_disk_leaves_no_half_file_and_the_conversation(chat_model, tmp_pa
     assert len(talk.history) == 2
 
 
-def test_a_saved_conversation_is_data(chat_model, tmp_path):
-    saved = tmp_path / "talk.jsonl"
-    lines = f"/set max_new_tokens 5\nthe tent\nthe lamp\n/save {saved}\n"
-    chat(chat_model, lines=lines)
-    rlhf("data", "check", saved, "--for", "sft")
-
-
 def test_bytes_that_are_no_text_and_long_lines_are_messages(chat_model, read_prompts):
-    chat(chat_model, "--max-new-tokens", 2, lines=b"\xff tent\n//x\none\\\ntwo\n\n/exit\nnever\n")
+    """A byte-order mark at the start is no part of the first line."""
+    lines = b"\xef\xbb\xbf/set seed 1\n\xff tent\n//x\none\\\ntwo\n\n/exit\nnever\n"
+    chat(chat_model, "--max-new-tokens", 2, lines=lines)
     texts = [load_tokenizer(str(chat_model)).decode(ids) for ids in read_prompts]
     assert len(texts) == 3
     assert texts[1].endswith("<user>/x\n<assistant>")

@@ -1,6 +1,7 @@
 """`rlhf rm score`: rows of any format in, scores out, good beside bad."""
 
 import json
+import math
 
 import pytest
 
@@ -98,7 +99,7 @@ def test_typed_lines_have_the_scores_of_a_file(rm, tmp_path):
     texts = [("we will send", " a lamp"), ("we will send", " no"), ("", "thank you")]
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": p, "response": r} for p, r in texts[:2]])
     wanted = [row["score"] for row in rows_of(score(rm, path))]
-    typed = "".join(f"{prompt}\t{answer}\n" for prompt, answer in texts[:2]) + "\nwe will send\tno\nthank you\n"
+    typed = "\ufeff" + "".join(f"{p}\t{answer}\n" for p, answer in texts[:2]) + "\nwe will send\tno\nthank you\n"
     rows = rows_of(score(rm, "-", input=typed))
     assert [row["score"] for row in rows[:2]] == pytest.approx(wanted, abs=1e-5)
     assert rows[2] == rows[1], "a space separates a prompt and an answer that touch"
@@ -113,6 +114,8 @@ def test_the_correlation_needs_no_format(rm, tmp_path):
     words = [" ".join(score(rm, path, *flags).stderr.split()) for flags in ([], ["--format", "scored"])]
     assert "6 rows have a score or label: correlation" in words[0]
     assert words[0].partition("correlation")[2] == words[1].partition("correlation")[2]
+    write_jsonl(path, [*rows, {**rows[0], "score": 10**400}, {**rows[0], "score": math.nan}])
+    assert "6 rows have a score or label: correlation" in " ".join(score(rm, path).stderr.split()), "finite ones"
 
 
 def test_the_better_answer_takes_its_mark_of_a_cut_answer_along(rm, tmp_path):

@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from rlhf_cli.algorithms.reward_bench import best_is_right, ties_scores
+from rlhf_cli.algorithms.reward_bench import ties_scores
 from rlhf_cli.config.data import Rows
 from rlhf_cli.data.records import Answer, Message, Record
 from rlhf_cli.data.stage_rows import StageRows
@@ -74,11 +74,6 @@ def test_ties_against_the_published_formula(shift):
     )
     scores = ties_scores(ref, tied)
     assert sum(scores) / len(scores) == pytest.approx(published_ties_score(rows), abs=1e-12)
-
-
-def test_equal_scores_share_the_point():
-    assert best_is_right([1.0], [1.0, 1.0, 0.0]) == pytest.approx(1 / 3)
-    assert best_is_right([0.0], [1.0]) == 0
 
 
 def bench_row(right, wrong, subset, name=""):

@@ -46,6 +46,7 @@ def test_a_run_beside_itself_differs_in_nothing(two):
     assert "0.00 [0.00, 0.00]" in output
     assert "the configs are equal" in output
     assert "0.00 [0.00, 0.00]" in output.partition("Bradley-Terry")[2]
+    assert compare(*two, width=60).count("[0.00, 0.00]") >= 3, "intervals in one piece"
 
 
 @pytest.mark.parametrize(("key", "value"), [("a", "x" * 60), ("b", [{"c": 1, "d": "y"}])])
@@ -113,10 +114,6 @@ def test_runs_with_other_seeds_get_the_same_uniforms(two):
     assert "was evaluated with --seed 1" in refused("compare", *two)
 
 
-def test_a_narrow_terminal_keeps_intervals_in_one_piece(two):
-    assert compare(*two, width=60).count("[0.00, 0.00]") >= 3
-
-
 def test_long_names_become_numbers_with_a_legend(evaluated, tmp_path):
     names = [f"kl_coef={number}_seed=0" for number in (0.05, 0.1, 0.2)]
     for name in names:
@@ -129,17 +126,16 @@ def test_long_names_become_numbers_with_a_legend(evaluated, tmp_path):
     assert any("beats 1" in line and "beats 3" in line for line in lines)
 
 
-def test_other_prompts_are_refused(two):
+def test_what_cannot_be_compared_gets_one_line(two):
+    assert "two directories or more" in refused("compare", two[0])
     path = two[1] / "eval" / "ppo" / "evaluation.json"
-    replies = json.loads(path.read_text())["replies"]
-    change(path, replies=replies[:-1])
+    change(path, replies=json.loads(path.read_text())["replies"][:-1])
     assert "other held-out prompts" in refused("compare", *two)
-
-
-@pytest.mark.parametrize(("arguments", "says"), [(1, "two directories or more"), (2, "Run: rlhf eval")])
-def test_what_cannot_be_compared_gets_one_line(two, arguments, says):
-    shutil.rmtree(two[1] / "eval")
-    assert says in refused("compare", *two[:arguments])
+    path.unlink()
+    assert "Run: rlhf eval" in refused("compare", *two)
+    shutil.rmtree(two[1] / "ppo")
+    assert "stage ppo is not finished" in refused("compare", *two)
+    assert "no stage is finished" in refused("compare", two[0], two[1] / "nowhere")
 
 
 def made(name, scores):

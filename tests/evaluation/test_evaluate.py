@@ -1,8 +1,10 @@
 """`rlhf eval`: what it measures of a finished run, and its figures against slow ones."""
 
+import errno
 import io
 import json
 import math
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -21,6 +23,7 @@ from rlhf_cli.data.answers import RankedIds, ScoredIds
 from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.data.splits import Drawn
 from rlhf_cli.evaluation.agreement import score_figures
+from rlhf_cli.evaluation.evaluate import measure_ppo, measure_sft
 from rlhf_cli.evaluation.figures import Sentences, bootstrapped, ratio_figure, show
 from rlhf_cli.evaluation.preferences import (
     Pairs,
@@ -28,6 +31,7 @@ from rlhf_cli.evaluation.preferences import (
     error_groups,
     groups,
     preference_figures,
+    remarks,
     worst_answers,
     worst_mistakes,
 )
@@ -46,6 +50,7 @@ from rlhf_cli.health.baselines import held_out_verdict
 from rlhf_cli.models.load import load_reward_model, load_tokenizer
 from rlhf_cli.report.figure import Figure, as_metrics
 from rlhf_cli.report.progress import Display
+from rlhf_cli.trained import run as run_module
 from rlhf_cli.trained.run import Run, _seen_from, open_run
 from support.formulas import close
 from support.projects import refused, rlhf
@@ -178,9 +183,10 @@ def test_the_reward_model_is_asked_on_the_benchmark(evaluated):
         (["--stage", "sft", "--rm-bench", "rows.jsonl"], "--rm-bench: needs the stage rm"),
         (["--stage", "rm", "--judge", "http://127.0.0.1:9", "--judge-model", "x"], "--judge: needs the stage ppo"),
         (["--rm-bench", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--seed", 2**64], "--seed: 18446744073709551616, must be less"),
     ],
 )
-def test_an_option_that_would_do_nothing_is_refused_before_anything_is_measured(evaluated, options, says):
+def test_an_option_that_cannot_be_used_is_refused_before_anything_is_measured(evaluated, options, says):
     assert says in refused("eval", evaluated[0], *options)
 
 
@@ -218,6 +224,53 @@ def test_a_judge_that_cannot_be_reached_costs_no_other_figure(evaluated, tmp_pat
     assert "error: --judge: " in result.output
     assert "Check that --judge is the base URL" in result.output
     assert "score" in report(root, "ppo")["win_rate"]
+
+
+def test_the_models_before_have_the_revision_of_the_config(evaluated, monkeypatch):
+    run, loaded = open_run(evaluated[0], stage=None, device=CPU, seed=0), []
+    run = replace(
+        run,
+        sft=run.sft.model_copy(update={"model": run.sft.model.model_copy(update={"revision": "v1"})}),
+        ppo=run.ppo.model_copy(update={"policy": run.ppo.policy.model_copy(update={"revision": "v2"})}),
+    )
+
+    def loads(real):
+        def load(path, revision, *more):
+            loaded.append(revision)
+            return real(path, None, *more)
+
+        return load
+
+    for name in ("frozen_policy", "load_tokenizer"):
+        monkeypatch.setattr(run_module, name, loads(getattr(run_module, name)))
+    display = Display("eval", quiet=True)
+    measure_sft(run, display)
+    measure_ppo(run, 0, 1, display)
+    assert (loaded.count("v1"), loaded.count("v2")) == (2, 2), "weights and tokenizer"
+
+
+def test_a_model_before_without_embeddings_for_new_tokens_is_not_compared(run_stage, make_model, tmp_path):
+    path = write_jsonl(
+        tmp_path / "rows.jsonl", [{"prompt": "the tent", "response": f" <note> lamp {i}"} for i in range(9)]
+    )
+    data = {"train": str(path), "test": {"path": str(path), "limit": 3}, "special_tokens": "keep"}
+    run_stage("sft", tmp_path, model={"path": str(make_model("llama")), "add_tokens": ["<note>"]}, data=data)
+    assert "lacks embeddings for model.add_tokens" in rlhf("eval", tmp_path).output
+    assert "before" not in report(tmp_path, "sft")
+
+
+def test_a_full_disk_is_one_line_and_keeps_the_file_before_it(evaluated, monkeypatch):
+    root, _ = evaluated
+    file = root / "eval/sft/evaluation.json"
+    before = file.read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    says = rlhf("eval", root, "--stage", "sft", "--seed", 7, "--quiet", code=2).output
+    assert f"{file}: cannot be written (No space left on device)" in says
+    assert file.read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -285,6 +338,10 @@ def test_agreement_with_gold_scores_counts_no_ties():
     figures = preference_figures(pairs([1.0, 1.0, 1.0, -1.0], [0.0] * 4, [(5, 5)] * 4, columns), seed=0)
     assert figures["gold_accuracy"].value == pytest.approx(1 / 3)
     assert figures["gold_accuracy"].rows == 3
+    for missing in (math.nan, 10**400):
+        columns[0]["gold_rejected"] = missing
+        found = pairs([1.0, 1.0, 1.0, -1.0], [0.0] * 4, [(5, 5)] * 4, columns)
+        assert "gold_accuracy" not in preference_figures(found, seed=0)
 
 
 def test_probes_that_are_not_above_chance_are_named():
@@ -314,6 +371,11 @@ def test_the_shorter_rule_is_the_baseline_where_it_wins():
     figures = preference_figures(pairs(better, [0.5] * 100, lengths), seed=0)
     assert figures["shorter_wins"].value == 0.6
     assert "not above chance (0.500) or choosing the shorter answer (0.600)" in held_out_verdict(as_metrics(figures))[0]
+
+
+def test_where_every_pair_is_right_no_temperature_is_advised():
+    figures = preference_figures(pairs([2.0] * 9, [0.0] * 9, [(5, 5)] * 9), seed=0)
+    assert "every pair is right, so no confidence is too high" in remarks(figures)[0]
 
 
 def test_groups_and_worst_mistakes_name_their_rows():
@@ -457,7 +519,8 @@ def test_a_policy_that_did_not_move_or_could_gain_nothing_has_no_yardstick():
     """Its share of a gain of 0 would be infinite, and a KL of -0.0 is not beyond the samples but below them."""
     scores = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).tolist()
     sentences, ppo = Sentences(Display("eval", quiet=True)), replies([[0.5]] * 8)
-    for samples, kl, says in ((scores, -1e-9, "PPO's KL of 0.0 nats is not above 0"), ([[1.0] * 16] * 8, 0.3, "same")):
+    cases = (scores, -1e-9, "KL of 0.0 nats is not"), (scores, -0.8, "KL of -0.8 nats"), ([[1.0] * 16] * 8, 0.3, "same")
+    for samples, kl, says in cases:
         assert beside_the_best(BestOfN(replies(samples)), ppo.score[:, 0], kl, sentences, seed=0) == {}
         assert says in sentences.texts[-1]
     assert not any(sign in text for text in sentences.texts for sign in ("-0.0", "inf", "%"))
@@ -532,6 +595,8 @@ def test_the_figures_along_a_run_and_where_on_the_curve_it_ended(tmp_path):
     assert "It peaks at d = 1.95 (KL 3.8); the run ended at d = 3.11, behind the peak" in sentences.texts[0]
     write_jsonl(tmp_path / "ppo" / "evaluations.jsonl", [{"step": 0, **start}, *rows])
     assert along_the_run(run, "gold", Sentences(Display("eval", quiet=True)))["along"] == found["along"]
+    renamed = along_the_run(run, "craft", Sentences(Display("eval", quiet=True)))
+    assert [row.keys() for row in renamed["along"]] == [{"step", "score", "kl"}] * 30
     write_jsonl(tmp_path / "ppo" / "evaluations.jsonl", rows[:8])
     along_the_run(run, "gold", sentences)
     assert "before the peak: gold was still rising" in sentences.texts[1]

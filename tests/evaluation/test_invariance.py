@@ -48,6 +48,13 @@ def test_scores_are_normalised_over_better_and_worse_answers_alike(encoder):
     assert [row.prompt for row in found] == ["Q 0", "Q 1", "Q 2", "Q 0", "Q 1"]
 
 
+def test_the_model_that_is_sampled_has_the_revision_of_the_config(tmp_path, monkeypatch):
+    """Without an SFT stage it is the language model that the reward model starts from."""
+    monkeypatch.setattr(normalization, "is_language_model", lambda *_: True)
+    config = SimpleNamespace(artifacts=str(tmp_path), model=SimpleNamespace(path="organisation/model", revision="v1"))
+    assert normalization._sft_model(config) == ("organisation/model", "v1")
+
+
 def test_a_ranking_without_its_equal_answer_has_the_texts_of_those_that_are_left(encoder):
     row = Record("Q", "f:1", (Answer(" the tent"), Answer(" the tent"), Answer(" is late")), ranked=True)
     ((item,),) = [encoder.items(row, tokens) for tokens in encoder.sequences([row])]

@@ -71,7 +71,8 @@ def test_a_judge_that_always_takes_the_first_decides_nothing(judged):
     found, _ = judged(lambda _: "A")
     rates = found["win_rate"]
     assert (rates["judge"]["value"], rates["judge_ties"]["value"]) == (0.5, 1)
-    assert rates["judge_first_position"]["value"] == 1
+    first = rates["judge_first_position"]
+    assert (first["value"], first["rows"]) == (1, 8), "a pair counts once"
 
 
 def test_pairs_without_a_clear_answer_are_left_out_and_counted(judged):
@@ -115,6 +116,7 @@ def test_a_server_that_refuses_ends_in_one_line_without_the_key(monkeypatch):
     [
         ({"url": "http://127.0.0.1:1"}, "--judge-model: is missing"),
         ({"model": "wise"}, "--judge: is missing"),
+        ({"max_new_tokens": 99}, "--judge: is missing"),
         ({"url": "ftp://x", "model": "wise"}, "--judge: must be http"),
         ({"url": "http://u:p@x", "model": "wise"}, "--judge: contains a user .* Use --judge-key-env NAME"),
     ],

@@ -63,21 +63,16 @@ def test_texts_are_sent_in_batches_and_scores_keep_their_order(scripted):
         return lengths(number, body)
 
     server = scripted(play)
-    texts = ["x" * i for i in range(41)]
-    scores = asks(server, batch_size=4, concurrency=3).score(batch(texts))
+    samples = batch(["x" * i for i in range(41)], [{"answer": n} for n in range(41)])
+    samples = replace(samples, ended=[n % 3 == 0 for n in range(41)])
+    scores = asks(server, batch_size=4, concurrency=3, label_column="answer").score(samples)
     assert scores.tolist() == [float(len(f"p{i} ") + i) for i in range(41)]
-    assert sorted(len(r["query"]) for r in server.requests) == [1] + [4] * 10
+    requests = sorted(server.requests, key=lambda request: request["labels"])
+    assert [request["labels"] for request in requests] == [list(range(i, min(i + 4, 41))) for i in range(0, 41, 4)]
+    for request in requests:
+        assert request["prompts"] == [f"p{n} " for n in request["labels"]]
+        assert request["ended"] == [n % 3 == 0 for n in request["labels"]]
     assert server.most == 3
-
-
-def test_each_request_has_the_labels_and_ends_of_its_own_rows(scripted):
-    server = scripted(lengths)
-    samples = batch(["a", "b", "c", "d", "e"], [{"answer": n} for n in range(5)])
-    samples = replace(samples, ended=[True, *[False] * 3, True])
-    asks(server, batch_size=2, concurrency=1, label_column="answer").score(samples)
-    assert [request["labels"] for request in server.requests] == [[0, 1], [2, 3], [4]]
-    assert [request["ended"] for request in server.requests] == [[True, False], [False, False], [True]]
-    assert [request["prompts"] for request in server.requests] == [["p0 ", "p1 "], ["p2 ", "p3 "], ["p4 "]]
 
 
 def test_429_and_then_200(scripted, monkeypatch):

@@ -63,10 +63,14 @@ def test_refused(reward, message) -> None:
     refused({"type": "reward_model", **reward}, message)
 
 
-def test_refused_with_scores_that_are_normalised_before(write_config, tmp_path) -> None:
-    changes = {"rewards": [{"type": "reward_model", "shaping": PAR}], "ppo": {"score_normalization": "reference"}}
-    with pytest.raises(ConfigError, match="measures scores before their shaping"):
-        load_config(write_config("ppo", tmp_path, **changes), PPOConfig)
+def test_refused_in_a_config(write_config, tmp_path) -> None:
+    shaped = {"rewards": [{"type": "reward_model", "shaping": PAR}], "ppo": {"score_normalization": "reference"}}
+    for changes, message in (
+        (shaped, "measures scores before their shaping"),
+        ({"rewards": [LENGTH]}, "every source has a limit"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config(write_config("ppo", tmp_path, **changes), PPOConfig)
 
 
 @pytest.fixture
@@ -152,11 +156,6 @@ def test_a_run_that_is_made_longer_samples_the_new_prompts_before_it_resumes(cha
 
 
 LENGTH = {"type": "length", "max": 3, "limit": {"above": -2.5, "learning_rate": 0.05}}
-
-
-def test_limits_alone_are_no_score(write_config, tmp_path) -> None:
-    with pytest.raises(ConfigError, match="every source has a limit"):
-        load_config(write_config("ppo", tmp_path, rewards=[LENGTH]), PPOConfig)
 
 
 def test_the_multiplier_stays_within_its_range() -> None:

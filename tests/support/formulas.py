@@ -24,10 +24,6 @@ def response_batch(names, scale=1.0):
     return batch, length_mask(LENGTHS)
 
 
-def real_tokens(mask):
-    return [(b, t) for b, t in itertools.product(*map(range, mask.shape)) if mask[b, t]]
-
-
 def close(actual, expected, tolerance=1e-12):
     actual, expected = (torch.as_tensor(x, dtype=torch.float64) for x in (actual, expected))
     torch.testing.assert_close(actual.detach(), expected.detach(), rtol=tolerance, atol=tolerance)
