@@ -16,6 +16,7 @@ from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.hub import is_local
 from rlhf_cli.models.adapter_files import read_adapter
+from rlhf_cli.models.heads import is_encoder
 from rlhf_cli.models.load import reason_of
 from rlhf_cli.models.passes import FASTER_WEIGHTS, has_amx
 from rlhf_cli.plan.memory import Held, Setting
@@ -141,7 +142,7 @@ def settled_precision(config: AnyConfig, origins: ModelOrigins) -> str:
         model = built(origins.start(config).config, isinstance(config, RMConfig), "model")
     except (ConfigError, ArtifactError):
         return "auto"  # whatever reads the model says what is wrong; an encoder-decoder stays in float32
-    return "bfloat16" if model.num_parameters() >= FASTER_WEIGHTS else "auto"
+    return "bfloat16" if model.num_parameters() >= FASTER_WEIGHTS and not is_encoder(model) else "auto"
 
 
 def _is_own(config: PPOConfig, reward: ModelReward) -> bool:
