@@ -330,7 +330,7 @@ def _load(
         # A config may name a kernel from the hub as its attention, which is code.
         config._attn_implementation = None
         _refuse_pickles(path, revision, config)
-        _refuse_endless(path, config.get_text_config())
+        refuse_endless(path, config.get_text_config())
         if auto is AutoModelForCausalLM:
             _refuse_classifier(path, config)
             auto = AutoModelForSeq2SeqLM if is_seq2seq_config(config) else auto
@@ -450,7 +450,7 @@ def check_directory(path: str, revision: str | None, *, weights: bool) -> None:
         raise ArtifactError(f"{path}: {reason}. Save the model again with save_pretrained, as *.safetensors")
 
 
-def _refuse_endless(path: str, config: PreTrainedConfig) -> None:
+def refuse_endless(path: str, config: PreTrainedConfig) -> None:
     """Raise ArtifactError for more layers or experts than any model has: building them would not end."""
     for key, value in config.to_dict().items():
         if isinstance(value, int) and value > MOST_LAYERS and ("layer" in key or "expert" in key):

@@ -17,7 +17,7 @@ from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.hub import is_local
 from rlhf_cli.models.adapter_files import read_adapter
 from rlhf_cli.models.heads import is_encoder
-from rlhf_cli.models.load import reason_of
+from rlhf_cli.models.load import reason_of, refuse_endless
 from rlhf_cli.models.passes import FASTER_WEIGHTS, has_amx
 from rlhf_cli.plan.memory import Held, Setting
 from rlhf_cli.plan.shapes import built, shape_of, shape_of_loaded
@@ -139,7 +139,9 @@ def settled_precision(config: AnyConfig, origins: ModelOrigins) -> str:
     if config.precision != "auto" or config.device not in ("auto", "cpu") or not has_amx():
         return config.precision
     try:
-        model = built(origins.start(config).config, isinstance(config, RMConfig), "model")
+        start = origins.start(config).config
+        refuse_endless("model", start.get_text_config())
+        model = built(start, isinstance(config, RMConfig), "model")
     except (ConfigError, ArtifactError):
         return "auto"  # whatever reads the model says what is wrong; an encoder-decoder stays in float32
     return "bfloat16" if model.num_parameters() >= FASTER_WEIGHTS and not is_encoder(model) else "auto"
