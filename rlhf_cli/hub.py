@@ -89,7 +89,7 @@ def _reachable() -> bool:
 
 
 def cached(path: str, name: str, revision: str | None = None) -> str | None:
-    """The file of this name of a hub model in the local cache. None without it, or if `path` is no hub id."""
+    """The path of a hub model's file in the local cache; None if it is not there, or if `path` is no hub id."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

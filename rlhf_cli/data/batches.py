@@ -219,7 +219,7 @@ def ahead(make: Callable[[int], T], first: int, last: int, device: torch.device)
     `make` is called once per step, in order. An exception from it is raised at its own step. The thread ends with the
     caller's loop: a `break` or an exception closes the generator, which waits for the call in progress.
 
-    On a CPU there is no thread: handing over to it takes as long as decoding a batch (0.4 ms of a 100 ms step of a
+    A CPU uses no thread: handing a batch over takes as long as decoding it (0.4 ms of a 100 ms step of a
     model with one million weights). A GPU would wait, longer with more processes, since each decodes the whole batch.
 
     >>> list(ahead(lambda step: 10 * step, 2, 5, torch.device("cpu")))

@@ -46,12 +46,17 @@ class Passes:
 def set_up_training(model: PreTrainedModel, config: SFTConfig | RMConfig, device: torch.device, tokens: int) -> Passes:
     """Set up the passes of a model that is trained alone, of at most `tokens` tokens in a microbatch."""
     parts = 2 if device.type == "cpu" else 0
-    is_half = compute_dtype(device, config.precision) != torch.float32
-    fewest = part_tokens(sum(weight.numel() for weight in model.parameters()), is_half=is_half)
+    fewest = fewest_tokens(model, device, config.precision)
     budget = Budget(tokens, config.training.microbatch_size, not is_packed(model), parts, fewest)
     work = work_of(model)
     lines, compile_s = set_up_passes([model], config, device)
     return Passes(budget, work, peak_flops(device, config.precision), lines, compile_s)
+
+
+def fewest_tokens(model: PreTrainedModel, device: torch.device, precision: str) -> int:
+    """`part_tokens` of a model whose passes compute in `precision`."""
+    is_half = compute_dtype(device, precision) != torch.float32
+    return part_tokens(sum(weight.numel() for weight in model.parameters()), is_half=is_half)
 
 
 def require_bfloat16(device: str, *, is_half: bool) -> None:

@@ -32,7 +32,7 @@ LIBRARIES = {"float32": 45_000_000, "bfloat16": 75_000_000}
 rows of data, and what oneDNN generates and keeps for each shape of a product (benchmarks/plan_memory.py)."""
 SAMPLING = 30_000_000
 """The same of bfloat16 once the paged decoder has sampled, whose products have many shapes."""
-SHARDING = 10_000_000
+SHARDING = 5_000_000
 """The same of a process that exchanges the weights of sharded models: buffers of FSDP and gloo."""
 
 

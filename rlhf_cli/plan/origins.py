@@ -43,6 +43,8 @@ class ModelOrigins:
     """The models of a run that are in memory, by the names that its plan gives them."""
     precision: str = "float32"
     """The precision of their passes, as in the config."""
+    downloads: bool = False
+    """Whether the config.json of a hub model that a stage trains is downloaded."""
 
     def held(
         self,
@@ -83,7 +85,7 @@ class ModelOrigins:
     def given(self, model: Model, config: AnyConfig, key: str) -> ModelOrigin:
         """The model that a section of the config names, or else the model of the run's SFT stage."""
         if model.path is not None:
-            return from_path(model.path, model.revision, key)
+            return from_path(model.path, model.revision, key, downloads=self.downloads)
         return self.of_stage("sft", config, key)
 
     def reward_model(self, config: PPOConfig, reward: ModelReward, key: str) -> ModelOrigin:
@@ -156,14 +158,15 @@ def _are_alone(lora: Lora | None) -> bool:
     return lora is not None and lora.save == "adapter"
 
 
-def from_path(path: str, revision: str | None, key: str) -> ModelOrigin:
-    """The model of a directory, or of a hub id whose config.json is in the cache. No weights are read."""
+def from_path(path: str, revision: str | None, key: str, *, downloads: bool = False) -> ModelOrigin:
+    """The model of a directory, or of a hub id whose config.json is in the cache or is downloaded. Reads no weights."""
     directory = model_directory(path)
     if (adapter := read_adapter(directory)) is not None:
-        return replace(from_path(adapter.base.path, adapter.base.revision, key), has_adapters=True)
+        base = from_path(adapter.base.path, adapter.base.revision, key, downloads=downloads)
+        return replace(base, has_adapters=True)
     try:
         config = AutoConfig.from_pretrained(
-            directory, revision=revision, trust_remote_code=False, local_files_only=True
+            directory, revision=revision, trust_remote_code=False, local_files_only=not downloads
         )
     except Exception as error:
         if Path(directory).is_dir():

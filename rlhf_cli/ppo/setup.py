@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.config.ppo import PPOConfig, PPOModelName
 from rlhf_cli.config.rewards import ModelReward
-from rlhf_cli.data.batches import Budget, part_tokens, stream
+from rlhf_cli.data.batches import Budget, stream
 from rlhf_cli.data.cache import Table, tokenise
 from rlhf_cli.data.encode import Example, require_eos
 from rlhf_cli.data.encoders import DemonstrationEncoder, PromptEncoder, PromptRow
@@ -44,7 +44,7 @@ from rlhf_cli.models.load import (
     prepare,
 )
 from rlhf_cli.models.lora import Backbone, add_adapters, copy_adapters, defers_base, has_adapters_of, prepare_base
-from rlhf_cli.models.passes import set_up_passes
+from rlhf_cli.models.passes import fewest_tokens, set_up_passes
 from rlhf_cli.models.save import round_weights, save, save_trained, saved_dtype
 from rlhf_cli.models.shard import shard_for, shards, to_shard
 from rlhf_cli.models.vocabulary import require_same_tokens, require_template_tokens
@@ -289,8 +289,7 @@ def _budget(config: PPOConfig, stage: StageRun, models: Models, rewards: Sequenc
     # With a value model each microbatch has two passes, enough for two threads: it is not cut further for them.
     parts = 1 if models.value_model is not None else 2
     parts = parts if stage.world.device.type == "cpu" else 0
-    is_half = compute_dtype(stage.world.device, config.precision) != torch.float32
-    fewest = part_tokens(sum(weight.numel() for weight in models.policy.parameters()), is_half=is_half)
+    fewest = fewest_tokens(models.policy, stage.world.device, config.precision)
     budget = Budget(stage.microbatch_tokens(loaded), config.ppo.microbatch_size, padded, parts, fewest)
     for _, source in reward_models:
         source.budget = replace(budget, padded=not is_packed(source.model))

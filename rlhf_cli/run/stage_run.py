@@ -160,7 +160,8 @@ class StageRun:
         if config.precision == "auto" and self.world.device.type == "cpu":
             from rlhf_cli.plan.origins import ModelOrigins, settled_precision
 
-            self.precision = self.world.of_main(lambda: settled_precision(self.config, ModelOrigins({})))
+            origins = ModelOrigins({}, downloads=True)
+            self.precision = self.world.of_main(lambda: settled_precision(self.config, origins))
             if self.precision != "auto":
                 self.display.note("precision: auto is bfloat16 for a model of this size on this CPU, which has AMX")
         return config.model_copy(update={"precision": self.precision})

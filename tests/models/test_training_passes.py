@@ -188,10 +188,27 @@ def test_auto_is_bfloat16_for_a_large_model_with_amx(weights, amx, taken, tmp_pa
         (LlamaConfig(), {"precision": "float32"}, "float32"),
         (LlamaConfig(), {"device": "cuda"}, "auto"),
         (T5Config(), {}, "auto"),
+        (LlamaConfig(num_hidden_layers=10**7), {}, "auto"),
     ],
 )
-def test_auto_stays_for_encoder_decoders_and_gpus(model, settings, expected, tmp_path, monkeypatch):
+def test_auto_stays_for_encoder_decoders_gpus_and_endless_models(model, settings, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(origins, "has_amx", lambda: True)
     model.save_pretrained(tmp_path)
     given = config(**settings).model_copy(update={"model": SFTModel(path=str(tmp_path))})
     assert origins.settled_precision(given, origins.ModelOrigins({})) == expected
+
+
+@pytest.mark.parametrize("downloads", [True, False])
+def test_only_a_run_downloads_the_config_of_a_hub_model(downloads, monkeypatch):
+    """Else the first run of a hub model would be in float32, and the second one in bfloat16."""
+
+    def read(_path, *, local_files_only, **_options):
+        if local_files_only:
+            raise OSError("not in the cache")
+        return LlamaConfig()
+
+    monkeypatch.setattr(origins, "has_amx", lambda: True)
+    monkeypatch.setattr(origins.AutoConfig, "from_pretrained", read)
+    given = config().model_copy(update={"model": SFTModel(path="someone/model")})
+    taken = origins.settled_precision(given, origins.ModelOrigins({}, downloads=downloads))
+    assert taken == ("bfloat16" if downloads else "auto")
