@@ -214,21 +214,21 @@ def test_a_redirect_is_not_followed(scripted, status):
 def test_the_token_comes_from_the_environment_and_is_never_shown(
     scripted, monkeypatch, run_stage, make_model, tmp_path
 ):
-    monkeypatch.setenv("RLHF_TEST_TOKEN", " t0ken-4711\n")
+    monkeypatch.setenv("RLHF_TEST_TOKEN", " t0ken-k7j1\n")
     server = scripted(lengths)
     rewards = [{"type": "http", "url": server.url, "api_key_env": "RLHF_TEST_TOKEN"}]
     policy = {"path": str(make_model("llama"))}
     run_stage("ppo", tmp_path, policy=policy, rewards=rewards, ppo={"num_iterations": 1})
-    assert {h["Authorization"] for h in server.headers} == {"Bearer t0ken-4711"}
+    assert {h["Authorization"] for h in server.headers} == {"Bearer t0ken-k7j1"}
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(written) > 8
-    assert not [path for path in written if b"t0ken-4711" in path.read_bytes()]
-    echoes = scripted(lambda *_: (403, {}, b"no such token: t0ken-4711"))
+    assert not [path for path in written if b"t0ken-k7j1" in path.read_bytes()]
+    echoes = scripted(lambda *_: (403, {}, b"no such token: t0ken-k7j1"))
     source = asks(echoes, api_key_env="RLHF_TEST_TOKEN")
-    assert "4711" not in repr(source)
+    assert "k7j1" not in repr(source)
     with pytest.raises(RewardError, match=r"no such token: \*\*\*") as caught:
         source.score(batch(["x"]))
-    assert "4711" not in str(caught.value)
+    assert "k7j1" not in str(caught.value)
     for value in ("", "two words", "ünicode", "a\x07b"):
         monkeypatch.setenv("RLHF_TEST_TOKEN", value)
         with pytest.raises(ConfigError, match="RLHF_TEST_TOKEN") as refused:
@@ -237,21 +237,21 @@ def test_the_token_comes_from_the_environment_and_is_never_shown(
 
 
 ECHOES = {
-    "a reward": (200, {}, {"rewards": ["Bearer t0ken/4711+"]}),
-    "a reward, cut in the middle": (200, {}, {"rewards": ["x" * 193 + "t0ken/4711+"]}),
-    "a list": (200, {}, {"rewards": [["t0ken/4711+"]]}),
-    "JSON with escapes": (200, {}, b'{"error": "t0ken\\/4711+"}'),
-    "the path of a redirect": (302, {"Location": "/login/t0ken%2F4711%2B/x"}, b""),
-    "the path in lower case": (302, {"Location": "/login/t0ken%2f4711%2b/x"}, b""),
-    "a header": (200, {"Bad\x01": "t0ken/4711+"}, b""),
-    "the encoding": (200, {"Content-Encoding": "t0ken/4711+"}, b"{}"),
-    "the reason": b"HTTP/1.1 t0ken/4711+ OK\r\n\r\n",
+    "a reward": (200, {}, {"rewards": ["Bearer t0ken/k7j1+"]}),
+    "a reward, cut in the middle": (200, {}, {"rewards": ["x" * 193 + "t0ken/k7j1+"]}),
+    "a list": (200, {}, {"rewards": [["t0ken/k7j1+"]]}),
+    "JSON with escapes": (200, {}, b'{"error": "t0ken\\/k7j1+"}'),
+    "the path of a redirect": (302, {"Location": "/login/t0ken%2Fk7j1%2B/x"}, b""),
+    "the path in lower case": (302, {"Location": "/login/t0ken%2fk7j1%2b/x"}, b""),
+    "a header": (200, {"Bad\x01": "t0ken/k7j1+"}, b""),
+    "the encoding": (200, {"Content-Encoding": "t0ken/k7j1+"}, b"{}"),
+    "the reason": b"HTTP/1.1 t0ken/k7j1+ OK\r\n\r\n",
 }
 
 
 @pytest.mark.parametrize("name", ECHOES)
 def test_a_token_that_the_server_repeats_is_in_no_message(scripted, monkeypatch, name):
-    monkeypatch.setenv("RLHF_TEST_TOKEN", "t0ken/4711+")
+    monkeypatch.setenv("RLHF_TEST_TOKEN", "t0ken/k7j1+")
     server = scripted(lambda *_: ECHOES[name])
     stops, zero = (
         asks(server, api_key_env="RLHF_TEST_TOKEN", on_error=on_error, retries=0) for on_error in ("stop", "zero")
@@ -261,7 +261,7 @@ def test_a_token_that_the_server_repeats_is_in_no_message(scripted, monkeypatch,
     zero.score(batch(["x"]))
     for text in (f"{caught.value} {caught.value.__cause__}", zero.report()):
         assert "get_reward" in text
-        assert "4711" not in text
+        assert "k7j1" not in text
         assert "t0ken" not in text
 
 

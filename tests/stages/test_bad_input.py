@@ -197,7 +197,7 @@ def test_a_stage_file_with_arbitrary_content_is_reported(project: Path, name: st
         ends("status", str(project / "run"))
 
 
-OPTIONAL = ("contract", "dtypes")
+OPTIONAL = ("contract", "dtypes", "precision")
 """Keys that manifests of older versions lack."""
 
 
