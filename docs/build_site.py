@@ -182,14 +182,14 @@ def add_navigation(site: Site) -> None:
 
 def reference(site: Site) -> str:
     """Write the pages of the config keys and of the commands; returns their links."""
-    from rlhf_cli.commands.config import CONFIGS, _default, _json_schemas, _type, entries
+    from rlhf_cli.commands.config import CONFIGS, entries
 
-    for stage, schema in CONFIGS.items():
+    for stage in CONFIGS:
         parts = [f"# The keys of {stage}.yaml\n\nAlso in the terminal: `rlhf config docs {stage}`."]
-        for entry in entries(schema):
-            facts = f"{_type(_json_schemas(entry.section)[entry.keys[-1]])}; {_default(entry.field)}"
-            about = " ".join((entry.field.description or "").split())
-            parts.append(f"{'#' * min(len(entry.keys) + 1, 3)} `{entry.name}`\n\n*{facts}*\n\n{plain_text(about)}")
+        for entry in entries(stage):
+            about = " ".join(entry.schema.get("description", "").split())
+            level = "##" if "." not in entry.name else "###"
+            parts.append(f"{level} `{entry.name}`\n\n*{entry.facts}*\n\n{plain_text(about)}")
         site.write(f"reference/{stage}.md", "\n\n".join(parts) + "\n")
     site.write("reference/commands.md", "# Commands\n\n" + "\n\n".join(commands()) + "\n")
     keys = [f"- [Keys of {stage}.yaml](reference/{stage}.md)" for stage in CONFIGS]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from math import exp
+from math import exp, log
 
 import torch
 from torch import Tensor
@@ -21,9 +21,15 @@ class GoldCurve:
 
     a: float
     b: float
+    start: float
+    """Gold score at d = 0."""
     error_a: float = math.nan
     error_b: float = math.nan
     """Half of the 95 % interval of a and of b, NaN with fewer than five points."""
+
+    def gold(self, d: float) -> float:
+        """The gold score at distance d >= 0."""
+        return self.start + (d * (self.a - self.b * log(d)) if d > 0 else 0.0)
 
     @property
     def peak(self) -> float | None:
@@ -51,7 +57,7 @@ def fit_gold_curve(distance: Tensor, gold: Tensor, *, start: float) -> GoldCurve
     a, b = (solution := torch.linalg.lstsq(columns, y[:, None]).solution[:, 0]).tolist()
     freedom = len(d) - 2
     if freedom < MIN_FREEDOM:
-        return GoldCurve(a, b)
+        return GoldCurve(a, b, start)
     variance = (y - columns @ solution).square().sum() / freedom
     half = student_quantile(0.975, freedom) * (variance * torch.linalg.inv(columns.T @ columns).diagonal()).sqrt()
-    return GoldCurve(a, b, *half.tolist())
+    return GoldCurve(a, b, start, *half.tolist())

@@ -80,6 +80,11 @@ class Entry(NamedTuple):
     about: str
     """The description of the section that it holds, if that is one."""
 
+    @property
+    def facts(self) -> str:
+        """The values that it takes, and its default."""
+        return f"{_type(self.schema)}; {_default(self)}"
+
 
 def docs(
     key: Annotated[
@@ -135,7 +140,7 @@ def all_keys() -> list[str]:
 def _text(stage: str, entry: Entry, width: int) -> str:
     doc, about = (" ".join(text.split()) for text in (entry.schema.get("description", ""), entry.about))
     wrap = textwrap.TextWrapper(width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-    lines = [f"{entry.name}  ({stage}.yaml)", *wrap.wrap(f"{_type(entry.schema)}; {_default(entry)}"), *wrap.wrap(doc)]
+    lines = [f"{entry.name}  ({stage}.yaml)", *wrap.wrap(entry.facts), *wrap.wrap(doc)]
     return "\n".join([*lines, *(wrap.wrap(about) if about != doc else [])])
 
 
