@@ -29,9 +29,13 @@ LABELS = {
     "explained_variance": "explained variance",
     "step_tokens_per_s": "tokens/s",
     "objective/kl": "KL",
-    **{f"{group}/{name}": word for group, word in (("eval", "held-out"), ("validation", "validation"))
-       for name in ("loss", "accuracy", "mse")},
-}  # fmt: skip
+    "eval/loss": "held-out",
+    "eval/accuracy": "held-out",
+    "eval/mse": "held-out",
+    "validation/loss": "validation",
+    "validation/accuracy": "validation",
+    "validation/mse": "validation",
+}
 """Names on the screen, by the name of a metric or its last part."""
 
 
