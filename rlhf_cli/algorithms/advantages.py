@@ -121,8 +121,13 @@ def reward_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
     t + 1 is the next *real* token, and the return after the last one is 0. This is ``gae`` with all values 0 and
     lambda 1. Whitened over the batch it is the advantage of REINFORCE++.
 
-    `rewards` [B, R] are as from ``token_rewards``, and padding may hold anything; `gamma` is 0 to 1, usually 1. The
-    result is [B, R], 0 under padding, without gradient.
+    Args:
+        rewards: [B, R], as from ``token_rewards``; padding may hold anything.
+        mask: [B, R] bool, True on real response tokens.
+        gamma: discount, 0 to 1; usually 1.
+
+    Returns:
+        [B, R], 0 under padding, without gradient.
 
     Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement learning";
     REINFORCE++: Hu 2025 (arXiv 2501.03262).
@@ -144,10 +149,18 @@ def group_advantages(totals: Tensor, *, samples_per_prompt: int, baseline: Group
     response itself in the mean, so it is (n - 1) / n times rloo: the same direction, a shorter step. grpo gives
     prompts whose responses differ little the same weight as prompts whose responses differ a lot.
 
-    `totals` [B] has one number per response, for example the score minus the KL penalty, prompt-major: the n responses
-    to a prompt are adjacent. `eps` is added to the standard deviation, outside any root, for "grpo" alone (verl 1e-6,
-    TRL 1e-4). The result is [B], without gradient, and exactly 0 for a group whose totals are all equal. Raises
-    ValueError if n (samples_per_prompt) is below 2, or does not divide B.
+    Args:
+        totals: [B], one per response, for example the score minus the KL penalty. Prompt-major: the n responses to a
+            prompt are adjacent.
+        samples_per_prompt: n, 2 or more.
+        baseline: "rloo", "grpo" or "dr_grpo".
+        eps: added to the standard deviation, outside any root; only "grpo" reads it (verl 1e-6, TRL 1e-4).
+
+    Returns:
+        [B], without gradient; exactly 0 for a group whose totals are all equal.
+
+    Raises:
+        ValueError: samples_per_prompt is below 2, or does not divide B.
 
     rloo: Ahmadian et al. 2024 (arXiv 2402.14740); grpo: Shao et al. 2024 (arXiv 2402.03300); dr_grpo: Liu et
     al. 2025 (arXiv 2503.20783).
@@ -185,7 +198,12 @@ def broadcast_to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
 
     ``broadcast[b, t] = advantages[b]`` at real tokens, 0 elsewhere
 
-    [B] and a [B, R] mask -> [B, R], without gradient. Every token gets the full advantage, not a share of it.
+    Args:
+        advantages: [B].
+        mask: [B, R] bool, True on real response tokens.
+
+    Returns:
+        [B, R], 0 under padding, without gradient. Every token gets the full advantage, not a share of it.
 
     >>> broadcast_to_tokens(torch.tensor([2.0, 3.0]), torch.tensor([[True, True], [True, False]]))
     tensor([[2., 2.],

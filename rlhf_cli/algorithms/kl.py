@@ -26,8 +26,13 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: TokenKL) -
     In the reward, use k1: the others lead to another optimum. In the loss, consider the expected gradient over tokens
     of the policy: for k1 it is 0, for k2 that of KL(policy, ref_policy), for k3 that of KL(ref_policy, policy).
 
-    `logprobs` [...] are those of the sampled tokens under the policy that sampled them, `ref_logprobs` those under
-    ref_policy at the same temperature. The result is [...], nats, without a mask.
+    Args:
+        logprobs: [...], nats, of the sampled tokens under the policy that sampled them.
+        ref_logprobs: [...], the same under ref_policy, at the same temperature.
+        estimator: "k1", "k2", "k3" or "abs".
+
+    Returns:
+        [...], nats. No mask is applied: mask the result.
 
     Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
 
@@ -61,9 +66,13 @@ def kl_full(logits: Tensor, ref_logits: Tensor, *, temperature: float = 1.0) -> 
     ref_policy cannot sample makes the KL inf, without gradient. The result is 0 or more, except for rounding. It is
     the KL of the next token only: its gradient ignores that the choice of a token changes the KL of later ones.
 
-    `logits` [..., V] of any float type carry the gradient, and are computed in float32, or in float64 if they are
-    float64; `ref_logits` are a constant. The result is [...], nats. Several [..., V] tensors are kept for the backward
-    pass.
+    Args:
+        logits: [..., V], any float type, carries the gradient; computed in float32, or in float64 if it is float64.
+        ref_logits: [..., V], of ref_policy; a constant.
+        temperature: above 0, of the sampling.
+
+    Returns:
+        [...], nats. Several [..., V] tensors are kept for the backward pass.
 
     >>> logits, ref_logits = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
     >>> kl_full(logits, ref_logits)  # (log(2) + log(2/3)) / 2
@@ -95,8 +104,13 @@ def kl_loss(
     full have another optimum than the KL in the reward, and k3 has a third one. k1 has an expected gradient of 0, so it
     does not hold the policy at all. ``sequence_k2_loss`` has the same optimum as the KL in the reward.
 
-    `kl` is in nats and carries the gradient; the other arguments are as for ``policy_loss``. Returns (loss, stats): a
-    scalar to minimise, and ``policy/ref_kl``, the mean of kl over tokens, detached.
+    Args:
+        kl: [B, R] (or [N], packed, if all arguments are), nats; carries the gradient.
+        mask: [B, R] bool, True on real response tokens; padding of kl may hold anything.
+        weights, num_tokens: as for ``policy_loss``.
+
+    Returns:
+        (loss, stats): a scalar to minimise, and ``policy/ref_kl``, the mean of kl over tokens, detached.
 
     >>> loss, stats = kl_loss(torch.tensor([[1.0, 2.0, 1e6]]), torch.tensor([[True, True, False]]))
     >>> loss, stats["policy/ref_kl"]
@@ -125,11 +139,18 @@ def sequence_k2_loss(
     ``ref_policy * exp(score / kl_coef) / Z``. No KL loss on single tokens has it for responses of more than one token.
     On responses of an older policy it is biased, more so the further the policy has moved.
 
-    `new_logprobs` [B, R], padded (one response per row), are those of the sampled tokens under the current policy and
-    carry the gradient; `ref_logprobs` [B, R] are those under ref_policy at the same temperature. The mean of `weights`
-    over the row is used: with those of the policy loss, both losses weigh the responses the same way. `num_tokens` is
-    as for ``policy_loss``; a microbatch has whole rows. Returns (loss, stats): a scalar to minimise, and
-    ``policy/ref_kl``, the mean of new_logprobs - ref_logprobs over tokens (k1, which may be negative), detached.
+    Args:
+        new_logprobs: [B, R], padded (one response per row), nats, of the sampled tokens under the current policy;
+            carries the gradient.
+        ref_logprobs: [B, R], the same under ref_policy, at the same temperature; a constant.
+        mask: [B, R] bool, True on real response tokens; padding of the others may hold anything.
+        weights: [B, R], as from ``loss_weights``, constant within a row; their mean over the row is used. None uses
+            1 / num_tokens. With the weights of the policy loss, both losses weigh the responses the same way.
+        num_tokens: as for ``policy_loss``; a microbatch has whole rows.
+
+    Returns:
+        (loss, stats): a scalar to minimise, and ``policy/ref_kl``, the mean of new_logprobs - ref_logprobs over
+        tokens (k1, which may be negative), detached.
 
     >>> new_logprobs, ref_logprobs = torch.tensor([[-1.0, -1.0, 1e6]]), torch.tensor([[-2.0, -4.0, 0.0]])
     >>> mask = torch.tensor([[True, True, False]])
@@ -162,9 +183,15 @@ def adaptive_kl_coef(kl_coef: float, kl: float, *, target: float, horizon: float
     far below the target. The coefficient never becomes negative. A batch of 5 * horizon episodes or more below the
     target would set it to 0, where it stays, so keep num_episodes well below horizon.
 
-    `kl` is in nats, the mean over responses of the KL to ref_policy summed over tokens (not a mean over tokens), and
-    `target`, usually 6, in the same unit. `horizon`, usually 10000, and `num_episodes` count responses: those since the
-    last call, over all processes, not optimizer steps. Returns the coefficient for the next rollout; NaN if kl is NaN.
+    Args:
+        kl_coef: the current coefficient, 0 or more.
+        kl: nats, the mean over responses of the KL to ref_policy summed over tokens (not a mean over tokens).
+        target: nats per response, above 0; 6 is usual.
+        horizon: in episodes, above 0; 10000 is usual.
+        num_episodes: responses since the last call, over all processes; not optimizer steps.
+
+    Returns:
+        The coefficient for the next rollout; NaN if kl is NaN.
 
     Ziegler et al. 2019 (arXiv 1909.08593), section 2.2.
 
@@ -180,8 +207,14 @@ def adaptive_policy_kl_coef(coef: float, kl: float, *, target: float) -> float:
 
     ``coef / 2 if kl < target / 1.5, coef * 2 if kl > 1.5 * target, else coef``
 
-    `coef` is above 0. `kl` is the mean over tokens of KL(old policy, new policy), in nats, measured after the update
-    (``policy/approx_kl`` is measured during it), and `target` is in the same unit. A NaN changes nothing.
+    Args:
+        coef: the current coefficient, above 0.
+        kl: nats, the mean over tokens of KL(old policy, new policy), measured after the update. ``policy/approx_kl``
+            is measured during it.
+        target: nats per token, above 0.
+
+    Returns:
+        The coefficient for the next update; unchanged if kl is NaN.
 
     Schulman et al. 2017 (arXiv 1707.06347), section 4.
 

@@ -85,9 +85,14 @@ def weighted_sum(x: Tensor, mask: Tensor, *, weights: Tensor | None, num_tokens:
 
     ``sum(weights * x)`` over the real tokens, with ``weights = 1 / num_tokens`` by default
 
-    `x`, `mask` and `weights` (as from ``loss_weights``) have one shape, and padding of `x` and `weights` may hold
-    anything; `x` carries the gradient. `num_tokens` is read only without weights. A scalar tensor, 0 without real
-    tokens.
+    Args:
+        x: any shape, carries the gradient; padding may hold anything.
+        mask: the same shape, bool, True on real tokens.
+        weights: the same shape, as from ``loss_weights``; padding may hold anything. None weighs all tokens equally.
+        num_tokens: divisor of the sum if weights is None; otherwise not read.
+
+    Returns:
+        A scalar tensor; 0 without real tokens.
 
     >>> x, mask = torch.tensor([1.0, 2.0, 1e6]), torch.tensor([True, True, False])
     >>> weighted_sum(x, mask, weights=torch.tensor([0.5, 0.25, 9.0]), num_tokens=2)  # 0.5 * 1 + 0.25 * 2
@@ -259,9 +264,15 @@ def truncated_importance(logprobs: Tensor, behavior_logprobs: Tensor, mask: Tens
     sampled, as in decoupled PPO. Without a cap the product is unbiased for the single token but may be huge; the cap
     trades bias for bounded variance. The tokens before it are not corrected for.
 
-    `logprobs` [B, R] are those under the policy before this update, as training computes them, and `behavior_logprobs`
-    [B, R] those under the policy that sampled, as the sampler computed them, in nats at the sampling temperature;
-    padding may hold anything. `cap` is 1 or more. The result is [B, R], 0 to cap, 0 under padding, without gradient.
+    Args:
+        logprobs: [B, R], nats, under the policy before this update, as training computes them.
+        behavior_logprobs: [B, R], nats, under the policy that sampled, as the sampler computed them, at the sampling
+            temperature.
+        mask: [B, R] bool, True on real response tokens; padding of the others may hold anything.
+        cap: 1 or more.
+
+    Returns:
+        [B, R], 0 to cap, 0 under padding, without gradient.
 
     The truncation is from Ionides 2008 (Truncated Importance Sampling, J. Comput. Graph. Stat. 17(2)). For older
     policies: Hilton et al. 2021 (arXiv 2110.00641). For samplers that differ from training: Yao et al. 2025 (Your
@@ -284,9 +295,14 @@ def entropy_bonus(
     It is the entropy of the full distribution at each token, with its exact gradient. The gradient ignores that the
     choice of a token changes the entropy of later ones.
 
-    `entropy` is as from ``token_entropy`` at the sampling temperature and carries the gradient; the other arguments are
-    as for ``policy_loss``. Returns (bonus, stats): a scalar to maximise, and ``policy/full_entropy``, the mean over
-    tokens, detached.
+    Args:
+        entropy: [B, R] (or [N], packed, if all arguments are), nats, as from ``token_entropy`` at the sampling
+            temperature; carries the gradient.
+        mask: [B, R] bool, True on real response tokens; padding of entropy may hold anything.
+        weights, num_tokens: as for ``policy_loss``.
+
+    Returns:
+        (bonus, stats): a scalar to maximise, and ``policy/full_entropy``, the mean over tokens, detached.
 
     >>> bonus, stats = entropy_bonus(torch.tensor([[1.0, 2.0, 1e6]]), torch.tensor([[True, True, False]]))
     >>> bonus, stats["policy/full_entropy"]
@@ -369,8 +385,13 @@ def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     A constant offset of all values does not change it (the squared error shows one). Values that predict worse than a
     constant give a negative number. If all returns are equal, there is nothing to explain and the result is 0.
 
-    Both are [N], of the real tokens. A scalar tensor without gradient, at most 1: 1 is perfect, 0 is no better than a
-    constant; 0 without real tokens. The numbers of the parts of a batch do not add up to that of the batch.
+    Args:
+        values: [N], of the real tokens.
+        returns: [N], in the same order.
+
+    Returns:
+        A scalar tensor without gradient, at most 1: 1 is perfect, 0 is no better than a constant. Also 0 without real
+        tokens. The numbers of the parts of a batch do not add up to that of the batch.
 
     >>> explained_variance(torch.tensor([0.5, 1.5]), torch.tensor([0.0, 2.0]))  # 1 - 0.25 / 1
     tensor(0.7500)
@@ -394,10 +415,17 @@ def lm_loss(
     It is a mean over tokens, so long texts weigh more than short ones. Averaging the means of two microbatches of
     unequal length would give another number; with num_tokens the parts add up to the right one.
 
-    `token_logprobs` has any shape, [N] for packed rows: of each next token, as from `tensor_ops.token_logprobs` at
-    temperature 1; it carries the gradient. `mask` is True on target tokens, EOS among them; None: every token is a
-    target. `num_tokens` is as for ``policy_loss``, of target tokens. Returns (loss, stats): a scalar to minimise, and
-    ``lm/nll``, the same detached, in nats per token. A mask without any True gives 0 with num_tokens and NaN without.
+    Args:
+        token_logprobs: any shape, [N] for packed rows: of each next token, as from ``tensor_ops.token_logprobs`` at
+            temperature 1; carries the gradient.
+        mask: the same shape, bool, True on target tokens, EOS among them; elsewhere token_logprobs may hold anything.
+            None: every token is a target.
+        num_tokens: divisor of the sum, by default the number of target tokens. For a microbatch, pass the number in
+            its whole minibatch: then losses, gradients and stats *add up*.
+
+    Returns:
+        (loss, stats): a scalar to minimise, and ``lm/nll``, the same detached, in nats per token. A mask without any
+        True gives 0 with num_tokens and NaN without.
 
     >>> logprobs = torch.tensor([0.5, 0.25, 0.001]).log()
     >>> loss, stats = lm_loss(logprobs, torch.tensor([True, True, False]))
@@ -416,8 +444,15 @@ def mixed_loss(policy: Tensor, lm: Tensor, *, ptx_coef: float, ptx_mode: PtxMode
     ``additive: policy + ptx_coef * lm``
     ``convex: (1 - ptx_coef) * policy + ptx_coef * lm``
 
-    `policy` and `lm` are scalars, each a mean over its own tokens. `ptx_coef` is 0 or more, and at most 1 for "convex".
-    InstructGPT uses 27.8 (additive), ColossalChat 0.9 (convex): the same name for two different numbers.
+    Args:
+        policy: the policy loss, a scalar.
+        lm: the language-model loss, as from ``lm_loss``; a mean over its own tokens.
+        ptx_coef: 0 or more, and at most 1 for "convex". InstructGPT uses 27.8 (additive), ColossalChat 0.9 (convex):
+            the same name for two different numbers.
+        ptx_mode: "additive" or "convex".
+
+    Returns:
+        A scalar to minimise.
 
     Ouyang et al. 2022 (arXiv 2203.02155), equation 2, for "additive".
 

@@ -118,8 +118,12 @@ def ranking_pairs(sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     same, whatever their length, and each answer goes through the model once. If the pairs were separate rows, the
     model would train on each answer K - 1 times per epoch and overfit.
 
-    `sizes` are the numbers of answers of the rankings, at least 2 each. Returns (better, worse, weight): [pairs] each,
-    the int64 indices of the better and the worse answer, and the float64 weight.
+    Args:
+        sizes: number of answers of each ranking, at least 2.
+
+    Returns:
+        (better, worse, weight): [pairs] each, the int64 indices of the better and the worse answer, and the float64
+        weight.
 
     Ouyang et al. 2022 (arXiv 2203.02155), section 3.5 and equation 1.
 
@@ -148,8 +152,10 @@ def plackett_luce_loss(scores: Tensor, sizes: Sequence[int], *, num_rankings: Te
     the second from the rest. Each choice is ``sigmoid(s_k - log sum over j > k of exp(s_j))``, so a ranking of two is
     Bradley-Terry to the last bit. A ranking counts as the mean over its K - 1 choices, whatever its length.
 
-    `scores` has the answers of all rankings end to end, best first within each; `sizes` are their numbers, at least 2.
-    The sum is divided by `num_rankings`, as by `num_pairs` in `pairwise_loss`.
+    Args:
+        scores: the answers of all rankings, laid end to end, best first within each ranking.
+        sizes: number of answers of each ranking, at least 2.
+        num_rankings: divisor of the sum, by default the number of rankings, as `num_pairs` of `pairwise_loss`.
 
     Plackett 1975, "The Analysis of Permutations"; Luce 1959.
 
@@ -166,7 +172,12 @@ def plackett_luce_loss(scores: Tensor, sizes: Sequence[int], *, num_rankings: Te
 def label_accuracy(score: Tensor, label: Tensor) -> Tensor:
     """Whether the sign of each score agrees with its label: 1, 0, or 1/2 for a score of 0 or a label of 1/2.
 
-    `score` [B] is the log-odds of a good answer, `label` [B] is 0 for bad to 1 for good. The result is [B].
+    Args:
+        score: [B], log-odds of a good answer.
+        label: [B], 0 for bad to 1 for good.
+
+    Returns:
+        [B].
 
     >>> label_accuracy(torch.tensor([2.0, -2.0, 0.0]), torch.tensor([1.0, 0.9, 0.0]))
     tensor([1.0000, 0.0000, 0.5000])
