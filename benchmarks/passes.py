@@ -3,10 +3,11 @@
     python benchmarks/passes.py
     python benchmarks/passes.py --models a b c --choices float32 bfloat16
 
-One SFT step (forward and backward, packed, 16 rows of lognormal lengths, all tokens but the first learned) on one core,
-for the models a (1 million weights), b (23 million) and c (98 million). Each model and option has its own processes,
-which take turns: medians over `--times` processes of seven steps each, in processor seconds. Memory is the rise of the
-process's peak above a step on one short row. A decoding step draws the next token of 8 responses.
+One SFT step (forward and backward, packed, 16 rows of lognormal lengths, other ones in each step, all tokens but the
+first learned) on one core, for the models a (1 million weights), b (23 million) and c (98 million). Each model and
+option has its own processes, which take turns: medians over `--times` processes of the last six of twelve steps, in
+processor seconds. Memory is the rise of the process's peak above a step on two short rows. A decoding step draws the next token
+of 8 responses.
 """
 
 from __future__ import annotations
@@ -93,18 +94,23 @@ def measured(name: str, choice: str) -> tuple[float, float, float, float]:
     )
     _, compiling = set_up_passes([model], config, CPU)
     draw = random.Random(0)
-    lengths = [max(8, min(256, round(draw.lognormvariate(4.49, 0.42)))) for _ in range(16)]
-    rows = [[draw.randrange(size) for _ in range(length)] for length in lengths]
-    step(model, [row[:8] for row in rows[:2]], config.precision)
+    step(model, [row[:8] for row in drawn(draw, size)[:2]], config.precision)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seconds = []
-    for _ in range(7):
+    for _ in range(12):
+        rows = drawn(draw, size)
         began = time.process_time()
         step(model, rows, config.precision)
         seconds.append(time.process_time() - began)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     decoding = decoding_step(model.eval(), rows[0], config.precision)
-    return statistics.median(seconds[1:]), (after - before) / 1024, compiling, decoding
+    return statistics.median(seconds[6:]), (after - before) / 1024, compiling, decoding
+
+
+def drawn(draw: random.Random, size: int) -> list[list[int]]:
+    """Rows of random tokens; their number differs from step to step, as in a run."""
+    lengths = [max(8, min(256, round(draw.lognormvariate(4.49, 0.42)))) for _ in range(16)]
+    return [[draw.randrange(size) for _ in range(length)] for length in lengths]
 
 
 @torch.no_grad()

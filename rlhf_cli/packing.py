@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 SHORTEST_PREFIX = 8
@@ -85,6 +86,20 @@ class PackedBatch:
     def keeps_last(self) -> bool:
         """Whether `kept` are the last tokens of the sequences, as a score reads them."""
         return self.kept is not None and len(self.kept) == len(self.segments) and torch.equal(self.kept, self.last)
+
+    def rounded_up(self, multiple: int) -> PackedBatch:
+        """The batch with a last sequence of tokens that nothing reads, so that N is a multiple; itself if N is one.
+
+        >>> pack([[5, 6, 7], [8, 9]]).rounded_up(4).lengths
+        [3, 2, 3]
+        """
+        missing = -len(self.ids) % multiple
+        if not missing:
+            return self
+        # All at position 0: a model may have few positions.
+        ids, position_ids = F.pad(self.ids, (0, missing)), F.pad(self.position_ids, (0, missing))
+        segments = [*self.segments, Segment(len(self.ids), missing)]
+        return replace(self, ids=ids, position_ids=position_ids, segments=segments)
 
     @functools.cached_property
     def runs(self) -> list[Neighbours]:

@@ -24,6 +24,7 @@ from rlhf_cli.data.encode import Example
 from rlhf_cli.errors import ArtifactError, ConfigError
 from rlhf_cli.kernels import attention
 from rlhf_cli.kernels.head import linear_logprobs
+from rlhf_cli.kernels.linear import prefers_onednn
 from rlhf_cli.models import seq2seq
 from rlhf_cli.models.seq2seq import is_seq2seq, last_hidden_state, with_prompts
 from rlhf_cli.packing import PackedBatch, end_to_end, pack, send
@@ -37,6 +38,9 @@ BFLOAT16_TOLERANCE = 3e-2
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_LOGITS = 1 << 28
 """Logits that are held at the same time: 1 GB in float32."""
+ROWS = 64
+"""The packed row, and the hidden states that are read, are rounded up to a multiple where oneDNN computes. In bfloat16
+a step with about 1,000 tokens then takes 0.6 of the time for a model of 1 million weights, 0.8 for 23 million."""
 _has_plain_head: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
 
 
@@ -75,8 +79,9 @@ def logprobs_at(
     if is_seq2seq(model) or not _head_is_plain(model, batch):
         return token_logprobs(logits_at(model, batch, positions), ids, temperature=temperature)
     head = model.get_output_embeddings()
-    hidden = hidden_at(model, batch, positions)
-    return linear_logprobs(hidden, head.weight, head.bias, ids, temperature=temperature)
+    hidden = _rows_at(model, batch, positions) if is_packed(model) else hidden_at(model, batch, positions)
+    every = F.pad(ids, (0, len(hidden) - len(ids)))
+    return linear_logprobs(hidden, head.weight, head.bias, every, temperature=temperature)[: len(ids)]
 
 
 @gathered
@@ -169,16 +174,33 @@ def logits_and_hidden_at(model: PreTrainedModel, batch: PackedBatch, positions: 
 def hidden_at(model: PreTrainedModel, batch: PackedBatch, positions: Tensor) -> Tensor:
     """Last hidden states (after the final norm) at `positions` of the packed row: [n] -> [n, H]."""
     if is_packed(model):
-        if 0 < len(positions) < len(batch.ids):
-            batch = replace(batch, kept=positions)
-        hidden: Tensor = model.base_model(**_packed_inputs(batch), use_cache=False).last_hidden_state[0]
-        # The last layer may have left out the others.
-        return hidden if batch.kept is not None and len(hidden) == len(positions) else hidden[positions]
+        return _rows_at(model, batch, positions)[: len(positions)]
     if is_seq2seq(model):
         return seq2seq.hidden_at(model, batch, positions)
     ids, real_mask = _padded_inputs(batch)
     output = model.base_model(input_ids=ids, attention_mask=real_mask, use_cache=False)
     return output.last_hidden_state[real_mask][positions]
+
+
+def _rows_at(model: PreTrainedModel, batch: PackedBatch, positions: Tensor) -> Tensor:
+    """`hidden_at` of a model on packed rows, with rows after the n wanted ones if they save time: [n or more, H]."""
+    batch, missing = _computed(batch), 0
+    if _rounds_rows(batch.ids.device):
+        keeps_last = replace(batch, kept=positions).keeps_last
+        batch = batch.rounded_up(ROWS)
+        # With one row for each sequence, attention computes the last tokens only.
+        missing = len(batch.segments) - len(positions) if keeps_last else -len(positions) % ROWS
+    rows = F.pad(positions, (0, missing), value=len(batch.ids) - 1)
+    if 0 < len(rows) < len(batch.ids):
+        batch = replace(batch, kept=rows)
+    hidden: Tensor = model.base_model(**_packed_inputs(batch), use_cache=False).last_hidden_state[0]
+    # The last layer may have left out the others.
+    return hidden if batch.kept is not None and len(hidden) == len(rows) else hidden[rows]
+
+
+def _rounds_rows(device: torch.device) -> bool:
+    """Whether oneDNN computes the products: for each new number of rows it generates code."""
+    return device.type == "cpu" and (torch.is_autocast_enabled("cpu") or prefers_onednn())
 
 
 def scalar_head(head: Any, hidden: Tensor) -> Tensor:
@@ -195,6 +217,8 @@ def _computed(batch: PackedBatch) -> PackedBatch:
 
 def _packed_inputs(batch: PackedBatch) -> dict[str, Any]:
     batch = _computed(batch)
+    if _rounds_rows(batch.ids.device):
+        batch = batch.rounded_up(ROWS)
     return {"input_ids": batch.ids[None], "position_ids": batch.position_ids[None], "packed": batch}
 
 

@@ -20,14 +20,14 @@ from rlhf_cli.models.load import reason_of
 from rlhf_cli.packing import PackedBatch, pack
 from rlhf_cli.processes.sharding import gathered
 
-ROW = 16
-"""Tokens of each sequence in a pass whose memory is counted."""
+ROW, COUNT = 16, 4
+"""Tokens of each sequence in a pass whose memory is counted, and sequences: together a multiple of forward.ROWS."""
 UNFIT = (TypeError, ValueError, RuntimeError, AssertionError, AttributeError, KeyError)
 """What a model raises whose attention does not take packed rows."""
 
 
 def activation_bytes(model: PreTrainedModel, precision: str) -> float:
-    """Bytes for each token that autograd keeps in the backbone: of two rows of ROW tokens minus of one.
+    """Bytes for each token that autograd keeps in the backbone: of 2 * COUNT rows of ROW tokens minus of COUNT.
 
     0 for a model of which nothing is trained. All processes must call this for a sharded model.
 
@@ -49,7 +49,7 @@ def activation_bytes(model: PreTrainedModel, precision: str) -> float:
 
         return kept_bytes(compute)
 
-    return (kept(2) - kept(1)) / ROW
+    return (kept(2 * COUNT) - kept(COUNT)) / (COUNT * ROW)
 
 
 @gathered

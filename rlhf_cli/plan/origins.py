@@ -14,7 +14,7 @@ from rlhf_cli.config.ppo import PPOConfig, ValueModel
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
 from rlhf_cli.errors import ArtifactError, ConfigError
-from rlhf_cli.hub import is_local
+from rlhf_cli.hub import is_local, is_offline
 from rlhf_cli.models.adapter_files import read_adapter
 from rlhf_cli.models.heads import is_encoder
 from rlhf_cli.models.load import reason_of, refuse_endless
@@ -164,6 +164,7 @@ def from_path(path: str, revision: str | None, key: str, *, downloads: bool = Fa
     if (adapter := read_adapter(directory)) is not None:
         base = from_path(adapter.base.path, adapter.base.revision, key, downloads=downloads)
         return replace(base, has_adapters=True)
+    downloads = downloads and not Path(directory).is_dir() and not is_offline()
     try:
         config = AutoConfig.from_pretrained(
             directory, revision=revision, trust_remote_code=False, local_files_only=not downloads

@@ -20,7 +20,7 @@ from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.kernels import attention
 from rlhf_cli.models import forward
 from rlhf_cli.models.adapters import add_lora
-from rlhf_cli.models.forward import check_head, choose_attention, hidden_at, is_packed, logits_at
+from rlhf_cli.models.forward import check_head, choose_attention, hidden_at, is_packed, logits_at, logprobs_at
 from rlhf_cli.packing import FEWEST_EQUAL, PackedBatch, Segment, pack, response_positions
 from rlhf_cli.processes import threads
 from rlhf_cli.rewards.models import score_sequences, sequence_scores
@@ -176,6 +176,38 @@ def test_scores_and_their_gradients_equal_a_plain_forward(name):
     for scores in (found, wanted):
         (scores * torch.arange(8)).sum().backward()
     same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("choice", ["all", "some", "last"])
+def test_rows_that_are_rounded_up_change_no_result_and_no_gradient(pair, choice, monkeypatch):
+    """Where oneDNN computes, the packed row and the hidden states that the head reads are multiples of ROWS."""
+    _, model = pair
+    batch = pack(SEQUENCES, groups=GROUPS)
+    of_responses = response_positions(batch, [4, 19, 1, 9, 19, 8, 1, 3])
+    at = {"all": everywhere(batch), "some": of_responses, "last": batch.last}[choice]
+    check_head(model)
+    head, sizes, found = forward.linear_logprobs, [], []
+
+    def watched(hidden, *arguments, **options):
+        sizes.append(len(hidden))
+        return head(hidden, *arguments, **options)
+
+    monkeypatch.setattr(forward, "linear_logprobs", watched)
+    for rounds in (False, True):
+        monkeypatch.setattr(forward, "_rounds_rows", lambda _, rounds=rounds: rounds)
+        with model.get_input_embeddings().register_forward_hook(lambda _, __, row: sizes.append(row.shape[1])):
+            logprobs = logprobs_at(model, batch, at, torch.arange(len(at)) % VOCAB)
+            hidden, logits = hidden_at(model, batch, at), logits_at(model, batch, at)
+        (logprobs.sum() + hidden.square().sum()).backward()
+        found.append(([logprobs, hidden, logits], compare.grads(model)))
+        model.zero_grad()
+    # By call the tokens of the row, and after those of the first the states that the head reads.
+    assert sizes[:4] == [95, len(at), 95, 95]
+    assert sizes[4:] == [128, {"all": 192, "some": 128, "last": 9}[choice], 128, 128]
+    (plain, gradients), (rounded, gradients_rounded) = found
+    for one, other in zip(plain, rounded, strict=True):
+        compare.close(other, one, 1e-5)
+    compare.same_gradients(gradients_rounded, gradients, 1e-5)
 
 
 def test_attention_across_sequences_is_detected(monkeypatch):
