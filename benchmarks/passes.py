@@ -6,8 +6,8 @@
 One SFT step (forward and backward, packed, 16 rows of lognormal lengths, other ones in each step, all tokens but the
 first learned) on one core, for the models a (1 million weights), b (23 million) and c (98 million). Each model and
 option has its own processes, which take turns: medians over `--times` processes of the last six of twelve steps, in
-processor seconds. Memory is the rise of the process's peak above a step on two short rows. A decoding step draws the next token
-of 8 responses.
+processor seconds. Memory is the rise of the process's peak above a step on two short rows. A decoding step draws the
+next token of 8 responses.
 """
 
 from __future__ import annotations

@@ -198,8 +198,8 @@ def test_auto_stays_for_encoder_decoders_gpus_and_endless_models(model, settings
     assert origins.settled_precision(given, origins.ModelOrigins({})) == expected
 
 
-@pytest.mark.parametrize("downloads", [True, False])
-def test_only_a_run_downloads_the_config_of_a_hub_model(downloads, monkeypatch):
+@pytest.mark.parametrize(("downloads", "is_offline"), [(True, False), (True, True), (False, False)])
+def test_only_a_run_downloads_the_config_of_a_hub_model(downloads, is_offline, monkeypatch):
     """Else the first run of a hub model would be in float32, and the second one in bfloat16."""
 
     def read(_path, *, local_files_only, **_options):
@@ -208,7 +208,8 @@ def test_only_a_run_downloads_the_config_of_a_hub_model(downloads, monkeypatch):
         return LlamaConfig()
 
     monkeypatch.setattr(origins, "has_amx", lambda: True)
+    monkeypatch.setattr(origins, "is_offline", lambda: is_offline)
     monkeypatch.setattr(origins.AutoConfig, "from_pretrained", read)
     given = config().model_copy(update={"model": SFTModel(path="someone/model")})
     taken = origins.settled_precision(given, origins.ModelOrigins({}, downloads=downloads))
-    assert taken == ("bfloat16" if downloads else "auto")
+    assert taken == ("bfloat16" if downloads and not is_offline else "auto")
