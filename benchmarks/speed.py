@@ -2,7 +2,7 @@
 
     python benchmarks/speed.py --work DIR                      # everything, about 25 minutes
     python benchmarks/speed.py --work DIR --only ppo --models a --threads 1 --quick
-    python benchmarks/speed.py --work DIR --bfloat16           # both sides in bfloat16, where the processor has it
+    python benchmarks/speed.py --work DIR --precision float32  # both sides; as a rule what `precision: auto` takes here
 
 Each task starts two processes, ours (speed_ours.py) and TRL's (speed_trl.py, in TRL's own environment), pinned to the
 same cores. Each waits at the end of every step until it is told to continue, and they are told in turn. So both are
@@ -41,6 +41,8 @@ from speed_inputs import (
 )
 from speed_limits import best_of, measure_limits
 
+from rlhf_cli.models.passes import FASTER_WEIGHTS, has_amx
+
 HERE = Path(__file__).resolve().parent
 OURS = ("GOMP_SPINCOUNT", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 TORCH = "torch==2.13.0"
@@ -54,7 +56,7 @@ BFLOAT16_TOLERANCE = 3e-2
 WARMUP = {"sft": 2, "rm": 2, "ppo": 1, "rollout": 1}
 PAIRS = {"sft": 15, "rm": 15, "ppo": 6, "rollout": 9}
 QUICK_PAIRS = {"sft": 4, "rm": 4, "ppo": 2, "rollout": 3}
-TRL_MICROBATCH = {"a": 16, "b": 4}
+TRL_MICROBATCH = {"a": {"float32": 16, "bfloat16": 16}, "b": {"float32": 4, "bfloat16": 16}}
 """Rows per backward pass in TRL's PPO: the fastest of those tried (README.md)."""
 
 
@@ -96,7 +98,7 @@ def main() -> None:
     """Measure the selected tasks and write the report."""
     args = parse()
     work = args.work.resolve()
-    results = work / ("results-bfloat16" if args.bfloat16 else "results")
+    results = work / ("results" if args.precision == "auto" else f"results-{args.precision}")
     results.mkdir(parents=True, exist_ok=True)
     if not args.report:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -114,7 +116,8 @@ def main() -> None:
             for task in tasks:
                 pairs = (QUICK_PAIRS if args.quick else PAIRS)[task.kind]
                 path = results / f"{task.name}, {threads}.json"
-                given = prepare(task, inputs[task.model], cores, pairs, work, args.set, in_bfloat16=args.bfloat16)
+                precision = auto_precision(inputs[task.model]) if args.precision == "auto" else args.precision
+                given = prepare(task, inputs[task.model], cores, pairs, work, args.set, precision)
                 write_json(path, run_pairs(task, given, pythons[task.trl], pairs))
                 print(speed_report.line(json.loads(path.read_text(encoding="utf-8"))), flush=True)
             if limits:
@@ -131,11 +134,11 @@ def main() -> None:
         threads = " ".join(map(str, args.threads))
         chosen = f"--only {','.join(args.only)} --models {' '.join(args.models)} --threads {threads}"
         sets = "".join(f" --set {given}" for given in args.set)
-        flags = "".join(f" --{name}" for name in ("bfloat16", "quick") if getattr(args, name))
-        command = f"benchmarks/speed.py --work DIR {chosen}{flags}{sets}"
+        chosen += " --quick" * args.quick + f" --precision {args.precision}" * (args.precision != "auto")
+        command = f"benchmarks/speed.py --work DIR {chosen}{sets}"
         write_json(results / "run.json", speed_report.machine() | {"minutes": minutes, "command": command})
         print(f"{minutes:.1f} minutes")
-    out = results.with_suffix(".md") if args.bfloat16 else report_file(work, record=args.record)
+    out = report_file(work, record=args.record) if args.precision == "auto" else results.with_suffix(".md")
     speed_report.write(results, out)
     print(out)
 
@@ -163,15 +166,20 @@ def make_environment(folder: Path, release: str) -> Path:
 # -------------------------------------------------------------------------------------------- workers
 
 
+def auto_precision(inputs: Inputs) -> str:
+    """What `precision: auto` takes for a model on this processor."""
+    return "bfloat16" if has_amx() and speed_report.parameters(inputs.size) >= FASTER_WEIGHTS else "float32"
+
+
 def prepare(
-    task: Task, inputs: Inputs, cores: list[int], pairs: int, work: Path, overrides: Sequence[str], *, in_bfloat16: bool
+    task: Task, inputs: Inputs, cores: list[int], pairs: int, work: Path, overrides: Sequence[str], precision: str
 ) -> dict[str, dict[str, Any]]:
     """The instructions of each side, {"ours": ..., "trl": ...}; writes the files that they name."""
     steps = WARMUP[task.kind] + pairs + 1
     folder = work / "runs" / task.name.replace(" ", "_").replace(",", "")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    common = {"kind": task.kind, "cores": cores, "out": str(folder / "trl"), "bfloat16": in_bfloat16}
+    common = {"kind": task.kind, "cores": cores, "out": str(folder / "trl"), "precision": precision}
     ours, trl = dict(common), common | {"trl": task.trl, "steps": steps}
     config = None
     if task.kind == "sft":
@@ -191,7 +199,7 @@ def prepare(
             "reward_model": str(inputs.reward_model),
             "value_model": str(inputs.reward_model),
             "batches": inputs.prompt_batches(steps, inputs.size.ppo_batch),
-            "microbatch_size": TRL_MICROBATCH[task.model],
+            "microbatch_size": TRL_MICROBATCH[task.model][precision],
             "epochs": task.epochs,
             "temperature": TEMPERATURE,
             "max_new_tokens": MAX_NEW_TOKENS,
@@ -210,7 +218,7 @@ def prepare(
         trl |= given
     if config is not None:
         ours["config"] = str(write_config(folder / "config.yaml", config))
-        ours["overrides"] = [*overrides, *(["precision=bfloat16"] if in_bfloat16 else [])]
+        ours["overrides"] = [f"precision={precision}", *overrides]
     trl |= task.options
     return {"ours": ours, "trl": trl}
 
@@ -283,7 +291,9 @@ def run_pairs(task: Task, given: dict[str, Any], python: Path, pairs: int) -> di
     print(f"{task.name}, {len(given['ours']['cores'])} threads", flush=True)
     ours = Worker(Path(sys.executable), "speed_ours.py", given["ours"], folder)
     workers, warmup = {"ours": ours}, WARMUP[task.kind]
-    tolerances = (BFLOAT16_TOLERANCE, BFLOAT16_TOLERANCE) if given["ours"]["bfloat16"] else (TOLERANCE, DRIFT)
+    tolerances = (
+        (BFLOAT16_TOLERANCE, BFLOAT16_TOLERANCE) if given["ours"]["precision"] == "bfloat16" else (TOLERANCE, DRIFT)
+    )
     try:
         ours.wait()
         workers["trl"] = trl = Worker(python, "speed_trl.py", given["trl"], folder)
@@ -307,6 +317,7 @@ def run_pairs(task: Task, given: dict[str, Any], python: Path, pairs: int) -> di
         "task": {name: getattr(task, name) for name in ("name", "kind", "model", "unit", "floor", "goal", "epochs")},
         "code": speed_report.code(),
         "packing": task.packing,
+        "precision": given["ours"]["precision"],
         "threads": len(given["ours"]["cores"]),
         "warmup": warmup,
         "checks": checks,
@@ -420,15 +431,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="only a few pairs, to check that everything works")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an override for our configs")
     parser.add_argument(
-        "--bfloat16", action="store_true", help="both sides in bfloat16; report in DIR/results-bfloat16.md"
+        "--precision",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="of both sides; auto: as `precision: auto` for each model; others report in DIR/results-PRECISION.md",
     )
     parser.add_argument("--trl-ppo-python", type=Path, help="Python of an environment with TRL 1.12.0")
     parser.add_argument("--trl-sft-python", type=Path, help="Python of an environment with TRL 1.16.0")
     parser.add_argument("--record", action="store_true", help="write the tracked benchmarks/RESULTS.md")
     parser.add_argument("--report", action="store_true", help="only write the report, from existing measurements")
     args = parser.parse_args()
-    if args.bfloat16 and args.record:
-        parser.error("--record: RESULTS.md compares both sides in float32. Remove --bfloat16")
+    if args.precision != "auto" and args.record:
+        parser.error("--record: RESULTS.md compares both sides in the precision of `auto`. Remove --precision")
     if wrong := set(args.only) - set(kinds):
         parser.error(f"--only: {', '.join(sorted(wrong))}: must be of {', '.join(kinds)}")
     return args

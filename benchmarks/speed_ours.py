@@ -129,7 +129,7 @@ def rollout() -> None:
     GATE.arrive()
     for step, prompts in enumerate(TASK["batches"]):
         table = draw_uniforms(0, "benchmark", step, len(prompts), TASK["max_new_tokens"])
-        with torch.no_grad(), autocast(torch.device("cpu"), "bfloat16" if TASK["bfloat16"] else "float32"):
+        with torch.no_grad(), autocast(torch.device("cpu"), TASK["precision"]):
             responses = sample(policy, prompts, table, sampling, tokenizer)
         lengths = [len(response.ids) for response in responses]
         given = {

@@ -168,6 +168,7 @@ def ratio_table(results: Sequence[Result]) -> list[str]:
         rows.append(
             [
                 r["task"]["name"],
+                r["precision"],
                 str(r["threads"]),
                 r["task"]["unit"],
                 f"{rate(r, 'trl'):,.4g}",
@@ -180,7 +181,8 @@ def ratio_table(results: Sequence[Result]) -> list[str]:
                 str(len(wall)),
             ]
         )
-    head = ["work", "threads", "unit", "TRL", "ours", "ratio, wall", "ratio, processor", "floor", "goal", "", "pairs"]
+    head = ["work", "both in", "threads", "unit", "TRL", "ours", "ratio, wall", "ratio, processor", "floor", "goal", ""]
+    head.append("pairs")
     return table(head, rows)
 
 
@@ -282,7 +284,7 @@ def check_table(results: Sequence[Result]) -> list[str]:
 def limit_table(results: Sequence[Result], limits: dict[int, dict[str, float]]) -> list[str]:
     rows = []
     for r in results:
-        if r["packing"] or r["threads"] not in limits:
+        if r["packing"] or r["precision"] != "float32" or r["threads"] not in limits:
             continue
         for phase, seconds, least in shares_of_limit(r, limits[r["threads"]]):
             bound = max(least, key=lambda name: least[name])
@@ -391,17 +393,18 @@ RATIO_TEXT = """\
 Each side is a process on the same cores. They take turns: one training step (SFT, RM: 16 rows or pairs), one PPO
 iteration or one batch of rollouts at a time. The ratio is taken pair by pair: median and quartiles. Wall seconds count;
 processor seconds are less disturbed by other processes. The first two steps of both (PPO and rollouts: one) are
-skipped. TRL runs without bf16 (unless the command says --bfloat16), gradient checkpointing, logging, progress bars and
-checkpoints, and with its fastest microbatch; ours is the stage with its defaults, metrics, samples and health lines.
-`TRL packing` is TRL's `packing=True` with 3 rows of 512 tokens per step, against our usual step of 16 rows. `rollouts`
-compares HF `generate`, tokens only, with our sampler, which keeps log-probabilities too; a useful token is one up to
-the first EOS."""
+skipped. Both compute in the precision that `precision: auto` takes for the model on this processor, unless the command
+names one; TRL in bfloat16 has `bf16=True`, weights in float32, and its frozen models in bfloat16. TRL runs without
+gradient checkpointing, logging, progress bars and checkpoints, and with its fastest microbatch; ours is the stage with
+its defaults, metrics, samples and health lines. `TRL packing` is TRL's `packing=True` with 3 rows of 512 tokens per
+step, against our usual step of 16 rows. `rollouts` compares HF `generate`, tokens only, with our sampler, which keeps
+log-probabilities too; a useful token is one up to the first EOS."""
 
 CHECK_TEXT = """\
-Both read the same files. The first loss must agree to 1e-4 (relative, float32), the last to 1e-2, and the digests of
-every batch's tokens must be equal. For PPO, TRL's functions on TRL's models score the responses of our first iteration:
-log-probabilities (policy and reference), values and reward scores must agree to 1e-4. A failed check stops the
-benchmark."""
+Both read the same files. The first loss must agree to 1e-4 (relative), the last to 1e-2, and the digests of every
+batch's tokens must be equal. For PPO, TRL's functions on TRL's models score the responses of our first iteration:
+log-probabilities (policy and reference), values and reward scores must agree to 1e-4. In bfloat16, which has 8 bits,
+all must agree to 3e-2. A failed check stops the benchmark."""
 
 MEMORY_TEXT = """\
 The peak resident set of the timed steps (VmHWM, reset after the warm-up), minus the resident set after all imports and
@@ -423,7 +426,7 @@ def limit_text(limits: dict[int, dict[str, float]]) -> str:
         f"{x['bandwidth'] / 1e9:.0f} GB/s, {1e6 * x['dispatch_s']:.1f} us to start an operation"
         for threads, x in sorted(limits.items())
     )
-    return f"""Measured before and after the tasks, the better of both: {said}.
+    return f"""Of the work in float32. Measured before and after the tasks, the better of both: {said}.
 
 Arithmetic: the products that the work needs (real tokens, the head where a token is predicted, a shared prompt once,
 backward twice forward) at that rate of large products. Bytes: in decoding, all weights once per step and the keys and

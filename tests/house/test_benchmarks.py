@@ -89,7 +89,15 @@ def result(ours, trl):
         ]
         for side, pairs in (("ours", ours), ("trl", trl))
     }
-    run = {"code": "abc", "packing": False, "threads": 1, "warmup": 1, "checks": {}, "microbatch": None}
+    run = {
+        "code": "abc",
+        "packing": False,
+        "precision": "float32",
+        "threads": 1,
+        "warmup": 1,
+        "checks": {},
+        "microbatch": None,
+    }
     return {"task": task, **run, **steps}
 
 
@@ -106,7 +114,7 @@ def test_the_report_lists_slow_and_missing_measurements(load, tmp_path):
     speed.write_json(tmp_path / "SFT a, 1.json", result(ours=[(17, 1.0)] * 4, trl=[(17, 1.5)] * 4))
     report.write(tmp_path, tmp_path / "RESULTS.md")
     text = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
-    assert "| SFT a | 1 | real tokens/s | 11.33 | 17 | **1.50 (1.50-1.50)** |" in text
+    assert "| SFT a | float32 | 1 | real tokens/s | 11.33 | 17 | **1.50 (1.50-1.50)** |" in text
     assert "BELOW THE FLOOR" in text
     assert "See [GPU.md](GPU.md)." in text
     assert "## Growth\n\nNot measured." in text
