@@ -512,7 +512,7 @@ def test_runs_that_share_a_stage_share_its_curve(project, tmp_path):
     found = json.loads(manifest.read_text(encoding="utf-8"))
     manifest.write_text(json.dumps({**found, "seed": 7}), encoding="utf-8")
     for root in (project / "run", other):
-        write(root / "ppo" / "metrics.jsonl", [{"step": step, "objective/score": step} for step in (1, 2)])
+        write(root / "ppo" / "metrics.jsonl", [{"step": step, "objective/score": 10 * step} for step in (1, 2)])
     names = {"one": project / "run", "two": other, "three": other}
     colors = ("#111111", "#222222", "#333333")
     runs = [
@@ -523,6 +523,8 @@ def test_runs_that_share_a_stage_share_its_curve(project, tmp_path):
     assert list(shared_runs(runs[:2], "ppo")) == ["one", "two"]
     drawn = vl_convert.vegalite_to_svg(picture(runs[:2]))
     assert [f'stroke="{color}"' in drawn for color in colors] == [True, True, False], "in a PNG too"
+    assert ">2</text>" in drawn
+    assert ">1.5</text>" not in drawn, "a step is a whole number"
 
 
 def test_two_runs_with_the_same_figures_in_folders_of_any_name(project, tmp_path):

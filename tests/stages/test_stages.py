@@ -92,11 +92,12 @@ def test_ppo_runs_with_a_reward_function_alone(pipeline, run_stage, tmp_path):
         run_stage("ppo", tmp_path / "b", policy=policy, rewards=rewards, value_model={"init": "reward_model"})
 
 
-def test_one_normalization_sample_gives_no_nan(pipeline, run_stage, tmp_path):
-    """One number has no standard deviation. A NaN in config.json would make every later score NaN."""
+def test_one_normalization_sample_leaves_the_scale_of_the_scores(pipeline, run_stage, tmp_path, capsys):
+    """One number has no spread. PPO divides its scores by a score_std of nearly 0, and a NaN makes all of them NaN."""
     model = {"path": str(pipeline("llama") / "sft")}
     run_stage("rm", tmp_path, model=model, evaluation={"num_normalization_samples": 1})
-    assert math.isfinite(json.loads((tmp_path / "rm/model/config.json").read_text())["score_std"])
+    assert json.loads((tmp_path / "rm/model/config.json").read_text())["score_std"] == 1.0
+    assert "the scores of the 1 texts for score_std are equal, so it is 1" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------- learning
