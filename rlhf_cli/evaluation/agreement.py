@@ -96,9 +96,9 @@ def ranking_figures(
         "eval/length_baseline": length_baseline,
         "eval/shorter_baseline": 1 - length_baseline,
     }
-    if all(gap is not None for gap in gold):
-        agrees = [m * gap > 0 for m, gap in zip(margin.tolist(), gold, strict=True) if gap]
-        figures["eval/gold_accuracy"] = sum(agrees) / max(1, len(agrees))
+    agrees = [m * gap > 0 for m, gap in zip(margin.tolist(), gold, strict=True) if gap]
+    if agrees and None not in gold:
+        figures["eval/gold_accuracy"] = sum(agrees) / len(agrees)
     return figures
 
 
