@@ -176,8 +176,7 @@ class _Summary:
     def __init__(self) -> None:
         self.num_rows = self.num_bad_rows = 0
         self.scores: list[float] = []
-        self.of_rankings: list[float] = []
-        """The scores of all rankings end to end, best answer first within each."""
+        self.of_rankings: list[float] = []  # the scores of all rankings end to end, best answer first within each
         self.sizes: list[int] = []
         self.longer: list[float] = []
         self.gold: list[float | None] = []

@@ -40,8 +40,7 @@ LAST_REQUESTS_S = 10.0  # seconds that running requests may take to finish when 
 SIGNAL_S = 0.5  # seconds after which a signal is noticed at the latest
 
 T = TypeVar("T")
-Put = Callable[[Any], None]
-"""Sends on a piece of a result. Raises Left if nobody waits for it any more."""
+Put = Callable[[Any], None]  # sends on a piece of a result. Raises Left if nobody waits for it any more.
 
 
 def json_line(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

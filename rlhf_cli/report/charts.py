@@ -134,8 +134,7 @@ def _lengths(rows: list[dict[str, Any]], run: RunData) -> Chart | None:
 
 # ------------------------------------------------------------------------------- curves over steps, health findings
 
-SMOOTHING = 0.03
-"""Share of a curve's points that its smoothing spans, until the reader of the page chooses another."""
+SMOOTHING = 0.03  # share of a curve's points that its smoothing spans, until the reader of the page chooses another
 NEAREST = {"type": "point", "on": "pointerover", "nearest": True, "fields": ["x"], "clear": "pointerout"}
 """The point nearest to the pointer, whose values are shown."""
 
@@ -305,8 +304,7 @@ DISTANCE = "distance"
 FIGURES = {"gold": "gold", "score": "score_mean"}
 """Figure -> its key in a stage's own evaluations and, behind the policy's name, among its final metrics."""
 FIT_POINTS = 60
-MOST_KEYS = 3
-"""A setting is named by the keys that differ if they are at most this many, else by the run's name."""
+MOST_KEYS = 3  # a setting is named by the keys that differ if they are at most this many, else by the run's name
 
 
 def _on_kl(
