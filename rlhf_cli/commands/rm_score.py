@@ -227,8 +227,8 @@ class _Summary:
         counts = f"{len(self.scores):,} answers of {self.num_rows:,} rows"
         display.note(f"{counts}: mean {mean:.3f}, standard deviation {spread:.3f}")
         if self.sizes:
-            margin, accuracy = margins_of(torch.tensor(self.of_rankings), self.sizes)
-            figures = ranking_figures(margin, accuracy, self.longer, self.gold)
+            found = margins_of(torch.tensor(self.of_rankings), self.sizes)
+            figures = ranking_figures(*found, self.longer, self.gold)
             display.note(f"{held_out_verdict(figures)[0]}; mean margin {figures['eval/margin']:.3f}")
         if len(self.targets) > 1:
             scores, targets = torch.tensor(self.targets, dtype=torch.float64).unbind(1)
