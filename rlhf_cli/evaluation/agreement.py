@@ -75,17 +75,13 @@ def figures_of_rankings(rankings: Sequence[RankedIds], scores: torch.Tensor) -> 
     """The `ranking_figures` of rankings, from the scores of their answers, ranking by ranking."""
     longer = [longer_wins([len(ids) for ids in item.answers]) for item in rankings]
     gold = [gold_gap(item.row) for item in rankings]
-    return ranking_figures(*margins_of(scores, [len(item.answers) for item in rankings]), longer, gold)
+    return ranking_figures(scores, [len(item.answers) for item in rankings], longer, gold)
 
 
 def ranking_figures(
-    margin: torch.Tensor,
-    accuracy: torch.Tensor,
-    loss: torch.Tensor,
-    longer: Sequence[float],
-    gold: Sequence[float | None],
+    scores: torch.Tensor, sizes: Sequence[int], longer: Sequence[float], gold: Sequence[float | None]
 ) -> dict[str, float]:
-    """The held-out figures of rankings, from the margin, accuracy, loss, `longer_wins` and `gold_gap` of each.
+    """The held-out figures of rankings, from the scores as for `margins_of`, and each one's `longer_wins`, `gold_gap`.
 
     The pairs of a ranking are not independent, so a ranking counts as one trial of the 95 % interval.
     `eval/length_baseline` is the accuracy of a rule that prefers the longer answer, `eval/shorter_baseline` of one that
@@ -93,6 +89,7 @@ def ranking_figures(
     best and worst the model agrees with the gold scores; ties do not count. `eval/loss` is without the margins that
     training may add.
     """
+    margin, accuracy, loss = margins_of(scores, sizes)
     low, high = wilson_interval(accuracy.sum().item(), len(accuracy))
     length_baseline = sum(longer) / len(longer)
     figures = {
