@@ -340,7 +340,7 @@ def _rows(config: RMConfig, display: Display) -> TokenRows:
         scores = found.train.numbers("score")
         if scores.min() == scores.max():
             what = f"every score of the training rows is {scores[0]:g}, so there is nothing to learn"
-            raise DataError(f"{what}. Add rows with other scores, or name another column in data.keys")
+            raise DataError(f"{what}. Add rows with other scores, or name their column: keys: {{score: COLUMN}}")
         scale = TargetScale(scores.mean().item(), scores.std().item())
     elif config.loss == "bce":
         require_labels(found.train, found.validation, found.test)
