@@ -65,7 +65,7 @@ from rlhf_cli.data.cache import tokenise
 from rlhf_cli.data.encode import require_eos
 from rlhf_cli.data.splits import Drawn, HeldOutRows, held_out_rows
 from rlhf_cli.data.stage_rows import probe_rows, rm_rows
-from rlhf_cli.errors import ConfigError
+from rlhf_cli.errors import ConfigError, DataError
 from rlhf_cli.evaluation.agreement import (
     agreement_of_members,
     answer_metrics,
@@ -338,8 +338,10 @@ def _rows(config: RMConfig, display: Display) -> TokenRows:
     scale = TargetScale(0.0, 1.0)
     if config.loss == "mse":
         scores = found.train.numbers("score")
-        std = scores.std().item() if len(scores) > 1 else 0.0
-        scale = TargetScale(scores.mean().item(), max(std, 1e-8))
+        if scores.min() == scores.max():
+            what = f"every score of the training rows is {scores[0]:g}, so there is nothing to learn"
+            raise DataError(f"{what}. Add rows with other scores, or name their column: keys: {{score: COLUMN}}")
+        scale = TargetScale(scores.mean().item(), scores.std().item())
     elif config.loss == "bce":
         require_labels(found.train, found.validation, found.test)
     elif spec.purpose == "rm scores":

@@ -87,8 +87,8 @@ def best_temperature(margin: Tensor, *, steps: int = 100) -> Tensor:
     bisection. Above 1 the model is too sure of itself, below 1 not sure enough.
 
     `margin` is [..., n], the score of the better answer minus that of the worse one. Each of the `steps` of the
-    bisection halves the error of 1 / T. The result is [...] float64: 0 if every margin is positive (no confidence is
-    too high), infinity if the model is no better than chance.
+    bisection halves the error of 1 / T. The result is [...] float64: 0 if no margin is negative (no confidence is too
+    high), infinity if the model is no better than chance.
 
     Guo et al. 2017 (arXiv 1706.04599), section 4.2.
 
@@ -107,5 +107,5 @@ def best_temperature(margin: Tensor, *, steps: int = 100) -> Tensor:
         middle = (low + high) / 2
         rises = slope(middle) > 0
         low, high = torch.where(rises, middle, low), torch.where(rises, high, middle)
-    temperature = torch.where(m.amin(-1) > 0, 0.0, 2 / (low + high))
+    temperature = torch.where(m.amin(-1) >= 0, 0.0, 2 / (low + high))
     return torch.where(is_chance, torch.inf, temperature)

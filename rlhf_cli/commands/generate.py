@@ -132,8 +132,7 @@ class Generator:
         speaker = source.speaker(device, options.quantization, options.rollout(source))
         self.speaker = speaker.at(0) if options.temperature == 0 else speaker
         self.rewards: list[RewardSource] = []
-        self.notes: list[str] = []
-        """What the rewards tell the user."""
+        self.notes: list[str] = []  # what the rewards tell the user
         if rewards is not None:
             self.rewards, self.notes = rewards.load(speaker.tokenizer, device, source.precision)
 

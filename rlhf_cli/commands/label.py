@@ -47,13 +47,11 @@ from rlhf_cli.program import command
 if TYPE_CHECKING:
     from rlhf_cli.data.records import Record
 
-COMPARED = ("sft", "base")
-"""Prefixes of the second response in a row of `rlhf generate --compare`."""
+COMPARED = ("sft", "base")  # prefixes of the second response in a row of `rlhf generate --compare`
 TIE, SKIPPED = "tie", "skipped"
 """Reasons in the file of dropped items."""
 REASONS = {"t": TIE, "s": SKIPPED}
-KEYS = ("1", "2", "t", "s", "b", "q")
-"""First is better, second is better, tie, skip, back, quit."""
+KEYS = ("1", "2", "t", "s", "b", "q")  # first is better, second is better, tie, skip, back, quit
 
 
 def label(
@@ -121,15 +119,13 @@ def default_out(source: DataSource, labeller: str | None) -> Path:
 @dataclass(frozen=True)
 class Candidate:
     text: str
-    column: str
-    """The column that it comes from. The labeller does not see it."""
+    column: str  # the column that it comes from. The labeller does not see it.
     ended: bool = True
 
 
 @dataclass(frozen=True)
 class Pair:
-    prompt: str
-    """As it is shown; a conversation is a transcript."""
+    prompt: str  # as it is shown; a conversation is a transcript
     prompt_column: str | list[dict[str, str]]
     replies: tuple[Candidate, Candidate]
     where: str
@@ -327,8 +323,7 @@ class Page(Server):
     def __init__(self, labelling: Labelling, port: int):
         self.labelling, self.token = labelling, secrets.token_urlsafe(16)
         self.ended = threading.Event()
-        self.error: ArtifactError | None = None
-        """Why answers cannot be written any more."""
+        self.error: ArtifactError | None = None  # why answers cannot be written any more
         place = f"/{self.token}/"
         routes = [
             Route(place, page),

@@ -200,12 +200,16 @@ def with_columns(record: Record, new: dict[str, Any]) -> OutputRow:
 
 
 def json_line(values: dict[str, Any], indent: int | None = None) -> bytes:
-    """The values as one line of JSON, or as several with an indent. A lone surrogate, which a row may hold, is escaped.
+    """The values as one line of JSON, or as several with an indent.
 
-    >>> print(json_line({"half a character": "\\ud800"}).decode(), end="")
-    {"half a character": "\\ud800"}
+    A row may hold a lone surrogate, which is escaped, and NaN or infinity, which become null: JSON has none.
+
+    >>> print(json_line({"half a character": "\\ud800", "x": float("nan")}).decode(), end="")
+    {"half a character": "\\ud800", "x": null}
     """
     text = json.dumps(values, ensure_ascii=False, default=str, indent=indent)
+    if "NaN" in text or "Infinity" in text:
+        text = json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False, indent=indent)
     return text.encode(errors="backslashreplace") + b"\n"
 
 

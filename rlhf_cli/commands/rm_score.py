@@ -176,8 +176,7 @@ class _Summary:
     def __init__(self) -> None:
         self.num_rows = self.num_bad_rows = 0
         self.scores: list[float] = []
-        self.of_rankings: list[float] = []
-        """The scores of all rankings end to end, best answer first within each."""
+        self.of_rankings: list[float] = []  # the scores of all rankings end to end, best answer first within each
         self.sizes: list[int] = []
         self.longer: list[float] = []
         self.gold: list[float | None] = []
@@ -213,7 +212,7 @@ class _Summary:
         import torch
 
         from rlhf_cli.algorithms.statistics import pearson, spearman
-        from rlhf_cli.evaluation.agreement import margins_of, ranking_figures
+        from rlhf_cli.evaluation.agreement import ranking_figures
         from rlhf_cli.health.baselines import held_out_verdict
 
         for prompt, sides in self.shown:
@@ -228,8 +227,7 @@ class _Summary:
         counts = f"{len(self.scores):,} answers of {self.num_rows:,} rows"
         display.note(f"{counts}: mean {mean:.3f}, standard deviation {spread:.3f}")
         if self.sizes:
-            margin, accuracy = margins_of(torch.tensor(self.of_rankings), self.sizes)
-            figures = ranking_figures(margin, accuracy, self.longer, self.gold)
+            figures = ranking_figures(torch.tensor(self.of_rankings), self.sizes, self.longer, self.gold)
             display.note(f"{held_out_verdict(figures)[0]}; mean margin {figures['eval/margin']:.3f}")
         if len(self.targets) > 1:
             scores, targets = torch.tensor(self.targets, dtype=torch.float64).unbind(1)

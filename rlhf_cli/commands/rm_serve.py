@@ -40,8 +40,7 @@ MAX_WAITING = 32
 MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_TEXT_LENGTH = 400_000
 """Characters of a text: more than the context of any reward model, and few enough to tokenise in a second."""
-MAX_CHARACTERS = 4_000_000
-"""Characters of all texts and prompts of a request, so that none holds the model for long."""
+MAX_CHARACTERS = 4_000_000  # characters of all texts and prompts of a request, so that none holds the model for long
 
 
 @dataclass(frozen=True)

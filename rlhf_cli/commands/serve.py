@@ -39,8 +39,7 @@ from rlhf_cli.trained.locate import StageModel, locate
 if TYPE_CHECKING:
     from rlhf_cli.rollout.speaker import Reply, Speaker
 
-MAX_WAITING = 128
-"""Requests that wait for the model. Further ones are answered 503."""
+MAX_WAITING = 128  # requests that wait for the model. Further ones are answered 503.
 MAX_BODY_BYTES = 4 * 2**20
 CHARACTERS_PER_TOKEN = 16
 """A prompt with more characters for each position of the model cannot fit, and tokenising it would take long."""

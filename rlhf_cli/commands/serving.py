@@ -6,7 +6,6 @@ model are limited here.
 
 from __future__ import annotations
 
-import _thread
 import asyncio
 import concurrent.futures
 import hmac
@@ -15,6 +14,7 @@ import queue
 import signal
 import socket
 import threading
+import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -37,11 +37,10 @@ MAX_CONNECTIONS = 512  # a request that comes while so many connections are open
 IDLE_S = 60.0  # seconds without a request after which a connection is closed
 BODY_S = 20.0  # seconds in which a body must arrive
 LAST_REQUESTS_S = 10.0  # seconds that running requests may take to finish when the server stops
-SIGNAL_S = 0.5  # seconds after which a signal is noticed at the latest
+SIGNAL_S = 0.1  # seconds after which a signal is noticed at the latest
 
 T = TypeVar("T")
-Put = Callable[[Any], None]
-"""Sends on a piece of a result. Raises Left if nobody waits for it any more."""
+Put = Callable[[Any], None]  # sends on a piece of a result. Raises Left if nobody waits for it any more.
 
 
 def json_line(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -113,8 +112,7 @@ class Server:
 
         def end(*_: object) -> None:
             self._uvicorn.force_exit = stop.is_set()
-            # Not in the handler itself: it may interrupt `wait` below while that holds the lock that `set` waits for.
-            _thread.start_new_thread(stop.set, ())
+            stop.set()
 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, end)
@@ -122,8 +120,9 @@ class Server:
         thread = threading.Thread(target=self.run, daemon=True)
         thread.start()
         say(line, flush=True)
-        while not stop.wait(SIGNAL_S):  # a signal that comes just before Python waits does not wake it up
-            pass
+        # Not `stop.wait`: the handler could interrupt it while it holds the lock that `set` waits for.
+        while not stop.is_set():
+            time.sleep(SIGNAL_S)
         self.stop()
         thread.join()
 

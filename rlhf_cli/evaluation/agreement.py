@@ -28,18 +28,23 @@ from rlhf_cli.report.figure import Figure, Figures, as_metrics
 from rlhf_cli.rewards.models import score_sequences
 
 
-def margins_of(scores: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(margin, accuracy) of each ranking, both [n]: means over its pairs.
+def margins_of(scores: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(margin, accuracy, loss) of each ranking, [n] each: means over its pairs.
 
     The scores are laid end to end, best answer first within each ranking. A pair's margin is the better answer's score
-    minus the worse one's. Its accuracy is 1 for a positive margin and 1/2 for zero.
+    minus the worse one's. Its accuracy is 1 for a positive margin and 1/2 for zero, its loss -log(sigmoid(margin)).
+
+    >>> margins_of(torch.tensor([2.0, 0.0, 0.0]), [3])  # log(1 + exp(-2)) twice, log(2) once
+    (tensor([1.3333]), tensor([0.8333]), tensor([0.3157]))
     """
     better, worse, weight = ranking_pairs(sizes)
-    weight = weight.float()
     row = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor([size * (size - 1) // 2 for size in sizes]))
     lead = scores[better] - scores[worse]
-    margin, accuracy = torch.zeros(len(sizes)), torch.zeros(len(sizes))
-    return margin.index_add(0, row, weight * lead), accuracy.index_add(0, row, weight * (lead.sign() + 1) / 2)
+
+    def mean(each: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(sizes)).index_add(0, row, weight.float() * each)
+
+    return mean(lead), mean((lead.sign() + 1) / 2), mean(-torch.nn.functional.logsigmoid(lead))
 
 
 def scores_of_rows(
@@ -70,24 +75,25 @@ def figures_of_rankings(rankings: Sequence[RankedIds], scores: torch.Tensor) -> 
     """The `ranking_figures` of rankings, from the scores of their answers, ranking by ranking."""
     longer = [longer_wins([len(ids) for ids in item.answers]) for item in rankings]
     gold = [gold_gap(item.row) for item in rankings]
-    return ranking_figures(*margins_of(scores, [len(item.answers) for item in rankings]), longer, gold)
+    return ranking_figures(scores, [len(item.answers) for item in rankings], longer, gold)
 
 
 def ranking_figures(
-    margin: torch.Tensor, accuracy: torch.Tensor, longer: Sequence[float], gold: Sequence[float | None]
+    scores: torch.Tensor, sizes: Sequence[int], longer: Sequence[float], gold: Sequence[float | None]
 ) -> dict[str, float]:
-    """The held-out figures of rankings, from the margin, accuracy, `longer_wins` and `gold_gap` of each.
+    """The held-out figures of rankings, from the scores as for `margins_of`, and each one's `longer_wins`, `gold_gap`.
 
     The pairs of a ranking are not independent, so a ranking counts as one trial of the 95 % interval.
     `eval/length_baseline` is the accuracy of a rule that prefers the longer answer, `eval/shorter_baseline` of one that
     prefers the shorter; a reward model must beat both. `eval/gold_accuracy` is the share of rankings in whose order of
-    best and worst the model agrees with the gold scores; ties do not count. `eval/loss` is the mean of
-    -log(sigmoid(margin)), without the margins that training may add.
+    best and worst the model agrees with the gold scores; ties do not count. `eval/loss` is without the margins that
+    training may add.
     """
+    margin, accuracy, loss = margins_of(scores, sizes)
     low, high = wilson_interval(accuracy.sum().item(), len(accuracy))
     length_baseline = sum(longer) / len(longer)
     figures = {
-        "eval/loss": -torch.nn.functional.logsigmoid(margin).mean().item(),
+        "eval/loss": loss.mean().item(),
         "eval/accuracy": accuracy.mean().item(),
         "eval/accuracy_low95": low,
         "eval/accuracy_high95": high,
@@ -96,9 +102,9 @@ def ranking_figures(
         "eval/length_baseline": length_baseline,
         "eval/shorter_baseline": 1 - length_baseline,
     }
-    if all(gap is not None for gap in gold):
-        agrees = [m * gap > 0 for m, gap in zip(margin.tolist(), gold, strict=True) if gap]
-        figures["eval/gold_accuracy"] = sum(agrees) / max(1, len(agrees))
+    agrees = [m * gap > 0 for m, gap in zip(margin.tolist(), gold, strict=True) if gap]
+    if agrees and None not in gold:
+        figures["eval/gold_accuracy"] = sum(agrees) / len(agrees)
     return figures
 
 

@@ -48,7 +48,7 @@ from rlhf_cli.run.artifacts import MANIFEST, model_directory, stage_directory
 from rlhf_cli.run.checkpoint_files import write_text
 from rlhf_cli.run.stage_run import StageRun
 
-SMALLEST_STD = 1e-6  # a standard deviation below this would blow scores up to noise
+SMALLEST_STD = 1e-6  # below this, the scores of several texts are equal up to rounding
 KEPT = "normalization_samples.json"
 """The file beside the checkpoints with the samples of a run that is not finished."""
 
@@ -193,9 +193,9 @@ def write_statistics(
     config: RMConfig,
     stage: StageRun,
 ) -> tuple[float, float]:
-    """The mean and the population standard deviation of the scores of `texts`; 0 and 1 without texts.
+    """The `scale_of` the scores of `texts`; 0 and 1 without texts.
 
-    They go with `facts` into the config of the model, which is saved in `directory`.
+    It goes with `facts` into the config of the model, which is saved in `directory`.
     """
     mean, std = 0.0, 1.0
     if texts:
@@ -203,12 +203,27 @@ def write_statistics(
         sequences, lengths = [ids for ids, _ in own], [length for _, length in own]
         share = score_sequences(model.eval(), sequences, config.precision, budget, lengths=lengths)
         scores = torch.tensor(stage.world.interleave([part.tolist() for part in stage.world.gather_tensors(share)]))
-        mean, std = scores.mean().item(), max(scores.std(correction=0).item(), SMALLEST_STD)
+        mean, std = scale_of(scores)
+        if scores.std(correction=0) < SMALLEST_STD:
+            stage.display.warn(
+                f"the scores of the {len(scores)} texts for score_std are equal, so it is 1 and PPO's scores are not "
+                "scaled. Raise evaluation.num_normalization_samples or evaluation.temperature, or add rows to data.test"
+            )
     if directory.parent == stage.directory:  # a member's is in no checkpoint yet
         stage.set_aside(directory.name, copy=True)
     if stage.world.is_main:
         save_facts({**facts, "score_mean": mean, "score_std": std}, directory)
     return mean, std
+
+
+def scale_of(scores: torch.Tensor) -> tuple[float, float]:
+    """The mean and the population standard deviation of scores, [n]; 1 for equal scores, because PPO divides by it.
+
+    >>> scale_of(torch.tensor([1.0, 5.0])), scale_of(torch.tensor([2.0]))
+    ((3.0, 2.0), (2.0, 1.0))
+    """
+    std = scores.std(correction=0).item()
+    return scores.mean().item(), 1.0 if std < SMALLEST_STD else std
 
 
 def fit_length(

@@ -27,7 +27,7 @@ from rlhf_cli.evaluation.agreement import (
 )
 from rlhf_cli.evaluation.benchmark import BenchRow, bench_figures, encode_bench, is_joined, num_unpaired, shares_base
 from rlhf_cli.evaluation.figures import Sentences, as_json, bootstrapped, share_figure, show
-from rlhf_cli.evaluation.normalization import SMALLEST_STD, fit_length, texts_of
+from rlhf_cli.evaluation.normalization import fit_length, scale_of, texts_of
 from rlhf_cli.health.baselines import held_out_verdict
 from rlhf_cli.models.forward import longest_input
 from rlhf_cli.models.heads import reads_last_token
@@ -114,7 +114,7 @@ def measure_again(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
         fit_length(model, [row.lengths for row in rows], lambda: scorer.score_items(rows))
     answers = scorer.score_items(rows)
     found = policy_scores(scorer, rows, ("sft",)).get("SFT", answers)
-    mean, std = found.mean().item(), max(found.std(correction=0).item(), SMALLEST_STD)
+    mean, std = scale_of(found)
     model.config.update({"score_mean": mean, "score_std": std})
     lines = [f"score_mean {mean:.4g} and score_std {std:.4g}, over {len(found)} texts"]
     lines += ["its scores are corrected for the length of replies (length_curve)"] * corrected

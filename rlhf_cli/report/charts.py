@@ -134,11 +134,15 @@ def _lengths(rows: list[dict[str, Any]], run: RunData) -> Chart | None:
 
 # ------------------------------------------------------------------------------- curves over steps, health findings
 
-SMOOTHING = 0.03
-"""Share of a curve's points that its smoothing spans, until the reader of the page chooses another."""
+SMOOTHING = 0.03  # share of a curve's points that its smoothing spans, until the reader of the page chooses another
 NEAREST = {"type": "point", "on": "pointerover", "nearest": True, "fields": ["x"], "clear": "pointerout"}
 """The point nearest to the pointer, whose values are shown."""
-AXIS = {"tickMinStep": 1, "labelOverlap": True, "labelSeparation": 6}
+
+
+def step_axis(steps: float, most_ticks: int, **more: Any) -> dict[str, Any]:
+    """An axis over so many steps, with ticks at whole ones: Vega's `tickMinStep` allows 1.5 in a run of two steps."""
+    ticks = max(1, min(most_ticks, int(steps)))
+    return {"tickCount": ticks, "labelOverlap": True, "labelSeparation": 6, **more}
 
 
 def curve_charts(runs: Sequence[RunData]) -> list[Chart]:
@@ -219,7 +223,9 @@ def _curve_spec(
     Several runs differ in colour, `runs`, and in dash; training and held-out figures of one run in colour and points.
     """
     unit = unit_of(curve.stage)
-    x = number("x", title=unit, axis={"grid": False, "tickCount": 5, **AXIS}, scale={"nice": False})
+    steps = [x for one in series for x in one["x"]] + [one["x"] for one in findings]
+    axis = step_axis(max(steps) - min(steps), 5, grid=False)
+    x = number("x", title=unit, axis=axis, scale={"nice": False})
     if runs is not None:
         shared = {"x": x, **by_name("run", runs)}
     else:
@@ -277,7 +283,7 @@ def findings_chart(run: RunData, stage: StageData) -> Chart | None:
     if not rows:
         return None
     last = max(max((steps[-1] for steps, _ in stage.metrics.values()), default=0), *(row["until"] for row in rows))
-    axis = {"grid": True, "tickCount": 8, **AXIS}
+    axis = step_axis(last, 8, grid=True)
     bars = layer(
         rows,
         "bar",
@@ -298,8 +304,7 @@ DISTANCE = "distance"
 FIGURES = {"gold": "gold", "score": "score_mean"}
 """Figure -> its key in a stage's own evaluations and, behind the policy's name, among its final metrics."""
 FIT_POINTS = 60
-MOST_KEYS = 3
-"""A setting is named by the keys that differ if they are at most this many, else by the run's name."""
+MOST_KEYS = 3  # a setting is named by the keys that differ if they are at most this many, else by the run's name
 
 
 def _on_kl(

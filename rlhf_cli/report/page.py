@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import importlib.metadata
 import itertools
 import json
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_cli.config.stage import STAGES
 from rlhf_cli.errors import ArtifactError
@@ -36,9 +35,6 @@ from rlhf_cli.report.tables import TITLES, side_by_side, tables_of
 from rlhf_cli.report.verdict import headline, verdict
 from rlhf_cli.run.artifacts import repeat_commands
 from rlhf_cli.run.state import state_of, unfinished_stages
-
-if TYPE_CHECKING:
-    import jinja2
 
 MAIN = (
     "sft-sft-loss",
@@ -102,19 +98,13 @@ def javascript() -> str:
     return text
 
 
-@functools.cache
-def _template() -> jinja2.Template:
-    """The template of the page. Compiling it takes longer than rendering it."""
+def page(runs: Sequence[RunData], bundle: str) -> str:
+    """The HTML page. `bundle` is the JavaScript of Vega, Vega-Lite and vega-embed."""
     import jinja2
 
     loader = jinja2.PackageLoader("rlhf_cli.report", "")
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
-    return environment.get_template("page.html")
-
-
-def page(runs: Sequence[RunData], bundle: str) -> str:
-    """The HTML page. `bundle` is the JavaScript of Vega, Vega-Lite and vega-embed."""
     charts = [*curve_charts(runs), *distance_charts(runs), *frontier_charts(runs)]
     charts += [chart for run in runs for chart in run_charts(run)]
     curves = {TITLES[stage]: [chart for chart in charts if chart.section == f"curves-{stage}"] for stage in STAGES}
@@ -129,7 +119,7 @@ def page(runs: Sequence[RunData], bundle: str) -> str:
     if manifests and not any(unfinished_stages(run.root) for run in runs):
         last = datetime.datetime.fromisoformat(max(manifest.finished for manifest in manifests))
         date = f"finished on {last.day} {last:%B %Y at %H:%M} UTC"
-    return _template().render(
+    return environment.get_template("page.html").render(
         title=" and ".join(run.name for run in runs),
         date=date,
         bundle=bundle,

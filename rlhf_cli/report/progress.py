@@ -28,15 +28,11 @@ LABELS = {
     "grad_norm": "grad norm",
     "explained_variance": "explained variance",
     "step_tokens_per_s": "tokens/s",
-    "objective/kl": "KL",
-    "eval/loss": "held-out",
-    "eval/accuracy": "held-out",
-    "eval/mse": "held-out",
-    "validation/loss": "validation",
-    "validation/accuracy": "validation",
-    "validation/mse": "validation",
+    "kl": "KL",
 }
-"""Names on the screen, by the name of a metric or its last part."""
+"""Names on the screen, by the last part of a metric's name."""
+GROUPS = {"loss": "loss", "eval": "held-out", "validation": "validation"}
+"""Groups of metrics of which the screen shows one."""
 
 
 class Console(rich.console.Console):
@@ -281,4 +277,4 @@ def figures(metrics: dict[str, float]) -> list[str]:
 
 def label(name: str) -> str:
     group, _, last = name.rpartition("/")
-    return LABELS.get(name) or ("loss" if group == "loss" else LABELS.get(last, last))
+    return GROUPS.get(group) or LABELS.get(last, last)

@@ -36,8 +36,7 @@ LONGEST_REASON = 1000
 
 Place = tuple[int, int]
 """The step of a row, and its number among those of the step in its file: a resume may change how many a step has."""
-Row = tuple[str, Place, dict[str, Any]]
-"""Name of the file without .jsonl, place in it, and the rest of the row."""
+Row = tuple[str, Place, dict[str, Any]]  # name of the file without .jsonl, place in it, and the rest of the row
 
 
 class Trackers:

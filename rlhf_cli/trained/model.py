@@ -27,10 +27,8 @@ from rlhf_cli.trained.run import Run, open_run
 
 Quantize = Literal["nf4", "nf4_double", "int8"]
 """How `rlhf chat`, `generate` and `serve` hold the linear layers of a language model with --quantize."""
-NEW_TOKENS = 256
-"""Longest response of a model that belongs to no run, if the model has as many positions left."""
-TEMPLATE_FILE = "chat_template.jinja"
-"""Where transformers, vLLM and llama.cpp's converter look for a chat template."""
+NEW_TOKENS = 256  # longest response of a model that belongs to no run, if the model has as many positions left
+TEMPLATE_FILE = "chat_template.jinja"  # where transformers, vLLM and llama.cpp's converter look for a chat template
 HEADING = "## How it is prompted"
 
 
@@ -38,14 +36,11 @@ HEADING = "## How it is prompted"
 class TrainedLanguageModel:
     """A language model on disk, and the run that it belongs to."""
 
-    name: str
-    """The stage, `base`, or the directory of a model that belongs to no run."""
-    path: str
-    """A Hugging Face model directory or a hub id."""
+    name: str  # the stage, `base`, or the directory of a model that belongs to no run
+    path: str  # a Hugging Face model directory or a hub id
     revision: str | None = None
     run: Run | None = None
-    config: SFTConfig | PPOConfig | None = None
-    """The config of the stage whose prompts it gets; None outside of a run."""
+    config: SFTConfig | PPOConfig | None = None  # the config of the stage whose prompts it gets; None outside of a run
 
     @property
     def template(self) -> str | None:
@@ -197,8 +192,7 @@ def prompting_of(located: StageModel | None) -> Prompting | None:
 @dataclass(frozen=True)
 class RewardSet:
     rewards: Sequence[NamedReward]
-    root: str = ""
-    """The run's directory, where a reward model without a path is."""
+    root: str = ""  # the run's directory, where a reward model without a path is
     keep_special: bool = False
 
     def load(

@@ -29,8 +29,7 @@ from rlhf_cli.run.artifacts import stage_directory
 from rlhf_cli.run.state import working_directory
 from rlhf_cli.trained.locate import finished_stages
 
-PATHS = {"path", "function", "gold"}
-"""Keys whose values are files, folders, `file.py:function` or hub ids."""
+PATHS = {"path", "function", "gold"}  # keys whose values are files, folders, `file.py:function` or hub ids
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,7 @@ class Run:
 
     root: Path
     device: torch.device
-    seed: int
-    """The seed by which held-out rows, samples and intervals are drawn."""
+    seed: int  # the seed by which held-out rows, samples and intervals are drawn
     sft: SFTConfig | None
     rm: RMConfig | None
     ppo: PPOConfig | None

@@ -21,8 +21,7 @@ from rlhf_cli.run.checkpoint import State, Stateful
 
 class BadSteps:
     def __init__(self, limit: int):
-        self.limit = limit
-        """Consecutive bad steps that stop the run."""
+        self.limit = limit  # consecutive bad steps that stop the run
         self.in_a_row = self.total = 0
 
     def count(self, numbers: Mapping[str, float], *, is_excused: bool = False) -> str | None:

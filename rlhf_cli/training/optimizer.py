@@ -39,14 +39,10 @@ class Stepper:
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    rate: Callable[[int], float]
-    """The learning rate of a step, counted from 0."""
-    max_grad_norm: float
-    """Infinite if nothing is clipped."""
-    scale: LossScale | None = None
-    """The scale of the gradients of a backward pass."""
-    steps: int = 0
-    """Steps of the schedule so far, skipped ones included."""
+    rate: Callable[[int], float]  # the learning rate of a step, counted from 0
+    max_grad_norm: float  # infinite if nothing is clipped
+    scale: LossScale | None = None  # the scale of the gradients of a backward pass
+    steps: int = 0  # steps of the schedule so far, skipped ones included
 
     def __post_init__(self) -> None:
         self._set_rate()
@@ -203,11 +199,9 @@ def warmup_warning(warmup_steps: int, steps: int) -> str:
 # ---------------------------------------------------------------------------------------------------------------- AdamW
 
 
-CHUNK = 1 << 24
-"""Weights that `RoundedAdamW` computes with in float32 at the same time: 340 MB of temporary tensors."""
+CHUNK = 1 << 24  # weights that `RoundedAdamW` computes with in float32 at the same time: 340 MB of temporary tensors
 
-DRAWN = 1 << 18
-"""Random numbers of `RoundedAdamW` from one seed. A process that holds a part of them draws them all."""
+DRAWN = 1 << 18  # random numbers of `RoundedAdamW` from one seed. A process that holds a part of them draws them all.
 
 
 def new_adamw(groups: list[dict[str, Any]], config: Optimizer, lr: float, seed: int) -> torch.optim.Optimizer:

@@ -23,8 +23,7 @@ PHASES = {
     "ppo": ("rollout", "scoring", "reward", "update", "evaluation", "checkpoint"),
 }
 """The phases of each stage. `data` is the wait for a batch, `scoring` the forward passes over responses."""
-COMPUTING = ("step", "rollout", "scoring", "update")
-"""Phases whose model FLOPs are counted."""
+COMPUTING = ("step", "rollout", "scoring", "update")  # phases whose model FLOPs are counted
 GB = 1024**3
 
 
@@ -50,8 +49,7 @@ class Speed:
 
     def __init__(self, stage: str, world: World):
         self.world = world
-        self.peak_flops = 0.0
-        """Measured FLOPs per second of this process's device; 0 if not measured."""
+        self.peak_flops = 0.0  # measured FLOPs per second of this process's device; 0 if not measured
         self.started = time.monotonic()
         self._now = {name: Count() for name in PHASES[stage]}
         self._total = {name: Count() for name in PHASES[stage]}

@@ -24,18 +24,13 @@ from rlhf_cli.training.bad_steps import no_gradient
 from rlhf_cli.training.best import Best
 from rlhf_cli.training.optimizer import build_stepper, warmup_warning
 
-MANY_EPOCHS = 10
-"""With more passes over the training rows than this a run warns: a model then memorises its rows."""
+MANY_EPOCHS = 10  # with more passes over the training rows than this a run warns: a model then memorises its rows
 HELD_OUT_LOSSES = ("eval/loss", "eval/mse", "eval/brier")
 """The held-out figures that are a loss; a stage has one of them."""
-MEMORISES = "memorises"
-"""The name of the finding about a held-out loss that rises."""
-HELD_OUT_RISE = 1.05
-"""Held-out loss, divided by its lowest so far. Good: up to 1.01."""
-LEAST_RISE = 0.01
-"""Nats: near a loss of 0 smaller differences mean nothing."""
-LEARNED = 1e-3
-"""A loss below this may give a gradient whose squares are 0 in float32."""
+MEMORISES = "memorises"  # the name of the finding about a held-out loss that rises
+HELD_OUT_RISE = 1.05  # held-out loss, divided by its lowest so far. Good: up to 1.01.
+LEAST_RISE = 0.01  # nats: near a loss of 0 smaller differences mean nothing
+LEARNED = 1e-3  # a loss below this may give a gradient whose squares are 0 in float32
 
 T = TypeVar("T")
 

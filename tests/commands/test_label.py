@@ -5,7 +5,6 @@ import errno
 import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -411,52 +410,3 @@ def test_the_page_ends_when_an_answer_cannot_be_written(served, monkeypatch):
     assert (refused.status_code, refused.json()) == (507, {"error": "out.jsonl: cannot be written", "ended": True})
     assert server.ended.is_set()
     assert server.error is not None
-
-
-class Interrupted(threading.Event):
-    """A signal arrives at the worst moment: while `wait` holds the lock that `set` needs."""
-
-    is_held = False
-
-    def wait(self, timeout=None):
-        self.is_held = True
-        os.kill(os.getpid(), signal.SIGTERM)
-        self.is_held = False
-        return super().wait(timeout)
-
-    def set(self):
-        assert threading.current_thread() is not threading.main_thread() or not self.is_held, "it would wait forever"
-        super().set()
-
-
-class Unnoticed(threading.Event):
-    """A signal that does not wake up the main thread, as one that comes just before the system call of `wait`."""
-
-    is_sent = False
-
-    def wait(self, timeout=None):
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # here; another thread receives it
-
-        def send():
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        if not self.is_sent:
-            self.is_sent = True
-            threading.Timer(0.1, send).start()
-        is_set = super().wait(timeout or 10)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        assert is_set or timeout, "it would wait forever"
-        return is_set
-
-
-@pytest.mark.parametrize("event", [Interrupted, Unnoticed])
-def test_a_signal_at_any_moment_ends_the_page(event, source, tmp_path):
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    pairs, _ = pairs_of(DataSource(path=str(source)), "error")
-    try:
-        with Output(tmp_path / "out.jsonl", {}) as output:
-            Page(Labelling(pairs, output, 0, None), 0).run_until_signal("the page", event())
-    finally:
-        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
-            signal.signal(number, handler)

@@ -115,7 +115,9 @@ def test_the_correlation_needs_no_format(rm, tmp_path):
     assert "6 rows have a score or label: correlation" in words[0]
     assert words[0].partition("correlation")[2] == words[1].partition("correlation")[2]
     write_jsonl(path, [*rows, {**rows[0], "score": 10**400}, {**rows[0], "score": math.nan}])
-    assert "6 rows have a score or label: correlation" in " ".join(score(rm, path).stderr.split()), "finite ones"
+    result = score(rm, path)
+    assert "6 rows have a score or label: correlation" in " ".join(result.stderr.split()), "finite ones"
+    assert rows_of(result)[-1]["score_before"] is None, "JSON has no NaN"
 
 
 def test_the_better_answer_takes_its_mark_of_a_cut_answer_along(rm, tmp_path):

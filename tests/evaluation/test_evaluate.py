@@ -22,7 +22,7 @@ from rlhf_cli.config.sft_rm import SFTModel
 from rlhf_cli.data.answers import RankedIds, ScoredIds
 from rlhf_cli.data.records import Answer, Record
 from rlhf_cli.data.splits import Drawn
-from rlhf_cli.evaluation.agreement import score_figures
+from rlhf_cli.evaluation.agreement import ranking_figures, score_figures
 from rlhf_cli.evaluation.evaluate import measure_ppo, measure_sft
 from rlhf_cli.evaluation.figures import Sentences, bootstrapped, ratio_figure, show
 from rlhf_cli.evaluation.preferences import (
@@ -338,6 +338,7 @@ def test_agreement_with_gold_scores_counts_no_ties():
     figures = preference_figures(pairs([1.0, 1.0, 1.0, -1.0], [0.0] * 4, [(5, 5)] * 4, columns), seed=0)
     assert figures["gold_accuracy"].value == pytest.approx(1 / 3)
     assert figures["gold_accuracy"].rows == 3
+    assert "eval/gold_accuracy" not in ranking_figures(torch.ones(2), [2], [0.0], [0.0])
     for missing in (math.nan, 10**400):
         columns[0]["gold_rejected"] = missing
         found = pairs([1.0, 1.0, 1.0, -1.0], [0.0] * 4, [(5, 5)] * 4, columns)

@@ -110,7 +110,7 @@ def test_the_best_temperature_undoes_an_overconfident_scale():
     right = torch.rand(100_000, generator=generator(4), dtype=torch.float64) < torch.sigmoid(true_margin)
     margin = torch.where(right, true_margin, -true_margin) * 3  # three times too sure
     assert best_temperature(margin).item() == pytest.approx(3, rel=0.03)
-    assert best_temperature(torch.tensor([1.0, 2.0])) == 0
+    assert best_temperature(torch.tensor([[1.0, 2.0], [1.0, 0.0], [0.0, 0.0]])).tolist() == [0, 0, math.inf]
     assert best_temperature(torch.tensor([1.0, -2.0])) == math.inf
 
 

@@ -96,8 +96,7 @@ def test_a_resumed_run_estimates_the_time_from_its_own_steps():
 
 @pytest.mark.parametrize(("is_terminal", "quiet"), [(True, False), (False, False), (True, True)])
 def test_a_terminal_shows_the_line_a_file_gets_plain_lines_and_quiet_shows_nothing(is_terminal, quiet):
-    console = Console(file=io.StringIO(), width=80, force_terminal=is_terminal, color_system=None)
-    display = Display("sft", quiet=quiet, console=console)
+    display = new_display(80, is_terminal=is_terminal, quiet=quiet)
     display.begin(2, "step")
     display.step(1, ["loss 2"])
     display.step(2, ["loss 1"])
@@ -179,11 +178,11 @@ def written_on(display):
     return display.console.file.getvalue()
 
 
-def new_display(width, *, is_terminal):
+def new_display(width, *, is_terminal, quiet=False):
     console = Console(
         file=io.StringIO(), width=width, force_terminal=is_terminal, color_system=None, soft_wrap=not is_terminal
     )
-    return Display("ppo", quiet=False, console=console)
+    return Display("ppo", quiet=quiet, console=console)
 
 
 def test_the_final_table_shows_no_seconds_and_no_rounding_errors():

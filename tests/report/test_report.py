@@ -137,15 +137,19 @@ def read(run):
     return read_run(run, "run")
 
 
+@pytest.fixture
+def page(run):
+    """The text of the run's page, as the command writes it."""
+    assert str(run / "report.html") in rlhf("report", run).output.replace("\n", "")
+    return (run / "report.html").read_text(encoding="utf-8")
+
+
 def data_of(page):
     match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     return json.loads(match[1])
 
 
-def test_the_page_holds_curves_tables_samples_and_findings(run):
-    result = rlhf("report", run)
-    page = (run / "report.html").read_text(encoding="utf-8")
-    assert str(run / "report.html") in result.output.replace("\n", "")
+def test_the_page_holds_curves_tables_samples_and_findings(page):
     found = data_of(page)
     charts = {"sft-sft-loss", "rm-rm-accuracy", "ppo-score", "run-reliability", "run-ppo-findings", "path-score-run"}
     assert charts | {"frontier-gold-run", "path-gold-run"} <= set(found["charts"])
@@ -310,9 +314,7 @@ def test_each_curve_draws_its_metric_and_what_it_is_compared_with(read):
     assert target["encoding"]["y"]["field"] == "target"
 
 
-def test_the_page_needs_nothing_else_is_small_and_shows_the_text_of_a_run_as_text(run):
-    rlhf("report", run)
-    page = (run / "report.html").read_text(encoding="utf-8")
+def test_the_page_needs_nothing_else_is_small_and_shows_the_text_of_a_run_as_text(page):
     assert len(page.encode()) < 2_000_000
     own = page.split("<script>")[0]  # Behind it is the chart library, which can load pictures but has none here.
     assert not re.search(r"<(?:script|link|img|iframe)[^>]*(?:src|href)\s*=", own)
@@ -372,7 +374,7 @@ def test_rows_that_are_damaged_or_not_finite_are_skipped(run):
     assert steps[-1] == 19
 
 
-def test_a_finding_has_a_bar_for_each_stretch_and_a_line_in_the_page(run, read):
+def test_a_finding_has_a_bar_for_each_stretch_and_a_line_in_the_page(read, page):
     chart = findings_chart(read, read.stages["ppo"])
     assert fields(chart.spec, "y", "x", "x2") == [
         ("kl_runaway", 4, 7),
@@ -382,8 +384,6 @@ def test_a_finding_has_a_bar_for_each_stretch_and_a_line_in_the_page(run, read):
     score = next(chart for chart in curve_charts([read]) if chart.title == "Score")
     (rules,) = (layer for layer in score.spec["layer"] if layer["mark"]["type"] == "rule")
     assert [(row["name"], row["x"]) for row in rules["data"]["values"]] == [("kl_runaway", 4), ("overoptimisation", 20)]
-    rlhf("report", run)
-    page = (run / "report.html").read_text(encoding="utf-8")
     for name, when in (("kl_runaway", "4 iterations (4 to 11)"), ("overoptimisation", "iteration 20")):
         assert f"<dt><strong>{name}</strong><br>{when}</dt>" in page
 
@@ -512,7 +512,7 @@ def test_runs_that_share_a_stage_share_its_curve(project, tmp_path):
     found = json.loads(manifest.read_text(encoding="utf-8"))
     manifest.write_text(json.dumps({**found, "seed": 7}), encoding="utf-8")
     for root in (project / "run", other):
-        write(root / "ppo" / "metrics.jsonl", [{"step": step, "objective/score": step} for step in (1, 2)])
+        write(root / "ppo" / "metrics.jsonl", [{"step": step, "objective/score": 10 * step} for step in (1, 2)])
     names = {"one": project / "run", "two": other, "three": other}
     colors = ("#111111", "#222222", "#333333")
     runs = [
@@ -523,6 +523,8 @@ def test_runs_that_share_a_stage_share_its_curve(project, tmp_path):
     assert list(shared_runs(runs[:2], "ppo")) == ["one", "two"]
     drawn = vl_convert.vegalite_to_svg(picture(runs[:2]))
     assert [f'stroke="{color}"' in drawn for color in colors] == [True, True, False], "in a PNG too"
+    assert ">2</text>" in drawn
+    assert ">1.5</text>" not in drawn, "a step is a whole number"
 
 
 def test_two_runs_with_the_same_figures_in_folders_of_any_name(project, tmp_path):
@@ -620,9 +622,7 @@ def test_training_figures_are_smoothed_and_others_are_not(read):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium on the PATH")
-def test_the_page_in_a_browser_draws_filters_and_has_no_errors(run, tmp_path):
-    rlhf("report", run)
-    page = (run / "report.html").read_text(encoding="utf-8")
+def test_the_page_in_a_browser_draws_filters_and_has_no_errors(page, tmp_path):
     watch = """<script>const seen = []; addEventListener("error", (event) => seen.push(event.message));
       for (const name of ["warn", "error"]) console[name] = (...words) => seen.push(words.join(" "));</script>"""
     drive = """<script>setInterval(() => { if (!document.body.dataset.drawn) return;

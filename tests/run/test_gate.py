@@ -145,7 +145,7 @@ def test_the_known_figures_are_those_that_the_stages_write(finished):
         [Record("p", "x:1", (Answer("r" * i, float(i > 0)),)) for i in range(3)],
     )
     labels = torch.tensor([0.0, 1.0, 1.0])
-    pairs = ranking_figures(scores, labels, [1.0, 0.0, 1.0], [1.0, 1.0, -1.0])
+    pairs = ranking_figures(scores, [3], [1.0], [1.0])
     written = pairs | answer_metrics(scores, labels, rows, "mse") | answer_metrics(scores, labels, rows, "bce")
     short = {key.removeprefix("eval/").removesuffix("_low95").removesuffix("_high95") for key in written}
     assert short == set(FIGURE_NAMES["rm"])

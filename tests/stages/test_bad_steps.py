@@ -280,14 +280,6 @@ def test_by_default_the_first_bad_step_stops_the_run(stage, config_in, tmp_path)
     assert {row["step"] for row in read_jsonl(tmp_path / f"{stage}.failed_batch.jsonl")} == {BAD[stage][0]}
 
 
-def test_only_consecutive_bad_steps_count(config_in, tmp_path):
-    """Four bad steps, in two groups of two."""
-    arguments = config_in("sft", tmp_path, bad=[1, 2, 4, 5], optimizer={"max_bad_steps": 3})
-    output = succeed(arguments)
-    assert output.count("bad_step: ") == 2
-    assert "4 steps were skipped" in output
-
-
 # -------------------------------------------------------------------------------- weights that are not finite
 
 

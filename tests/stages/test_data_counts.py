@@ -52,7 +52,7 @@ def awkward(stage: str) -> list[dict[str, Any]]:
             {"prompt": "\n\nHuman: \n\nAssistant:"},
         ]
     if stage == "rm mse":
-        good = [{"prompt": f"question {n}", "answers": [" yes", f" no {long}"], "scores": [1, n]} for n in range(20)]
+        good = [{"prompt": f"question {n}", "answers": [" yes", f" no {long}"], "scores": [n, 1]} for n in range(20)]
         none = {"prompt": "none", "answers": [" a", " b"], "scores": [None, None]}
         bad = {"prompt": "bad", "answers": [" a", " b"], "scores": ["x", 1]}
         return [*good, *good[:3], none, bad]
@@ -217,9 +217,3 @@ def test_every_figure_of_rm_is_printed_with_its_number_of_rows(make_model, write
     counts = {row[0]: row[-1] for row in cells}
     assert counts["eval/accuracy"] == counts["eval/accuracy_low95"] == "7"
     assert (counts["probe/tone"], counts["probe/length"]) == ("6", "4")
-
-
-def test_the_table_of_sft_names_its_rows_and_tokens(make_model, write_config, tmp_path, capsys):
-    config = write_config("sft", tmp_path, model={"path": str(make_model("llama"))})
-    sft.run(load_config(config, CONFIGS["sft"]))
-    assert re.search(r"SFT on 5 held-out rows, \d+ target tokens", capsys.readouterr().out)

@@ -121,14 +121,18 @@ def test_labels_are_learned_as_labels(make_model, run_stage, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("label", "message"),
-    [(4, r"row|:1: the label is 4, loss: bce needs labels from 0 \(bad\) to 1 \(good\)"), (1, "every label .* is 1")],
+    ("loss", "label", "message"),
+    [
+        ("bce", 4, r":1: the label is 4, loss: bce needs labels from 0 \(bad\) to 1 \(good\)"),
+        ("bce", 1, "every label .* is 1"),
+        ("mse", 0.1, r"every score of the training rows is 0\.1, so there is nothing to learn"),
+    ],
 )
-def test_scores_that_are_no_labels_are_refused(make_model, run_stage, tmp_path, label, message):
+def test_scores_from_which_nothing_can_be_learned_are_refused(make_model, run_stage, tmp_path, loss, label, message):
     rows = [{"prompt": f"Q{n}", "response": " a", "score": label} for n in range(8)]
     data = {"train": str(write_jsonl(tmp_path / "rows.jsonl", rows)), "test": None, "test_fraction": 0}
     with pytest.raises(DataError, match=message):
-        run_stage("rm", tmp_path, model={"path": str(make_model("llama"))}, data=data, loss="bce")
+        run_stage("rm", tmp_path, model={"path": str(make_model("llama"))}, data=data, loss=loss)
 
 
 def rows_of(lengths):

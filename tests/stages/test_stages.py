@@ -19,7 +19,6 @@ from rlhf_cli.rewards.models import encode_whole, score_sequences
 from rlhf_cli.training.optimizer import Stepper
 from stages import rm as rm_stage
 from stages import sft as sft_stage
-from support.setup import config_of
 from support.tiny import SETTINGS, encoder, read_jsonl, tiny_model, write_jsonl
 
 # ------------------------------------------------------------------------------- models and data
@@ -92,11 +91,12 @@ def test_ppo_runs_with_a_reward_function_alone(pipeline, run_stage, tmp_path):
         run_stage("ppo", tmp_path / "b", policy=policy, rewards=rewards, value_model={"init": "reward_model"})
 
 
-def test_one_normalization_sample_gives_no_nan(pipeline, run_stage, tmp_path):
-    """One number has no standard deviation. A NaN in config.json would make every later score NaN."""
+def test_one_normalization_sample_leaves_the_scale_of_the_scores(pipeline, run_stage, tmp_path, capsys):
+    """One number has no spread. PPO divides its scores by a score_std of nearly 0, and a NaN makes all of them NaN."""
     model = {"path": str(pipeline("llama") / "sft")}
     run_stage("rm", tmp_path, model=model, evaluation={"num_normalization_samples": 1})
-    assert math.isfinite(json.loads((tmp_path / "rm/model/config.json").read_text())["score_std"])
+    assert json.loads((tmp_path / "rm/model/config.json").read_text())["score_std"] == 1.0
+    assert "the scores of the 1 texts for score_std are equal, so it is 1" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------- learning
@@ -183,37 +183,22 @@ def test_a_reward_function_can_use_dataclasses_and_import_neighbours(tmp_path):
     assert load_function(f"{tmp_path}/reward.py:f")(["a"], ["b"], [{}]) == [2.5]
 
 
-GUESSING = "worse than guessing all tokens with equal probability"
-
-
-@pytest.fixture
-def warnings_of(write_config, make_model, tmp_path, capsys):
-    """A function: SFT config changes -> the warnings of a run of three steps about its loss."""
-
-    def run(**changes):
-        model = {"model": {"path": str(make_model("llama"))}}
-        config = config_of(write_config, "sft", sft_stage.SFTConfig, tmp_path, **model, **changes)
-        sft_stage.run(config, quiet=True)
-        output = " ".join(capsys.readouterr().out.split())
-        return [text for text in output.split("sft: warning: ") if "loss" in text]
-
-    return run
-
-
-def test_a_loss_above_the_limit_is_reported_once_after_the_warm_up(warnings_of, tmp_path):
-    (warning,) = warnings_of(warn_loss_above=0.5, optimizer={"warmup_steps": 1})
-    losses = [row["loss/sft"] for row in read_jsonl(tmp_path / "sft/metrics.jsonl") if "loss/sft" in row]
-    assert f"step 3, high_loss: The loss is {losses[2]:.2f}, above 0.50 (warn_loss_above)" in warning
-    assert (GUESSING in warning) is (losses[2] > math.log(300))
-
-
-def test_without_a_limit_the_loss_of_guessing_is_the_limit(warnings_of, tmp_path):
-    """A tiny random model with large weights is worse than guessing."""
-    warnings = warnings_of()
+@pytest.mark.parametrize(
+    ("changes", "step", "above"),
+    [
+        ({"warn_loss_above": 0.5, "optimizer": {"warmup_steps": 1}}, 3, "above 0.50 (warn_loss_above)"),
+        ({}, 2, f"above {math.log(300):.2f}"),
+    ],
+)
+def test_a_high_loss_is_reported_once_after_the_warm_up(changes, step, above, run_stage, make_model, tmp_path):
+    """The limit is that of guessing if none is given. A tiny random model with large weights is worse than guessing."""
+    run_stage("sft", tmp_path, model={"path": str(make_model("llama"))}, **changes)
     losses = [row["loss/sft"] for row in read_jsonl(tmp_path / "sft/metrics.jsonl") if "loss/sft" in row]
     assert losses[1] > math.log(300)
-    (warning,) = warnings
-    assert f"step 2, high_loss: The loss is {losses[1]:.2f}, above {math.log(300):.2f}, {GUESSING}." in warning
+    worse = "" if losses[step - 1] < math.log(300) else ", worse than guessing all tokens with equal probability"
+    found = [(row["step"], f) for row in read_jsonl(tmp_path / "sft/health.jsonl") for f in row["findings"]]
+    messages = [(at, finding["message"]) for at, finding in found if finding["name"] == "high_loss"]
+    assert messages == [(step, f"The loss is {losses[step - 1]:.2f}, {above}{worse}.")]
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm"])

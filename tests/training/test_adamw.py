@@ -1,5 +1,6 @@
-"""The forms of AdamW that keep less than float32: their steps, their quality, and resuming."""
+"""AdamW against its formula, and its forms that keep less than float32: their steps, their quality, and resuming."""
 
+import math
 import sys
 
 import pytest
@@ -26,6 +27,83 @@ def linear(dtype=torch.float32, size=(64, 128), device="cpu"):
     torch.manual_seed(0)
     layer = torch.nn.Linear(*size, bias=False)
     return layer.to(device, dtype)
+
+
+# --------------------------------------------------------------------------------------------- the formula
+
+GRADIENTS = ((0.5, -2.0), (1e-4, 3.0), (-0.2, 0.0), (0.7, 1.0))  # of two weights in four steps
+
+
+def adamw(weight, gradients, config, *, weight_decay):
+    """A weight after AdamW's steps at a constant learning rate (Loshchilov and Hutter 2019, algorithm 2)."""
+    first = second = 0.0
+    (beta1, beta2), rate = config.betas, config.learning_rate
+    for step, gradient in enumerate(gradients, start=1):
+        first = beta1 * first + (1 - beta1) * gradient
+        second = beta2 * second + (1 - beta2) * gradient**2
+        unbiased = first / (1 - beta1**step), second / (1 - beta2**step)
+        weight -= rate * weight_decay * weight + rate * unbiased[0] / (math.sqrt(unbiased[1]) + config.eps)
+    return weight
+
+
+class Layer(torch.nn.Module):
+    """A matrix with a bias, and a norm: the kinds of weights of a language model."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(1, 2), torch.nn.LayerNorm(2)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.tensor([3.0, -2.0]).view_as(p))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"betas": [0.5, 0.999]},
+        {"betas": [0.9, 0.6]},
+        {"eps": 0.3},
+        {"weight_decay": 0.0},
+        {"weight_decay": 2.0, "betas": [0.7, 0.8], "eps": 0.05},
+    ],
+    ids=str,
+)
+def test_steps_follow_adamw_and_only_matrices_decay(changes):
+    """Biases and the weights of norms do not decay. Every setting of the config changes the result."""
+    settings = config(**{"learning_rate": 0.1, "warmup_steps": 0, "weight_decay": 1.0, **changes})
+    model = Layer()
+    stepper = build_stepper(model, settings, total_steps=len(GRADIENTS))
+    for gradients in GRADIENTS:
+        for p in model.parameters():
+            p.grad = torch.tensor(gradients).view_as(p).clone()
+        stepper.advance()
+    for name, p in model.named_parameters():
+        decay = settings.weight_decay if name == "linear.weight" else 0.0
+        expected = [
+            adamw(start, [gradients[i] for gradients in GRADIENTS], settings, weight_decay=decay)
+            for i, start in enumerate((3.0, -2.0))
+        ]
+        assert p.flatten().tolist() == pytest.approx(expected, abs=1e-5), name
+
+
+def test_a_warm_up_ratio_is_a_share_of_the_steps():
+    """It has the rates of the same number of `warmup_steps`, and both together are refused."""
+
+    def rates(**changes):
+        stepper, found = build_stepper(linear(), config(learning_rate=0.5, schedule="linear", **changes), 21), []
+        for _ in range(21):
+            found.append(stepper.learning_rate)
+            stepper.advance(move=False)
+        return found
+
+    assert rates(warmup_ratio=0.2) == rates(warmup_steps=5)
+    assert rates(warmup_ratio=0.0) == rates()
+    with pytest.raises(ValueError, match="both set the length of the warm-up"):
+        config(warmup_ratio=0.1, warmup_steps=3)
+
+
+# --------------------------------------------------------------------------------------------- fewer bytes
 
 
 def test_float32_weights_get_plain_adamw(monkeypatch):
