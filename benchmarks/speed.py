@@ -56,7 +56,7 @@ BFLOAT16_TOLERANCE = 3e-2
 WARMUP = {"sft": 2, "rm": 2, "ppo": 1, "rollout": 1}
 PAIRS = {"sft": 15, "rm": 15, "ppo": 6, "rollout": 9}
 QUICK_PAIRS = {"sft": 4, "rm": 4, "ppo": 2, "rollout": 3}
-TRL_MICROBATCH = {"a": {"float32": 16, "bfloat16": 16}, "b": {"float32": 4, "bfloat16": 16}}
+TRL_MICROBATCH = {"a": {"float32": 16, "bfloat16": 16}, "b": {"float32": 4, "bfloat16": 8}}
 """Rows per backward pass in TRL's PPO: the fastest of those tried (README.md)."""
 
 
