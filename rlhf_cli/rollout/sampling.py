@@ -139,9 +139,16 @@ def sampling_of(rollout: Rollout, policy: PreTrainedModel, tokenizer: PreTrained
 def generation_settings(sampling: Sampling) -> dict[str, Any]:
     """The keys of a generation_config.json with which transformers draws as `sampling` does, except stop strings.
 
-    The base model's other filters are switched off. transformers' `min_new_tokens` does not count the stop token.
+    What else in the base model's file changes the draws is switched off, as the beams and the least length of BART.
+    transformers' `min_new_tokens` does not count the stop token.
     """
+    others = (
+        *("num_beams", "penalty_alpha", "guidance_scale", "min_length", "forced_bos_token_id", "forced_eos_token_id"),
+        *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "top_h"),
+        *("encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty"),
+    )
     return {
+        **dict.fromkeys(others),
         "do_sample": True,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k or 0,
