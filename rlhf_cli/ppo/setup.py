@@ -55,7 +55,7 @@ from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.models import RewardModel
 from rlhf_cli.rewards.sources import check_rows, load_rewards
 from rlhf_cli.rollout.rollout import Models, Sampler
-from rlhf_cli.rollout.sampling import Sampling, generation_settings, sampling_of
+from rlhf_cli.rollout.sampling import Sampling, generation_config, sampling_of
 from rlhf_cli.run.artifacts import model_directory
 from rlhf_cli.run.checkpoint_files import GRADES
 from rlhf_cli.run.stage_run import StageRun
@@ -546,7 +546,7 @@ def save_policy(setup: Setup, name: str) -> None:
     if not setup.world.takes_part(setup.models.policy):
         return
     policy, sampling, directory = setup.models.policy, setup.sampling, setup.stage.directory / name
-    policy.generation_config.update(**generation_settings(sampling))
+    policy.generation_config = generation_config(sampling, policy.generation_config)
     if setup.world.is_main:
         shutil.rmtree(directory, ignore_errors=True)
     base, config = setup.policy_base, setup.config

@@ -7,6 +7,7 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -201,8 +202,8 @@ def padded_scores(
 
 
 def gather_responses(world: World, responses: Sequence[Response]) -> list[list[Response]]:
-    """Every process's responses, in order of rank, on every process; with several, without their log-probabilities."""
-    return world.gather([response if world.size == 1 else replace(response, logprobs=[]) for response in responses])
+    """Every process's responses, in order of rank, on every process, without their log-probabilities."""
+    return world.gather([replace(response, logprobs=[]) for response in responses])
 
 
 # -------------------------------------------------------- log-probabilities, values, entropy and exact KL of each token
@@ -383,11 +384,6 @@ def _packed(
 
 def _full_kl(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
     """`kl_full` in chunks of tokens; the backward pass recomputes each chunk."""
-
-    def chunk_kl(a: Tensor, b: Tensor) -> Tensor:
-        return kl_full(a, b, temperature=temperature)
-
+    kl = partial(kl_full, temperature=temperature)
     chunks = zip(logits.split(FULL_KL_CHUNK), ref_logits.split(FULL_KL_CHUNK), strict=True)
-    if logits.requires_grad:
-        return torch.cat([checkpoint(chunk_kl, a, b, use_reentrant=False) for a, b in chunks])
-    return torch.cat([chunk_kl(a, b) for a, b in chunks])
+    return torch.cat([checkpoint(kl, a, b, use_reentrant=False) for a, b in chunks])

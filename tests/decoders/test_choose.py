@@ -10,6 +10,7 @@ import torch
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import DecoderName, PPOConfig
 from rlhf_cli.decoders.decoder import UnsupportedError, choose_decoder, decoder_notes, recorded
+from rlhf_cli.decoders.graphed import graphed_decoder
 from rlhf_cli.decoders.paged import PagedDecoder, paged_decoder
 from rlhf_cli.decoders.plain import PlainDecoder, takes_padding
 from rlhf_cli.errors import ConfigError
@@ -50,6 +51,7 @@ def no_memory(*_):
     [
         (takes_padding, "torch.nn.functional.linear"),
         (lambda model: paged_decoder(model, 50), "torch.nn.functional.linear"),
+        (lambda model: graphed_decoder(model, 20), "torch.nn.functional.linear"),
         (lambda model: choose_attention(model) is None, "rlhf_cli.models.forward.hidden_at"),
     ],
 )

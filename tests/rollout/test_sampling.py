@@ -24,7 +24,7 @@ from rlhf_cli.rollout.sampling import (
     allowed_logits,
     draw,
     draw_uniforms,
-    generation_settings,
+    generation_config,
     kept_tokens,
     response_text,
     sample,
@@ -551,8 +551,8 @@ def test_transformers_draws_replies_of_the_same_lengths_with_the_saved_settings(
     settings = Sampling(min_new_tokens=fewest, stop=frozenset({3}))
     (ours,) = sample(model, [[1, 2]], torch.rand(1, 9), settings)
     others = {"repetition_penalty": 1e9, "min_length": 11, "num_beams": 2, "suppress_tokens": [3]}
-    model.generation_config = GenerationConfig(pad_token_id=3, eos_token_id=3, **others)
-    model.generation_config.update(**generation_settings(settings))
+    base = GenerationConfig(pad_token_id=3, eos_token_id=3, **others)
+    model.generation_config = generation_config(settings, base)
     theirs = model.generate(torch.tensor([[1, 2]]), max_new_tokens=9)[0, 2:].tolist()
     assert len(ours.ids) == len(theirs) == max(1, fewest)
-    assert (model.generation_config.repetition_penalty, model.generation_config.num_beams) == (1.0, None)
+    assert {name: getattr(model.generation_config, name) for name in others} == dict.fromkeys(others)
