@@ -134,7 +134,6 @@ class Recent:
         return tensors, rollouts
 
     def restore(self, tensors: Mapping[str, Tensor], rollouts: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what `state` returned."""
         self.rollouts.clear()
         for number, saved in enumerate(rollouts):
             responses = [
@@ -274,8 +273,6 @@ def backward_ptx(setup: Setup, step: int, gradients: GradientSum) -> dict[str, f
 
 @dataclass
 class KLCoefs:
-    """The current coefficients."""
-
     kl_coef: float  # the coefficient of the KL to ref_policy
     policy_kl_coef: float
     """The coefficient of PPO-penalty's KL between the policy before and after an update."""

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.kl import kl_full
+from rlhf_cli.config.ppo import PPOModelName
 from rlhf_cli.data.batches import Budget, in_order
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.models.forward import (
@@ -240,6 +241,9 @@ class Sampler:
         self._num_copied += 1
 
 
+WITH_WEIGHTS: tuple[PPOModelName, ...] = ("policy", "ref_policy", "value_model")
+
+
 @dataclass(frozen=True)
 class Models:
     """The policy and the models that accompany it during training."""
@@ -265,12 +269,10 @@ class Models:
 
     @property
     def with_weights(self) -> tuple[PreTrainedModel | None, ...]:
-        """Policy, ref_policy and value model; None where there is none."""
-        return self.policy, self.ref_policy, self.value_model
+        return tuple(getattr(self, name) for name in WITH_WEIGHTS)
 
     @property
     def has_values(self) -> bool:
-        """True if a model or a head predicts values."""
         return self.value_model is not None or self.value_head is not None
 
 

@@ -138,7 +138,6 @@ LOSSES = {
     "k3": {**IN_LOSS, "kl_estimator": "k3"},
     "abs": {**IN_LOSS, "kl_estimator": "abs"},
     "full": {**IN_LOSS, "kl_estimator": "full"},
-    "k2_sequence": {**IN_LOSS, "kl_estimator": "k2_sequence"},
     "k2_sequence, the default": IN_LOSS,
     "k2_sequence, per sequence": {**IN_LOSS, "loss_aggregation": "sequence"},
     "full, constant divisor": {**IN_LOSS, "kl_estimator": "full", "loss_aggregation": "constant"},
