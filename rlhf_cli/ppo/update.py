@@ -122,8 +122,7 @@ class Recent:
         tensors: dict[str, Tensor] = {}
         rollouts = []
         # The next update adds a rollout, which pushes the oldest one out: it need not be saved.
-        longest = self.rollouts.maxlen or 1
-        for number, (iteration, batch) in enumerate(list(self.rollouts)[1 - longest :] if longest > 1 else []):
+        for number, (iteration, batch) in enumerate(deque(self.rollouts, (self.rollouts.maxlen or 1) - 1)):
             merged = self._of_all_processes(iteration, batch.to("cpu"))
             tensors |= {f"{number}/{name}": getattr(merged, name) for name in TENSORS}
             responses = [
