@@ -134,7 +134,15 @@ class Generator:
         self.rewards: list[RewardSource] = []
         self.notes: list[str] = []  # what the rewards tell the user
         if rewards is not None:
-            self.rewards, self.notes = rewards.load(speaker.tokenizer, device, source.precision)
+            try:
+                self.rewards, self.notes = rewards.load(speaker.tokenizer, device, source.precision)
+            except ConfigError as error:
+                text = str(error).replace("--reward-model.label: is missing,", "--reward-model:")
+                if text == str(error):
+                    raise
+                # This command has no option for the label.
+                advice = "Write responses without it, and score them with rlhf rm score --label"
+                raise ConfigError(text.replace("Name the one to reward", advice)) from None
 
     def respond(self, numbered: Sequence[tuple[int, Record]]) -> list[Outcome]:
         """For each prompt `response`, `ended` and, with rewards, `score` of the best sample; or why it has none."""

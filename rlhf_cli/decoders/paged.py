@@ -164,24 +164,21 @@ class PagedDecoder(Decoder):
         return torch.autocast("cpu", torch.bfloat16, enabled=self._half is not None)
 
     def admit(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        with self._autocast():
-            return self._admit(prompts)
-
-    def _admit(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         rows: dict[tuple[int, ...], list[int]] = {}
         for row, prompt in enumerate(prompts):
             rows.setdefault(tuple(prompt), []).append(row)
         distinct = list(rows)  # equal prompts are computed once
         slots = self.cache.open_rows(distinct, list(rows.values()))
         hidden, first = [], 0
-        while first < len(distinct):  # as many prompts as have READ_TOKENS tokens, at least one
-            last, tokens = first + 1, len(distinct[first])
-            while last < len(distinct) and tokens + len(distinct[last]) <= READ_TOKENS:
-                tokens += len(distinct[last])
-                last += 1
-            hidden.append(self._read_prompts(distinct[first:last], slots[first:last]))
-            first = last
-        logits = self.network.logits(self._round_up_rows(torch.cat(hidden)))
+        with self._autocast():
+            while first < len(distinct):  # as many prompts as have READ_TOKENS tokens, at least one
+                last, tokens = first + 1, len(distinct[first])
+                while last < len(distinct) and tokens + len(distinct[last]) <= READ_TOKENS:
+                    tokens += len(distinct[last])
+                    last += 1
+                hidden.append(self._read_prompts(distinct[first:last], slots[first:last]))
+                first = last
+            logits = self.network.logits(self._round_up_rows(torch.cat(hidden)))
         number = {prompt: number for number, prompt in enumerate(distinct)}
         return logits[[number[tuple(prompt)] for prompt in prompts]]
 

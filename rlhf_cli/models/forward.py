@@ -6,7 +6,6 @@ encoder) runs on padded batches; `choose_attention` detects it by a comparison.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from rlhf_cli.models.seq2seq import is_seq2seq, last_hidden_state, with_prompts
 from rlhf_cli.packing import PackedBatch, end_to_end, pack, send
 from rlhf_cli.processes.microbatches import over_microbatches
 from rlhf_cli.processes.sharding import device_of, gathered
+from rlhf_cli.processes.threads import is_out_of_memory
 from rlhf_cli.tensor_ops import length_mask, token_logprobs
 
 TOLERANCE = 1e-4
@@ -282,8 +282,7 @@ def _plain_hidden(model: PreTrainedModel, sequences: list[list[int]], precision:
 
 def _why_not_packed(model: PreTrainedModel, name: str, sequences: list[list[int]], plain: dict[str, Tensor]) -> str:
     """Why the model cannot run on packed rows with this attention, which it keeps; "" if it can."""
-    unfit = (TypeError, ValueError, RuntimeError, AssertionError, AttributeError, KeyError, ImportError)
-    with contextlib.suppress(*unfit):
+    try:
         model.set_attn_implementation(name)
         if not is_packed(model):
             raise ValueError("transformers keeps this model's own attention")
@@ -298,7 +297,10 @@ def _why_not_packed(model: PreTrainedModel, name: str, sequences: list[list[int]
         with attention.watched_masks() as losses, autocast(batch.ids.device, next(iter(plain))):
             hidden_at(model, batch, everywhere)
         return losses[0] if losses else ""
-    return "its attention does not take packed rows"
+    except (TypeError, ValueError, RuntimeError, AssertionError, AttributeError, KeyError, ImportError) as error:
+        if is_out_of_memory(error):
+            raise
+        return "its attention does not take packed rows"
 
 
 def vocabulary_rows(model: PreTrainedModel) -> int:

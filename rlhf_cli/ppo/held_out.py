@@ -193,7 +193,6 @@ class HeldOut:
         return {"best": {"step": self.best.step, "value": self._signed(self.best.value)}, "evaluated": self.last_step}
 
     def restore(self, numbers: Mapping[str, Any]) -> None:
-        """Take over what `state` returned."""
         self.best.step, self.best.value = numbers["best"]["step"], self._signed(numbers["best"]["value"])
         self.last_step = numbers["evaluated"]
 

@@ -315,7 +315,6 @@ class Limits:
         return 1 / (1 + sum(self.lambdas.values()))
 
     def figures(self) -> dict[str, float]:
-        """The multipliers as metrics."""
         return {f"lambda/{name}": lam for name, lam in self.lambdas.items()}
 
     def adapt(self, metrics: Mapping[str, float]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_cli.config.ppo import PPOConfig, PPOModelName
+from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.rewards import ModelReward
 from rlhf_cli.data.batches import Budget, stream
 from rlhf_cli.data.cache import Table, tokenise
@@ -54,8 +54,8 @@ from rlhf_cli.report.progress import epochs
 from rlhf_cli.rewards.base import RewardSource
 from rlhf_cli.rewards.models import RewardModel
 from rlhf_cli.rewards.sources import check_rows, load_rewards
-from rlhf_cli.rollout.rollout import Models, Sampler
-from rlhf_cli.rollout.sampling import Sampling, generation_settings, sampling_of
+from rlhf_cli.rollout.rollout import WITH_WEIGHTS, Models, Sampler
+from rlhf_cli.rollout.sampling import Sampling, generation_config, sampling_of
 from rlhf_cli.run.artifacts import model_directory
 from rlhf_cli.run.checkpoint_files import GRADES
 from rlhf_cli.run.stage_run import StageRun
@@ -63,8 +63,6 @@ from rlhf_cli.training.optimizer import Stepper, WeightAverage, build_stepper, w
 
 if TYPE_CHECKING:
     from rlhf_cli.rollout.offload import Offload
-
-WITH_WEIGHTS: tuple[PPOModelName, ...] = ("policy", "ref_policy", "value_model")  # as in `Models.with_weights`
 
 
 @dataclass(frozen=True)
@@ -546,7 +544,7 @@ def save_policy(setup: Setup, name: str) -> None:
     if not setup.world.takes_part(setup.models.policy):
         return
     policy, sampling, directory = setup.models.policy, setup.sampling, setup.stage.directory / name
-    policy.generation_config.update(**generation_settings(sampling))
+    policy.generation_config = generation_config(sampling, policy.generation_config)
     if setup.world.is_main:
         shutil.rmtree(directory, ignore_errors=True)
     base, config = setup.policy_base, setup.config

@@ -122,8 +122,7 @@ class Recent:
         tensors: dict[str, Tensor] = {}
         rollouts = []
         # The next update adds a rollout, which pushes the oldest one out: it need not be saved.
-        longest = self.rollouts.maxlen or 1
-        for number, (iteration, batch) in enumerate(list(self.rollouts)[1 - longest :] if longest > 1 else []):
+        for number, (iteration, batch) in enumerate(deque(self.rollouts, (self.rollouts.maxlen or 1) - 1)):
             merged = self._of_all_processes(iteration, batch.to("cpu"))
             tensors |= {f"{number}/{name}": getattr(merged, name) for name in TENSORS}
             responses = [
@@ -134,7 +133,6 @@ class Recent:
         return tensors, rollouts
 
     def restore(self, tensors: Mapping[str, Tensor], rollouts: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what `state` returned."""
         self.rollouts.clear()
         for number, saved in enumerate(rollouts):
             responses = [
@@ -274,8 +272,6 @@ def backward_ptx(setup: Setup, step: int, gradients: GradientSum) -> dict[str, f
 
 @dataclass
 class KLCoefs:
-    """The current coefficients."""
-
     kl_coef: float  # the coefficient of the KL to ref_policy
     policy_kl_coef: float
     """The coefficient of PPO-penalty's KL between the policy before and after an update."""

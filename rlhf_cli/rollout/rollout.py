@@ -7,6 +7,7 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.kl import kl_full
+from rlhf_cli.config.ppo import PPOModelName
 from rlhf_cli.data.batches import Budget, in_order
 from rlhf_cli.data.encoders import PromptRow
 from rlhf_cli.models.forward import (
@@ -201,8 +203,8 @@ def padded_scores(
 
 
 def gather_responses(world: World, responses: Sequence[Response]) -> list[list[Response]]:
-    """Every process's responses, in order of rank, on every process; with several, without their log-probabilities."""
-    return world.gather([response if world.size == 1 else replace(response, logprobs=[]) for response in responses])
+    """Every process's responses, in order of rank, on every process, without their log-probabilities."""
+    return world.gather([replace(response, logprobs=[]) for response in responses])
 
 
 # -------------------------------------------------------- log-probabilities, values, entropy and exact KL of each token
@@ -239,6 +241,9 @@ class Sampler:
         self._num_copied += 1
 
 
+WITH_WEIGHTS: tuple[PPOModelName, ...] = ("policy", "ref_policy", "value_model")
+
+
 @dataclass(frozen=True)
 class Models:
     """The policy and the models that accompany it during training."""
@@ -264,12 +269,10 @@ class Models:
 
     @property
     def with_weights(self) -> tuple[PreTrainedModel | None, ...]:
-        """Policy, ref_policy and value model; None where there is none."""
-        return self.policy, self.ref_policy, self.value_model
+        return tuple(getattr(self, name) for name in WITH_WEIGHTS)
 
     @property
     def has_values(self) -> bool:
-        """True if a model or a head predicts values."""
         return self.value_model is not None or self.value_head is not None
 
 
@@ -383,11 +386,6 @@ def _packed(
 
 def _full_kl(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
     """`kl_full` in chunks of tokens; the backward pass recomputes each chunk."""
-
-    def chunk_kl(a: Tensor, b: Tensor) -> Tensor:
-        return kl_full(a, b, temperature=temperature)
-
+    kl = partial(kl_full, temperature=temperature)
     chunks = zip(logits.split(FULL_KL_CHUNK), ref_logits.split(FULL_KL_CHUNK), strict=True)
-    if logits.requires_grad:
-        return torch.cat([checkpoint(chunk_kl, a, b, use_reentrant=False) for a, b in chunks])
-    return torch.cat([chunk_kl(a, b) for a, b in chunks])
+    return torch.cat([checkpoint(kl, a, b, use_reentrant=False) for a, b in chunks])

@@ -19,12 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.config.ppo import DecoderName, Rollout
 from rlhf_cli.decoders.decoder import Decoder, choose_decoder, join_sampling, recorded
@@ -136,25 +135,24 @@ def sampling_of(rollout: Rollout, policy: PreTrainedModel, tokenizer: PreTrained
     )
 
 
-def generation_settings(sampling: Sampling) -> dict[str, Any]:
-    """The keys of a generation_config.json with which transformers draws as `sampling` does, except stop strings.
+def generation_config(sampling: Sampling, base: GenerationConfig) -> GenerationConfig:
+    """The config with which transformers draws as `sampling` does, except stop strings.
 
-    The base model's other filters are switched off. transformers' `min_new_tokens` does not count the stop token.
+    It keeps the special tokens and the lengths of the base model's, and none of its filters, beams and forced tokens.
+    transformers' `min_new_tokens` does not count the stop token.
     """
-    return {
-        "do_sample": True,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k or 0,
-        "top_p": sampling.top_p or 1.0,
-        "min_p": sampling.min_p,
-        "no_repeat_ngram_size": sampling.no_repeat_ngram_size,
-        "min_new_tokens": max(0, sampling.min_new_tokens - 1) or None,
-        "repetition_penalty": 1.0,
-        "typical_p": 1.0,
-        "epsilon_cutoff": 0.0,
-        "eta_cutoff": 0.0,
-        "eos_token_id": sorted(sampling.stop),
-    }
+    kept = ("bos_token_id", "pad_token_id", "decoder_start_token_id", "max_length", "max_new_tokens")
+    return GenerationConfig(
+        do_sample=True,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k or 0,
+        top_p=sampling.top_p or 1.0,
+        min_p=sampling.min_p,
+        no_repeat_ngram_size=sampling.no_repeat_ngram_size,
+        min_new_tokens=max(0, sampling.min_new_tokens - 1) or None,
+        eos_token_id=sorted(sampling.stop),
+        **{name: getattr(base, name) for name in kept},
+    )
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, response: Response, sampling: Sampling) -> str:

@@ -30,7 +30,7 @@ from rlhf_cli.rewards.sources import load_rewards
 from rlhf_cli.trained.model import RewardSet, find_model
 from support.paths import ROOT
 from support.projects import rlhf
-from support.tiny import CPU, read_jsonl, write_jsonl
+from support.tiny import CPU, encoder, read_jsonl, write_jsonl
 from support.worlds import in_each_process
 from support.writers import contents, failing_after, run_command
 
@@ -184,6 +184,14 @@ def test_best_of_n_is_the_sample_with_the_highest_score(run, prompts, tmp_path):
     scored = [json.loads(line) for line in result.stdout.splitlines()]
     ended = [n for n, row in enumerate(rows) if row["ended"]]
     assert [scored[n]["score"] for n in ended] == pytest.approx([scores[n] for n in ended], abs=1e-4)
+
+
+def test_a_classifier_with_labels_cannot_choose_a_response(run, prompts, tmp_path, word_piece):
+    encoder(tmp_path / "labels", word_piece, 2)
+    with pytest.raises(
+        ConfigError, match=r"^--reward-model: the model has the labels .*, and score them with rlhf rm sc"
+    ):
+        write(run, prompts, tmp_path / "best.jsonl", best_of=2, reward_model=str(tmp_path / "labels"))
 
 
 def test_greedy_responses_are_those_of_transformers(run, prompts, tmp_path):

@@ -116,6 +116,9 @@ def test_scores_equal_normalized_scores_of_plain_transformers(reward_model, path
     with served(reward_model, raw=True) as at:  # the stage
         raw = ask(at.port, {"query": TEXTS[:3], "ended": ended[:3]}, path=path)[1]["rewards"]
         all_ended = ask(at.port, {"query": TEXTS[:3], "labels": ["a", None, 3], "prompts": None}, path=path)[1]
+        prompt = f"Q: map{at.server.source.tokenizer.eos_token}"  # as a client's template writes it
+        rendered = ask(at.port, {"query": [prompt + "A: yes"], "prompts": [prompt]}, path=path)[1]["rewards"]
+    assert rendered == pytest.approx(plain_scores(reward_model / "model", [prompt + "A: yes"], [True])[0], abs=1e-4)
     assert raw == pytest.approx(wanted, abs=1e-4)
     assert all_ended["rewards"][1] != pytest.approx(raw[1], abs=1e-3)
     assert all_ended["rewards"][2] == pytest.approx(raw[2], abs=1e-6)

@@ -10,9 +10,11 @@ import torch
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.config.ppo import DecoderName, PPOConfig
 from rlhf_cli.decoders.decoder import UnsupportedError, choose_decoder, decoder_notes, recorded
+from rlhf_cli.decoders.graphed import graphed_decoder
 from rlhf_cli.decoders.paged import PagedDecoder, paged_decoder
 from rlhf_cli.decoders.plain import PlainDecoder, takes_padding
 from rlhf_cli.errors import ConfigError
+from rlhf_cli.models.forward import choose_attention
 from rlhf_cli.rollout import sampling as sampling_module
 from rlhf_cli.rollout.sampling import sample
 from support.decoders import PROMPTS, SAMPLINGS, UNIFORMS, made, same
@@ -44,11 +46,19 @@ def no_memory(*_):
     raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
 
-@pytest.mark.parametrize("choose", [takes_padding, lambda model: paged_decoder(model, 50)])
-def test_a_lack_of_memory_says_nothing_about_the_model(choose, monkeypatch):
+@pytest.mark.parametrize(
+    ("choose", "lacks"),
+    [
+        (takes_padding, "torch.nn.functional.linear"),
+        (lambda model: paged_decoder(model, 50), "torch.nn.functional.linear"),
+        (lambda model: graphed_decoder(model, 20), "torch.nn.functional.linear"),
+        (lambda model: choose_attention(model) is None, "rlhf_cli.models.forward.hidden_at"),
+    ],
+)
+def test_a_lack_of_memory_says_nothing_about_the_model(choose, lacks, monkeypatch):
     model = copy.deepcopy(made("llama"))
     with monkeypatch.context() as patch:
-        patch.setattr("torch.nn.functional.linear", no_memory)
+        patch.setattr(lacks, no_memory)
         with pytest.raises(RuntimeError, match="allocate"):
             choose(model)
     assert choose(model)

@@ -153,15 +153,6 @@ def test_waiting_prompts_enter_once_half_of_few_rows_have_ended(steps, device):
         same(sample(model, PROMPTS, UNIFORMS, SAMPLINGS[kind], max_live_rows=4), plain_responses("llama", kind))
 
 
-def test_memory_that_runs_out_is_no_reason_for_another_decoder(monkeypatch):
-    def fails(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(GraphedDecoder, "step", fails)
-    with pytest.raises(torch.OutOfMemoryError):
-        graphed_decoder(on("cpu", "llama"), 20)
-
-
 @needs_gpu
 def test_auto_takes_it_on_a_gpu_and_draws_the_tokens_of_a_cpu():
     model, other = on("cuda", "qwen2"), on("cuda", "gpt_neox")

@@ -43,11 +43,6 @@ def fails(prompts, responses, rows):
 
 def constant(prompts, responses, rows):
     return [0.0] * len(rows)
-
-
-def infinite(prompts, responses, rows):
-    CALLS.append({})
-    return [float("inf") if len(CALLS) > 1 else 0.0 for _ in rows]
 '''
 
 

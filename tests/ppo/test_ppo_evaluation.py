@@ -43,6 +43,7 @@ def test_replies_are_to_held_out_prompts_and_training_never_sees_these(watch, sp
     assert len(rollouts) == 2
     assert set(itertools.chain(reference, *rollouts)) <= set(train)
     assert [example["prompt"] for example in evaluation_of(run)["examples"]] == test[:5]
+    assert all("response/unfamiliarity" not in row for row in run.metrics), "no reward model, and few prompts"
 
 
 def test_validation_prompts_are_watched_and_test_prompts_drawn(watch, data, tmp_path):
@@ -208,7 +209,3 @@ def test_a_run_measures_the_hidden_states_that_its_scores_are_read_from(watch, p
     home = home_of(of_sft)
     expected = [unfamiliarity(home, x, ALONE)["response/unfamiliarity"] for _, x in of_rollouts]
     assert [row["response/unfamiliarity"] for row in figures] == expected
-
-
-def test_a_run_without_a_reward_model_or_with_few_held_out_prompts_has_no_figure(watch):
-    assert all("response/unfamiliarity" not in row for row in watch().metrics)

@@ -30,17 +30,13 @@ EXPERIENCES = {
     "rloo": {"ppo": {**KL, "advantage_estimator": "rloo"}, **GROUPS},
     "grpo": {"ppo": {**KL, "advantage_estimator": "grpo"}, **GROUPS},
     "dr_grpo": {"ppo": {**KL, "advantage_estimator": "dr_grpo"}, **GROUPS},
-    "dr_grpo whitened": {"ppo": {**KL, "advantage_estimator": "dr_grpo", "whiten_advantages": True}, **GROUPS},
     "groups with values": {"ppo": KL, **GROUPS},
-    "no whitening": {"ppo": {**KL, "whiten_advantages": False}},
     "whiten_rewards": {"ppo": {**KL, "whiten_rewards": True, "whiten_advantages": False}},
     "k3": {"ppo": {**KL, "kl_estimator": "k3"}},
     "full": {"ppo": {**KL, "kl_estimator": "full"}, "rollout": {"top_k": 40, "temperature": 0.7}},
     "kl in the loss": {"ppo": {**KL, "kl_in": "loss"}},
-    "kl in the loss, whitened": {"ppo": {**KL, "kl_in": "loss", "whiten_advantages": True}},
     "kl in the loss, reinforce_pp": {"ppo": {**KL, "kl_in": "loss", "advantage_estimator": "reinforce_pp"}},
     "adaptive": {"ppo": {"kl_coef": 0.3, "kl_controller": "adaptive", "kl_target": 0.5, "kl_horizon": 20}},
-    "running": {"ppo": {**KL, **CLIPPED}},
     "running_std": {"ppo": {**KL, "score_normalization": "running_std"}},
     "reference_std": {
         "ppo": {**KL, "score_normalization": "reference_std", "num_reference_samples": 12, "missing_eos_penalty": 0.0}

@@ -93,13 +93,13 @@ def case_of(make_model):
     return build
 
 
-def update(case, config, *, shared=False, iteration=0, values=True):
+def update(case, config, *, shared=False, iteration=0):
     """Run `_update` on the case without changing weights.
 
     Returns (gradients of the policy, gradients of the value model or head, statistics).
     """
     head = case.head if shared else None
-    value_model = None if shared or not values else case.value_model
+    value_model = None if shared else case.value_model
     for model in (case.policy, case.value_model, case.head):
         model.zero_grad()
     rows = case.rollout
@@ -110,7 +110,7 @@ def update(case, config, *, shared=False, iteration=0, values=True):
         setup_of(config, Models(case.policy, case.ref_policy, value_model, head), (), *steppers),
         sampling=case.sampling,
         ptx=case.ptx if config.ptx is not None else [],
-        value_stepper=steppers[1] if values else None,
+        value_stepper=steppers[1],
     )
     stats = ppo_stage._update(setup, batch, iteration, KLCoefs(KL_COEF, POLICY_KL_COEF))
     return steppers[0].steps, steppers[1].steps, stats
@@ -138,7 +138,6 @@ LOSSES = {
     "k3": {**IN_LOSS, "kl_estimator": "k3"},
     "abs": {**IN_LOSS, "kl_estimator": "abs"},
     "full": {**IN_LOSS, "kl_estimator": "full"},
-    "k2_sequence": {**IN_LOSS, "kl_estimator": "k2_sequence"},
     "k2_sequence, the default": IN_LOSS,
     "k2_sequence, per sequence": {**IN_LOSS, "loss_aggregation": "sequence"},
     "full, constant divisor": {**IN_LOSS, "kl_estimator": "full", "loss_aggregation": "constant"},
@@ -262,18 +261,6 @@ def test_only_the_value_model_trains_during_its_warm_up(case_of, write_config, t
     policy_steps, _, stats = update(case, config, shared=shared, iteration=1)
     assert len(policy_steps) == 1
     assert "loss/ptx" in stats
-
-
-def test_without_values_there_is_no_value_loss(case_of, write_config, tmp_path):
-    case = case_of(PLAIN)
-    ppo = {"rollout_batch_size": 8, "minibatch_size": 8, "ppo_epochs": 1, "advantage_estimator": "reinforce"}
-    config = config_of(write_config, "ppo", PPOConfig, tmp_path, rollout={"temperature": 0.8}, ppo=ppo)
-    policy, _, expected = slow_losses(case, config)
-    policy_steps, value_steps, stats = update(case, config, values=False)
-    same_gradients(policy_steps[0], grads(policy), 1e-6)
-    assert value_steps == []
-    assert not [key for key in stats if "value" in key]
-    assert stats["loss/policy"] == pytest.approx(expected["policy"], rel=1e-8)
 
 
 def test_each_step_reads_the_next_ptx_rows(case_of, write_config, tmp_path, monkeypatch):

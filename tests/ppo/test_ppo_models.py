@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -158,16 +157,6 @@ def test_lora_with_another_model_as_ref_policy(watch, make_model, pipeline):
         close(rollout.ref_logprobs.double(), expected, 1e-5)
     assert abs(run.metrics[0]["objective/kl"]) > 1e-3
     assert run.metrics[0]["policy/first_ratio"] == pytest.approx(1.0, abs=1e-5)
-
-
-def test_lora_without_peft_names_the_package_to_install(start, make_model, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError) as error:
-        with start(policy={"path": str(make_model("llama")), "lora": {}}):
-            pass
-    assert str(error.value).startswith("policy.lora: needs the package peft (extra lora). Install it: ")
-    assert "-m pip install -e '.[lora]'" in str(error.value)
-    assert "rlhf-cli[lora]" not in str(error.value), "that name is on no package index"
 
 
 @pytest.mark.parametrize(("architecture", "adapted"), [("llama", LLAMA_LAYERS), ("gpt2", GPT2_LAYERS)])

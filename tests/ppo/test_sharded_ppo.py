@@ -13,12 +13,10 @@ import torch
 from rlhf_cli.errors import RewardError
 from rlhf_cli.ppo import scores
 from rlhf_cli.ppo.scores import or_failure
-from rlhf_cli.ppo.setup import WITH_WEIGHTS
 from rlhf_cli.processes import distributed, microbatches
 from rlhf_cli.rewards import base, models
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.models import RewardModel
-from rlhf_cli.rollout.rollout import Models
 from support.compare import same_runs, same_weights
 from support.runs import run_forked
 from support.tiny import merged, read_jsonl
@@ -144,11 +142,6 @@ def test_two_machines_that_hold_the_same_shards(compare, pipeline, decoder):
         sharded={"distributed": {"shard": "hybrid"}, "rollout": {"decoder": decoder}},
         per_node=2,
     )
-
-
-def test_the_names_by_which_models_are_sharded_are_in_the_order_of_the_models():
-    named: Any = {name: name for name in WITH_WEIGHTS}
-    assert Models(**named).with_weights == WITH_WEIGHTS
 
 
 @pytest.mark.parametrize("fails", [False, True])

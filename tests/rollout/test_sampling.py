@@ -24,7 +24,7 @@ from rlhf_cli.rollout.sampling import (
     allowed_logits,
     draw,
     draw_uniforms,
-    generation_settings,
+    generation_config,
     kept_tokens,
     response_text,
     sample,
@@ -550,8 +550,9 @@ def test_transformers_draws_replies_of_the_same_lengths_with_the_saved_settings(
     model.lm_head.weight.data[3] = 1.0  # the logit of the stop token is 64, of the others 0
     settings = Sampling(min_new_tokens=fewest, stop=frozenset({3}))
     (ours,) = sample(model, [[1, 2]], torch.rand(1, 9), settings)
-    model.generation_config = GenerationConfig(pad_token_id=3, repetition_penalty=1e9, eos_token_id=3)
-    model.generation_config.update(**generation_settings(settings))
+    others = {"repetition_penalty": 1e9, "min_length": 11, "num_beams": 2, "suppress_tokens": [3]}
+    base = GenerationConfig(pad_token_id=3, eos_token_id=3, **others)
+    model.generation_config = generation_config(settings, base)
     theirs = model.generate(torch.tensor([[1, 2]]), max_new_tokens=9)[0, 2:].tolist()
     assert len(ours.ids) == len(theirs) == max(1, fewest)
-    assert model.generation_config.repetition_penalty == 1.0
+    assert {name: getattr(model.generation_config, name) for name in others} == dict.fromkeys(others)
