@@ -171,8 +171,8 @@ class Probes:
     def moved(self) -> Found:
         """The largest relative change of a weight matrix of the backbone, from the model that it started from."""
         config = self.scorer.config
-        first = load_policy(model_directory(config.stage_model(config.model.path, "sft"))).base_model
-        old = dict(first.named_parameters())
+        first = load_policy(model_directory(config.stage_model(config.model.path, "sft")), config.model.revision)
+        old = dict(first.base_model.named_parameters())
         moved = 0.0
         for name, weight in self.scorer.model.base_model.named_parameters():
             if name in old and old[name].shape == weight.shape and weight.dim() > 1:

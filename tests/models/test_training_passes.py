@@ -6,7 +6,13 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    T5Config,
+)
 
 from rlhf_cli.algorithms.losses import lm_loss
 from rlhf_cli.config.models import Lora
@@ -20,7 +26,7 @@ from rlhf_cli.models.passes import has_bfloat16, recomputing, set_up_passes
 from rlhf_cli.plan import origins
 from rlhf_cli.rewards.models import sequence_scores
 from support.compare import adapt, same_weights
-from support.tiny import CPU
+from support.tiny import CPU, tiny_model
 
 SEQUENCES = [[5, 9, 3, 17, 4], [8, 2, 6], [7, 1, 1, 30, 22, 6, 19]]
 
@@ -157,13 +163,19 @@ def test_bfloat16_without_instructions_for_it_is_reported(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("precision", "weights", "has", "says"),
-    [("auto", 100, True, True), ("auto", 101, True, False), ("auto", 100, False, False), ("float32", 100, True, False)],
+    ("family", "precision", "more", "has", "says"),
+    [
+        *(("llama", "auto", 0, True, True), ("llama", "auto", 1, True, False), ("llama", "auto", 0, False, False)),
+        *(("llama", "float32", 0, True, False), ("t5", "auto", 0, True, False), ("distilbert", "auto", 0, True, False)),
+    ],
 )
-def test_auto_says_when_bfloat16_would_be_faster(precision, weights, has, says, monkeypatch):
-    monkeypatch.setattr(passes, "FASTER_WEIGHTS", weights)
+def test_auto_says_when_bfloat16_would_be_faster(family, precision, more, has, says, monkeypatch):
+    """An encoder's passes are in float32 whatever the precision, and an encoder-decoder's are not faster."""
+    auto = {"t5": AutoModelForSeq2SeqLM, "distilbert": AutoModelForSequenceClassification}
+    model = tiny_model(family, auto.get(family, AutoModelForCausalLM))
+    monkeypatch.setattr(passes, "FASTER_WEIGHTS", model.num_parameters() + more)
     monkeypatch.setattr(passes, "has_bfloat16", lambda _device: has)
-    lines, _ = set_up_passes([torch.nn.Linear(99, 1)], config(precision=precision), CPU)
+    lines, _ = set_up_passes([model], config(precision=precision), CPU)
     assert [line.startswith("precision: auto is float32 here.") for line in lines] == [True] * says
 
 
