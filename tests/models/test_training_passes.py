@@ -145,21 +145,21 @@ def test_compiled_passes_give_the_same_weights_and_names(tmp_path, make_model, r
     assert rows[0]["time/compile_s"] > 0
 
 
-def test_bfloat16_without_instructions_for_it_is_reported(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False, "amx_bf16": False})
-    assert not has_bfloat16(CPU)
-    lines, _ = set_up_passes([], config(precision="bfloat16"), CPU)
-    assert lines == ["precision: bfloat16 is slower than float32 on this cpu, which has no fast bfloat16 instructions"]
-    for precision in ("auto", "float32"):
-        assert set_up_passes([], config(precision=precision), CPU) == ([], 0.0)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    monkeypatch.setattr(passes, "maker", lambda: "GenuineIntel")
-    assert set_up_passes([], config(precision="bfloat16"), CPU) == (lines, 0.0)
-    monkeypatch.setattr(passes, "maker", lambda: "AuthenticAMD")
-    assert set_up_passes([], config(precision="bfloat16"), CPU) == ([], 0.0)
-    monkeypatch.setattr(passes, "maker", lambda: "GenuineIntel")
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True, "amx_bf16": True})
-    assert set_up_passes([], config(precision="bfloat16"), CPU) == ([], 0.0)
+@pytest.mark.parametrize(
+    ("instructions", "maker", "is_fast"),
+    [
+        *(([], "AuthenticAMD", False), (["avx512_bf16"], "GenuineIntel", False)),
+        *((["avx512_bf16"], "AuthenticAMD", True), (["avx512_bf16", "amx_bf16"], "GenuineIntel", True)),
+    ],
+)
+def test_bfloat16_without_fast_instructions_for_it_is_reported(instructions, maker, is_fast, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(instructions, True))
+    monkeypatch.setattr(passes, "maker", lambda: maker)
+    assert has_bfloat16(CPU) == is_fast
+    line = "precision: bfloat16 is slower than float32 on this cpu, which has no fast bfloat16 instructions"
+    for precision in ("bfloat16", "auto", "float32"):
+        lines = [line] if precision == "bfloat16" and not is_fast else []
+        assert set_up_passes([], config(precision=precision), CPU) == (lines, 0.0)
 
 
 @pytest.mark.parametrize(
