@@ -34,10 +34,10 @@ from rlhf_cli.health.history import paired
 from rlhf_cli.models.forward import positions
 from rlhf_cli.models.heads import reads_last_token
 from rlhf_cli.models.load import load_policy, load_reward_model, load_tokenizer
+from rlhf_cli.models.save import base_of
 from rlhf_cli.processes.distributed import start
 from rlhf_cli.rewards.base import Samples
 from rlhf_cli.rewards.sources import load_judge, main_number
-from rlhf_cli.run.artifacts import model_directory
 from rlhf_cli.trained.run import Run, open_run
 
 ROWS = 200
@@ -170,9 +170,9 @@ class Probes:
 
     def moved(self) -> Found:
         """The largest relative change of a weight matrix of the backbone, from the model that it started from."""
-        config = self.scorer.config
-        first = load_policy(model_directory(config.stage_model(config.model.path, "sft"))).base_model
-        old = dict(first.named_parameters())
+        base = base_of(self.scorer.config)
+        first = load_policy(base.path, base.revision)
+        old = dict(first.base_model.named_parameters())
         moved = 0.0
         for name, weight in self.scorer.model.base_model.named_parameters():
             if name in old and old[name].shape == weight.shape and weight.dim() > 1:

@@ -258,8 +258,8 @@ def attach(model: PreTrainedModel, adapter: AdapterDirectory, *, with_head: bool
 
 
 def own_generation_config(path: str) -> GenerationConfig | None:
-    """The generation config beside adapters; None if there is none, or if the directory is a whole model."""
-    if not is_adapter(path) or not (Path(path) / "generation_config.json").is_file():
+    """The generation config in a directory; None without one. transformers ignores one that it cannot read."""
+    if not (Path(path) / "generation_config.json").is_file():
         return None
     try:
         return GenerationConfig.from_pretrained(path)

@@ -491,11 +491,11 @@ def _refuse_pickles(path: str, revision: str | None, config: PreTrainedConfig) -
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of an error of transformers, or its type."""
+    """The first line of an error of transformers, with the next one if it ends with a colon, or its type."""
     if "trust_remote_code" in str(error):
         return "it asks for trust_remote_code, and code that comes with a model is never run"
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:300] if lines else type(error).__name__
 
 
 def check_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str, *, new_head: bool) -> list[str]:

@@ -23,6 +23,7 @@ from rlhf_cli.models.cost import Work, peak_flops, work_of
 from rlhf_cli.models.deferred import blocks
 from rlhf_cli.models.forward import autocast, compute_dtype, hidden_at, is_packed
 from rlhf_cli.models.frozen import hold_trained
+from rlhf_cli.models.heads import is_encoder
 from rlhf_cli.packing import pack
 from rlhf_cli.processes.sharding import is_sharded
 from rlhf_cli.processes.threads import is_large
@@ -83,7 +84,8 @@ def set_up_passes(models: Sequence[PreTrainedModel], config: Stage, device: torc
         lines.append(
             f"precision: bfloat16 is slower than float32 on this {device.type}, which has no fast bfloat16 instructions"
         )
-    is_slow = config.precision == "auto" and device.type == "cpu" and is_large(*models, weights=FASTER_WEIGHTS)
+    decoders = [m for m in models if not (is_encoder(m) or m.config.is_encoder_decoder)]  # others gain nothing
+    is_slow = config.precision == "auto" and device.type == "cpu" and is_large(*decoders, weights=FASTER_WEIGHTS)
     if is_slow and has_bfloat16(device):
         lines.append("precision: auto is float32 here. With precision: bfloat16 a step is faster on this CPU")
     for model in models:

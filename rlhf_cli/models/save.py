@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from rlhf_cli.config.models import Lora
-from rlhf_cli.config.sft_rm import RMConfig, SFTConfig
+from rlhf_cli.config.sft_rm import SFTConfig
 from rlhf_cli.config.stage import Stage
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.models.adapter_files import BaseModel, save_adapter
@@ -173,10 +173,10 @@ def save_facts(facts: dict[str, Any], directory: Path) -> None:
         path.write_text(_json(config), encoding="utf-8")
 
 
-def base_of(config: SFTConfig | RMConfig) -> BaseModel:
-    """The model that an SFT or RM stage starts from."""
-    path = config.model.path if config.model.path is not None else f"{config.artifacts}/sft"
-    return BaseModel(model_directory(path), config.model.revision)
+def base_of(config: Stage) -> BaseModel:
+    """The model that the trained model of a stage starts from."""
+    model = config.trained[1]
+    return BaseModel(model_directory(config.stage_model(model.path, "sft")), model.revision)
 
 
 def saved_dtype(config: Stage, base: BaseModel | None) -> str:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from rlhf_cli.config.models import ScratchModel, TokenizerTraining
 from rlhf_cli.errors import ConfigError
-from rlhf_cli.models.load import set_dropout_off
+from rlhf_cli.models.load import reason_of, set_dropout_off
 from rlhf_cli.seeding import seeded
 
 SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
@@ -64,8 +64,7 @@ def new_model(config: ScratchModel, tokenizer: PreTrainedTokenizerFast, seed: in
         with torch.no_grad():  # Some settings that contradict each other fail only in a forward pass.
             model.eval()(torch.tensor([[0, 1, 2]]))
     except Exception as error:  # transformers raises many types for settings that it cannot build
-        reason = str(error).strip().splitlines()
-        raise ConfigError(f"model.scratch: cannot build this model ({reason[-1] if reason else error!r})") from None
+        raise ConfigError(f"model.scratch: cannot build this model ({reason_of(error)})") from None
     set_dropout_off(model)
     model.generation_config.update(**special)
     return model

@@ -20,6 +20,7 @@ from rlhf_cli.models.adapters import import_peft, require_targets
 from rlhf_cli.models.load import ensure_pad_token, load_tokenizer
 from rlhf_cli.models.lora import refuse_adapter_as_base, require_loadable
 from rlhf_cli.models.quantized import require_quantizable
+from rlhf_cli.models.save import base_of
 from rlhf_cli.plan.origins import ModelOrigin, ModelOrigins
 from rlhf_cli.plan.shapes import built
 from rlhf_cli.run.artifacts import model_directory
@@ -35,7 +36,7 @@ def require_adapters(config: AnyConfig, stages: Mapping[str, AnyConfig] | None =
     """
     origins = ModelOrigins(stages or {})
     section, model = config.trained
-    base = BaseModel(model_directory(config.stage_model(model.path, "sft")), model.revision)
+    base = base_of(config)
     starts = [partial(origins.start, config)]
     if model.lora is not None:
         _require(f"{section}.lora", model.lora, base, starts, isinstance(config, RMConfig), here=here)

@@ -45,7 +45,7 @@ from rlhf_cli.models.load import (
 )
 from rlhf_cli.models.lora import Backbone, add_adapters, copy_adapters, defers_base, has_adapters_of, prepare_base
 from rlhf_cli.models.passes import fewest_tokens, set_up_passes
-from rlhf_cli.models.save import round_weights, save, save_trained, saved_dtype
+from rlhf_cli.models.save import base_of, round_weights, save, save_trained, saved_dtype
 from rlhf_cli.models.shard import shard_for, shards, to_shard
 from rlhf_cli.models.vocabulary import require_same_tokens, require_template_tokens
 from rlhf_cli.processes.distributed import World, require_rows_for_all
@@ -131,8 +131,9 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
     require_rows_for_all(world, ppo.minibatch_size, "ppo.minibatch_size")
 
     # Policy, rewards, value model, reference policy.
-    path = model_directory(config.stage_model(config.policy.path, "sft"))
-    tokenizer = load_tokenizer(path, config.policy.revision)
+    base = base_of(config)
+    path = base.path
+    tokenizer = load_tokenizer(path, base.revision)
     samples_from_copy = to_shard(config, "policy") is not None and config.rollout.decoder != "sharded"
     if samples_from_copy and config.policy.lora is not None and config.policy.lora.quantize is not None:
         raise ConfigError(
@@ -140,10 +141,9 @@ def load_setup(config: PPOConfig, stage: StageRun) -> Setup:
             "Remove it, or set rollout.decoder: sharded or distributed.keep_whole: [policy]"
         )
     deferred = to_shard(config, "policy") is not None or defers_base(config.policy.lora, config, world.device)
-    policy = load_policy(path, config.policy.revision, deferred=deferred)
+    policy = load_policy(path, base.revision, deferred=deferred)
     check_vocabulary(policy, tokenizer, path)
     require_eos(tokenizer, path)
-    base = BaseModel(path, config.policy.revision)
     prepare_base(policy, config.policy.lora, "policy.lora", config, world.device)
     lora = config.policy.lora
     backbone = Backbone(policy, base, lora.quantize) if lora is not None else None  # other models may share its weights

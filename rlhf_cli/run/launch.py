@@ -206,8 +206,8 @@ def explained(config_path: str | Path, root: str, overrides: Sequence[str] = ())
     except OSError as error:
         if error.errno in FULL_OR_UNWRITABLE:
             raise ArtifactError(
-                f"{error.filename or root}: cannot be written ({error.strerror}); finished stages and earlier "
-                "checkpoints are intact. Free disk space or set another `artifacts`"
+                f"{error.filename or root}: cannot be read or written ({error.strerror}); finished stages and earlier "
+                "checkpoints are intact. Change its permissions, free disk space or set another `artifacts`"
             ) from None
         raise
 

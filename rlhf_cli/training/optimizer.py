@@ -144,11 +144,11 @@ def build_stepper(
     Weight decay applies to matrices, not to biases and normalization weights. `seed` is that of stochastic rounding.
     """
     peak = learning_rate if learning_rate is not None else config.learning_rate
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    decays, stays = list[torch.nn.Parameter](), list[torch.nn.Parameter]()
+    for name, p in model.named_parameters():
+        if p.requires_grad:  # the biases of a mixture's experts are one matrix
+            (decays if p.ndim >= 2 and not name.endswith("bias") else stays).append(p)
+    groups = [{"params": decays, "weight_decay": config.weight_decay}, {"params": stays, "weight_decay": 0.0}]
     optimizer = new_adamw(groups, config, peak, seed)
     config = config.model_copy(update={"warmup_steps": config.warmup(total_steps)})
     total_steps = max(total_steps, config.warmup_steps + 1)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,14 +11,16 @@ import yaml
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
+from rlhf_cli.config.sft_rm import RMConfig
 from rlhf_cli.data.answers import RankedIds
 from rlhf_cli.data.records import Answer, Record
+from rlhf_cli.health import probes
 from rlhf_cli.health.causes import odd_end
 from rlhf_cli.health.evidence import Evidence
 from rlhf_cli.health.probes import _marked
 from rlhf_cli.health.ranking import gather
 from rlhf_cli.trained.run import open_run
-from support.tiny import read_jsonl, write_jsonl
+from support.tiny import read_jsonl, tiny_model, write_jsonl
 
 
 def run_command(*arguments):
@@ -225,3 +228,19 @@ def test_of_words_that_mark_as_many_pairs_the_first_is_named():
     """The order of a set of words differs from process to process."""
     row = Record("Q", "a:1", (Answer("some of these words"), Answer("no such letters")), ranked=True)
     assert _marked([RankedIds([], row)]) == {"rm.word": "letters", "rm.word_share": -1.0}
+
+
+def test_the_base_of_the_reward_model_is_read_at_its_revision(monkeypatch):
+    model, read = tiny_model("llama"), []
+    monkeypatch.setattr(probes, "load_policy", lambda *place: read.append(place) or model)
+    config = RMConfig(
+        artifacts="a",
+        model={"path": "owner/name", "revision": "abc"},
+        data={"train": "d.jsonl"},
+        training={"num_steps": 1},
+        optimizer={"learning_rate": 1e-3},
+    )
+    probe = probes.Probes(None)
+    vars(probe)["scorer"] = SimpleNamespace(config=config, model=model)
+    assert probe.moved() == {"rm.moved": 0.0}
+    assert read == [("owner/name", "abc")]

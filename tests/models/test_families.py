@@ -131,7 +131,9 @@ LONGROPE = {
 
 def test_a_rotation_that_depends_on_the_longest_text_is_fixed():
     model = tiny("phi3", original_max_position_embeddings=32, rope_parameters=LONGROPE)
-    assert positions(model) == 32
+    kinds = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": LONGROPE}
+    each_has_its_own = tiny("gemma3_text", **WINDOWED, head_dim=8, rope_parameters=kinds)
+    assert [positions(one) for one in (model, each_has_its_own, tiny("llama"))] == [32, 32, 128]
     check_positions(model, 32, "data.max_length")
     with pytest.raises(ConfigError, match=r"32 positions before its rotary embedding \(longrope\) changes with the"):
         check_positions(model, 33, "data.max_length")
@@ -145,13 +147,6 @@ def test_a_rotation_that_depends_on_the_longest_text_is_fixed():
 
     close(beside(32), plain_logits(model, short))
     assert (beside(33) - plain_logits(model, short)).abs().max() > 0.01, "otherwise more could be accepted"
-
-
-def test_positions_with_one_rotation_per_type_of_layer():
-    kinds = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": LONGROPE}
-    model = tiny("gemma3_text", **WINDOWED, head_dim=8, rope_parameters=kinds)
-    assert positions(model) == 32
-    assert positions(tiny("llama")) == 128
 
 
 SAMPLED = {

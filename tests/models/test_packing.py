@@ -134,31 +134,25 @@ def plain_hidden(plain, sequences):
     return torch.cat([plain.base_model(input_ids=torch.tensor([s])).last_hidden_state[0] for s in sequences])
 
 
-@pytest.mark.parametrize("groups", [GROUPS, None], ids=["shared", "whole"])
-def test_hidden_states_logits_and_gradients_equal_a_plain_forward(pair, groups):
+EQUAL = [ids(9, n) for n in range(5)]  # in one attention call
+
+
+@pytest.mark.parametrize(
+    ("sequences", "groups"),
+    [(SEQUENCES, GROUPS), (SEQUENCES, None), ([*EQUAL, EQUAL[2][:8] + ids(4, 30)], [0, 1, 2, 3, 4, 2])],
+    ids=["shared", "whole", "equal"],
+)
+def test_hidden_states_logits_and_gradients_equal_a_plain_forward(pair, sequences, groups):
     plain, model = pair
-    batch = pack(SEQUENCES, groups=groups)
+    batch = pack(sequences, groups=groups)
     at = everywhere(batch)
-    close(hidden_at(model, batch, at), plain_hidden(plain, SEQUENCES))
+    close(hidden_at(model, batch, at), plain_hidden(plain, sequences))
     logits = logits_at(model, batch, at)
-    wanted = torch.cat([plain(input_ids=torch.tensor([s])).logits[0] for s in SEQUENCES])
+    wanted = torch.cat([plain(input_ids=torch.tensor([s])).logits[0] for s in sequences])
     close(logits, wanted)
     weights = torch.randn(len(at), 1, generator=torch.Generator().manual_seed(1))
     for each in (logits, wanted):
         (each.log_softmax(-1)[:, :9] * weights).sum().backward()
-    same_gradients(model, plain)
-
-
-def test_sequences_of_equal_length_share_one_attention_call(pair):
-    plain, model = pair
-    sequences = [ids(9, n) for n in range(5)]
-    sequences.append(sequences[2][:8] + ids(4, 30))
-    batch = pack(sequences, groups=[0, 1, 2, 3, 4, 2])
-    assert [run.num_sequences for run in batch.runs] == [5, 1]
-    found, wanted = hidden_at(model, batch, everywhere(batch)), plain_hidden(plain, sequences)
-    close(found, wanted)
-    for each in (found, wanted):
-        each.square().sum().backward()
     same_gradients(model, plain)
 
 
@@ -304,12 +298,13 @@ def tokens(monkeypatch):
     return tokens
 
 
-def test_ppo_shares_prompts(tokens):
-    """Otherwise the test above would prove nothing."""
+@pytest.mark.parametrize("head", [None, torch.nn.Linear(32, 1)])
+def test_ppo_shares_prompts_in_one_pass(head, tokens):
+    """Otherwise the test above would prove nothing. A shared backbone gives the values in the same pass."""
     _, model = made("llama")
     check_head(model)
     tokens.clear()
-    score_tokens(Models(model, model), ROWS, RESPONSES, DRAWN, "float32")
+    score_tokens(Models(model, model, value_head=head), ROWS, RESPONSES, DRAWN, "float32")
     # The fourth response begins as the second does, but only the first one's tokens are shared.
     assert tokens == [19 + 3 + 7 + 3 + 9 + 1 + 12 + 5 + 4]
 
@@ -369,19 +364,6 @@ def test_passes_that_switch_adapters_off_are_made_one_after_the_other(monkeypatc
     most.clear()
     rollout.padded_scores(Models(model, None), *choices, with_full_kl=True)
     assert most == [1] * len(ROWS)
-
-
-def test_a_shared_backbone_gives_log_probabilities_and_values_in_one_pass():
-    _, model = made("llama")
-    head = torch.nn.Linear(model.config.hidden_size, 1, bias=False)
-    forward.check_head(model)  # which makes passes of its own
-    passes = []
-    hook = model.model.register_forward_hook(lambda *_: passes.append(1))
-    found = score_tokens(Models(model, model, value_head=head), ROWS, RESPONSES, DRAWN, "float32")
-    hook.remove()
-    assert len(passes) == 1
-    close(found.logprobs, score_tokens(Models(model, model), ROWS, RESPONSES, DRAWN, "float32").logprobs)
-    assert len(found.values) == len(found.logprobs)
 
 
 def ranked(seed, num_answers):

@@ -6,7 +6,13 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    T5Config,
+)
 
 from rlhf_cli.algorithms.losses import lm_loss
 from rlhf_cli.config.models import Lora
@@ -20,7 +26,7 @@ from rlhf_cli.models.passes import has_bfloat16, recomputing, set_up_passes
 from rlhf_cli.plan import origins
 from rlhf_cli.rewards.models import sequence_scores
 from support.compare import adapt, same_weights
-from support.tiny import CPU
+from support.tiny import CPU, tiny_model
 
 SEQUENCES = [[5, 9, 3, 17, 4], [8, 2, 6], [7, 1, 1, 30, 22, 6, 19]]
 
@@ -139,31 +145,37 @@ def test_compiled_passes_give_the_same_weights_and_names(tmp_path, make_model, r
     assert rows[0]["time/compile_s"] > 0
 
 
-def test_bfloat16_without_instructions_for_it_is_reported(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False, "amx_bf16": False})
-    assert not has_bfloat16(CPU)
-    lines, _ = set_up_passes([], config(precision="bfloat16"), CPU)
-    assert lines == ["precision: bfloat16 is slower than float32 on this cpu, which has no fast bfloat16 instructions"]
-    for precision in ("auto", "float32"):
-        assert set_up_passes([], config(precision=precision), CPU) == ([], 0.0)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    monkeypatch.setattr(passes, "maker", lambda: "GenuineIntel")
-    assert set_up_passes([], config(precision="bfloat16"), CPU) == (lines, 0.0)
-    monkeypatch.setattr(passes, "maker", lambda: "AuthenticAMD")
-    assert set_up_passes([], config(precision="bfloat16"), CPU) == ([], 0.0)
-    monkeypatch.setattr(passes, "maker", lambda: "GenuineIntel")
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True, "amx_bf16": True})
-    assert set_up_passes([], config(precision="bfloat16"), CPU) == ([], 0.0)
+@pytest.mark.parametrize(
+    ("instructions", "maker", "is_fast"),
+    [
+        *(([], "AuthenticAMD", False), (["avx512_bf16"], "GenuineIntel", False)),
+        *((["avx512_bf16"], "AuthenticAMD", True), (["avx512_bf16", "amx_bf16"], "GenuineIntel", True)),
+    ],
+)
+def test_bfloat16_without_fast_instructions_for_it_is_reported(instructions, maker, is_fast, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(instructions, True))
+    monkeypatch.setattr(passes, "maker", lambda: maker)
+    assert has_bfloat16(CPU) == is_fast
+    line = "precision: bfloat16 is slower than float32 on this cpu, which has no fast bfloat16 instructions"
+    for precision in ("bfloat16", "auto", "float32"):
+        lines = [line] if precision == "bfloat16" and not is_fast else []
+        assert set_up_passes([], config(precision=precision), CPU) == (lines, 0.0)
 
 
 @pytest.mark.parametrize(
-    ("precision", "weights", "has", "says"),
-    [("auto", 100, True, True), ("auto", 101, True, False), ("auto", 100, False, False), ("float32", 100, True, False)],
+    ("family", "precision", "more", "has", "says"),
+    [
+        *(("llama", "auto", 0, True, True), ("llama", "auto", 1, True, False), ("llama", "auto", 0, False, False)),
+        *(("llama", "float32", 0, True, False), ("t5", "auto", 0, True, False), ("distilbert", "auto", 0, True, False)),
+    ],
 )
-def test_auto_says_when_bfloat16_would_be_faster(precision, weights, has, says, monkeypatch):
-    monkeypatch.setattr(passes, "FASTER_WEIGHTS", weights)
+def test_auto_says_when_bfloat16_would_be_faster(family, precision, more, has, says, monkeypatch):
+    """An encoder's passes are in float32 whatever the precision, and an encoder-decoder's are not faster."""
+    auto = {"t5": AutoModelForSeq2SeqLM, "distilbert": AutoModelForSequenceClassification}
+    model = tiny_model(family, auto.get(family, AutoModelForCausalLM))
+    monkeypatch.setattr(passes, "FASTER_WEIGHTS", model.num_parameters() + more)
     monkeypatch.setattr(passes, "has_bfloat16", lambda _device: has)
-    lines, _ = set_up_passes([torch.nn.Linear(99, 1)], config(precision=precision), CPU)
+    lines, _ = set_up_passes([model], config(precision=precision), CPU)
     assert [line.startswith("precision: auto is float32 here.") for line in lines] == [True] * says
 
 

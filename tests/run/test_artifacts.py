@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 
 from rlhf_cli.errors import ArtifactError
 from rlhf_cli.run import artifacts
+from rlhf_cli.run.launch import explained
 from rlhf_cli.run.lock import Lock
 from support.projects import FACTS
 
@@ -87,6 +88,13 @@ def test_errors_of_writing_say_what_helps_and_leave_nothing(tmp_path, error, adv
     with pytest.raises(ArtifactError, match=line), artifacts.new_folder(tmp_path / "out"):
         raise error
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_may_not_be_read_is_not_said_to_be_unwritable():
+    error = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "m/config.json")
+    with pytest.raises(ArtifactError, match=r"^m/config.json: cannot be read or written \(Permission denied\)"):
+        with explained("sft.yaml", "run"):
+            raise error
 
 
 def test_fingerprints_change_with_the_content(tmp_path):

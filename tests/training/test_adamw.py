@@ -47,11 +47,12 @@ def adamw(weight, gradients, config, *, weight_decay):
 
 
 class Layer(torch.nn.Module):
-    """A matrix with a bias, and a norm: the kinds of weights of a language model."""
+    """A matrix with a bias, a norm, and the biases of two experts: the kinds of weights of a language model."""
 
     def __init__(self):
         super().__init__()
         self.linear, self.norm = torch.nn.Linear(1, 2), torch.nn.LayerNorm(2)
+        self.experts_bias = torch.nn.Parameter(torch.empty(2, 1))
         with torch.no_grad():
             for p in self.parameters():
                 p.copy_(torch.tensor([3.0, -2.0]).view_as(p))
