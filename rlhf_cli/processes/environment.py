@@ -52,6 +52,13 @@ def set_up_process() -> None:
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.update(torchrun_variables(os.environ))
+    # Ctrl-C during the imports of a stage ends it without a traceback.
+    sys.excepthook = lambda kind, *rest: None if issubclass(kind, KeyboardInterrupt) else sys.__excepthook__(kind, *rest)
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        sys.stderr.write("error: the working directory was removed. Change to a directory that exists\n")
+        sys.exit(2)
 
 
 def is_first_worker() -> bool:
