@@ -16,6 +16,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from rlhf_cli.printing import say
+
 DEFAULTS = {
     # By default both caches keep 1,024 shapes of matrix products. Packed rows have new shapes in each step, about a
     # dozen, so the caches took 0.3 GB in a few PPO iterations of a small model.
@@ -53,11 +55,11 @@ def set_up_process() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.update(torchrun_variables(os.environ))
     # Ctrl-C during the imports of a stage ends it without a traceback.
-    sys.excepthook = lambda kind, *rest: None if issubclass(kind, KeyboardInterrupt) else sys.__excepthook__(kind, *rest)
+    sys.excepthook = lambda kind, *more: None if kind is KeyboardInterrupt else sys.__excepthook__(kind, *more)
     try:
         Path.cwd()
     except FileNotFoundError:
-        sys.stderr.write("error: the working directory was removed. Change to a directory that exists\n")
+        say("error: the working directory was removed. Change to a directory that exists", error=True)
         sys.exit(2)
 
 

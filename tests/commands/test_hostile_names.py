@@ -176,7 +176,7 @@ def test_closed_standard_streams_are_like_dev_null(arguments, code, finished, tm
 
 
 def test_a_working_directory_that_was_removed_is_one_line(tmp_path):
-    shell = f"mkdir {tmp_path}/gone && cd {tmp_path}/gone && rmdir {tmp_path}/gone && {sys.executable} -m rlhf_cli sft -x"
+    shell = f"cd {tmp_path} && rmdir {tmp_path} && {sys.executable} -m rlhf_cli sft -x"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False, env=environment)
     assert done.stderr == "error: the working directory was removed. Change to a directory that exists\n"
