@@ -12,11 +12,13 @@ import logging
 import math
 import os
 import re
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_cli.printing import say
+from rlhf_cli.processes.signals import LAUNCHED
 
 DEFAULTS = {
     # By default both caches keep 1,024 shapes of matrix products. Packed rows have new shapes in each step, about a
@@ -54,8 +56,8 @@ def set_up_process() -> None:
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.update(torchrun_variables(os.environ))
-    # Ctrl-C during the imports of a stage ends it without a traceback.
-    sys.excepthook = lambda kind, *more: None if kind is KeyboardInterrupt else sys.__excepthook__(kind, *more)
+    if LAUNCHED in os.environ:  # Ctrl-C ends the imports without a traceback; `exit_code` sets Python's handler again
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         Path.cwd()
     except FileNotFoundError:

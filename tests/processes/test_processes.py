@@ -164,6 +164,24 @@ def test_a_signal_during_the_imports_is_one_line(number, code, tmp_path, capfd, 
     assert capfd.readouterr().err == f"{INTERRUPTED}\n"
 
 
+def test_ctrl_c_during_the_imports_of_a_stage_is_one_line():
+    """transformers turns the exception into another one."""
+    code = """
+import importlib, os, signal, time
+from rlhf_cli.run import launch
+def import_module(_):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        raise ModuleNotFoundError from None
+importlib.import_module = import_module
+launch.load_stage("sft")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (130, f"{INTERRUPTED}\n")
+
+
 def test_a_signal_during_the_start_of_a_process_reaches_it_too(tmp_path, monkeypatch):
     body = f"""
     signal.signal(signal.SIGUSR1, lambda *_: sys.exit(143))
