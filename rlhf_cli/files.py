@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import stat
 import time
 from collections import Counter
@@ -43,6 +44,14 @@ def read_text(path: str | Path) -> str:
     """A regular file's text, without a byte order mark; raises OSError, and UnicodeDecodeError if it is not UTF-8."""
     with open_regular(path) as file:
         return file.read().decode("utf-8-sig")
+
+
+def link(source: str, target: str) -> None:
+    """Copy a file that is replaced, not written to: by a second name where the file system has them."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 # ------------------------------------------------------------------------------------------- digests
@@ -115,7 +124,7 @@ class JsonLines:
         self.path = Path(path)
         self._file = self.path.open("ab")
         present = self.path.read_bytes()
-        self._size, self._digest = len(present), hashlib.sha256(present)
+        self.size, self._digest = len(present), hashlib.sha256(present)
 
     def write(self, row: dict[str, Any]) -> dict[str, Any]:
         """Append one row; NaN and infinity become null. Returns what it wrote; raises OSError with the file's name."""
@@ -126,13 +135,9 @@ class JsonLines:
             self._file.flush()
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
-        self._size += len(line)
+        self.size += len(line)
         self._digest.update(line)
         return clean
-
-    def size(self) -> int:
-        """Bytes of the file."""
-        return self._size
 
     def digest(self) -> str:
         return self._digest.hexdigest()

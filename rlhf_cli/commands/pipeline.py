@@ -92,7 +92,7 @@ def pipeline(
     if is_main:
         if not (Path(done[-1]) / "eval").is_dir():
             display.note(f"for intervals, calibration and best-of-n: {command('eval', done[-1])}")
-        _report(Path(done[-1]), display)
+        draw_report([Path(done[-1])], Path(done[-1]) / "report.html", display)
 
 
 def load_stages(files: Mapping[str, Path], overrides: Sequence[str]) -> dict[str, AnyConfig]:
@@ -128,14 +128,14 @@ def _show_result(root: str, stages: Sequence[str], ran: Sequence[str], display: 
     display.table("Pipeline", ["stage", "seconds", "model"], rows, text=("model",))
 
 
-def _report(root: Path, display: Display) -> None:
-    """Write the report of the run and print its path. The models are finished, so no error ends the pipeline here."""
-    path = root / "report.html"
+def draw_report(roots: Sequence[Path], path: Path, display: Display) -> None:
+    """Write the report of runs and print its path. The models are finished, so no error ends the command here."""
     try:
-        write_report([root], path)
+        write_report(roots, path)
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        display.warn(f"{path}: not written ({reason}). The models are complete. Run: {command('report', str(root))}")
+        again = command("report", *map(str, roots), "--out", str(path))
+        display.warn(f"{path}: not written ({reason}). The models are complete. Run: {again}")
         return
     display.note(f"curves, figures and replies, for a browser: {path}")
 

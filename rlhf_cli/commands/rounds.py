@@ -128,7 +128,9 @@ class Rounds:
         records = [every[(first + n) % len(every)] for n in range(min(self.num_pairs, len(every)))]
 
         def open_model() -> Generator:
-            return Generator(policy, options, judge, distributed.start(config.device).device)
+            generator = Generator(policy, options, judge, distributed.start(config.device).device)
+            display.notes(*generator.notes)
+            return generator
 
         def pairs(generator: Generator, numbered: Sequence[tuple[int, Record]]) -> list[Outcome]:
             # A reply is drawn from the number of its prompt, so the second one gets another number.

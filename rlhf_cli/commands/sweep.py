@@ -18,12 +18,13 @@ import typer
 from pydantic import Field
 
 from rlhf_cli.commands.options import Quiet
-from rlhf_cli.commands.pipeline import load_stages, pipeline
+from rlhf_cli.commands.pipeline import draw_report, load_stages, pipeline
 from rlhf_cli.config.base import EXPANDED, LocalPath, Section
 from rlhf_cli.config.by_stage import CONFIGS, AnyConfig, load_stage_config, stage_files
 from rlhf_cli.config.explain import alternatives, child_kind
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.errors import ArtifactError, ConfigError, Interrupted, RunError, UserError
+from rlhf_cli.files import link
 from rlhf_cli.printing import say
 from rlhf_cli.program import command
 from rlhf_cli.report.progress import Display
@@ -182,18 +183,10 @@ def _share(run: SweepRun, sources: Sequence[Path]) -> None:
         temporary = target.with_name(f".{target.name}.linking")
         try:
             shutil.rmtree(temporary, ignore_errors=True)
-            shutil.copytree(stage_directory(source, stage), temporary, copy_function=_link_file)
+            shutil.copytree(stage_directory(source, stage), temporary, copy_function=link)
             temporary.rename(target)
         except OSError as error:
             raise ArtifactError(f"{run.root}: cannot be written ({error.strerror or error})") from None
-
-
-def _link_file(source: str, target: str) -> None:
-    """A hard link, which takes no space; a file system without them gets a copy."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
 
 
 def _plan_rows(runs: Sequence[SweepRun], sources: Sequence[Path]) -> list[list[str]]:
@@ -219,8 +212,6 @@ def _plan_rows(runs: Sequence[SweepRun], sources: Sequence[Path]) -> list[list[s
 
 def _show(runs: Sequence[SweepRun], root: Path, display: Display) -> None:
     """A table of the settings, averaged over their seeds, and the report of all runs."""
-    from rlhf_cli.report.page import write_report
-
     by_setting: dict[str, list[Mapping[str, float]]] = {}
     finished = []
     for run in runs:
@@ -239,11 +230,7 @@ def _show(runs: Sequence[SweepRun], root: Path, display: Display) -> None:
         for setting, several in by_setting.items()
     ]
     display.table("Mean over the seeds, with its 95 % interval", ["", "runs", *columns], rows)
-    try:
-        write_report(finished, root / "report.html")
-        display.note(f"report: {root / 'report.html'}")
-    except UserError as error:
-        display.note(str(error))
+    draw_report(finished, root / "report.html", display)
 
 
 def over_seeds(values: Sequence[float]) -> str:

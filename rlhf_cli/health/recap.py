@@ -19,7 +19,7 @@ class Seen:
     steps: list[int] = field(default_factory=list)
     """The steps after which it held; 0 is before the first one."""
     message: str = ""
-    """Its latest message."""
+    """Its latest message; several of one step, as of two weak reward models, are lines."""
     advice: str = ""
     """What to try, by that message."""
 
@@ -74,11 +74,11 @@ def findings_of(directory: Path) -> list[Seen]:
     """The kinds of findings of the run that writes to a stage's directory, in the order in which they appeared."""
     seen: dict[str, Seen] = {}
     for row in rows_of(directory / "health.jsonl"):
-        said = {one["name"]: one for one in row["findings"]}
-        for name in dict.fromkeys([*said, *names_in(row["line"] or HEALTHY)]):
+        named = [one["name"] for one in row["findings"]]
+        for name in dict.fromkeys([*named, *names_in(row["line"] or HEALTHY)]):
             one = seen.setdefault(name, Seen(name))
             if row["step"] not in one.steps[-1:]:
                 one.steps.append(row["step"])
-            if name in said:
-                one.message, one.advice = said[name]["message"], said[name]["advice"]
+            if said := [each for each in row["findings"] if each["name"] == name]:
+                one.message, one.advice = "\n".join(each["message"] for each in said), said[-1]["advice"]
     return list(seen.values())

@@ -12,9 +12,13 @@ import logging
 import math
 import os
 import re
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+from rlhf_cli.printing import say
+from rlhf_cli.processes.signals import LAUNCHED
 
 DEFAULTS = {
     # By default both caches keep 1,024 shapes of matrix products. Packed rows have new shapes in each step, about a
@@ -52,6 +56,13 @@ def set_up_process() -> None:
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.update(torchrun_variables(os.environ))
+    if LAUNCHED in os.environ:  # Ctrl-C ends the imports without a traceback; `exit_code` sets Python's handler again
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        say("error: the working directory was removed. Change to a directory that exists", error=True)
+        sys.exit(2)
 
 
 def is_first_worker() -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import traceback
 from collections.abc import Callable
 
@@ -21,6 +22,8 @@ INTERRUPTED = "interrupted; finished stages and the last checkpoint are intact"
 
 def exit_code(work: Callable[[], object]) -> int:
     """Call `work`; expected errors become one line on stderr and an exit code, bugs keep their traceback."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         work()
     except (UserError, RunError) as error:

@@ -84,7 +84,7 @@ def run_processes(
                     deadline = time.monotonic() + AT_ONCE_S
             time.sleep(POLL_S)
         failed += [rank for rank, w in enumerate(workers) if w.returncode and rank not in failed]
-    if received and workers[0].returncode in (0, -signal.SIGKILL):  # too late for it, or it did not react
+    if received and workers[0].returncode <= 0:  # too late or too early for it, or it did not react
         say(INTERRUPTED, error=True)
         return 130 if received[0] == signal.SIGINT else 143
     # One that lost the connection to another process is not the cause.

@@ -148,7 +148,7 @@ class Display:
         kinds = "1 kind of warning" if len(seen) == 1 else f"{len(seen)} kinds of warnings"
         lines = [f"{self.stage}: this run had {kinds}:"]
         for one in seen:
-            message = one.message.partition(". ")[0].removesuffix(".")
+            message = "; ".join(each.partition(". ")[0].removesuffix(".") for each in one.message.split("\n"))
             lines += [f"  {one.name}, {one.when(unit_of(self.stage))}: {message}.", f"    To try: {one.advice}"]
         self._print("\n".join(lines), "yellow")
 

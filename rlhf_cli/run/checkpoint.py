@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from rlhf_cli.errors import ArtifactError
-from rlhf_cli.files import JsonLines, digest_file, digest_once, read_text
+from rlhf_cli.files import JsonLines, digest_file, digest_once, link, read_text
 from rlhf_cli.processes.distributed import ALONE, World
 from rlhf_cli.processes.sharding import first_row, like, local
 from rlhf_cli.run import artifacts
@@ -180,14 +180,6 @@ NOTHING_WRITTEN: dict[str, Any] = {"sizes": {}, "folders": [], "seconds": 0.0, "
 """The state before the first checkpoint."""
 
 
-def _link(source: str, target: str) -> None:
-    """Copy a file that is replaced, not written to: by a second name where the file system has them."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
-
-
 BEFORE = ".before"
 """Ends the name of a folder that the newest checkpoint has, and that was written again since."""
 
@@ -210,7 +202,7 @@ class StageFiles:
         if name in self._held:
             self._held.remove(name)
             shutil.rmtree(before, ignore_errors=True)
-            shutil.copytree(path, before, copy_function=_link) if copy else path.rename(before)
+            shutil.copytree(path, before, copy_function=link) if copy else path.rename(before)
         elif not copy:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -240,7 +232,7 @@ class StageFiles:
         for path in (path for folder in folders for path in folder.rglob("*") if path.is_file()):
             digests[path.relative_to(self.directory).as_posix()] = digest_once(path)
         return {}, {
-            "sizes": {name: file.size() for name, file in self._rows.items()},
+            "sizes": {name: file.size for name, file in self._rows.items()},
             "digests": digests,
             "folders": [folder.name for folder in folders],
             "seconds": self.seconds(),

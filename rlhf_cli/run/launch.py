@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -238,10 +239,15 @@ def load_stage(stage: str) -> Run:
     # The import creates several hundred thousand objects that stay. To scan them again and again would take a third of
     # the import's time. Frozen objects are not scanned during the run either.
     gc.disable()
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # transformers turns the exception of Ctrl-C into an ImportError
+        signal.signal(signal.SIGINT, lambda *_: (say(INTERRUPTED, error=True, flush=True), os._exit(130)))
     try:
         run: Run = importlib.import_module(f"stages.{stage}").run
     finally:
         gc.enable()
+        if before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, before)
     gc.freeze()
     return run
 

@@ -214,17 +214,6 @@ def test_a_foreign_stages_package_is_refused(tmp_path):
 # ------------------------------------------------------------------------------- refusals, restart, seeds
 
 
-def test_a_broken_manifest_is_reported_and_restart_replaces_it(project):
-    pipeline(project)
-    manifest = project / "run" / "sft" / "manifest.json"
-    manifest.write_text("{")
-    result = rlhf("sft", "--config", project / "sft.yaml", code=2)
-    assert "--restart" in result.stderr
-    assert "broken" in rlhf("status", str(project / "run")).stdout
-    rlhf("sft", "--config", project / "sft.yaml", "--restart")
-    assert json.loads(manifest.read_text())["stage"] == "sft"
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [

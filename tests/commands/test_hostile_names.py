@@ -175,6 +175,14 @@ def test_closed_standard_streams_are_like_dev_null(arguments, code, finished, tm
         assert (done.returncode, "Traceback" in (tmp_path / "output").read_text()) == (code, False)
 
 
+def test_a_working_directory_that_was_removed_is_one_line(tmp_path):
+    shell = f"cd {tmp_path} && rmdir {tmp_path} && {sys.executable} -m rlhf_cli sft -x"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False, env=environment)
+    assert done.stderr == "error: the working directory was removed. Change to a directory that exists\n"
+    assert done.returncode == 2
+
+
 # ------------------------------------------------------------------------------------------ configs
 
 

@@ -14,6 +14,7 @@ from rlhf_cli.commands.rounds import _pair
 from rlhf_cli.config.data import DataSource
 from rlhf_cli.data.records import Record
 from rlhf_cli.run.artifacts import digest_file, read_manifest
+from rlhf_cli.trained.model import RewardSet
 from support.projects import rlhf
 from support.tiny import read_jsonl, write_jsonl
 
@@ -103,12 +104,15 @@ def own_interrupts():
 
 
 @pytest.mark.usefixtures("own_interrupts")
-def test_an_interrupted_round_resumes(three, project):
+def test_an_interrupted_round_resumes_and_prints_the_notes_of_its_labels(three, project, monkeypatch):
+    load = RewardSet.load
+    monkeypatch.setattr(RewardSet, "load", lambda *given: (load(*given)[0], ["sent unencrypted"]))
     # The labels of a round take two calls, one for each reply; the second call of round 3 is interrupted.
     shutil.rmtree(project / "run")
     shutil.copytree(three / "run", project / "run", symlinks=True, ignore=lambda _, names: {"rounds"} & set(names))
     output = rounds(project, *with_labels(project, stop=3), exit_code=130)
     assert "Run the same command to resume" in output
+    assert output.count("pipeline: sent unencrypted") == 2, "once for each round"
     assert (project / "run/rounds/2/ppo/manifest.json").is_file()
     assert not (project / "run/rounds/3/rm").exists()
     done = digest_file(project / "run/rounds/2/ppo/model/model.safetensors")

@@ -14,7 +14,6 @@ from rlhf_cli.commands import pipeline
 from rlhf_cli.commands.sweep import Sweep, members_of, sweep
 from rlhf_cli.config.loader import load_config
 from rlhf_cli.errors import ConfigError, Interrupted, RunError
-from rlhf_cli.report import page
 from rlhf_cli.report.charts import frontier_charts
 from rlhf_cli.report.run_data import read_run
 from rlhf_cli.run import artifacts
@@ -61,8 +60,7 @@ def folder(tmp_path, write_config, make_model, monkeypatch):
     write_config("sft", tmp_path / "base", model={"path": str(make_model("llama"))})
     write_config("rm", tmp_path / "base")
     write_config("ppo", tmp_path / "base")
-    monkeypatch.setattr(page, "write_report", lambda *_: None)
-    monkeypatch.setattr(pipeline, "_report", lambda *_: None)
+    monkeypatch.setattr(pipeline, "write_report", lambda *_: None)
     return tmp_path / "base"
 
 
@@ -89,6 +87,15 @@ def test_stages_that_no_setting_touches_run_once(folder, stages, capsys):
     stages.ran.clear()
     sweep(path)
     assert stages.ran == [], "a second call runs nothing"
+
+
+@pytest.mark.usefixtures("stages")
+def test_a_report_that_cannot_be_drawn_hides_no_run_that_failed(folder, stages, capsys, monkeypatch):
+    monkeypatch.setattr(pipeline, "write_report", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    stages.fails = {NAMES[1]: RunError("ppo: loss is NaN")}
+    with pytest.raises(RunError, match=rf"1 of 4 runs failed: {NAMES[1]}\."):
+        sweep(write(folder, GRID), quiet=True)
+    assert "report.html: not written (OSError: full)" in capsys.readouterr().out.replace("\n", " ")
 
 
 @pytest.mark.usefixtures("stages")

@@ -143,6 +143,45 @@ def test_a_signal_to_processes_that_do_not_react_is_not_forgotten(number, times,
     assert capfd.readouterr().err == f"{INTERRUPTED}\n"
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_during_the_imports_is_one_line(number, code, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    body = f"""
+    from rlhf_cli.processes.environment import set_up_process
+    set_up_process()
+    open(f'{tmp_path}/{{rank}}', 'w')
+    time.sleep(60)
+    """
+
+    def send():
+        wait_for(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert run(body) == code
+    thread.join()
+    assert capfd.readouterr().err == f"{INTERRUPTED}\n"
+
+
+def test_ctrl_c_during_the_imports_of_a_stage_is_one_line():
+    """transformers turns the exception into another one."""
+    code = """
+import importlib, os, signal, time
+from rlhf_cli.run import launch
+def import_module(_):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        raise ModuleNotFoundError from None
+importlib.import_module = import_module
+launch.load_stage("sft")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (130, f"{INTERRUPTED}\n")
+
+
 def test_a_signal_during_the_start_of_a_process_reaches_it_too(tmp_path, monkeypatch):
     body = f"""
     signal.signal(signal.SIGUSR1, lambda *_: sys.exit(143))

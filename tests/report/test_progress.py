@@ -125,8 +125,9 @@ def test_the_recap_has_every_kind_of_finding_with_its_steps(tmp_path):
     def finding(name, message):
         return {"name": name, "severity": "warning", "message": message, "advice": f"Mend {name}"}
 
+    weak = [finding("weak_reward_model", f"{name}: accuracy 0.55. It may be noise.") for name in ("a", "b")]
     rows = [
-        {"step": 0, "line": None, "findings": [finding("weak_reward_model", "Accuracy 0.55. It may be noise.")]},
+        {"step": 0, "line": None, "findings": weak},
         {"step": 1, "line": "weak_reward_model (from the start): score 1", "findings": []},
         {"step": 2, "line": "empty, weak_reward_model (from", "findings": [finding("empty", "30% are. Once.")]},
         {"step": 3, "line": "empty (since iteration 2): score 1", "findings": []},
@@ -139,7 +140,7 @@ def test_the_recap_has_every_kind_of_finding_with_its_steps(tmp_path):
     display.recap(findings_of(tmp_path))
     assert written_on(display).splitlines() == [
         "ppo: this run had 3 kinds of warnings:",
-        "  weak_reward_model, 2 iterations (1 to 2): Accuracy 0.55.",
+        "  weak_reward_model, 2 iterations (1 to 2): a: accuracy 0.55; b: accuracy 0.55.",
         "    To try: Mend weak_reward_model",
         "  empty, 3 iterations (2 to 4): 90% are empty.",
         "    To try: Mend empty",

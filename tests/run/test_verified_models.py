@@ -151,7 +151,9 @@ def test_each_file_is_read_once_for_its_digest(here, monkeypatch):
 def test_a_stage_whose_manifest_is_broken_runs_again_by_restart(here):
     (here / "run/rm/manifest.json").write_text("{}")
     assert "cannot be read by this version of rlhf" in rlhf("rm", "rm.yaml", code=2)
+    assert "rm broken" in rlhf("status", "run")
     assert "rm: runs again (its manifest cannot be read); run/rm is replaced" in rlhf("rm", "rm.yaml", "--restart")
+    assert read_manifest("run/rm").stage == "rm"
 
 
 def test_a_stale_input_is_named(here):

@@ -412,14 +412,9 @@ def test_an_extended_run_equals_one_that_was_long_from_the_start(config_in, tmp_
     same(crash.outcome(tmp_path / "short/sft"), crash.outcome(tmp_path / "long/sft"))
 
 
-def test_fewer_steps_than_completed_are_refused(stopped, finish, tmp_path):
+def test_fewer_steps_than_completed_are_refused_and_restart_reports_what_it_discards(stopped, finish, tmp_path):
     arguments = stopped("sft", tmp_path)
     assert "has done 4 steps, more than the 3 of this config" in refused(arguments, "--set", "training.num_steps=3")
-    finish(arguments)
-
-
-def test_restart_reports_what_it_discards(stopped, finish, tmp_path):
-    arguments = stopped("sft", tmp_path)
     output = finish(arguments, "--restart")
     assert "--restart: discarding an unfinished run (2 checkpoints, the last " in output
     assert "resuming" not in output
