@@ -237,12 +237,12 @@ def load_stage(stage: str) -> Run:
             "Uninstall it, or run the command from another directory"
         )
 
-    # The import creates several hundred thousand objects that stay. To scan them again and again would take a third of
-    # the import's time. Frozen objects are not scanned during the run either.
     def end(*_: object) -> NoReturn:
         say(INTERRUPTED, error=True, flush=True)
         os._exit(130)
 
+    # The import creates several hundred thousand objects that stay. To scan them again and again would take a third of
+    # the import's time. Frozen objects are not scanned during the run either.
     gc.disable()
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # transformers turns the exception of Ctrl-C into an ImportError
