@@ -236,12 +236,17 @@ def load_stage(stage: str) -> Run:
             f"Python finds another package 'stages' ({other}) before rlhf's own ({ours}). "
             "Uninstall it, or run the command from another directory"
         )
+
+    def end(*_: object) -> NoReturn:
+        say(INTERRUPTED, error=True, flush=True)
+        os._exit(130)
+
     # The import creates several hundred thousand objects that stay. To scan them again and again would take a third of
     # the import's time. Frozen objects are not scanned during the run either.
     gc.disable()
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # transformers turns the exception of Ctrl-C into an ImportError
-        signal.signal(signal.SIGINT, lambda *_: (say(INTERRUPTED, error=True, flush=True), os._exit(130)))
+        signal.signal(signal.SIGINT, end)
     try:
         run: Run = importlib.import_module(f"stages.{stage}").run
     finally:
