@@ -49,9 +49,9 @@ def no_memory(*_):
 @pytest.mark.parametrize(
     ("choose", "lacks"),
     [
-        (takes_padding, "torch.nn.functional.linear"),
-        (lambda model: paged_decoder(model, 50), "torch.nn.functional.linear"),
-        (lambda model: graphed_decoder(model, 20), "torch.nn.functional.linear"),
+        (takes_padding, "torch.nn.functional.silu"),
+        (lambda model: paged_decoder(model, 50), "torch.nn.functional.silu"),
+        (lambda model: graphed_decoder(model, 20), "torch.nn.functional.silu"),
         (lambda model: choose_attention(model) is None, "rlhf_cli.models.forward.hidden_at"),
     ],
 )

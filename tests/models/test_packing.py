@@ -294,6 +294,7 @@ def test_shared_prompts_change_no_score_in_ppo(pair):
 @pytest.fixture
 def tokens(monkeypatch):
     tokens, real = [], forward._packed_inputs
+    monkeypatch.setattr(forward, "_rounds_rows", lambda _: False)
     monkeypatch.setattr(forward, "_packed_inputs", lambda batch: tokens.append(len(batch.ids)) or real(batch))
     return tokens
 
