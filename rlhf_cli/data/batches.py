@@ -45,8 +45,8 @@ PART_TOKENS_OF_LARGE = 256
 MANY_WEIGHTS = 8_000_000
 PART_TOKENS_IN_HALF = 768
 """The same for passes in 16 bits. There products take less time, and what each microbatch does once takes more, such as
-casting weights and gradients: a token of a microbatch of 750 takes 1.3 to 1.5 times as long as of 1,500, of 370 up to
-2.6 times as long (benchmarks/COSTS.md)."""
+casting weights and gradients: a token of a microbatch of 730 takes 1.2 times as long as of 1,460, of 365 1.5 times
+(benchmarks/COSTS.md)."""
 
 
 def part_tokens(num_weights: int, *, is_half: bool) -> int:
