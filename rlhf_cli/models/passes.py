@@ -84,8 +84,8 @@ def set_up_passes(models: Sequence[PreTrainedModel], config: Stage, device: torc
         lines.append(
             f"precision: bfloat16 is slower than float32 on this {device.type}, which has no fast bfloat16 instructions"
         )
-    decoders = [m for m in models if not (is_encoder(m) or m.config.is_encoder_decoder)]  # others gain nothing
-    is_slow = config.precision == "auto" and device.type == "cpu" and is_large(*decoders, weights=FASTER_WEIGHTS)
+    decoder_only = [m for m in models if not (is_encoder(m) or m.config.is_encoder_decoder)]  # others gain nothing
+    is_slow = config.precision == "auto" and device.type == "cpu" and is_large(*decoder_only, weights=FASTER_WEIGHTS)
     if is_slow and has_bfloat16(device):
         lines.append("precision: auto is float32 here. With precision: bfloat16 a step is faster on this CPU")
     for model in models:

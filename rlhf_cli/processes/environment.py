@@ -21,8 +21,8 @@ from rlhf_cli.printing import say
 from rlhf_cli.processes.signals import LAUNCHED
 
 DEFAULTS = {
-    # By default both caches keep 1,024 shapes of matrix products. Packed rows have new shapes in each step, about a
-    # dozen, so the caches took 0.3 GB in a few PPO iterations of a small model.
+    # By default both caches keep 1,024 shapes of matrix products, which took 0.3 GB in a few PPO iterations of a small
+    # model. Packed rows have few shapes, since they are rounded up (models/forward.py), and more made no step faster.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
     "LRU_CACHE_CAPACITY": "32",
     # Our own messages say in one line what is wrong with a model, or which process has ended. When a connection ends,
