@@ -1,9 +1,9 @@
 """Measure how long torch's CPU threads should spin while waiting: alone on the cores, and beside a second such run.
 
-    python benchmarks/threads.py [--spins 500 2000 300000]      # about a minute each
+    python benchmarks/threads.py [--spins 500 4000 300000]      # about a minute each
 
 GOMP_SPINCOUNT is how often a thread polls before it yields its core. libgomp's default is 300,000 if no more threads
-run than there are cores; rlhf_cli/processes/environment.py sets 2,000. Each figure is the median time of a training
+run than there are cores; rlhf_cli/processes/environment.py sets 4,000. Each figure is the median time of a training
 step (forward and backward over 2,000 packed tokens of a Llama of 1 M parameters) in a separate process, with one thread
 per core. The spin counts take turns.
 """

@@ -151,7 +151,7 @@ def scored_targets(
         return numbers, token_logprobs(logits, targets).cpu().double(), (logits.argmax(-1) == targets).cpu().double()
 
     microbatches = budget_of_logits(model, budget).cut([len(row.ids) for row in rows])
-    return over_microbatches(microbatches, score, model)
+    return over_microbatches(microbatches, score, models=[model])
 
 
 @gathered

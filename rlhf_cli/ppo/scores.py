@@ -92,7 +92,7 @@ def sampled_and_scored(
 
     at_once = -(-config.ppo.rollout_batch_size // world.size)
     parts = list(batched(world.shard(list(range(len(prompts)))), at_once))
-    return list(chain.from_iterable(over_microbatches(parts, score, *computing, in_turn=True)))
+    return list(chain.from_iterable(over_microbatches(parts, score, models=computing, in_turn=True)))
 
 
 def split_dense(scores: Scores, lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor | None]:

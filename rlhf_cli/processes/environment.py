@@ -31,11 +31,11 @@ DEFAULTS = {
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
-SPIN_COUNT = "2000"
+SPIN_COUNT = "4000"
 """How often a waiting CPU thread checks for work before it gives up its core (libgomp; its default is 300,000).
 
-By default it keeps its core busy for some milliseconds. With this value a training step beside a second run on two
-cores is 22 times as fast, and a step alone is 3 % faster (benchmarks/threads.py)."""
+By default it keeps its core busy for some milliseconds, and beside another busy process such a run can take many times
+as long. With fewer checks each operation that uses several cores waits longer for them (benchmarks/threads.py)."""
 CGROUP = Path("/sys/fs/cgroup/cpu.max")
 """The limit of a container: microseconds of processor time, or `max`, in each period of microseconds."""
 

@@ -38,19 +38,23 @@ BUCKET_BYTES = 25 * 2**20
 
 
 def over_microbatches(
-    microbatches: Sequence[Rows], compute: Callable[[Rows], R], *models: nn.Module | None, in_turn: bool = False
+    microbatches: Sequence[Rows],
+    *passes: Callable[[Rows], R],
+    models: Sequence[nn.Module | None] = (),
+    in_turn: bool = False,
 ) -> list[R]:
-    """The result of each microbatch, in order. If a model is sharded, all processes must call this.
+    """The results of all passes of the first microbatch, then of the second, and so on.
 
-    With `in_turn` no two microbatches are computed at the same time.
+    Passes must not depend on each other. `models` compute in them; if one is sharded, all processes must call this.
+    With `in_turn` no two passes run at the same time.
 
-    >>> over_microbatches([[4, 1], [2]], sum)
-    [5, 2]
+    >>> over_microbatches([[4, 1], [2]], sum, len)
+    [5, 2, 2, 1]
     """
-    missing = _num_missing(len(microbatches), models)
-    tasks = [partial(compute, rows) for rows in [*microbatches, *[()] * missing]]
+    everything = [*microbatches, *[()] * _num_missing(len(microbatches), models)]
+    tasks = [partial(compute, rows) for rows in everything for compute in passes]
     most = 1 if in_turn or not _can_thread(models) else None
-    return list(in_threads(tasks, most, wide=is_large(*models)))[: len(microbatches)]
+    return list(in_threads(tasks, most, wide=is_large(*models)))[: len(microbatches) * len(passes)]
 
 
 def _can_thread(models: Sequence[nn.Module | None]) -> bool:

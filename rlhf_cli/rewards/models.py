@@ -295,7 +295,7 @@ def scores_and_features(
             found = _labels_and_hidden(model, [sequences[i] for i in rows], groups and [groups[i] for i in rows])
         return torch.cat([x.float() for x in found], 1).cpu()
 
-    parts = over_microbatches(microbatches, score, model)
+    parts = over_microbatches(microbatches, score, models=[model])
     if not sequences:
         return torch.zeros(0), None
     each = torch.stack(in_order(parts, microbatches))

@@ -156,7 +156,7 @@ def step_scores(
             logits = logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(1)
         return list(logits.cpu().split([len(ends) for _, ends in read]))
 
-    return in_order(over_microbatches(microbatches, score, model), microbatches)
+    return in_order(over_microbatches(microbatches, score, models=[model]), microbatches)
 
 
 def _logits(model: PreTrainedModel, rows: Sequence[Tokens]) -> torch.Tensor:

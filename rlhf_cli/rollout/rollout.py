@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -96,20 +96,18 @@ def collect(
     recompute = recompute or with_full_kl or (with_values and models.value_head is not None)
     lengths = [len(r.ids) for r in responses]
     sampled_logprobs = pad_rows(torch.tensor([x for r in responses for x in r.logprobs], device=device), lengths)
+    texts = prompts, responses, sampling, precision, budget
     padded = padded_scores(
         models,
-        prompts,
-        responses,
-        sampling,
-        precision,
-        budget,
+        *texts,
         with_logprobs=recompute,
         with_values=with_values,
+        with_ref_logprobs=with_ref_logprobs,
         with_full_kl=with_full_kl,
     )
-    if with_ref_logprobs and not with_full_kl:
+    if with_ref_logprobs and models.ref_policy is None and not with_full_kl:
         with reference(models) as ref_policy:
-            of_ref = padded_scores(Models(ref_policy, None), prompts, responses, sampling, precision, budget)
+            of_ref = padded_scores(Models(ref_policy, None), *texts)
         padded["ref_logprobs"] = of_ref.get("logprobs", sampled_logprobs)
     return RolloutBatch(
         prompts=list(prompts),
@@ -171,32 +169,49 @@ def padded_scores(
     *,
     with_logprobs: bool = True,
     with_values: bool = True,
+    with_ref_logprobs: bool = False,
     with_full_kl: bool = False,
 ) -> dict[str, Tensor]:
     """The numbers of `score_tokens` by name, in microbatches and without gradients: [B, R] each, {} for no response.
 
-    Without `with_logprobs` only a separate value model runs. All processes must call this for sharded models.
+    Policy, value model and ref_policy run at the same time. ref_policy runs only if it is a model of its own. All
+    processes must call this for sharded models.
     """
 
-    def score(rows: Sequence[int]) -> dict[str, Tensor]:
-        texts = [prompts[i] for i in rows], [responses[i] for i in rows]
-        if with_logprobs:
-            scores = score_tokens(
-                models, *texts, sampling, precision, with_values=with_values, with_full_kl=with_full_kl
-            )
-            return {name: numbers for name, numbers in vars(scores).items() if numbers is not None}
-        if with_values and models.value_model is not None:
-            return {"values": response_values(models.value_model, *texts, precision)}
-        return {}
+    def policy_scores(rows: Sequence[int]) -> dict[str, Tensor | None]:
+        alone = replace(models, value_model=None)
+        values, full_kl = with_values, with_full_kl
+        return vars(score_tokens(alone, *texts(rows), sampling, precision, with_values=values, with_full_kl=full_kl))
 
+    def values(rows: Sequence[int]) -> dict[str, Tensor | None]:
+        assert models.value_model is not None
+        return {"values": response_values(models.value_model, *texts(rows), precision)}
+
+    def ref_logprobs(rows: Sequence[int]) -> dict[str, Tensor | None]:
+        assert models.ref_policy is not None
+        alone = Models(models.ref_policy, None)
+        return {"ref_logprobs": score_tokens(alone, *texts(rows), sampling, precision).logprobs}
+
+    def texts(rows: Sequence[int]) -> tuple[list[PromptRow], list[Response]]:
+        return [prompts[i] for i in rows], [responses[i] for i in rows]
+
+    passes: list[Callable[[Sequence[int]], dict[str, Tensor | None]]] = []
+    if with_logprobs:
+        passes.append(policy_scores)
+    if with_values and models.value_model is not None:
+        passes.append(values)
+    if with_ref_logprobs and models.ref_policy is not None and not with_full_kl:
+        passes.append(ref_logprobs)
     microbatches, lengths = cut_responses(budget, models.policy, prompts, responses), [len(r.ids) for r in responses]
     in_turn = with_full_kl and models.ref_policy is None  # each pass switches the adapters off and on
-    parts = over_microbatches(microbatches, score, *models.with_weights, in_turn=in_turn)
-    padded = {}
-    for name in parts[0] if parts else ():
-        each = [part[name].split([lengths[i] for i in rows]) for part, rows in zip(parts, microbatches, strict=True)]
-        padded[name] = pad_rows(torch.cat(in_order(each, microbatches)), lengths)
-    return padded
+    found = over_microbatches(microbatches, *passes, models=models.with_weights, in_turn=in_turn)
+    parts: dict[str, list[Sequence[Tensor]]] = {}
+    for number, scores in enumerate(found):
+        sizes = [lengths[i] for i in microbatches[number // len(passes)]]
+        for name, numbers in scores.items():
+            if numbers is not None:
+                parts.setdefault(name, []).append(numbers.split(sizes))
+    return {name: pad_rows(torch.cat(in_order(each, microbatches)), lengths) for name, each in parts.items()}
 
 
 # ------------------------------------------------------------------------------- responses exchanged between processes

@@ -111,10 +111,10 @@ os._exit(0)
 @pytest.mark.parametrize(
     ("program", "given", "expected"),
     [
-        ("rlhf_cli sft", {}, "2000 128 32 error 1"),
+        ("rlhf_cli sft", {}, "4000 128 32 error 1"),
         ("rlhf_cli sft", {"GOMP_SPINCOUNT": "7", "TRANSFORMERS_VERBOSITY": "info"}, "7 128 32 info 1"),
         ("rlhf_cli sft", {"OMP_WAIT_POLICY": "active", "LRU_CACHE_CAPACITY": "9"}, "None 128 9 error 1"),
-        *((f"stages.{stage}", {}, "2000 128 32 error 1") for stage in STAGES),
+        *((f"stages.{stage}", {}, "4000 128 32 error 1") for stage in STAGES),
     ],
 )
 def test_a_command_sets_its_environment_before_torch_is_imported_and_keeps_user_values(

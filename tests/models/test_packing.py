@@ -363,6 +363,10 @@ def test_passes_that_switch_adapters_off_are_made_one_after_the_other(monkeypatc
     rollout.padded_scores(Models(model, model), *choices)
     assert max(most) == 2, "other passes are made at the same time"
     most.clear()
+    whole = (*choices[:-1], Budget(10_000))  # one microbatch
+    rollout.padded_scores(Models(model, copy.deepcopy(model)), *whole, with_ref_logprobs=True)
+    assert max(most) == 2, "policy and ref_policy too"
+    most.clear()
     rollout.padded_scores(Models(model, None), *choices, with_full_kl=True)
     assert most == [1] * len(ROWS)
 

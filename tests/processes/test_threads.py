@@ -226,11 +226,12 @@ def test_models_with_state_in_their_passes_are_computed_in_turn():
     text = type("Config", (), {"rope_parameters": {"rope_type": "dynamic"}})
     of_text_and_images = type("Config", (), {"get_text_config": lambda: text})
     for model.config in (text, of_text_and_images):
-        assert set(over_microbatches([[1], [2]], lambda _: threading.current_thread(), model)) == {
+        assert set(over_microbatches([[1], [2]], lambda _: threading.current_thread(), models=[model])) == {
             threading.current_thread()
         }
     del model.config
-    assert threading.current_thread() not in over_microbatches([[1], [2]], lambda _: threading.current_thread(), model)
+    found = over_microbatches([[1], [2]], lambda _: threading.current_thread(), models=[model])
+    assert threading.current_thread() not in found
     assert not microbatches._can_thread([nn.Linear(2, 2, device="meta")])
 
 
@@ -344,10 +345,13 @@ def test_few_passes_of_a_large_model_use_several_cores_each(monkeypatch):
     use_threads(4)
     monkeypatch.setattr(threads, "LARGE", 5)
     large, small = nn.Linear(2, 2), nn.Linear(2, 1)
-    of_large, of_small = (over_microbatches([[1], [2]], lambda _: torch.get_num_threads(), m) for m in (large, small))
-    assert (of_large, of_small) == ([2, 2], [1, 1])
-    assert over_microbatches([[1]], lambda _: torch.get_num_threads(), large) == [4]
-    assert over_microbatches([[1], [2]], lambda _: torch.get_num_threads(), large, in_turn=True) == [4, 4]
+
+    def counts(microbatches, model, **options):
+        return over_microbatches(microbatches, lambda _: torch.get_num_threads(), models=[model], **options)
+
+    assert (counts([[1], [2]], large), counts([[1], [2]], small)) == ([2, 2], [1, 1])
+    assert counts([[1]], large) == [4]
+    assert counts([[1], [2]], large, in_turn=True) == [4, 4]
     assert torch.get_num_threads() == 1
 
 
