@@ -96,10 +96,10 @@ def collect(
     recompute = recompute or with_full_kl or (with_values and models.value_head is not None)
     lengths = [len(r.ids) for r in responses]
     sampled_logprobs = pad_rows(torch.tensor([x for r in responses for x in r.logprobs], device=device), lengths)
-    texts = prompts, responses, sampling, precision, budget
+    rest = prompts, responses, sampling, precision, budget
     padded = padded_scores(
         models,
-        *texts,
+        *rest,
         with_logprobs=recompute,
         with_values=with_values,
         with_ref_logprobs=with_ref_logprobs,
@@ -107,7 +107,7 @@ def collect(
     )
     if with_ref_logprobs and models.ref_policy is None and not with_full_kl:
         with reference(models) as ref_policy:
-            of_ref = padded_scores(Models(ref_policy, None), *texts)
+            of_ref = padded_scores(Models(ref_policy, None), *rest)
         padded["ref_logprobs"] = of_ref.get("logprobs", sampled_logprobs)
     return RolloutBatch(
         prompts=list(prompts),
@@ -174,14 +174,16 @@ def padded_scores(
 ) -> dict[str, Tensor]:
     """The numbers of `score_tokens` by name, in microbatches and without gradients: [B, R] each, {} for no response.
 
-    Policy, value model and ref_policy run at the same time. ref_policy runs only if it is a model of its own. All
-    processes must call this for sharded models.
+    Policy, value model and ref_policy run at the same time. `with_ref_logprobs` needs a ref_policy of its own: adapters
+    cannot be off in one pass while another needs them. All processes must call this for sharded models.
     """
 
     def policy_scores(rows: Sequence[int]) -> dict[str, Tensor | None]:
         alone = replace(models, value_model=None)
-        values, full_kl = with_values, with_full_kl
-        return vars(score_tokens(alone, *texts(rows), sampling, precision, with_values=values, with_full_kl=full_kl))
+        scores = score_tokens(
+            alone, *texts(rows), sampling, precision, with_values=with_values, with_full_kl=with_full_kl
+        )
+        return vars(scores)
 
     def values(rows: Sequence[int]) -> dict[str, Tensor | None]:
         assert models.value_model is not None
