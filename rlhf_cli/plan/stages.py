@@ -77,10 +77,11 @@ def _other_threads(phase: Phase, models: list[Held]) -> dict[str, float]:
     if setting.threads == 1 or setting.device != "cpu" or setting.sharded > 1 or phase.name not in BY_TOKENS:
         return {}
     gradients = [model.gradient_bytes for model in _trained(models)] if trains else [0.0]
-    at_once = min(setting.threads, int(COPIES_BYTES // max(1.0, sum(gradients))))
+    most = int(COPIES_BYTES // max(1.0, sum(gradients)))
+    at_once = min(setting.threads, most)
     if at_once <= 1:
         return {}
-    return {"other threads": (at_once - 1) * phase.of_pass + at_once * max(gradients)}
+    return {"other threads": (at_once - 1) * phase.of_pass + min(setting.threads + 1, most) * max(gradients)}
 
 
 def microbatch_tokens(config: AnyConfig, models: Mapping[str, PreTrainedModel], world: World) -> int:

@@ -97,13 +97,14 @@ def in_threads(tasks: Sequence[Callable[[], R]], most: int | None = None, *, wid
 
     Args:
         tasks: they must not depend on each other.
-        most: at most so many, or `num_threads`, run, or wait to be taken, at the same time.
+        most: at most so many, and one more than `num_threads`, run or wait to be taken at the same time.
         wide: if there are more threads than tasks, let each task use several cores.
 
     >>> list(in_threads([lambda: 1, lambda: 2]))
     [1, 2]
     """
-    count = max(1, min(num_threads(), len(tasks), most or len(tasks)))
+    most = min(most or len(tasks), len(tasks))
+    count = max(1, min(num_threads(), most))
     each = num_threads() // count if wide else 1
     if count == 1:
         with cores(each) if wide else contextlib.nullcontext():
@@ -117,9 +118,11 @@ def in_threads(tasks: Sequence[Callable[[], R]], most: int | None = None, *, wid
 
     global _executor
     executor = _executor = _executor or ThreadPoolExecutor(num_threads(), "rlhf pass", _start_worker)
-    waiting = deque(tasks[count:])
+    # One more than run: a thread whose pass was the shorter one need not wait for the result before it.
+    ahead = min(most, count + 1)
+    waiting = deque(tasks[ahead:])
     with cores(1):
-        running = deque((executor.submit(compute, task), task) for task in tasks[:count])
+        running = deque((executor.submit(compute, task), task) for task in tasks[:ahead])
         try:
             while running:
                 future, task = running.popleft()
