@@ -78,15 +78,20 @@ class ResponseOptions:
         str | None,
         typer.Option("--reward-model", metavar="DIR", help="Score with this model, not with the run's rewards."),
     ] = None
+    label: Annotated[
+        str | None, typer.Option("--label", help="For a classifier as --reward-model: the label that is the score.")
+    ] = None
     seed: Seed = 0
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Responses per batch.")] = 64
     device: Device = "auto"
     quantization: Quantized = None
 
     def check(self) -> None:
-        """Raise ConfigError for options that exclude each other."""
+        """Raise ConfigError for options that exclude or need each other."""
         if self.best_of > 1 and self.temperature == 0:
             raise ConfigError("--best-of: all samples are equal at --temperature 0. Remove one of them")
+        if self.label is not None and self.reward_model is None:
+            raise ConfigError("--label: needs --reward-model. Give it, or remove --label")
         for option, value in {"--top-k": self.top_k, "--top-p": self.top_p}.items():
             if self.temperature == 0 and value is not None:
                 raise ConfigError(f"{option}: does nothing at --temperature 0. Remove one of them")
@@ -109,7 +114,8 @@ class ResponseOptions:
 
         if self.reward_model is not None:
             path = reward_model_stage(self.reward_model)
-            return RewardSet([NamedReward("--reward-model", path, ModelReward(type="reward_model", path=path))])
+            reward = ModelReward(type="reward_model", path=path, label=self.label)
+            return RewardSet([NamedReward("--reward-model", path, reward)])
         if self.best_of == 1:
             return None
         rewards = model.rewards()
@@ -137,12 +143,7 @@ class Generator:
             try:
                 self.rewards, self.notes = rewards.load(speaker.tokenizer, device, source.precision)
             except ConfigError as error:
-                text = str(error).replace("--reward-model.label: is missing,", "--reward-model:")
-                if text == str(error):
-                    raise
-                # This command has no option for the label.
-                advice = "Write responses without it, and score them with rlhf rm score --label"
-                raise ConfigError(text.replace("Name the one to reward", advice)) from None
+                raise ConfigError(str(error).replace("--reward-model.", "--")) from None
 
     def respond(self, numbered: Sequence[tuple[int, Record]]) -> list[Outcome]:
         """For each prompt `response`, `ended` and, with rewards, `score` of the best sample; or why it has none."""

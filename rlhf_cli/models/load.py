@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -499,7 +500,7 @@ def reason_of(error: Exception) -> str:
 
 
 def check_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str, *, new_head: bool) -> list[str]:
-    """Raise ArtifactError for weights that are missing, have another shape than config.json says, or are not finite.
+    """Raise ArtifactError for weights that are missing, differ from config.json in shape or number, or are not finite.
 
     `info` is transformers' report of the loading. With `new_head` weights outside of the backbone may be missing or
     have another shape. Returns their names.
@@ -519,6 +520,14 @@ def check_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str, *,
             f"{path}: weight {name} has shape {given} in the file, and config.json says {needed}{more}. Give a "
             "directory whose weights and config.json were saved together"
         )
+    # The weights of a layer too many have the names of those of layer 0, but for the number.
+    own = {name.removeprefix(prefix) for name, _ in model.named_parameters()}
+    for name in sorted(info["unexpected_keys"]):
+        if re.sub(r"\.\d+\.", ".0.", name, count=1).removeprefix(prefix) in own:
+            raise ArtifactError(
+                f"{path}: weight {name} is of a layer that config.json does not have. Give a directory whose weights "
+                "and config.json were saved together"
+            )
     for name, weight in model.named_parameters():
         if name not in new and place_of(weight) is None and not is_finite(weight):
             bad = weight.numel() - int(weight.isfinite().sum())

@@ -125,14 +125,15 @@ def keep_end(root: str | Path, stage: str, name: str, line: str) -> None:
 
 
 def refuse_links(root: str | Path, stage: str) -> None:
-    """Raise ArtifactError for a symbolic link among the paths inside `root` that a run writes, renames or removes."""
+    """Raise ArtifactError for a link or mount point among the paths in `root` that a run writes, renames or removes."""
     built = (partial_directory(root, stage), checkpoints_directory(root, stage))
     inside = (path for directory in built if not directory.is_symlink() for path in directory.rglob("*"))
     for path in (stage_directory(root, stage), set_aside_directory(root, stage), *built, *inside):
-        if path.is_symlink():
+        if path.is_symlink() or path.is_mount():
+            kind = "symbolic link" if path.is_symlink() else "mount point"
             raise ArtifactError(
-                f"{path}: is a symbolic link, and a run writes, renames and removes this path. Remove the link "
-                f"(`{root}` itself may be a link)"
+                f"{path}: is a {kind}, and a run writes, renames and removes this path. Remove the {kind} "
+                f"(`{root}` itself may be one)"
             )
 
 

@@ -186,12 +186,16 @@ def test_best_of_n_is_the_sample_with_the_highest_score(run, prompts, tmp_path):
     assert [scored[n]["score"] for n in ended] == pytest.approx([scores[n] for n in ended], abs=1e-4)
 
 
-def test_a_classifier_with_labels_cannot_choose_a_response(run, prompts, tmp_path, word_piece):
+def test_a_label_of_a_classifier_chooses_a_response(run, prompts, tmp_path, word_piece):
     encoder(tmp_path / "labels", word_piece, 2)
-    with pytest.raises(
-        ConfigError, match=r"^--reward-model: the model has the labels .*, and score them with rlhf rm sc"
-    ):
-        write(run, prompts, tmp_path / "best.jsonl", best_of=2, reward_model=str(tmp_path / "labels"))
+    given = {"best_of": 2, "reward_model": str(tmp_path / "labels")}
+    with pytest.raises(ConfigError, match=r"^--label: is missing, the model has the labels LABEL_0, LABEL_1\. Name"):
+        write(run, prompts, tmp_path / "best.jsonl", **given)
+    rows = write(run, prompts, tmp_path / "best.jsonl", label="LABEL_1", **given)
+    firsts = write(run, prompts, tmp_path / "first.jsonl", label="LABEL_1", **given | {"best_of": 1})
+    assert all(row["score"] >= first["score"] for row, first in zip(rows, firsts, strict=True))
+    with pytest.raises(ConfigError, match=r"^--label: needs --reward-model"):
+        write(run, prompts, tmp_path / "other.jsonl", best_of=2, label="LABEL_1")
 
 
 def test_greedy_responses_are_those_of_transformers(run, prompts, tmp_path):

@@ -353,6 +353,10 @@ def test_a_directory_without_a_run_gets_one_line(tmp_path, name, says):
     assert says in refused("report", tmp_path / name)
 
 
+def test_a_stage_is_not_a_run(run):
+    assert f"is a stage. Give its run, {run}" in refused("report", run / "ppo")
+
+
 def test_a_long_run_is_thinned_with_its_extremes():
     n = 100_000
     values = [0.0] * n

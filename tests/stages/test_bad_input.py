@@ -95,6 +95,15 @@ def test_models_without_a_head_or_with_truncated_weights_are_refused(project: Pa
     assert "cannot load a model (" in fails(project, "ppo", "--set", f"policy.path={model}")
 
 
+def test_weights_with_more_layers_than_the_config_are_refused(project: Path) -> None:
+    path = copy_model(project, "sft") / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] - 1}))
+    message = fails(project, "rm", "--set", f"model.path={path.parent}")
+    assert f"weight model.layers.{config['num_hidden_layers'] - 1}." in message
+    assert "is of a layer that config.json does not have" in message
+
+
 def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(project: Path) -> None:
     model = copy_model(project, "sft")
     path = model / "tokenizer.json"

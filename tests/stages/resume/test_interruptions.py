@@ -344,6 +344,12 @@ def test_a_stage_directory_that_is_a_link_is_refused_at_the_start(config_in, tmp
     same(crash.outcome(tmp_path / "elsewhere"), before)
 
 
+def test_a_stage_directory_that_is_a_mount_point_is_refused_at_the_start(config_in, tmp_path, monkeypatch):
+    """It could not be renamed at the end."""
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "run/sft")
+    assert f"{tmp_path}/run/sft: is a mount point" in refused(config_in("sft", tmp_path / "run"))
+
+
 # ------------------------------------------------------------------------------------------- memory
 
 
