@@ -96,12 +96,17 @@ def test_models_without_a_head_or_with_truncated_weights_are_refused(project: Pa
 
 
 def test_weights_with_more_layers_than_the_config_are_refused(project: Path) -> None:
-    path = copy_model(project, "sft") / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] - 1}))
-    message = fails(project, "rm", "--set", f"model.path={path.parent}")
-    assert f"weight model.layers.{config['num_hidden_layers'] - 1}." in message
-    assert "is of a layer that config.json does not have" in message
+    model = copy_model(project, "sft")
+    weights = load_file(model / "model.safetensors")
+    beyond = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    weights |= {
+        n.replace(".0.", f".{beyond}."): w.clone() for n, w in weights.items() if n.startswith("model.layers.0.")
+    }
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    for stage, key in (("rm", "model"), ("ppo", "policy")):
+        message = fails(project, stage, "--set", f"{key}.path={model}")
+        assert f"weight model.layers.{beyond}." in message
+        assert "is of a layer that config.json does not have" in message
 
 
 def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(project: Path) -> None:
