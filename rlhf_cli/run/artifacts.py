@@ -187,6 +187,12 @@ def _numbered(value: Any) -> Any:
 # ------------------------------------------------------------------------------------------- writing
 
 
+ADVICE = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free disk space"),
+    errno.EFBIG: "Raise the limit of the size of a file (`ulimit -f unlimited`)",
+}
+
+
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Raise ArtifactError for an error of the system, which safetensors and tokenizers report by types of their own."""
@@ -198,8 +204,7 @@ def writing(path: Path) -> Iterator[None]:
         ):
             raise
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
-        is_full = any(os.strerror(code) in reason for code in (errno.ENOSPC, errno.EDQUOT))
-        advice = "Free disk space" if is_full else "Choose another folder"
+        advice = next((ADVICE[code] for code in ADVICE if os.strerror(code) in reason), "Choose another folder")
         raise ArtifactError(f"{path}: cannot be written ({reason}). {advice}") from None
 
 
