@@ -386,8 +386,9 @@ class StageRun:
             )
 
     def _last_checkpoint_in_words(self) -> str:
+        """As the first process, which writes it, finds it. All processes must call this."""
         self.checkpoints.wait()
-        return checkpoint_files.last_step_in_words(self.config.artifacts, self.stage)
+        return self.world.gather(checkpoint_files.last_step_in_words(self.config.artifacts, self.stage))[0]
 
     def _interrupted(self, number: int, what: str) -> Interrupted:
         code = 130 if number == signal.SIGINT else 143
