@@ -520,7 +520,7 @@ def check_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str, *,
             f"{path}: weight {name} has shape {given} in the file, and config.json says {needed}{more}. Give a "
             "directory whose weights and config.json were saved together"
         )
-    # The weights of a layer too many have the names of those of layer 0, but for the number.
+    # The weights of an extra layer have the names of layer 0's, with another number.
     own = {name.removeprefix(prefix) for name, _ in model.named_parameters()}
     for name in sorted(info["unexpected_keys"]):
         if re.sub(r"\.\d+\.", ".0.", name, count=1).removeprefix(prefix) in own:

@@ -32,7 +32,8 @@ Loss = Callable[[Rows], tuple[Tensor, Mapping[str, Tensor]]]
 """From the rows of a microbatch to a loss and its statistics."""
 
 COPIES_BYTES = 2 * 2**30
-"""The most memory for the gradients of passes that run at the same time. If not even two fit, passes run in turn."""
+"""The most memory for the gradients of passes that run at the same time, or wait to be added. If not even two fit,
+passes run in turn."""
 BUCKET_BYTES = 25 * 2**20
 """The largest bucket in float32, as in DDP. A larger gradient is sent alone."""
 

@@ -97,7 +97,7 @@ def in_threads(tasks: Sequence[Callable[[], R]], most: int | None = None, *, wid
 
     Args:
         tasks: they must not depend on each other.
-        most: at most so many, and one more than `num_threads`, run or wait to be taken at the same time.
+        most: how many run or wait to be taken at the same time, at most. Never more than `num_threads` and one.
         wide: if there are more threads than tasks, let each task use several cores.
 
     >>> list(in_threads([lambda: 1, lambda: 2]))
@@ -118,7 +118,7 @@ def in_threads(tasks: Sequence[Callable[[], R]], most: int | None = None, *, wid
 
     global _executor
     executor = _executor = _executor or ThreadPoolExecutor(num_threads(), "rlhf pass", _start_worker)
-    # One more than run: a thread whose pass was the shorter one need not wait for the result before it.
+    # One more than can run is ready, so that a thread with a short task need not wait for a longer one before it.
     ahead = min(most, count + 1)
     waiting = deque(tasks[ahead:])
     with cores(1):

@@ -155,9 +155,9 @@ def read_run(root: Path, name: str) -> RunData:
             manifest=read_manifest_or_none(directory),
             config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
         )
-    if not stages and (root / "metrics.jsonl").is_file():
-        raise ArtifactError(f"{root}: is a stage. Give its run, {root.absolute().parent}")
     if not stages:
+        if (root / "metrics.jsonl").is_file():
+            raise ArtifactError(f"{root}: is a stage. Give its run, {root.absolute().parent}")
         ended = "".join(f"; {text}" for state, text in unfinished_stages(root) if state.name == "failed")
         raise ArtifactError(f"{root}: no stage has metrics yet{ended}. `rlhf status {root}` shows what is there")
     return RunData(root, name, stages)

@@ -187,10 +187,12 @@ def _numbered(value: Any) -> Any:
 # ------------------------------------------------------------------------------------------- writing
 
 
-ADVICE = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free disk space"),
+WHAT_HELPS = {
+    errno.ENOSPC: "Free disk space",
+    errno.EDQUOT: "Free disk space",
     errno.EFBIG: "Raise the limit of the size of a file (`ulimit -f unlimited`)",
 }
+"""By the error of a write. For any other, another folder may help."""
 
 
 @contextlib.contextmanager
@@ -204,7 +206,9 @@ def writing(path: Path) -> Iterator[None]:
         ):
             raise
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
-        advice = next((ADVICE[code] for code in ADVICE if os.strerror(code) in reason), "Choose another folder")
+        advice = next(
+            (text for code, text in WHAT_HELPS.items() if os.strerror(code) in reason), "Choose another folder"
+        )
         raise ArtifactError(f"{path}: cannot be written ({reason}). {advice}") from None
 
 

@@ -193,9 +193,9 @@ def test_a_label_of_a_classifier_chooses_a_response(run, prompts, tmp_path, word
         write(run, prompts, tmp_path / "best.jsonl", **given)
     rows = write(run, prompts, tmp_path / "best.jsonl", label="LABEL_1", **given)
     firsts = write(run, prompts, tmp_path / "first.jsonl", label="LABEL_1", **given | {"best_of": 1})
-    assert all(
-        row["score"] > first["score"] - 1e-4 for row, first in zip(rows, firsts, strict=True)
-    )  # but for rounding
+    gains = [row["score"] - first["score"] for row, first in zip(rows, firsts, strict=True)]
+    assert min(gains) > -1e-4  # other rows in a batch, other rounding
+    assert max(gains) > 0.0
     assert [row["response"] for row in rows] != [first["response"] for first in firsts]
     with pytest.raises(ConfigError, match=r"^--label: needs --reward-model"):
         write(run, prompts, tmp_path / "other.jsonl", best_of=2, label="LABEL_1")
